@@ -1,0 +1,17 @@
+//! The counting room: fixed-window counters in a lock-free table of fixed size.
+//!
+//! `word` is the arithmetic of one counter, `region` an array of them with one counter per key,
+//! `table` adds what happens when it is full, `charge` decides a request on several counters at
+//! once. The room is pure but for its atomics, which come through `sync` alone: it does not know
+//! the time, HTTP, rules or configuration, and it allocates only when a table is made.
+//!
+//! What it promises, each proven by a model under `tests/model` and a property of the same name:
+//! `never_admits_past_the_limit`, `no_hit_is_lost_at_rollover`, `a_late_thread_never_rewinds`,
+//! `the_refused_leave_no_mark`, `a_refund_never_crosses_a_window`, `two_keys_never_share_a_count`,
+//! `a_full_table_answers_as_documented`.
+
+pub mod charge;
+pub mod region;
+pub mod sync;
+pub mod table;
+pub mod word;

@@ -1,0 +1,220 @@
+//! The table: one region for counters, one for what does not fit.
+//!
+//! When both buckets of a new key are full of open windows, the key is counted together with other
+//! such keys in a spill counter of its layer. That is too strict for them, never too lax: a key
+//! that was counted in a spill counter gets no counter of its own before that window is over, so a
+//! full table never hands quota back. This room neither reads the clock nor hashes.
+
+use super::region::{Found, Key, Region, Seat};
+use super::sync::{AtomicU64, Ordering, fence};
+use super::word::{Ask, Use, Word, charged, refunded, usage};
+
+/// Slots per bucket: two cache lines of four words.
+pub const BUCKET_SLOTS: usize = 8;
+/// Into how many spill counters the keys of one layer fall when the table is full.
+const SPILL_GROUPS: u64 = 64;
+
+/// Which counter: its key, and the layer it belongs to, which names its spill counters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counter {
+    pub key: Key,
+    /// Evenly spread bits, equal for all keys of one layer of one rule.
+    pub layer: u64,
+}
+
+impl Counter {
+    /// The spill counter for this key's group of its layer.
+    fn spill(self) -> Key {
+        let group = self.key.tag % SPILL_GROUPS;
+        let bits = self.layer.wrapping_add(group).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+        Key::new(bits ^ (bits >> 32), self.layer.rotate_left(32) ^ (group << 58))
+    }
+}
+
+/// Where a charge went, so that it can be taken back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Paid {
+    spilled: bool,
+    index: usize,
+    tag: u64,
+    end_ms: u64,
+    cost: u32,
+}
+
+/// The answer to one charge.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Charged {
+    Paid(Paid, Use),
+    Full(Use),
+    /// The window asked for is over; ask again with a time not before [`Table::horizon_ms`].
+    Late,
+}
+
+/// How the slots stand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Census {
+    pub live: usize,
+    pub free: usize,
+}
+
+pub struct Table<const W: usize = BUCKET_SLOTS> {
+    own: Region<W>,
+    spill: Region<W>,
+    /// The latest end of a window that has spill counters, Unix milliseconds.
+    spill_end_ms: AtomicU64,
+    spilled_total: AtomicU64,
+}
+
+impl Table {
+    /// A table that can hold `capacity` open windows, at 24 bytes each: half as many slots again
+    /// as counters, so that two buckets are as good as never both full before the table is.
+    pub fn with_capacity(capacity: usize) -> Table {
+        let buckets = (capacity + capacity / 2).div_ceil(BUCKET_SLOTS);
+        Table::with_buckets(buckets, (buckets / 64).max(128))
+    }
+}
+
+impl<const W: usize> Table<W> {
+    pub fn with_buckets(own: usize, spill: usize) -> Table<W> {
+        Table {
+            own: Region::with_buckets(own),
+            spill: Region::with_buckets(spill),
+            spill_end_ms: AtomicU64::new(0),
+            spilled_total: AtomicU64::new(0),
+        }
+    }
+
+    /// Time that has certainly passed, Unix milliseconds: windows that end by then are closed.
+    pub fn horizon_ms(&self) -> u64 {
+        self.own.horizon_ms().max(self.spill.horizon_ms())
+    }
+
+    /// Charges that went to a spill counter since the start.
+    pub fn spilled_total(&self) -> u64 {
+        // Ordering: relaxed; a statistic.
+        self.spilled_total.load(Ordering::Relaxed)
+    }
+
+    /// Counts the slots with an open window; takes a pass over the table.
+    pub fn census(&self, now_ms: u64) -> Census {
+        let live = self.own.words().filter(|word| word.is_live(now_ms)).count();
+        Census { live, free: self.own.slots() - live }
+    }
+
+    /// What is used of a counter, and nothing else: no slot is taken.
+    pub fn look(&self, counter: Counter, ask: Ask) -> (Use, Option<usize>) {
+        if let Found::Counter(index, word) = self.own.find(counter.key) {
+            return (usage(word, ask), Some(index));
+        }
+        if self.spills(ask) {
+            if let Found::Counter(_, word) = self.spill.find(counter.spill()) {
+                return (usage(word, ask), None);
+            }
+        }
+        (Use { used: 0, end_ms: ask.end_ms }, None)
+    }
+
+    /// Whether any spill counter may be open in the window of `ask`.
+    fn spills(&self, ask: Ask) -> bool {
+        // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
+        // and `Region::confirm` decide.
+        self.spill_end_ms.load(Ordering::Acquire) >= ask.end_ms
+    }
+
+    /// Charges `ask` to a counter, or says that it does not fit. `hint` is the slot that
+    /// [`Table::look`] found, and may be stale.
+    pub fn charge(&self, counter: Counter, ask: Ask, now_ms: u64, hint: Option<usize>) -> Charged {
+        if let Some(index) = hint {
+            if let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask) {
+                return answer;
+            }
+        }
+        loop {
+            match self.own.seat(counter.key, ask.end_ms, now_ms, || self.spill_is_used(counter, ask)) {
+                Seat::At(index, word) => {
+                    if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask) {
+                        return answer;
+                    }
+                }
+                Seat::Late => return Charged::Late,
+                Seat::Full => {
+                    if let Some(answer) = self.pay_spill(counter, ask, now_ms) {
+                        return answer;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The compare-and-swap loop around [`charged`]; `None` if the slot is no longer the key's.
+    fn pay(&self, region: &Region<W>, index: usize, mut word: Word, key: Key, ask: Ask) -> Option<Charged> {
+        while word.tag() == key.tag && !word.is_claim() {
+            let Some(next) = charged(word, ask) else { return Some(Charged::Full(usage(word, ask))) };
+            match region.swap(index, word, next) {
+                Ok(()) => {
+                    let spilled = std::ptr::eq(region, &self.spill);
+                    let paid = Paid { spilled, index, tag: key.tag, end_ms: next.end_ms(), cost: ask.cost };
+                    return Some(Charged::Paid(paid, Use { used: next.count(), end_ms: next.end_ms() }));
+                }
+                Err(changed) => word = changed,
+            }
+        }
+        None
+    }
+
+    fn spill_is_used(&self, counter: Counter, ask: Ask) -> bool {
+        self.spills(ask)
+            && match self.spill.find(counter.spill()) {
+                Found::Counter(_, word) => usage(word, ask).used > 0,
+                Found::Claim(..) | Found::Nothing => false,
+            }
+    }
+
+    /// Charges the spill counter; `None` if the key got a counter of its own in between.
+    fn pay_spill(&self, counter: Counter, ask: Ask, now_ms: u64) -> Option<Charged> {
+        // Ordering: raised before the charge, so that who sees the charge looks for it.
+        self.spill_end_ms.fetch_max(ask.end_ms, Ordering::AcqRel);
+        let key = counter.spill();
+        let answer = loop {
+            match self.spill.seat(key, ask.end_ms, now_ms, || false) {
+                Seat::At(index, word) => {
+                    if let Some(answer) = self.pay(&self.spill, index, word, key, ask) {
+                        break answer;
+                    }
+                }
+                Seat::Late => return Some(Charged::Late),
+                Seat::Full => break Charged::Full(Use { used: ask.limit, end_ms: ask.end_ms }),
+            }
+        };
+        let Charged::Paid(paid, _) = answer else { return Some(answer) };
+        // Ordering: the charge stands before, the look-up after; whoever confirms a claim of this
+        // key has the same two the other way round, so one of the two sees the other.
+        fence(Ordering::SeqCst);
+        loop {
+            match self.own.find(counter.key) {
+                Found::Nothing => break,
+                Found::Claim(index, claim) if self.own.revoke(index, claim) => {}
+                Found::Claim(..) => {}
+                Found::Counter(..) => {
+                    self.refund(paid);
+                    return None;
+                }
+            }
+        }
+        // Ordering: relaxed; a statistic.
+        self.spilled_total.fetch_add(1, Ordering::Relaxed);
+        Some(answer)
+    }
+
+    /// Takes a charge back, in the window in which it was made and in no other.
+    pub fn refund(&self, paid: Paid) {
+        let region = if paid.spilled { &self.spill } else { &self.own };
+        let mut word = region.load(paid.index);
+        while let Some(less) = refunded(word, paid.tag, paid.end_ms, paid.cost) {
+            match region.swap(paid.index, word, less) {
+                Ok(()) => return,
+                Err(changed) => word = changed,
+            }
+        }
+    }
+}
