@@ -1,1 +1,2 @@
 pub mod count;
+pub mod rule;

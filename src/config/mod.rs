@@ -1,0 +1,159 @@
+//! The configuration as the gateway runs it: complete, checked, with every default filled in.
+//!
+//! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
+//! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
+//! or a problem) and `problem` (what is wrong, where, and the fix). This room opens no file and
+//! knows no socket.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::rule::book::Rule;
+
+pub mod check;
+pub mod document;
+pub mod problem;
+
+use problem::Problem;
+
+/// Everything that `gateway.toml` says.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Config {
+    pub listen: Listen,
+    /// Event loops; `None`: one per core that the process may run on.
+    pub workers: Option<usize>,
+    pub counters: Counters,
+    pub timeouts: Timeouts,
+    pub access_log: Option<AccessLog>,
+    /// What a path with an encoded slash means.
+    pub encoded_slash: EncodedSlash,
+    /// Which path goes upstream.
+    pub forward_path: ForwardPath,
+    pub upstreams: Vec<Upstream>,
+    pub rules: Vec<Rule>,
+    /// Which fields tell a client about a rule, per rule, in the order of `rules`.
+    pub fields: Vec<QuotaFields>,
+    pub routes: Vec<Route>,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Listen {
+    pub http: Vec<SocketAddr>,
+    pub admin: Option<SocketAddr>,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Counters {
+    /// Open windows that the table can hold.
+    pub capacity: usize,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Timeouts {
+    /// From the connection, or from the answer before, until the head of a request is complete.
+    pub request_head: Duration,
+    /// Until a connection to an upstream server stands.
+    pub connect: Duration,
+    /// From the end of the request until the head of the upstream's answer.
+    pub response_head: Duration,
+    /// How long an idle upstream connection is kept.
+    pub upstream_idle: Duration,
+    /// How long requests may take to finish once the gateway is told to stop.
+    pub drain: Duration,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum AccessLog {
+    Stdout,
+    File(PathBuf),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EncodedSlash {
+    /// `%2F` and `%5C` in a path are answered with 400: servers differ in what they mean.
+    Refuse,
+    /// They are ordinary bytes of a segment.
+    Keep,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardPath {
+    /// The client's own bytes.
+    Original,
+    /// The path as it was matched.
+    Normalized,
+}
+
+/// The fields with which answers tell a client about a rule.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum QuotaFields {
+    /// `RateLimit` and `RateLimit-Policy` (draft-ietf-httpapi-ratelimit-headers-11).
+    Ietf,
+    /// `X-RateLimit-Limit`, `-Remaining` and `-Reset`.
+    Legacy,
+    Both,
+    Off,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Upstream {
+    pub name: String,
+    pub target: Target,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub enum Target {
+    /// Answers by itself with what it received.
+    Echo,
+    Servers(Vec<Server>),
+}
+
+/// One server of an upstream, reached by HTTP/1.1 in the clear.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Server {
+    /// As configured, such as `http://127.0.0.1:9001`; the metrics' label.
+    pub url: String,
+    /// Host name or address, without brackets.
+    pub host: String,
+    pub port: u16,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct Route {
+    /// Unique; the metrics' label.
+    pub name: String,
+    /// Lower-case host names without port; `*.example.com` for all under a name; empty: any.
+    pub hosts: Vec<String>,
+    /// Upper-case; empty: any.
+    pub methods: Vec<String>,
+    /// Request fields that must be there, by lower-case name, and their value; `None`: any value.
+    pub headers: Vec<(String, Option<String>)>,
+    pub path: PathPattern,
+    /// Position in [`Config::upstreams`].
+    pub upstream: usize,
+    /// Positions in [`Config::rules`].
+    pub rules: Vec<usize>,
+}
+
+/// A path pattern, segment by segment.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct PathPattern {
+    /// As configured.
+    pub text: String,
+    pub segments: Vec<Segment>,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Segment {
+    Literal(String),
+    /// `{name}`: one segment that is not empty.
+    Param(String),
+    /// `{*name}`: what is left of the path, down to nothing; always last.
+    Rest(String),
+}
+
+/// Reads a configuration, or returns everything that is wrong with it.
+pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
+    check::config(text)
+}

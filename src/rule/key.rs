@@ -1,0 +1,140 @@
+//! Who is counted: the parts of a key, and how they become the bits that find a counter.
+//!
+//! Parts are fed to a keyed hash (SipHash-1-3 with 128 bits of output; Aumasson and Bernstein,
+//! 2012) one by one with their kind and length before them, so that no two keys of a rule spell the
+//! same bytes, and nobody without the seed can choose keys that collide. This file does not know
+//! where a part comes from in a request.
+
+use std::fmt;
+use std::hash::Hasher;
+
+use siphasher::sip128::{Hasher128, SipHasher13};
+
+/// One part of a key, as configured.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Part {
+    /// The client's address; prefixes group neighbours (bits, at most 32 and 128).
+    Ip {
+        v4_prefix: u8,
+        v6_prefix: u8,
+    },
+    /// A request field, by its lower-case name.
+    Header(String),
+    /// A parameter of the route's path.
+    Param(String),
+    Host,
+    Method,
+    /// The normalised path.
+    Path,
+    /// The route, by its name.
+    Route,
+    /// One counter for all.
+    Global,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Part::Ip { .. } => f.write_str("ip"),
+            Part::Header(name) => write!(f, "header:{name}"),
+            Part::Param(name) => write!(f, "param:{name}"),
+            Part::Host => f.write_str("host"),
+            Part::Method => f.write_str("method"),
+            Part::Path => f.write_str("path"),
+            Part::Route => f.write_str("route"),
+            Part::Global => f.write_str("global"),
+        }
+    }
+}
+
+/// What to do with a request that lacks a part of the key.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum OnMissing {
+    /// Every part is always there.
+    Never,
+    Refuse,
+    /// The rule does not apply to the request.
+    Skip,
+    /// Count it under this key instead.
+    Fallback(Vec<Part>),
+}
+
+/// The secret that keys the hash. Equal seeds find equal counters.
+#[derive(Clone, Copy)]
+pub struct Seed(pub u64, pub u64);
+
+impl Seed {
+    /// Bits that stand for a text, in this seed.
+    pub fn bits(self, texts: &[&str]) -> u64 {
+        let mut hasher = KeyHasher::new(self, 0);
+        for text in texts {
+            hasher.part(0, text.as_bytes());
+        }
+        hasher.finish().place
+    }
+}
+
+/// The hash of a key under one rule: it names one counter in each of the rule's layers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KeyHash {
+    pub place: u64,
+    pub tag: u64,
+}
+
+/// Takes the parts of one key in order.
+pub struct KeyHasher(SipHasher13);
+
+impl KeyHasher {
+    /// `rule` stands for the rule's identity, so that two rules never share a counter.
+    pub fn new(seed: Seed, rule: u64) -> KeyHasher {
+        let mut hasher = SipHasher13::new_with_keys(seed.0, seed.1);
+        hasher.write_u64(rule);
+        KeyHasher(hasher)
+    }
+
+    /// Adds a part; `kind` tells parts of different sources with equal bytes apart.
+    pub fn part(&mut self, kind: u8, bytes: &[u8]) {
+        self.0.write_u64(u64::from(kind) << 56 | bytes.len() as u64);
+        self.0.write(bytes);
+    }
+
+    pub fn finish(self) -> KeyHash {
+        let hash = self.0.finish128();
+        KeyHash { place: hash.h1, tag: hash.h2 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(rule: u64, parts: &[(u8, &[u8])]) -> KeyHash {
+        let mut hasher = KeyHasher::new(Seed(1, 2), rule);
+        for (kind, bytes) in parts {
+            hasher.part(*kind, bytes);
+        }
+        hasher.finish()
+    }
+
+    #[test]
+    fn keys_that_spell_alike_differ() {
+        let all = [
+            hash(1, &[(1, b"ab"), (1, b"c")]),
+            hash(1, &[(1, b"a"), (1, b"bc")]),
+            hash(1, &[(1, b"abc")]),
+            hash(1, &[(2, b"abc")]),
+            hash(1, &[(1, b"abc"), (1, b"")]),
+            hash(2, &[(1, b"abc")]),
+        ];
+        for (i, a) in all.iter().enumerate() {
+            for b in &all[i + 1..] {
+                assert!(a.place != b.place && a.tag != b.tag);
+            }
+        }
+    }
+
+    #[test]
+    fn equal_keys_under_equal_seeds_are_one() {
+        assert_eq!(hash(7, &[(1, b"10.0.0.1")]), hash(7, &[(1, b"10.0.0.1")]));
+    }
+}
