@@ -165,16 +165,29 @@ impl<const W: usize> Region<W> {
     ///
     /// `vetoed` is asked after the claim is visible to everyone and before it is confirmed.
     pub fn seat(&self, key: Key, end_ms: u64, now_ms: u64, vetoed: impl Fn() -> bool) -> Seat {
+        let mut mine = None;
         for _ in 0..SEAT_TRIES {
             match self.find(key) {
-                Found::Counter(index, word) => return Seat::At(index, word),
+                Found::Counter(index, word) => {
+                    // Another claim of the key was faster: this thread's own would hold a slot for nobody.
+                    if let Some((claimed, claim)) = mine.filter(|&(claimed, _)| claimed != index) {
+                        self.revoke(claimed, claim);
+                    }
+                    return Seat::At(index, word);
+                }
                 Found::Claim(index, claim) => match self.confirm(key, index, claim, end_ms, &vetoed) {
                     Confirm::LookAgain => {}
                     Confirm::Vetoed => return Seat::Full,
                     Confirm::Late => return Seat::Late,
                 },
                 Found::Nothing => {
-                    let Some((index, old)) = self.vacancy(key, now_ms) else { return Seat::Full };
+                    let Some((index, old)) = self.vacancy(key, now_ms) else {
+                        // The last free slot may just have become this key's own counter.
+                        if matches!(self.find(key), Found::Nothing) {
+                            return Seat::Full;
+                        }
+                        continue;
+                    };
                     // Ordering: raised before the slot changes hands, and released by that swap:
                     // a slow thread that no longer finds the counter that was here does find, in
                     // `confirm`, that its window is over.
@@ -183,8 +196,9 @@ impl<const W: usize> Region<W> {
                     }
                     // Ordering: relaxed; the number only has to differ from recent ones.
                     let nonce = self.nonce.fetch_add(1, Ordering::Relaxed) as u32;
+                    let claim = Word::claim(key.tag, nonce);
                     // Whoever lost this race looks again; the claim is confirmed in the next turn.
-                    let _ = self.swap(index, old, Word::claim(key.tag, nonce));
+                    mine = self.swap(index, old, claim).is_ok().then_some((index, claim));
                 }
             }
         }

@@ -162,11 +162,16 @@ impl<const W: usize> Table<W> {
         None
     }
 
+    /// Whether the key may have been counted in its spill counter, in the window of `ask` or a later one.
     fn spill_is_used(&self, counter: Counter, ask: Ask) -> bool {
         self.spills(ask)
             && match self.spill.find(counter.spill()) {
-                Found::Counter(_, word) => usage(word, ask).used > 0,
-                Found::Claim(..) | Found::Nothing => false,
+                // A counter that rolled on says nothing about the window before, whatever it stands at.
+                Found::Counter(_, word) => {
+                    word.end_ms() > ask.end_ms || word.end_ms() == ask.end_ms && word.count() > 0
+                }
+                // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
+                Found::Claim(..) | Found::Nothing => ask.end_ms <= self.spill.horizon_ms(),
             }
     }
 
@@ -200,6 +205,12 @@ impl<const W: usize> Table<W> {
                     return None;
                 }
             }
+        }
+        // Ordering: read after the slots, as in `Region::confirm`: if the key had a counter for the window
+        // charged and lost it to another key, its slot was read in its new hands, and the horizon with it.
+        if paid.end_ms <= self.own.horizon_ms() {
+            self.refund(paid);
+            return Some(Charged::Late);
         }
         // Ordering: relaxed; a statistic.
         self.spilled_total.fetch_add(1, Ordering::Relaxed);

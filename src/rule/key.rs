@@ -82,6 +82,7 @@ pub struct KeyHash {
 }
 
 /// Takes the parts of one key in order.
+#[derive(Clone, Debug)]
 pub struct KeyHasher(SipHasher13);
 
 impl KeyHasher {

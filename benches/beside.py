@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""What a request costs in Transom, beside nginx and HAProxy: CPU time per request, same machine, same run.
+
+    python3 benches/beside.py                       # about three minutes
+    python3 benches/beside.py --rounds 3 --seconds 3 --scenario refusing
+    python3 benches/beside.py --results table.md    # the same figures as markdown
+
+Each gateway has one worker and core 0 to itself; the load generator and the upstream share core 1. They
+take turns, in an order that changes from round to round, so that a machine which gets slower or is
+disturbed does not favour one of them; ratios are formed within a round, never across rounds. A run
+whose answers were not what the scenario says ends the benchmark instead of entering the table.
+
+CPU time per request rather than requests per second is compared, because it does not depend on how
+fast the load generator or the upstream is, and because it is what a user pays for.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import namedtuple
+
+import contenders
+import load
+import machine
+from machine import Trouble
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+WARM_UP_S = 1
+# The share of answers that must have been what the scenario says.
+PURITY = 0.999
+MEMORY_TARGET_MIB = 15
+MIB = 1024 * 1024
+# What `Table::with_capacity` takes: three slots of 16 bytes for every two counters.
+BYTES_PER_COUNTER = 24
+
+# One turn of one gateway. `others` is the share of its core that went to anything else.
+Turn = namedtuple("Turn", "cpu_us rate busy others memory_mib")
+
+
+def main():
+    options = arguments()
+    # A request to terminate unwinds like Ctrl-C, so that everything started is ended and removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
+            report = Report()
+            measure(options, directory, report)
+            if options.results:
+                with open(options.results, "w") as file:
+                    file.write(report.markdown())
+    except Trouble as trouble:
+        sys.exit(f"beside.py: {trouble}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transom", default=os.path.join(ROOT, "target/release/transom"), metavar="PATH")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each gateway per scenario (default 6)")
+    parser.add_argument("--seconds", type=int, default=3, help="load per turn (default 3)")
+    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
+    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
+    parser.add_argument("--server-core", type=int, default=0, help="core of the gateways (default 0)")
+    parser.add_argument("--load-core", type=int, default=1, help="core of load and upstream (default 1)")
+    parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.seconds < 1:
+        parser.error("`--rounds` and `--seconds` are at least 1")
+    return options
+
+
+def measure(options, directory, report):
+    transom = contenders.Transom(options.transom)
+    gateways = [transom, contenders.Nginx(), contenders.Haproxy()]
+    require_all(options, gateways)
+    generator = load.GENERATORS[options.load](directory)
+    versions = [(each.name, each.version()) for each in (*gateways, generator)]
+    report.machine(machine.description(versions), options)
+    upstream, upstream_port = load.start_upstream(directory, options.load_core)
+    with upstream:
+        for name in options.scenario or contenders.SCENARIOS:
+            scenario = contenders.SCENARIOS[name]
+            rounds = []
+            for number in range(options.rounds):
+                rounds.append({})
+                for gateway in in_turn(gateways, number):
+                    server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
+                    with server:
+                        turn = take_turn(server, port, scenario, generator, options)
+                    rounds[-1][gateway.name] = turn
+                report.round(scenario, number, rounds[-1])
+            report.scenario(scenario, rounds)
+        report.memory(*idle_memory(transom, directory, upstream_port))
+
+
+def in_turn(gateways, number):
+    """A B C, B C A, C A B and then the same backwards: after six rounds every order was used once."""
+    start = number % len(gateways)
+    order = gateways[start:] + gateways[:start]
+    return order[::-1] if number // len(gateways) % 2 else order
+
+
+def take_turn(server, port, scenario, generator, options):
+    # Warm caches and open upstream connections; in the refusing scenario this also uses up the limit.
+    generator.run(options.load_core, port, WARM_UP_S)
+    expect(server, port, scenario)
+    core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
+    outcome = generator.run(options.load_core, port, options.seconds)
+    cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
+    core_s = machine.core_busy_s(options.server_core) - core_before
+    expect(server, port, scenario)
+    if outcome.answers == 0:
+        raise Trouble(f"{server.name} answered nothing; it said:\n{server.said()}")
+    wanted = outcome.answers - outcome.good if scenario.limits else outcome.good
+    if wanted < PURITY * outcome.answers or outcome.broken > (1 - PURITY) * outcome.answers:
+        raise Trouble(
+            f"{server.name}, {scenario.name}: of {outcome.answers} answers {outcome.good} were 2xx, "
+            f"{outcome.broken} broke; it said:\n{server.said()}"
+        )
+    return Turn(
+        cpu_us=cpu_s / outcome.answers * 1e6,
+        rate=outcome.answers / outcome.seconds,
+        busy=cpu_s / wall_s,
+        others=max(0.0, core_s - cpu_s) / wall_s,
+        memory_mib=server.memory_mib(),
+    )
+
+
+def expect(server, port, scenario):
+    """The load generators only count classes of statuses; that it is the right one is asked apart."""
+    # A window may just have ended, and then the first requests of the next are rightly admitted.
+    for _ in range(50):
+        status, _fields = load.probe(port)
+        if status == scenario.status:
+            return
+    raise Trouble(f"{server.name}, {scenario.name}: answered {status}, not {scenario.status}")
+
+
+def idle_memory(transom, directory, upstream_port):
+    """Resident MiB of an idle gateway on all cores, with a tiny table and with the default one."""
+    cores = os.sched_getaffinity(0)
+
+    def resident(capacity):
+        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, capacity)
+        with server:
+            load.probe(port)
+            time.sleep(1)
+            return server.memory_mib()
+
+    return resident(64), resident(1_000_000)
+
+
+def require_all(options, gateways):
+    """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
+    missing = sorted({
+        tool.package
+        for tool in (*gateways, load.GENERATORS[options.load])
+        if tool.package and not shutil.which(tool.name)
+    })
+    if missing:
+        raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
+    if not os.access(options.transom, os.X_OK):
+        raise Trouble(f"`{options.transom}` is not there; build it with:\n    cargo build --release")
+    cores = {options.server_core, options.load_core}
+    if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
+        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+
+
+class Report:
+    """Prints as it goes and keeps the markdown."""
+
+    def __init__(self):
+        self._lines = []
+
+    def _say(self, text=""):
+        print(text, flush=True)
+        self._lines.append(text)
+
+    def markdown(self):
+        return "\n".join(self._lines) + "\n"
+
+    def _table(self, head, rows):
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        for number, row in enumerate([head, *rows]):
+            cells = [text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
+            self._say("| " + " | ".join(cells) + " |")
+            if number == 0:
+                rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+                self._say("| " + " | ".join(rules) + " |")
+        self._say()
+
+    def machine(self, facts, options):
+        for what, which in facts:
+            self._say(f"- {what}: {which}")
+        self._say(
+            f"- load: {options.load}, {load.CONNECTIONS} kept connections, {options.rounds} rounds of "
+            f"{options.seconds} s per gateway; gateways on core {options.server_core}, "
+            f"load and upstream on core {options.load_core}"
+        )
+        self._say()
+
+    def round(self, scenario, number, turns):
+        """Progress, on the terminal only."""
+        figures = ", ".join(f"{name} {turn.cpu_us:.2f}" for name, turn in turns.items())
+        print(f"  {scenario.name}, round {number + 1}: {figures} µs", file=sys.stderr, flush=True)
+
+    def scenario(self, scenario, rounds):
+        self._say(f"### {scenario.name.capitalize()}: CPU time per request")
+        self._say()
+        rows = []
+        for name in sorted(rounds[0], key=lambda name: name != "transom"):
+            turns = [turns[name] for turns in rounds]
+
+            def median(field):
+                return statistics.median(getattr(turn, field) for turn in turns)
+
+            rows.append([
+                name, f"{median('cpu_us'):.2f}", f"{median('rate'):,.0f}", f"{median('busy'):.0%}",
+                f"{max(turn.others for turn in turns):.0%}", f"{max(turn.memory_mib for turn in turns):.1f}",
+            ])
+        self._table(
+            ["gateway", "median µs", "requests/s", "core used", "core lost to others, worst", "MiB after load"], rows
+        )
+        rows = []
+        for other in (name for name in rounds[0] if name != "transom"):
+            ratios = sorted(turns["transom"].cpu_us / turns[other].cpu_us for turns in rounds)
+            middle, target = statistics.median(ratios), scenario.targets.get(other)
+            verdict = "no target" if target is None else f"≤ {target:.2f}: {met(middle <= target)}"
+            rows.append([f"transom / {other}", f"{ratios[0]:.2f}", f"{middle:.2f}", f"{ratios[-1]:.2f}", verdict])
+        self._table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
+
+    def memory(self, small, full):
+        self._say("### Memory: idle, on all cores")
+        self._say()
+        table = 1_000_000 * BYTES_PER_COUNTER / MIB
+        self._table(
+            ["transom, resident", "MiB", "target"],
+            [
+                ["without the table (capacity = 64)", f"{small:.1f}",
+                 f"< {MEMORY_TARGET_MIB}: {met(small < MEMORY_TARGET_MIB)}"],
+                ["with the default table (capacity = 1_000_000)", f"{full:.1f}",
+                 f"< {MEMORY_TARGET_MIB + table:.1f}: {met(full < MEMORY_TARGET_MIB + table)}"],
+                ["the table alone, 24 bytes a counter", f"{table:.1f}", ""],
+            ],
+        )
+
+
+def met(is_met):
+    return "met" if is_met else "missed"
+
+
+if __name__ == "__main__":
+    main()

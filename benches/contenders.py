@@ -1,0 +1,159 @@
+"""The gateways that are compared, each one small class that knows how to configure and start its own.
+
+All are given the same work: an HTTP/1.1 proxy with kept connections on both sides, limits per client
+address counted in shared memory, no access log, one worker. Where the programs differ, the choice
+is the one that is cheaper for the other side: nginx and HAProxy count one window where Transom counts
+two, and neither reports the state of the limit to the client or keeps metrics, which Transom does.
+"""
+
+import collections
+import os
+
+import load
+import machine
+
+# `limits`: whether the limit is so low that every request, but for the first few, is refused.
+Scenario = collections.namedtuple("Scenario", "name limits status targets")
+
+FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.15})
+REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.95})
+SCENARIOS = {scenario.name: scenario for scenario in (FORWARDING, REFUSING)}
+
+
+class Nginx:
+    """proxy_pass with kept upstream connections; limit_req with a zone keyed by the client's address."""
+
+    name, package = "nginx", "nginx-light"
+
+    def start(self, directory, upstream_port, scenario, cores):
+        port = machine.free_port()
+        prefix = os.path.join(directory, f"nginx-{port}")
+        # The tiny rate allows one request a minute; the large one more than any core can serve.
+        rate, burst = ("1r/m", "") if scenario.limits else ("1000000r/s", "burst=1000000")
+        config = f"""
+            http {{
+                access_log off;
+                keepalive_requests 1000000000;
+                keepalive_timeout 1h;
+                limit_req_zone $binary_remote_addr zone=per_client:10m rate={rate};
+                # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
+                limit_req_log_level info;
+                limit_req_status 429;
+                upstream bench {{
+                    server {machine.LOOPBACK}:{upstream_port};
+                    keepalive {load.CONNECTIONS};
+                    keepalive_requests 1000000000;
+                    keepalive_timeout 1h;
+                }}
+                server {{
+                    listen {machine.LOOPBACK}:{port} backlog=1024;
+                    location /api/ {{
+                        limit_req zone=per_client {burst} nodelay;
+                        proxy_pass http://bench;
+                        proxy_http_version 1.1;
+                        proxy_set_header Connection "";
+                        proxy_set_header Host $host;
+                        proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for;
+                        proxy_set_header X-Forwarded-Proto $scheme;
+                    }}
+                }}
+            }}
+        """
+        if scenario.limits:
+            # Without a burst there is nothing to delay, and `nodelay` is not accepted.
+            config = config.replace("per_client  nodelay;", "per_client;")
+        command = load.nginx_command(prefix, config)
+        return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
+
+    def version(self):
+        return machine.version_of(["nginx", "-v"], r"nginx/(\S+)")
+
+
+class Haproxy:
+    """A stick table of request rates per source address; idle upstream connections are reused."""
+
+    name, package = "haproxy", "haproxy"
+
+    def start(self, directory, upstream_port, scenario, cores):
+        port = machine.free_port()
+        prefix = os.path.join(directory, f"haproxy-{port}")
+        os.makedirs(prefix)
+        path = os.path.join(prefix, "haproxy.cfg")
+        # Denied requests count as well, so the rate stays above the small limit.
+        limit = 33 if scenario.limits else 4_000_000_000
+        with open(path, "w") as file:
+            file.write(
+                f"""
+global
+    nbthread 1
+    maxconn 1024
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 1h
+    timeout server 1h
+    timeout http-keep-alive 1h
+    http-reuse always
+    option forwardfor
+frontend front
+    bind {machine.LOOPBACK}:{port} backlog 1024
+    stick-table type ip size 1m expire 1h store http_req_rate(60s)
+    http-request track-sc0 src
+    http-request deny deny_status 429 if {{ sc_http_req_rate(0) gt {limit} }}
+    http-request set-header X-Forwarded-Proto http
+    default_backend bench
+backend bench
+    server upstream {machine.LOOPBACK}:{upstream_port}
+"""
+            )
+        command = ["haproxy", "-db", "-q", "-f", path]
+        return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
+
+    def version(self):
+        return machine.version_of(["haproxy", "-v"], r"version (\S+)")
+
+
+class Transom:
+    """Two layers per client address, RateLimit fields and metrics on, as in the shipped configuration."""
+
+    name, package = "transom", None
+
+    def __init__(self, binary):
+        self._binary = binary
+
+    def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000):
+        port, admin_port = machine.free_port(), machine.free_port()
+        prefix = os.path.join(directory, f"transom-{port}")
+        os.makedirs(prefix)
+        path = os.path.join(prefix, "gateway.toml")
+        # A layer that can never bind would be an error, so the large minute is a bit over a sixtieth.
+        windows = '"2000/hour", "33/minute"' if scenario.limits else '"4000000000/hour", "70000000/minute"'
+        with open(path, "w") as file:
+            file.write(
+                f"""
+[listen]
+http = "{machine.LOOPBACK}:{port}"
+admin = "{machine.LOOPBACK}:{admin_port}"
+
+[counters]
+capacity = {capacity}
+
+[upstreams.bench]
+servers = ["http://{machine.LOOPBACK}:{upstream_port}"]
+
+[rules.per-client]
+key = "ip"
+windows = [{windows}]
+
+[[routes]]
+path = "/api/{{*rest}}"
+upstream = "bench"
+rules = ["per-client"]
+"""
+            )
+        # The number of workers follows the cores that the process may run on.
+        command = [self._binary, "run", "--config", path]
+        return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
+
+    def version(self):
+        return machine.version_of([self._binary, "--version"], r"transom (\S+)")

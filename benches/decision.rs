@@ -1,0 +1,252 @@
+//! What one decision costs, in nanoseconds: Transom's table beside the governor crate, by turns.
+//!
+//! `cargo bench --bench decision` prints three tables: the same two-layer decision on both sides,
+//! what makes Transom's decision dearer or cheaper, and what the width of a counter's word costs.
+//! No server and no socket is involved; for whole requests there is `beside.py`. A plain `main`
+//! instead of a benchmark framework, because the two sides have to take turns within one run.
+
+// The gateway reads time in one room only, and clippy holds it to that; a benchmark is a clock.
+#![allow(clippy::disallowed_methods)]
+
+#[path = "decision/sides.rs"]
+mod sides;
+#[path = "decision/stopwatch.rs"]
+mod stopwatch;
+#[path = "decision/words.rs"]
+mod words;
+
+use std::hint::black_box;
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use governor::clock::{FakeRelativeClock, QuantaClock};
+use transom::count::charge::{Charge, Verdict, decide};
+use transom::rule::book::Desk;
+
+use sides::{Governor, NOW_MS, Transom};
+use stopwatch::{Runner, Samples, in_turn, on_threads};
+
+/// The allocator of the gateway, for both sides.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const ROUNDS: usize = 7;
+const KEYS: usize = 1_000_000;
+/// Counters that the table has room for, where it is to be about half full.
+const CAPACITY: usize = 4_000_000;
+/// Two layers that never refuse here, in the shape of `2000/hour` and `33/minute`.
+const WIDE: [&str; 2] = ["4294967295/hour", "4294967294/minute"];
+const SIX: [&str; 6] = [
+    "4294967295/hour",
+    "4294967294/minute",
+    "4294967293/second",
+    "4294967292/day",
+    "4294967291/week",
+    "4294967290/month",
+];
+const TARGET: f64 = 3.0;
+
+fn main() {
+    // `cargo test` runs benchmark targets as well, without `--bench`; then there is nothing to do.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let keys = addresses(KEYS, 10);
+    println!("{}", machine());
+    beside_governor(&keys);
+    transom_alone(&keys);
+    widths();
+}
+
+/// Distinct addresses in random order.
+fn addresses(count: usize, network: u8) -> Vec<IpAddr> {
+    assert!(count < 1 << 24, "a network of this size has so many addresses");
+    let mut all: Vec<IpAddr> =
+        (0..count as u32).map(|i| IpAddr::V4(Ipv4Addr::from(u32::from(network) << 24 | i))).collect();
+    let mut state = 88_172_645_463_325_252u64;
+    for i in (1..all.len()).rev() {
+        // Marsaglia, "Xorshift RNGs", 2003.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        all.swap(i, (state % (i as u64 + 1)) as usize);
+    }
+    all
+}
+
+fn machine() -> String {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpus = read("/proc/cpuinfo");
+    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let features = match (cfg!(target_feature = "cmpxchg16b"), cfg!(target_feature = "avx")) {
+        (true, true) => "cmpxchg16b and avx known when compiled",
+        (true, false) => "cmpxchg16b known when compiled",
+        _ => "128-bit instructions looked up at run time",
+    };
+    format!(
+        "- processor: {}, {cores} cores\n- kernel: {}\n- build: {features}\n- {ROUNDS} rounds, {KEYS} keys, CPU time \
+         per thread and decision; median of all rounds\n",
+        model.trim_start_matches([' ', '\t', ':']),
+        read("/proc/sys/kernel/osrelease").trim(),
+    )
+}
+
+/// Times a pass over `keys` on each of `threads` threads, which begin at different keys.
+fn pass(threads: usize, keys: &[IpAddr], admits: impl Fn(&IpAddr, &mut Desk) -> bool + Sync) -> f64 {
+    on_threads(threads, keys.len(), |thread| {
+        let mut desk = Desk::default();
+        let (late, early) = keys.split_at(keys.len() * thread / threads);
+        let admitted = early.iter().chain(late).filter(|key| admits(key, &mut desk)).count();
+        black_box(admitted);
+    })
+}
+
+/// The time that a gateway would hand in if it read the clocks for every decision: the wall clock
+/// for windows, and the monotonic one to notice when the wall clock is set back.
+fn read_clocks_ms() -> u64 {
+    black_box(Instant::now());
+    SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_millis() as u64
+}
+
+fn beside_governor(keys: &[IpAddr]) {
+    println!("### Two layers, beside governor\n");
+    println!(
+        "| decision | transom, time handed in | transom, reads two clocks | governor, time stands still | governor, own clock \
+         | ratio without clocks | ratio with clocks: min | median | max | target |"
+    );
+    println!("| --- | --: | --: | --: | --: | --: | --: | --: | --: | --- |");
+    let hot = vec![keys[0]; KEYS];
+    let (handed, reading) = (Transom::new(&WIDE, CAPACITY), Transom::new(&WIDE, CAPACITY));
+    let (still, own) = (Governor::<FakeRelativeClock>::new(), Governor::<QuantaClock>::new());
+    for (name, threads, keys) in [
+        ("a million keys, 1 thread", 1, keys),
+        ("a million keys, 2 threads", 2, keys),
+        ("one hot key, 1 thread", 1, &hot[..]),
+        ("one hot key, 2 threads", 2, &hot[..]),
+    ] {
+        print_beside(
+            name,
+            &mut [
+                Runner::new("", || pass(threads, keys, |key, desk| handed.admits(key, NOW_MS, desk))),
+                Runner::new("", || pass(threads, keys, |key, desk| reading.admits(key, read_clocks_ms(), desk))),
+                Runner::new("", || pass(threads, keys, |key, _| still.admits(key))),
+                Runner::new("", || pass(threads, keys, |key, _| own.admits(key))),
+            ],
+        );
+    }
+    // Every sample needs empty tables; making and dropping them is not part of the time.
+    print_beside(
+        "new keys, 1 thread",
+        &mut [
+            Runner::new("", || {
+                let fresh = Transom::new(&WIDE, CAPACITY);
+                pass(1, keys, |key, desk| fresh.admits(key, NOW_MS, desk))
+            }),
+            Runner::new("", || {
+                let fresh = Transom::new(&WIDE, CAPACITY);
+                pass(1, keys, |key, desk| fresh.admits(key, read_clocks_ms(), desk))
+            }),
+            Runner::new("", || {
+                let fresh = Governor::<FakeRelativeClock>::new();
+                pass(1, keys, |key, _| fresh.admits(key))
+            }),
+            Runner::new("", || {
+                let fresh = Governor::<QuantaClock>::new();
+                pass(1, keys, |key, _| fresh.admits(key))
+            }),
+        ],
+    );
+    println!();
+}
+
+/// `runners` in the order of the columns: transom twice, governor twice, without and with clocks.
+fn print_beside(name: &str, runners: &mut [Runner; 4]) {
+    let samples = in_turn(ROUNDS, runners);
+    let [handed, reading, still, own] = samples.as_slice() else { unreachable!("as many samples as runners") };
+    let ratio = own.over(reading);
+    println!(
+        "| {name} | {:.0} | {:.0} | {:.0} | {:.0} | {:.1} | {:.1} | {:.1} | {:.1} | ≥ {TARGET}: {} |",
+        handed.median(),
+        reading.median(),
+        still.median(),
+        own.median(),
+        still.over(handed).median(),
+        ratio.min(),
+        ratio.median(),
+        ratio.max(),
+        if ratio.median() >= TARGET { "met" } else { "missed" },
+    );
+}
+
+fn transom_alone(keys: &[IpAddr]) {
+    println!("### Transom alone, 1 thread, time handed in\n");
+    let [one, two, six] = [&WIDE[..1], &WIDE, &SIX].map(|windows| Transom::new(windows, windows.len() * KEYS * 2));
+    let refusing = Transom::new(&["2/hour", "1/minute"], CAPACITY);
+    let crowded = crowded(keys);
+    let hot = vec![keys[0]; KEYS];
+    let newcomers = addresses(KEYS / 50, 11);
+    let mut runners = vec![
+        Runner::new("hashing the key, nothing else", || {
+            on_threads(1, KEYS, |_| keys.iter().for_each(|key| _ = black_box(two.hash(key))))
+        }),
+        Runner::new("counting in two layers, nothing else, hot key", || counting(&two, &keys[0])),
+    ];
+    for (name, side) in [("1 layer", &one), ("2 layers", &two), ("6 layers", &six), ("refused, 2 layers", &refusing)] {
+        for (which, keys) in [("a million keys", keys), ("hot key", &hot)] {
+            let sample = move || pass(1, keys, |key, desk| side.admits(key, NOW_MS, desk));
+            runners.push(Runner::new(format!("{name}, {which}"), sample));
+        }
+    }
+    runners.push(Runner::new("2 layers, table 95 % full, its keys", || {
+        pass(1, &keys[..KEYS * 95 / 100], |key, desk| crowded.admits(key, NOW_MS, desk))
+    }));
+    runners.push(Runner::new("2 layers, table 95 % full, new keys until 97 %", || {
+        let crowded = self::crowded(keys);
+        pass(1, &newcomers, |key, desk| crowded.admits(key, NOW_MS, desk))
+    }));
+    let samples = in_turn(ROUNDS, &mut runners);
+    print_alone(&runners, &samples);
+}
+
+/// A table whose capacity is used to 95 % by the first of these keys, two layers each.
+fn crowded(keys: &[IpAddr]) -> Transom {
+    let side = Transom::new(&WIDE, KEYS * 2);
+    pass(1, &keys[..KEYS * 95 / 100], |key, desk| side.admits(key, NOW_MS, desk));
+    side
+}
+
+/// The counting room on its own: no hash, no window arithmetic.
+fn counting(side: &Transom, key: &IpAddr) -> f64 {
+    let mut desk = Desk::default();
+    assert!(side.admits(key, NOW_MS, &mut desk), "nothing is refused here");
+    let ready: Vec<Charge> = desk.charges.iter().map(|charge| Charge::new(charge.counter, charge.ask)).collect();
+    on_threads(1, KEYS, |_| {
+        let mut charges = ready.clone();
+        for _ in 0..KEYS {
+            charges.copy_from_slice(&ready);
+            assert!(decide(&side.table, black_box(&mut charges), NOW_MS) == Verdict::Admitted);
+        }
+    })
+}
+
+fn print_alone(runners: &[Runner], samples: &[Samples]) {
+    println!("| decision | min | median | max |\n| --- | --: | --: | --: |");
+    for (runner, samples) in runners.iter().zip(samples) {
+        println!("| {} | {:.0} | {:.0} | {:.0} |", runner.name, samples.min(), samples.median(), samples.max());
+    }
+    println!();
+}
+
+fn widths() {
+    println!("### The width of a counter's word, nanoseconds per operation\n");
+    println!("| operation | 128 bits | 64 bits | ratio |\n| --- | --: | --: | --: |");
+    let mut runners = words::runners();
+    let samples = in_turn(ROUNDS, &mut runners);
+    for (runners, samples) in runners.chunks(2).zip(samples.chunks(2)) {
+        let [wide, narrow] = samples else { unreachable!("runners come in pairs") };
+        let ratio = wide.over(narrow).median();
+        println!("| {} | {:.1} | {:.1} | {ratio:.2} |", runners[0].name, wide.median(), narrow.median());
+    }
+    println!();
+}

@@ -1,0 +1,84 @@
+//! The two sides of the comparison, each reduced to one call: may this address pass?
+//!
+//! Both hash the key in the call. Transom looks at all layers before it charges any; governor has one
+//! limiter per layer and asks them one after the other, which is how it is used for several limits,
+//! and which charges the first even if the second then refuses.
+
+use std::net::IpAddr;
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use governor::clock::Clock;
+use governor::middleware::NoOpMiddleware;
+use governor::state::keyed::DashMapStateStore;
+use governor::{Quota, RateLimiter};
+
+use transom::count::charge::Verdict;
+use transom::count::table::Table;
+use transom::rule::book::{Book, Desk, OnLimit, Plan, Rule};
+use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+use transom::rule::limit::Limit;
+
+const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
+/// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.
+pub const NOW_MS: u64 = 1_700_000_000_000;
+
+/// One rule per address, its table, and what a route with that rule needs to decide.
+pub struct Transom {
+    pub book: Book,
+    pub plan: Plan,
+    pub table: Table,
+}
+
+impl Transom {
+    /// `windows` as in the configuration; `capacity` in counters.
+    pub fn new(windows: &[&str], capacity: usize) -> Transom {
+        let rule = Rule {
+            name: "per-client".to_owned(),
+            key: vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }],
+            on_missing: OnMissing::Never,
+            layers: windows.iter().map(|text| Limit::parse(text).expect("a window")).collect(),
+            cost: 1,
+            on_limit: OnLimit::Refuse,
+        };
+        let book = Book::new(&[rule], SEED);
+        let plan = book.plan(&[0]);
+        Transom { book, plan, table: Table::with_capacity(capacity) }
+    }
+
+    pub fn hash(&self, address: &IpAddr) -> KeyHash {
+        let mut hasher = KeyHasher::new(SEED, self.book.entries[0].identity);
+        match address {
+            IpAddr::V4(v4) => hasher.part(1, &v4.octets()),
+            IpAddr::V6(v6) => hasher.part(1, &v6.octets()),
+        }
+        hasher.finish()
+    }
+
+    pub fn admits(&self, address: &IpAddr, now_ms: u64, desk: &mut Desk) -> bool {
+        desk.keys.clear();
+        desk.keys.push(Some(self.hash(address)));
+        self.book.judge(&self.plan, &self.table, now_ms, desk) == Verdict::Admitted
+    }
+}
+
+/// One limiter per layer, in the store that governor recommends for many threads.
+pub struct Governor<C: Clock> {
+    layers: Vec<RateLimiter<IpAddr, DashMapStateStore<IpAddr>, C, NoOpMiddleware<C::Instant>>>,
+}
+
+impl<C: Clock + Default> Governor<C> {
+    pub fn new() -> Governor<C> {
+        // One per microsecond and address is more than a hot loop asks for, so nothing is refused;
+        // should it be, the burst of four thousand million lasts for the run.
+        let layer = |per_token| {
+            let quota = Quota::with_period(per_token).expect("not zero").allow_burst(NonZeroU32::MAX);
+            RateLimiter::dashmap_with_clock(quota, C::default())
+        };
+        Governor { layers: vec![layer(Duration::from_micros(1)), layer(Duration::from_nanos(100))] }
+    }
+
+    pub fn admits(&self, address: &IpAddr) -> bool {
+        self.layers.iter().all(|layer| layer.check_key(address).is_ok())
+    }
+}

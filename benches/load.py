@@ -1,0 +1,136 @@
+"""The load and what it is aimed at: wrk or h2load on one side, an nginx as upstream on the other.
+
+Both run on a core of their own, away from the gateway that is measured. A load generator reports how
+many answers came back and how many of them were 2xx; this file does not know who answered.
+"""
+
+import collections
+import http.client
+import json
+import os
+import re
+
+import machine
+
+CONNECTIONS = 64
+PATH = "/api/hello"
+# A small JSON answer of a hundred bytes: the gateway's own work is what is measured, not copying.
+BODY = '{"message":"hello","from":"upstream","padding":"' + "x" * 49 + '"}\\n'
+
+# Answers in all, answers with a status of 2xx, connections or requests that broke.
+Outcome = collections.namedtuple("Outcome", "answers good broken seconds")
+
+
+class Wrk:
+    """wrk, one thread. A script adds up the counts; it has no hook per answer, which would be slow."""
+
+    name, package = "wrk", "wrk"
+    SCRIPT = """
+        done = function(summary)
+            local e = summary.errors
+            io.write(string.format('\\nOUTCOME {"answers":%d,"bad":%d,"broken":%d,"us":%d}\\n',
+                summary.requests, e.status, e.connect + e.read + e.write + e.timeout, summary.duration))
+        end
+    """
+
+    def __init__(self, directory):
+        self._script = os.path.join(directory, "count.lua")
+        with open(self._script, "w") as file:
+            file.write(self.SCRIPT)
+
+    def run(self, core, port, seconds):
+        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", self._script]
+        said = machine.run_on({core}, [*command, _url(port)], seconds + 15)
+        found = re.search(r"^OUTCOME (.*)$", said, re.MULTILINE)
+        if not found:
+            raise machine.Trouble(f"wrk did not say how it went:\n{said}")
+        counts = json.loads(found[1])
+        good = counts["answers"] - counts["bad"]
+        return Outcome(counts["answers"], good, counts["broken"], counts["us"] / 1e6)
+
+    @staticmethod
+    def version():
+        # `wrk -v` prints its version and then, for want of a URL, fails.
+        return machine.version_of(["wrk", "-v"], r"wrk (\S+)")
+
+
+class H2load:
+    """h2load speaking HTTP/1.1, one thread."""
+
+    name, package = "h2load", "nghttp2-client"
+
+    def __init__(self, directory):
+        pass
+
+    def run(self, core, port, seconds):
+        command = ["h2load", "--h1", "-t1", f"-c{CONNECTIONS}", f"-D{seconds}", _url(port)]
+        said = machine.run_on({core}, command, seconds + 15)
+        codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", said)
+        broken = re.search(r"(\d+) errored, (\d+) timeout", said)
+        if not codes or not broken:
+            raise machine.Trouble(f"h2load did not say how it went:\n{said}")
+        counts = [int(count) for count in codes.groups()]
+        return Outcome(sum(counts), counts[0], sum(map(int, broken.groups())), seconds)
+
+    @staticmethod
+    def version():
+        return machine.version_of(["h2load", "--version"], r"nghttp2/(\S+)")
+
+
+GENERATORS = {generator.name: generator for generator in (Wrk, H2load)}
+
+
+def _url(port):
+    return f"http://{machine.LOOPBACK}:{port}{PATH}"
+
+
+def probe(port):
+    """One request on its own connection: its status and fields."""
+    connection = http.client.HTTPConnection(machine.LOOPBACK, port, timeout=5)
+    try:
+        connection.request("GET", PATH)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.headers
+    except (OSError, http.client.HTTPException) as error:
+        raise machine.Trouble(f"no answer on port {port}: {error}") from error
+    finally:
+        connection.close()
+
+
+def start_upstream(directory, core):
+    """An nginx that answers every request itself, with connections that are never closed."""
+    port = machine.free_port()
+    prefix = os.path.join(directory, "upstream")
+    config = f"""
+        http {{
+            access_log off;
+            keepalive_requests 1000000000;
+            keepalive_timeout 1h;
+            server {{
+                listen {machine.LOOPBACK}:{port} backlog=1024;
+                default_type application/json;
+                return 200 '{BODY}';
+            }}
+        }}
+    """
+    command = nginx_command(prefix, config)
+    return machine.Server("the upstream", command, port, os.path.join(prefix, "log"), {core}), port
+
+
+def nginx_command(prefix, http_block):
+    """How to run an nginx, one worker, that touches nothing of an nginx installed on the system."""
+    os.makedirs(prefix, exist_ok=True)
+    temporary = "\n".join(
+        f"{kind}_temp_path {prefix}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    config = os.path.join(prefix, "nginx.conf")
+    with open(config, "w") as file:
+        file.write(
+            # Started by root, nginx would hand its worker to `nobody`, who cannot use the prefix.
+            ("user root;\n" if os.geteuid() == 0 else "")
+            + f"daemon off;\nworker_processes 1;\npid {prefix}/pid;\nerror_log stderr crit;\n"
+            + "events { worker_connections 4096; }\n"
+            + http_block.replace("http {", "http {\n" + temporary, 1)
+        )
+    return ["nginx", "-p", prefix, "-e", "stderr", "-c", config]

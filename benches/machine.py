@@ -1,0 +1,197 @@
+"""The machine as the benchmark sees it: cores, free ports, processes, the CPU time and memory they used.
+
+All figures come from /proc, so nothing here needs a privilege or a package. This file knows neither
+gateways nor load generators: it starts a command on a core, says what the command consumed, and makes
+sure that nothing which it started outlives the benchmark.
+"""
+
+import ctypes
+import datetime
+import os
+import platform
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+
+LOOPBACK = "127.0.0.1"
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_given_ports = set()
+
+
+class Trouble(Exception):
+    """Something that makes the figures impossible or worthless; the text says what to do."""
+
+
+def free_port():
+    """A port that nobody listens on and that the kernel gives to no outgoing connection.
+
+    Ports below the ephemeral range are used because the load itself opens hundreds of connections on
+    loopback, whose local ports could otherwise take the one that was just found to be free.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        lowest_ephemeral = int(file.read().split()[0])
+    for _ in range(1000):
+        port = random.randrange(10_000, max(lowest_ephemeral, 10_100))
+        if port in _given_ports:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+        _given_ports.add(port)
+        return port
+    raise Trouble("no free port between 10000 and the ephemeral range; end other servers")
+
+
+class Server:
+    """A server process with all its children, from start to end."""
+
+    def __init__(self, name, command, port, log, cores):
+        """Starts `command` on `cores` and waits until it accepts connections at `port`."""
+        self.name = name
+        self._log = log
+        with open(log, "wb") as out:
+            # A session of its own, so that the whole tree can be ended at once.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: _settle(cores),
+            )
+        try:
+            self._await(port)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def _await(self, port):
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                socket.create_connection((LOOPBACK, port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        raise Trouble(f"{self.name} does not listen on port {port}; it said:\n{self.said()}")
+
+    def said(self):
+        with open(self._log, errors="replace") as file:
+            return file.read()[-2000:].strip() or "(nothing)"
+
+    def stop(self):
+        """Ends the process and everything it started; returns when all are gone."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(3)
+            except subprocess.TimeoutExpired:
+                pass
+        # What is left of the group: children of a process that died too early to end them.
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def cpu_s(self):
+        """User and system time so far of the whole tree, ended children included, in seconds.
+
+        Fields are numbered as in proc_pid_stat(5): 14 utime, 15 stime, 16 cutime, 17 cstime.
+        """
+        ticks = 0
+        for pid in self._tree():
+            ticks += sum(int(field) for field in _stat(pid)[13:17])
+        return ticks * TICK_S
+
+    def memory_mib(self):
+        """Resident memory now (VmRSS) of the whole tree, in MiB."""
+        kib = 0
+        for pid in self._tree():
+            with open(f"/proc/{pid}/status") as file:
+                kib += sum(int(line.split()[1]) for line in file if line.startswith("VmRSS:"))
+        return kib / 1024
+
+    def _tree(self):
+        if self._process.poll() is not None:
+            raise Trouble(f"{self.name} ended by itself; it said:\n{self.said()}")
+        tree = [self._process.pid]
+        for pid in tree:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                tree.extend(int(child) for child in file.read().split())
+        return tree
+
+
+def _stat(pid):
+    """The fields of /proc/PID/stat; the second may contain blanks and is therefore put apart."""
+    with open(f"/proc/{pid}/stat") as file:
+        head, _, tail = file.read().rpartition(")")
+    return [*head.split(" (", 1), *tail.split()]
+
+
+def _settle(cores):
+    """Runs in a new process before its program does."""
+    os.sched_setaffinity(0, cores)
+    # Should the benchmark be killed in a way that it cannot handle, its servers end with it.
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run_on(cores, command, timeout_s):
+    """Runs `command` on `cores` to its end and returns what it printed."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=lambda: _settle(cores)
+        )
+    except subprocess.TimeoutExpired:
+        raise Trouble(f"`{command[0]}` did not end within {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        raise Trouble(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def version_of(command, pattern):
+    """The version that a program prints, on either stream and whatever its exit code."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    found = re.search(pattern, done.stdout + done.stderr)
+    return found[1] if found else "of unknown version"
+
+
+def core_busy_s(core):
+    """Seconds that a core has spent on anything, or that the hypervisor took from it, since boot."""
+    with open("/proc/stat") as file:
+        for line in file:
+            if line.startswith(f"cpu{core} "):
+                user, nice, system, _idle, _wait, irq, softirq, steal = map(int, line.split()[1:9])
+                return (user + nice + system + irq + softirq + steal) * TICK_S
+    raise Trouble(f"core {core} is not in /proc/stat")
+
+
+def description(versions):
+    """What the figures were measured on, as (what, which) pairs; `versions` are added to it."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    with open("/proc/loadavg") as file:
+        load = " ".join(file.read().split()[:3])
+    return [
+        ("date", datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
+        ("processor", f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"),
+        ("kernel", f"{platform.system()} {platform.release()}"),
+        *versions,
+        ("load average at the start", load),
+    ]

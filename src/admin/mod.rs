@@ -1,0 +1,89 @@
+//! The admin address: `/metrics`, `/healthz`, `/readyz`.
+//!
+//! It has a thread of its own, so that a scrape takes no time from requests.
+
+use std::convert::Infallible;
+use std::net::TcpListener as StdListener;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response};
+use http_body_util::Full;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpListener;
+
+use crate::clock::Clock;
+use crate::count::table::Table;
+use crate::http::fault::Fault;
+use crate::http::reply::{self, Reply};
+use crate::metrics::Registry;
+use crate::metrics::meter::{BUILD_INFO, COUNTERS, NAMES, OVERFLOW};
+use crate::metrics::page::{Reading, render};
+
+/// Until a request's head is there, and between requests.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What the admin pages tell of.
+pub struct Office {
+    pub registry: Arc<Registry>,
+    pub table: Arc<Table>,
+    pub clock: Clock,
+    /// Whether new clients should be sent here; down before anything else when the gateway drains.
+    pub ready: Arc<AtomicBool>,
+}
+
+/// Serves the admin pages until the task is dropped.
+pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result<()> {
+    let listener = TcpListener::from_std(listener)?;
+    loop {
+        match listener.accept().await {
+            Ok((stream, _peer)) => {
+                let office = Rc::clone(&office);
+                let service = service_fn(move |request| std::future::ready(answer(&office, &request)));
+                let connection = http1::Builder::new()
+                    .timer(TokioTimer::new())
+                    .header_read_timeout(HEAD_TIMEOUT)
+                    .serve_connection(TokioIo::new(stream), service);
+                // A scraper that went away is nobody's trouble.
+                tokio::task::spawn_local(async move { drop(connection.await) });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the admin address can not accept for the moment");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}
+
+fn answer<B>(office: &Office, request: &Request<B>) -> Result<Response<Full<Bytes>>, Infallible> {
+    Ok(page(office, request).map(Full::new))
+}
+
+fn page<B>(office: &Office, request: &Request<B>) -> Reply {
+    if ![Method::GET, Method::HEAD].contains(request.method()) {
+        return reply::fault(&Fault::Method);
+    }
+    match request.uri().path() {
+        "/metrics" => reply::metrics(metrics(office)),
+        "/healthz" => reply::text("ok\n".to_owned()),
+        "/readyz" if office.ready.load(Ordering::Acquire) => reply::text("ready\n".to_owned()),
+        "/readyz" => reply::not_ready("draining\n".to_owned()),
+        _ => reply::fault(&Fault::NoRoute),
+    }
+}
+
+fn metrics(office: &Office) -> String {
+    let census = office.table.census(office.clock.now().unix_ms);
+    let readings = [
+        Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },
+        Reading { name: &COUNTERS, labels: vec![("state", "free")], value: census.free as u64 },
+        Reading { name: &OVERFLOW, labels: vec![], value: office.table.spilled_total() },
+        Reading { name: &BUILD_INFO, labels: vec![("version", env!("CARGO_PKG_VERSION"))], value: 1 },
+    ];
+    render(&office.registry, &NAMES, &readings)
+}

@@ -1,0 +1,40 @@
+//! The commands: `run` and `check`.
+
+pub mod check;
+pub mod run;
+
+use std::fs;
+use std::path::Path;
+
+use crate::config::{self, Config, problem};
+
+/// What a command ends with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exit {
+    Fine,
+    /// Could not start, or failed.
+    Failed,
+    /// Bad usage or a bad configuration.
+    BadConfig,
+}
+
+/// Reads a configuration file; what is wrong with it comes as text for the operator.
+pub fn read(path: &Path) -> Result<Config, String> {
+    let name = path.display().to_string();
+    let bytes = fs::read(path).map_err(|error| {
+        format!("{name}:1:1: can not read the file: {error}\n  fix: name a file with `--config FILE`\n")
+    })?;
+    let text = match std::str::from_utf8(&bytes) {
+        Ok(text) => text,
+        Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
+    };
+    config::read(text).map_err(|problems| problem::render(&problems, &name, text))
+}
+
+fn not_utf8(name: &str, bytes: &[u8], at: usize) -> String {
+    let before = &bytes[..at];
+    let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+    let start = before.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
+    let column = String::from_utf8_lossy(&before[start..]).chars().count() + 1;
+    format!("{name}:{line}:{column}: the file is not UTF-8 text\n  fix: save it as UTF-8\n")
+}

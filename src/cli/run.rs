@@ -1,0 +1,115 @@
+//! `transom run`: serves until it is told to stop; reads the configuration again when told to, or
+//! when the file changes.
+
+use std::error::Error;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::runtime::Builder;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::{Exit, read};
+use crate::clock::Clock;
+use crate::metrics::meter::ReloadMeter;
+use crate::reload::Watch;
+use crate::run::Gateway;
+
+/// How often the configuration file is looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+pub fn run(path: &Path) -> Exit {
+    let mut watch = Watch::new(path);
+    let config = match read(path) {
+        Ok(config) => config,
+        Err(problems) => {
+            eprint!("{problems}");
+            return Exit::BadConfig;
+        }
+    };
+    let gateway = match Gateway::start(config, Clock::system()) {
+        Ok(gateway) => gateway,
+        Err(error) => {
+            say(&error);
+            return Exit::Failed;
+        }
+    };
+    for address in gateway.http() {
+        println!("listening on http://{address}");
+    }
+    if let Some(address) = gateway.admin() {
+        println!("admin on http://{address}");
+    }
+    let runtime = match Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            say(&error);
+            return Exit::Failed;
+        }
+    };
+    match runtime.block_on(attend(gateway, path, &mut watch)) {
+        Ok(()) => Exit::Fine,
+        Err(error) => {
+            say(&error);
+            Exit::Failed
+        }
+    }
+}
+
+/// An error and what it came from, in one line.
+fn say(error: &dyn Error) {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(&format!(": {error}"));
+        source = error.source();
+    }
+    eprintln!("transom: {text}");
+}
+
+/// Waits for signals and for changes of the file.
+async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Result<()> {
+    let meter = ReloadMeter::new(&gateway.registry);
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    loop {
+        tokio::select! {
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            _ = hangup.recv() => {
+                // What is read now need not be read again for having changed.
+                watch.changed();
+                reload(&mut gateway, path, &meter);
+            }
+            () = tokio::time::sleep(LOOK) => {
+                if watch.changed() {
+                    reload(&mut gateway, path, &meter);
+                }
+            }
+        }
+    }
+    tracing::info!("draining");
+    gateway.drain();
+    Ok(())
+}
+
+/// Takes over the file as it is now; a bad one leaves everything as it was.
+fn reload(gateway: &mut Gateway, path: &Path, meter: &ReloadMeter) {
+    match read(path) {
+        Ok(config) => match gateway.reload(config) {
+            Ok(()) => {
+                meter.applied();
+                tracing::info!("the configuration was taken over");
+            }
+            Err(setting) => {
+                meter.refused();
+                tracing::error!("a change of `{}` takes a restart; the running configuration goes on", setting.0);
+            }
+        },
+        Err(problems) => {
+            meter.refused();
+            tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
+        }
+    }
+}

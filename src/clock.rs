@@ -1,0 +1,158 @@
+//! The only room that reads time.
+//!
+//! Windows follow the wall clock, but the gateway's time never goes back: it is the monotonic clock
+//! plus the largest distance at which the wall clock was ever seen ahead of it. When the wall clock
+//! is stepped back, time goes on from where it was at the monotonic clock's pace, until the wall
+//! clock has caught up. After a wrong step forward windows go on opening and closing at their usual
+//! pace, so nobody waits longer than one period.
+
+#![allow(clippy::disallowed_methods, reason = "this is the room that reads the clocks")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Behind by more than this, the monotonic clock itself was set back, which only happens to
+/// processes whose clocks are faked. Less is threads that read the clock at the same time.
+const SETBACK_MS: u64 = 1000;
+
+/// A point in time, in the two ways it is needed.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    /// The gateway's time, Unix milliseconds.
+    pub unix_ms: u64,
+    /// For durations.
+    pub instant: Instant,
+}
+
+/// Shared by all event loops, so that they agree on the time after a step.
+#[derive(Clone, Debug)]
+pub struct Clock(Arc<Source>);
+
+#[derive(Debug)]
+enum Source {
+    System(System),
+    Manual(AtomicU64),
+}
+
+#[derive(Debug)]
+struct System {
+    origin: Instant,
+    /// What to add to the milliseconds since `origin`.
+    offset_ms: AtomicU64,
+    /// The latest time that was told.
+    latest_ms: AtomicU64,
+}
+
+impl Clock {
+    pub fn system() -> Clock {
+        let system = System { origin: Instant::now(), offset_ms: AtomicU64::new(0), latest_ms: AtomicU64::new(0) };
+        Clock(Arc::new(Source::System(system)))
+    }
+
+    /// A clock that stands still until it is told to move, for tests.
+    pub fn manual(unix_ms: u64) -> Clock {
+        Clock(Arc::new(Source::Manual(AtomicU64::new(unix_ms))))
+    }
+
+    /// Moves a manual clock; the system's clock is not ours to move.
+    pub fn advance(&self, by: Duration) {
+        if let Source::Manual(unix_ms) = &*self.0 {
+            unix_ms.fetch_add(by.as_millis() as u64, Ordering::SeqCst);
+        }
+    }
+
+    pub fn now(&self) -> Moment {
+        match &*self.0 {
+            Source::System(system) => system.now(),
+            Source::Manual(unix_ms) => Moment { unix_ms: unix_ms.load(Ordering::SeqCst), instant: Instant::now() },
+        }
+    }
+
+    /// For durations only.
+    pub fn instant(&self) -> Instant {
+        Instant::now()
+    }
+}
+
+impl System {
+    fn now(&self) -> Moment {
+        let (mut moment, _) = self.read();
+        // Ordering: relaxed; each of the two numbers only grows and means something by itself.
+        let latest_ms = self.latest_ms.load(Ordering::Relaxed);
+        if moment.unix_ms < latest_ms {
+            if latest_ms - moment.unix_ms > SETBACK_MS {
+                // Read again: this thread may have been asleep since it read the clocks.
+                let steady_ms;
+                (moment, steady_ms) = self.read();
+                let latest_ms = self.latest_ms.load(Ordering::Relaxed);
+                if latest_ms.saturating_sub(moment.unix_ms) > SETBACK_MS {
+                    self.offset_ms.fetch_max(latest_ms - steady_ms, Ordering::Relaxed);
+                }
+            }
+            moment.unix_ms = moment.unix_ms.max(latest_ms);
+        } else if moment.unix_ms > latest_ms {
+            self.latest_ms.fetch_max(moment.unix_ms, Ordering::Relaxed);
+        }
+        moment
+    }
+
+    fn read(&self) -> (Moment, u64) {
+        let instant = Instant::now();
+        // A wall clock before 1970 is one that has not been set yet.
+        let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |wall| wall.as_millis() as u64);
+        let steady_ms = instant.saturating_duration_since(self.origin).as_millis() as u64;
+        let offset_ms = wall_ms.saturating_sub(steady_ms);
+        let known_ms = self.offset_ms.load(Ordering::Relaxed);
+        let offset_ms = if offset_ms > known_ms {
+            self.offset_ms.fetch_max(offset_ms, Ordering::Relaxed).max(offset_ms)
+        } else {
+            known_ms
+        };
+        (Moment { unix_ms: steady_ms + offset_ms, instant }, steady_ms)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_system_clock_tells_the_wall_clocks_time() {
+        let clock = Clock::system();
+        let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() as u64;
+        let told_ms = clock.now().unix_ms;
+        assert!(told_ms.abs_diff(wall_ms) < 60_000);
+    }
+
+    #[test]
+    fn time_goes_on_when_the_wall_clock_is_behind() {
+        let ahead_ms = 3_600_000;
+        let clock = Clock::system();
+        let before_ms = clock.now().unix_ms;
+        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        // As if the wall clock had been an hour ahead once.
+        system.offset_ms.fetch_add(ahead_ms, Ordering::Relaxed);
+        let first_ms = clock.now().unix_ms;
+        assert!(first_ms >= before_ms + ahead_ms);
+        assert!(clock.now().unix_ms >= first_ms);
+    }
+
+    #[test]
+    fn a_faked_step_back_of_both_clocks_does_not_stop_time() {
+        let clock = Clock::system();
+        let latest_ms = clock.now().unix_ms + 3_600_000;
+        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        system.latest_ms.store(latest_ms, Ordering::Relaxed);
+        assert!(clock.now().unix_ms >= latest_ms);
+        assert!(system.read().0.unix_ms >= latest_ms);
+    }
+
+    #[test]
+    fn a_manual_clock_stands_still() {
+        let clock = Clock::manual(1000);
+        assert_eq!(clock.now().unix_ms, 1000);
+        clock.advance(Duration::from_secs(2));
+        assert_eq!(clock.now().unix_ms, 3000);
+    }
+}

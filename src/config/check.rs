@@ -1,0 +1,249 @@
+//! From what the file says to what the gateway runs: parse, don't validate.
+//!
+//! Every setting becomes its final value here, or a problem; nothing is looked at again later. A
+//! setting that is wrong is replaced by a stand-in, so that the rest of the file is checked as well:
+//! a `Config` with a stand-in in it is never returned. This file opens no file and no socket.
+
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use toml::de::DeTable;
+
+use super::document::{Item, Later, Table, nearest, syntax};
+use super::problem::{Problem, Report, Span, listed, shown};
+use super::{AccessLog, Config, Counters, EncodedSlash, ForwardPath, QuotaFields, Timeouts};
+use crate::rule::window::duration_ms;
+
+mod host;
+mod key;
+mod layers;
+mod listen;
+mod path;
+mod reach;
+mod routes;
+mod rules;
+mod upstreams;
+
+const FIELDS: [(&str, QuotaFields); 4] = [
+    ("ietf", QuotaFields::Ietf),
+    ("legacy", QuotaFields::Legacy),
+    ("both", QuotaFields::Both),
+    ("off", QuotaFields::Off),
+];
+
+const TOP_LATER: [Later; 2] = [
+    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
+    ("exemptions", "remove it; put a route without rules before those that shall not be counted"),
+];
+
+const COUNTERS_LATER: [Later; 3] = [
+    ("file", "remove it; counts begin anew when the gateway is restarted"),
+    ("snapshot", "remove it; counts begin anew when the gateway is restarted"),
+    ("shared", "remove it; each gateway counts for itself, so divide the limits by their number"),
+];
+
+const DAY_MS: u64 = 24 * 60 * 60 * 1000;
+
+/// Reads a configuration, or returns everything that is wrong with it.
+pub fn config(text: &str) -> Result<Config, Vec<Problem>> {
+    let mut report = Report::new(text);
+    let sound = syntax::sound(text, &mut report);
+    let (document, _) = DeTable::parse_recoverable(&sound);
+    let config = file(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
+    match report.into_problems() {
+        problems if problems.is_empty() => Ok(config),
+        problems => Err(problems),
+    }
+}
+
+fn file(mut top: Table, report: &mut Report) -> Config {
+    let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
+    let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
+    let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
+    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
+    let encoded_slash = encoded_slash.unwrap_or(EncodedSlash::Refuse);
+    let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
+    let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
+    let listen = listen::listen(top.get("listen"), report);
+    let counters = counters(top.get("counters"), report);
+    let timeouts = timeouts(top.get("timeouts"), report);
+    let access_log = access_log(top.get("access_log"), report);
+    let upstreams = top.get("upstreams");
+    let rules = top.get("rules");
+    let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
+    let misspelt = top.finish(&TOP_LATER, report);
+
+    let mut upstreams = upstreams::upstreams(upstreams, report);
+    upstreams.complete &= !misspelt.contains(&"upstreams");
+    let mut rules = rules::rules(rules, fields, report);
+    rules.complete &= !misspelt.contains(&"rules");
+    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
+
+    let (rules, fields) = rules.into_values().into_iter().unzip();
+    Config {
+        listen,
+        workers: workers.map(|workers| workers as usize),
+        counters,
+        timeouts,
+        access_log,
+        encoded_slash,
+        forward_path: forward_path.unwrap_or(ForwardPath::Original),
+        upstreams: upstreams.into_values(),
+        rules,
+        fields,
+        routes,
+    }
+}
+
+/// A table that may be left out and has a header of its own.
+fn section<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>> {
+    let item = item?;
+    let header = format!("[{}]", item.key);
+    item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
+}
+
+fn counters(item: Option<Item>, report: &mut Report) -> Counters {
+    let mut capacity = None;
+    if let Some(mut table) = section(item, report) {
+        capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
+        table.finish(&COUNTERS_LATER, report);
+    }
+    Counters { capacity: capacity.unwrap_or(1_000_000) as usize }
+}
+
+fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
+    let mut timeouts = Timeouts {
+        request_head: Duration::from_secs(30),
+        connect: Duration::from_secs(5),
+        response_head: Duration::from_secs(60),
+        upstream_idle: Duration::from_secs(60),
+        drain: Duration::from_secs(30),
+    };
+    if let Some(mut table) = section(item, report) {
+        let mut read = |key, timeout: &mut Duration, range: RangeInclusive<u64>| {
+            let Some(item) = table.get(key) else { return };
+            if let Some(ms) = duration(&item, range, *timeout, report) {
+                *timeout = Duration::from_millis(ms);
+            }
+        };
+        read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
+        read("connect", &mut timeouts.connect, 1..=DAY_MS);
+        read("response_head", &mut timeouts.response_head, 1..=DAY_MS);
+        read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
+        read("drain", &mut timeouts.drain, 0..=DAY_MS);
+        table.finish(&[], report);
+    }
+    timeouts
+}
+
+/// A duration in milliseconds.
+fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
+    let example = format!("\"{}s\"", default.as_secs());
+    let word = item.text(&example, report)?;
+    let (message, fix) = match duration_ms(word.text) {
+        Some(ms) if range.contains(&ms) => return Some(ms),
+        Some(ms) if ms > *range.end() => (format!("{} is too long", shown(word.text)), "at most `1d`".to_owned()),
+        Some(_) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
+        None => {
+            let seconds = word.text.parse::<u32>();
+            let fix = match seconds {
+                Ok(seconds) => format!("{}, if seconds are meant", item.write(&format!("\"{seconds}s\""))),
+                Err(_) => format!("write a whole number with `ms`, `s`, `m`, `h` or `d`, such as `{example}`"),
+            };
+            (format!("{} is no duration", shown(word.text)), fix)
+        }
+    };
+    report.problem(word.span, message, fix);
+    None
+}
+
+fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
+    let mut table = section(item, report)?;
+    let file = table.require("file", "write `file = \"stdout\"`, or the path of a file");
+    let file = file.and_then(|item| item.text("\"stdout\"", report));
+    table.finish(&[], report);
+    let file = file?;
+    match file.text {
+        "" => {
+            report.problem(file.span, "`file` is empty", "write `file = \"stdout\"`, or the path of a file");
+            None
+        }
+        "stdout" => Some(AccessLog::Stdout),
+        path => Some(AccessLog::File(PathBuf::from(path))),
+    }
+}
+
+/// What a section such as `[rules.NAME]` defines, in the order of the file.
+struct Section<T> {
+    entries: Vec<Defined<T>>,
+    /// Whether all that the operator meant to define is here, as far as can be told.
+    complete: bool,
+}
+
+struct Defined<T> {
+    name: String,
+    /// Of the name.
+    span: Span,
+    value: T,
+}
+
+impl<T> Section<T> {
+    /// Reads each table of a section; `read` takes its name, its place and, if it is one, the table.
+    fn read(
+        item: Option<Item>,
+        report: &mut Report,
+        mut read: impl FnMut(&str, Option<Table>, &mut Report) -> T,
+    ) -> Section<T> {
+        let mut section = Section { entries: Vec::new(), complete: !report.broken };
+        let Some(item) = item else { return section };
+        let header = format!("[{}.NAME]", item.key);
+        let fix = format!("write `{header}`, then its settings, each on a line");
+        let Some(table) = item.table(format!("`[{}]`", item.key), &fix, report) else {
+            section.complete = false;
+            return section;
+        };
+        for entry in table.all() {
+            name(&entry, report);
+            let title = format!("`[{}.{}]`", item.key, entry.key);
+            let value = read(entry.key, entry.table(title, &fix, report), report);
+            section.entries.push(Defined { name: entry.key.to_owned(), span: entry.key_span, value });
+        }
+        section
+    }
+
+    /// The position of what is called so; a name that nothing has is reported where it stands.
+    fn find(&self, what: &str, name: &str, span: Span, report: &mut Report) -> Option<usize> {
+        let found = self.entries.iter().position(|entry| entry.name == name);
+        if found.is_none() && self.complete {
+            let names = || self.entries.iter().map(|entry| entry.name.as_str());
+            let fix = match nearest(name, names()) {
+                Some(guess) => format!("did you mean {}?", shown(guess)),
+                None if self.entries.is_empty() => format!("define it: `[{what}s.{}]`", label(name)),
+                None => format!("define it: `[{what}s.{}]`; there is {}", label(name), listed(names(), "and")),
+            };
+            report.problem(span, format!("{what} {} is not defined", shown(name)), fix);
+        }
+        found
+    }
+
+    fn into_values(self) -> Vec<T> {
+        self.entries.into_iter().map(|entry| entry.value).collect()
+    }
+}
+
+/// Names of rules and upstreams go into header fields and metrics as they are.
+fn name(entry: &Item, report: &mut Report) {
+    if entry.key != label(entry.key) {
+        let message = format!("{} cannot be a name", shown(entry.key));
+        let fix = format!("write {}: at most 64 letters, digits, `_`, `-` and `.`", shown(&label(entry.key)));
+        report.problem(entry.key_span.clone(), message, fix);
+    }
+}
+
+/// The nearest text that can be a name.
+fn label(name: &str) -> String {
+    let fits = |c: char| if c.is_ascii_alphanumeric() || "_.-".contains(c) { c } else { '-' };
+    let label: String = name.chars().map(fits).take(64).collect();
+    if label.is_empty() { String::from("NAME") } else { label }
+}

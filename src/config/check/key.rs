@@ -1,0 +1,179 @@
+//! Who is counted: the parts of a rule's key, and what happens to a request that lacks one.
+//!
+//! A part that may be absent without a word about it would be a hole in the limit, or a wall that
+//! nobody put there; so the operator has to choose, and is told where a choice has no effect.
+
+use super::host::{NAME_FIX, field_name};
+use super::path::is_param_name;
+use crate::config::document::{Item, Word, nearest};
+use crate::config::problem::{Report, shown};
+use crate::rule::key::{OnMissing, Part};
+
+const KINDS: [&str; 8] = ["ip", "header:NAME", "param:NAME", "host", "method", "path", "route", "global"];
+
+const ALWAYS_THERE: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
+
+/// What a rule says about its key.
+pub struct Settings<'d> {
+    pub key: Option<Item<'d>>,
+    pub on_missing: Option<Item<'d>>,
+    pub ipv4_prefix: Option<Item<'d>>,
+    pub ipv6_prefix: Option<Item<'d>>,
+}
+
+impl Settings<'_> {
+    /// The key, and what to do without it. `misspelt`: there is a setting that was probably meant
+    /// to be `on_missing_key`.
+    pub fn read(self, misspelt: bool, report: &mut Report) -> (Vec<Part>, OnMissing) {
+        let prefix = |item: &Option<Item>, bits: u8, default: u8, report: &mut Report| {
+            let given = item.as_ref().and_then(|item| item.integer(1..=u64::from(bits), report));
+            given.and_then(|bits| u8::try_from(bits).ok()).unwrap_or(default)
+        };
+        let v4_prefix = prefix(&self.ipv4_prefix, 32, 32, report);
+        let v6_prefix = prefix(&self.ipv6_prefix, 128, 64, report);
+        let ip = Part::Ip { v4_prefix, v6_prefix };
+        let key = self.key.as_ref().and_then(|item| parts(item, &ip, report));
+        let on_missing = self.on_missing.as_ref().map(|item| on_missing(item, &ip, report));
+        let Some(key) = key else {
+            // Whatever was said about a key that cannot be read may be right.
+            return (Vec::new(), OnMissing::Skip);
+        };
+        self.weigh(&key, &on_missing, misspelt, report);
+        let on_missing = match on_missing {
+            None if misspelt => OnMissing::Skip,
+            None => OnMissing::Never,
+            Some(on_missing) => on_missing.unwrap_or(OnMissing::Skip),
+        };
+        (key, on_missing)
+    }
+
+    /// Reports what is said in vain, and what is not said and should be.
+    fn weigh(&self, key: &[Part], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
+        let uncertain = key.iter().find(|part| matches!(part, Part::Header(_)));
+        let depends = key.iter().any(|part| matches!(part, Part::Param(_)));
+        match (&self.key, &self.on_missing, uncertain) {
+            (Some(item), None, Some(part)) if !misspelt => {
+                let message =
+                    format!("a request may come without `{part}`, and the rule does not say what happens then");
+                let fix =
+                    "add `on_missing_key = \"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`";
+                report.unless_broken(item.span.clone(), message, fix);
+            }
+            (_, Some(item), None) if !depends => {
+                let message = "`on_missing_key` has no effect: every part of `key` is always there";
+                report.problem(item.key_span.clone(), message, "remove it");
+            }
+            _ => {}
+        }
+        let fallback = match on_missing {
+            // It cannot be read, so it may be a key with an address.
+            Some(None) => return,
+            Some(Some(OnMissing::Fallback(parts))) => parts.as_slice(),
+            Some(Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip)) | None => &[],
+        };
+        if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, Part::Ip { .. })) {
+            for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
+                let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
+                report.problem(item.key_span.clone(), message, "remove it, or count by `ip`");
+            }
+        }
+    }
+}
+
+/// The parts of a key; `ip` is what the part of that name stands for.
+fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
+    let words = item.texts("\"ip\"", report)?;
+    if words.is_empty() {
+        report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");
+        return None;
+    }
+    let mut parts: Vec<Part> = Vec::new();
+    for word in &words {
+        match part(word.text, ip) {
+            Ok(part) if parts.contains(&part) => {
+                report.problem(word.span.clone(), format!("{} is there twice", shown(word.text)), "remove it");
+            }
+            Ok(part) => parts.push(part),
+            Err((message, fix)) => report.problem(word.span.clone(), message, fix),
+        }
+    }
+    if parts.len() > 1 && parts.contains(&Part::Global) {
+        let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
+        let message = "`global` stands alone: it counts all requests as one";
+        report.problem(global.span.clone(), message, "remove it, or all other parts");
+        return None;
+    }
+    (parts.len() == words.len()).then_some(parts)
+}
+
+/// One part, or message and fix.
+fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
+    let no_part = || format!("{} is no part of a key", shown(text));
+    let later = |fix: &str| Err((format!("{} is not in this version of transom yet", shown(text)), fix.to_owned()));
+    match (text, text.split_once(':')) {
+        ("ip", _) => Ok(ip.clone()),
+        ("host", _) => Ok(Part::Host),
+        ("method", _) => Ok(Part::Method),
+        ("path", _) => Ok(Part::Path),
+        ("route", _) => Ok(Part::Route),
+        ("global", _) => Ok(Part::Global),
+        (_, Some(("header", name))) => match (field_name(name), field_name(name.trim())) {
+            (Some(name), _) => Ok(Part::Header(name)),
+            (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
+            (None, None) => {
+                let message = format!("{} names no header field", shown(text));
+                Err((
+                    message,
+                    if name.is_empty() { "write such as `\"header:x-api-key\"`" } else { NAME_FIX }.to_owned(),
+                ))
+            }
+        },
+        (_, Some(("param", name))) if is_param_name(name) => Ok(Part::Param(name.to_owned())),
+        (_, Some(("param", name))) => {
+            let bare: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+            let bare = if is_param_name(&bare) { bare } else { String::from("id") };
+            Err((format!("{} names no parameter of a path", shown(text)), format!("write `\"param:{bare}\"`")))
+        }
+        ("client-cert", _) | (_, Some(("cookie" | "query" | "jwt", _))) => later("count by `header:NAME` or by `ip`"),
+        ("header", None) => Err((no_part(), String::from("name the header field, such as `\"header:x-api-key\"`"))),
+        ("param", None) => Err((no_part(), String::from("name the parameter, such as `\"param:id\"`"))),
+        _ => {
+            let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
+                Some(guess) => format!("did you mean `\"{guess}\"`?"),
+                None => format!("write {}", crate::config::problem::listed(KINDS, "or")),
+            };
+            Err((no_part(), fix))
+        }
+    }
+}
+
+/// `None` if it cannot be read.
+fn on_missing(item: &Item, ip: &Part, report: &mut Report) -> Option<OnMissing> {
+    let words = item.texts("\"refuse\"", report)?;
+    if let [Word { text, span }] = words.as_slice() {
+        match *text {
+            "refuse" => return Some(OnMissing::Refuse),
+            "skip" => return Some(OnMissing::Skip),
+            _ => {}
+        }
+        if !text.contains(':') && part(text, ip).is_err() {
+            let fix = match nearest(text, ["refuse", "skip"]) {
+                Some(guess) => format!("did you mean `\"{guess}\"`?"),
+                None => String::from("write `\"refuse\"`, `\"skip\"`, or a key to count by instead, such as `\"ip\"`"),
+            };
+            report.problem(span.clone(), format!("`on_missing_key` cannot be {}", shown(text)), fix);
+            return None;
+        }
+    }
+    let parts = parts(item, ip, report)?;
+    let mut certain = true;
+    for (word, part) in words.iter().zip(&parts) {
+        if matches!(part, Part::Header(_) | Part::Param(_)) {
+            let message = format!("{} may be missing as well", shown(word.text));
+            let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
+            report.problem(word.span.clone(), message, fix);
+            certain = false;
+        }
+    }
+    certain.then_some(OnMissing::Fallback(parts))
+}

@@ -1,0 +1,286 @@
+//! The path of a route: literal segments, parameters, and what is left.
+//!
+//! Requests are matched after their path was brought into its normal form, so a pattern in any
+//! other form would never match. Here it is refused with the spelling that does. A pattern's
+//! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
+
+use crate::config::document::Word;
+use crate::config::problem::{Report, shown};
+use crate::config::{EncodedSlash, PathPattern, Segment};
+
+/// What is wrong with a pattern, and the fix.
+type Flaw = (String, String);
+
+pub fn path(word: &Word, slashes: EncodedSlash, report: &mut Report) -> Option<PathPattern> {
+    match parse(word.text, slashes) {
+        Ok(segments) => Some(PathPattern { text: word.text.to_owned(), segments }),
+        Err((message, fix)) => {
+            report.problem(word.span.clone(), message, fix);
+            None
+        }
+    }
+}
+
+pub fn is_param_name(text: &str) -> bool {
+    let first = |c: char| c.is_ascii_alphabetic() || c == '_';
+    text.starts_with(first) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+}
+
+fn parse(text: &str, slashes: EncodedSlash) -> Result<Vec<Segment>, Flaw> {
+    let path = |what: &str| format!("the path {} {what}", shown(text));
+    let write = || format!("write `path = \"{}\"`", normal(text));
+    let Some(rest) = text.strip_prefix('/') else {
+        return Err(match text.split_once("://") {
+            Some((_, rest)) => {
+                let (host, path_of) = rest.split_once('/').unwrap_or((rest, ""));
+                let fix = format!("write `path = \"{}\"`, and `host = \"{host}\"`", normal(&format!("/{path_of}")));
+                (path("is a whole URL"), fix)
+            }
+            None => (path("does not begin with `/`"), write()),
+        });
+    };
+    if rest.contains(['?', '#']) {
+        return Err((path("has a query or a fragment, which no route can match"), write()));
+    }
+    let parts: Vec<&str> = rest.split('/').collect();
+    let mut segments: Vec<Segment> = Vec::new();
+    for (i, part) in parts.iter().enumerate() {
+        let last = i + 1 == parts.len();
+        let segment = match parameter(part)? {
+            Some(segment) => segment,
+            None => literal(part, last, slashes).map_err(|what| match what {
+                Literal::Form(what) => (path(&what), write()),
+                Literal::Other(what, fix) => (path(&what), fix),
+            })?,
+        };
+        if let Segment::Rest(name) = &segment {
+            if !last {
+                let message = path(&format!("goes on after `{{*{name}}}`, which takes all that is left"));
+                return Err((
+                    message,
+                    format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment"),
+                ));
+            }
+        }
+        if name_of(&segment).is_some() && segments.iter().any(|other| name_of(other) == name_of(&segment)) {
+            return Err((
+                path(&format!("has {} twice", shown(part))),
+                String::from("give one of the two another name"),
+            ));
+        }
+        segments.push(segment);
+    }
+    Ok(segments)
+}
+
+fn name_of(segment: &Segment) -> Option<&str> {
+    match segment {
+        Segment::Literal(_) => None,
+        Segment::Param(name) | Segment::Rest(name) => Some(name),
+    }
+}
+
+/// `{name}`, `{*name}`, or neither; and what other routers write.
+fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
+    let no_parameter = |fix: String| Err((format!("{} is no parameter", shown(part)), fix));
+    if part == "*" || part == "**" {
+        return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));
+    }
+    if let Some(name) = part.strip_prefix([':', '<']).map(|rest| rest.trim_end_matches('>')) {
+        if is_param_name(name) {
+            return no_parameter(format!("write `{{{name}}}`"));
+        }
+    }
+    if !part.contains(['{', '}']) {
+        return Ok(None);
+    }
+    let inner = part.strip_prefix('{').and_then(|rest| rest.strip_suffix('}'));
+    let Some(inner) = inner.filter(|inner| !inner.contains(['{', '}'])) else {
+        let fix = "write one `{name}` between two slashes and nothing beside it, such as `/users/{id}/files`";
+        return Err((format!("{} is neither a parameter nor a literal", shown(part)), fix.to_owned()));
+    };
+    let (name, rest) = inner.strip_prefix('*').map_or((inner, false), |name| (name, true));
+    if is_param_name(name) {
+        let name = name.to_owned();
+        return Ok(Some(if rest { Segment::Rest(name) } else { Segment::Param(name) }));
+    }
+    let bare: String =
+        name.split([':', '=']).next().unwrap_or("").chars().map(|c| if c == '-' { '_' } else { c }).collect();
+    match bare.trim_matches(['*', '.']) {
+        "" if rest => no_parameter(String::from("a parameter has a name: write `{*rest}`")),
+        "" => no_parameter(String::from("a parameter has a name: write `{id}`")),
+        bare if is_param_name(bare) && (rest || name.contains(['*', '.'])) => {
+            no_parameter(format!("write `{{*{bare}}}`"))
+        }
+        bare if is_param_name(bare) => no_parameter(format!("write `{{{bare}}}`")),
+        _ => no_parameter(String::from("a name has letters, digits and `_`, and no digit first: write `{id}`")),
+    }
+}
+
+/// Why a literal cannot stand as it is.
+enum Literal {
+    /// Its normal form is another.
+    Form(String),
+    Other(String, String),
+}
+
+fn literal(part: &str, last: bool, slashes: EncodedSlash) -> Result<Segment, Literal> {
+    let form = |what: &str| Err(Literal::Form(what.to_owned()));
+    if part.is_empty() && !last {
+        return form("has two slashes in a row");
+    }
+    let plain = normal_segment(part);
+    if plain == "." || plain == ".." {
+        return form(&format!("has the segment {}, which no request has once it is normalised", shown(part)));
+    }
+    if plain != part {
+        return form(&match first_flaw(part) {
+            Some(what) => what,
+            None => String::from("is not in its normal form"),
+        });
+    }
+    let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
+    match (slash, slashes) {
+        (Some(code), EncodedSlash::Refuse) => {
+            let what = format!("can never match: it has `{code}`, and requests with it are refused");
+            Err(Literal::Other(what, String::from("write `encoded_slash = \"keep\"` at the top of the file")))
+        }
+        _ => Ok(Segment::Literal(part.to_owned())),
+    }
+}
+
+fn first_flaw(part: &str) -> Option<String> {
+    let mut rest = part;
+    while let Some(c) = rest.chars().next() {
+        let code = rest.get(..3).and_then(encoded);
+        match (c, code) {
+            ('%', None) => return Some(String::from("has a `%` that begins no percent-encoding")),
+            ('%', Some(byte)) if is_unreserved(byte) => {
+                return Some(format!("encodes `{}`, which stands for itself", char::from(byte)));
+            }
+            ('%', Some(_)) if rest[..3].contains(|c: char| c.is_ascii_lowercase()) => {
+                return Some(format!("has the encoding `{}` in lower case", &rest[..3]));
+            }
+            ('%', Some(_)) => rest = &rest[3..],
+            (c, _) if !c.is_ascii() || !is_plain(c as u8) => {
+                return Some(format!("has {}, which a path has only percent-encoded", shown(&c.to_string())));
+            }
+            (c, _) => rest = &rest[c.len_utf8()..],
+        }
+    }
+    None
+}
+
+/// The pattern as it should be written.
+fn normal(text: &str) -> String {
+    let path = text.split(['?', '#']).next().unwrap_or(text);
+    let mut parts: Vec<String> = Vec::new();
+    let count = path.split('/').count();
+    for (i, part) in path.split('/').enumerate() {
+        let plain = if part.starts_with('{') { part.to_owned() } else { normal_segment(part) };
+        match plain.as_str() {
+            ".." => {
+                parts.pop();
+            }
+            "." => {}
+            "" if i + 1 < count => {}
+            _ => parts.push(plain),
+        }
+    }
+    format!("/{}", parts.join("/"))
+}
+
+/// A literal with everything encoded that must be, and nothing that need not be (RFC 3986, section
+/// 6.2.2).
+fn normal_segment(part: &str) -> String {
+    let mut out = String::new();
+    let mut rest = part.as_bytes();
+    while let Some(byte) = rest.first().copied() {
+        let code = rest.get(..3).and_then(|code| std::str::from_utf8(code).ok()).and_then(encoded);
+        let (byte, width, escaped) = code.map_or((byte, 1, false), |byte| (byte, 3, true));
+        match escaped {
+            true if is_unreserved(byte) => out.push(char::from(byte)),
+            false if is_plain(byte) => out.push(char::from(byte)),
+            _ => out.push_str(&format!("%{byte:02X}")),
+        }
+        rest = &rest[width..];
+    }
+    out
+}
+
+/// The byte that `%XX` stands for.
+fn encoded(code: &str) -> Option<u8> {
+    let digits = code.strip_prefix('%').filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
+    u8::from_str_radix(digits, 16).ok()
+}
+
+/// RFC 3986, section 2.3.
+fn is_unreserved(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
+}
+
+/// What a segment has without encoding: `pchar` of RFC 3986, section 3.3.
+fn is_plain(byte: u8) -> bool {
+    is_unreserved(byte) || b"!$&'()*+,;=:@".contains(&byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_are_read_as_written() {
+        let literal = |text: &str| Segment::Literal(text.to_owned());
+        let read = |text| parse(text, EncodedSlash::Keep);
+        assert_eq!(read("/"), Ok(vec![literal("")]));
+        assert_eq!(read("/a/"), Ok(vec![literal("a"), literal("")]));
+        assert_eq!(read("/a/{id}/{*rest}").unwrap()[1..], [Segment::Param("id".into()), Segment::Rest("rest".into())]);
+        assert_eq!(read("/a:b@c,d/%2F%C3%A9"), Ok(vec![literal("a:b@c,d"), literal("%2F%C3%A9")]));
+    }
+
+    #[test]
+    fn every_fix_of_a_spelling_is_a_path_that_is_accepted() {
+        for text in [
+            "a",
+            "//a",
+            "/a//b",
+            "/./a",
+            "/a/../b",
+            "/a/..",
+            "/%41",
+            "/%c3%a9",
+            "/é",
+            "/a b",
+            "/100%",
+            "/a?b=1",
+            "/%2e%2E/x",
+            "/\"",
+            "/a\\b",
+            "/%",
+            "/%4",
+            "/[x]",
+            "?",
+            "/a//",
+            "/é%e9",
+        ] {
+            assert!(parse(text, EncodedSlash::Keep).is_err(), "{text}");
+            assert!(parse(&normal(text), EncodedSlash::Keep).is_ok(), "{text} -> {}", normal(text));
+        }
+    }
+
+    #[test]
+    fn other_routers_patterns_are_recognised() {
+        for (text, fix) in [
+            ("/users/:id", "write `{id}`"),
+            ("/users/<id>", "write `{id}`"),
+            ("/users/{id:[0-9]+}", "write `{id}`"),
+            ("/users/{user-id}", "write `{user_id}`"),
+            ("/files/{path*}", "write `{*path}`"),
+            ("/files/{path...}", "write `{*path}`"),
+            ("/files/{*}", "a parameter has a name: write `{*rest}`"),
+            ("/{}", "a parameter has a name: write `{id}`"),
+        ] {
+            assert_eq!(parse(text, EncodedSlash::Keep).unwrap_err().1, fix);
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The routes: which requests each takes, where they go, and which rules hold them.
+
+use toml::de::DeValue;
+
+use super::{Section, host, path, reach};
+use crate::config::document::{Item, Table, Word};
+use crate::config::problem::{Report, Span, shown};
+use crate::config::{EncodedSlash, PathPattern, QuotaFields, Route, Segment, Upstream};
+use crate::rule::book::Rule;
+use crate::rule::key::{OnMissing, Part};
+
+type Rules = Section<(Rule, QuotaFields)>;
+
+/// A route as far as it could be read.
+pub struct Draft {
+    pub route: Route,
+    /// Of its name, if it has one of its own.
+    pub named: Option<Span>,
+    /// Of the path, or else of the header.
+    pub span: Span,
+    /// Whether all that decides which requests it takes could be read.
+    pub certain: bool,
+}
+
+pub fn routes(
+    item: Option<Item>,
+    slashes: EncodedSlash,
+    upstreams: &Section<Upstream>,
+    rules: &Rules,
+    report: &mut Report,
+) -> Vec<Route> {
+    let Some(item) = item else { return Vec::new() };
+    if let DeValue::Table(_) = item.value {
+        let fix = "write `[[routes]]`, in two brackets, above each route";
+        return item.wrong_type("a list of tables", fix, report).unwrap_or_default();
+    }
+    let items = item.list("[{ path = \"/{*rest}\", upstream = \"NAME\" }]", report).unwrap_or_default();
+    if items.is_empty() && matches!(item.value, DeValue::Array(_)) {
+        let fix = "write `[[routes]]`, then its `path` and its `upstream`";
+        report.unless_broken(item.key_span, "there are no routes", fix);
+    }
+    let mut drafts: Vec<Draft> = Vec::new();
+    for item in items {
+        let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
+        let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
+        drafts.push(draft(table, slashes, upstreams, rules, report));
+    }
+    reach::never_matched(&drafts, report);
+    reach::name(drafts, report)
+}
+
+fn draft(
+    mut table: Table,
+    slashes: EncodedSlash,
+    upstreams: &Section<Upstream>,
+    rules: &Rules,
+    report: &mut Report,
+) -> Draft {
+    let header = table.span.clone();
+    let name = table.get("name");
+    let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
+    let span = path.as_ref().map_or(header, |item| item.span.clone());
+    let hosts = host::hosts(table.get("host"), report);
+    let methods = host::methods(table.get("methods"), report);
+    let headers = host::headers(table.get("headers"), report);
+    let upstream = table.require("upstream", upstream_fix(upstreams));
+    let names = table.get("rules");
+    let misspelt = table.finish(&[], report);
+
+    let named = name.as_ref().map(|item| item.span.clone());
+    let name = name.and_then(|item| self::name(&item, report));
+    let path =
+        path.and_then(|item| item.text("\"/{*rest}\"", report)).and_then(|word| path::path(&word, slashes, report));
+    let upstream = upstream.and_then(|item| {
+        let word = item.text(&format!("\"{}\"", a_name(upstreams)), report)?;
+        upstreams.find("upstream", word.text, word.span, report)
+    });
+    let rules = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
+
+    let certain = path.is_some() && hosts.is_some() && methods.is_some() && headers.is_some();
+    Draft {
+        named: named.filter(|_| name.is_some()),
+        span,
+        certain: certain && misspelt.is_empty(),
+        route: Route {
+            name: name.unwrap_or_default(),
+            hosts: hosts.unwrap_or_default(),
+            methods: methods.unwrap_or_default(),
+            headers: headers.unwrap_or_default(),
+            path: path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() }),
+            upstream: upstream.unwrap_or(0),
+            rules,
+        },
+    }
+}
+
+/// An upstream that there is, to show how to name one.
+fn a_name(upstreams: &Section<Upstream>) -> &str {
+    upstreams.entries.first().map_or("NAME", |entry| entry.name.as_str())
+}
+
+fn upstream_fix(upstreams: &Section<Upstream>) -> String {
+    match upstreams.entries.is_empty() {
+        false => format!("write `upstream = \"{}\"`", a_name(upstreams)),
+        true => String::from("write `upstream = \"NAME\"`, and define it: `[upstreams.NAME]`"),
+    }
+}
+
+fn name(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text("\"login\"", report)?;
+    if word.text.is_empty() || word.text.chars().count() > 128 || word.text.contains(char::is_control) {
+        let message = format!("{} cannot be the name of a route", shown(word.text));
+        report.problem(word.span, message, "write from 1 to 128 characters on one line, or leave it out");
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// The positions of the rules that a route names.
+fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Report) -> Option<Vec<usize>> {
+    let words = item.texts("[]", report)?;
+    let mut found = Vec::new();
+    for (i, word) in words.iter().enumerate() {
+        if words[..i].iter().any(|other| other.text == word.text) {
+            report.problem(word.span.clone(), format!("{} is there twice", shown(word.text)), "remove it");
+            continue;
+        }
+        let Some(position) = rules.find("rule", word.text, word.span.clone(), report) else { continue };
+        if let Some(path) = path {
+            has_params(word, path, &rules.entries[position].value.0, report);
+        }
+        found.push(position);
+    }
+    Some(found)
+}
+
+/// A rule that counts by a parameter is told what to do where a path has none.
+fn has_params(word: &Word, path: &PathPattern, rule: &Rule, report: &mut Report) {
+    let has = |name: &str| {
+        path.segments.iter().any(|segment| match segment {
+            Segment::Literal(_) => false,
+            Segment::Param(other) | Segment::Rest(other) => other == name,
+        })
+    };
+    let lacking = rule.key.iter().find_map(|part| match part {
+        Part::Param(name) if !has(name) => Some(name),
+        _ => None,
+    });
+    if let (Some(name), OnMissing::Never) = (lacking, &rule.on_missing) {
+        let message = format!(
+            "the rule {} counts by `param:{name}`, and the path {} has no `{{{name}}}`",
+            shown(word.text),
+            shown(&path.text)
+        );
+        let fix = format!("add `{{{name}}}` to the path, or `on_missing_key = \"skip\"` to `[rules.{}]`", word.text);
+        report.unless_broken(word.span.clone(), message, fix);
+    }
+}

@@ -1,0 +1,250 @@
+//! What is no TOML at all: said in the operator's words, then cut out so that the rest can be read.
+//!
+//! One slip of the pen makes the parser stumble over much that follows. So only the first stumble
+//! counts: it is reported, its statement is blanked out (blanks keep every place as it was), and the
+//! text is parsed again, until nothing is left to stumble over. This file does not know any key.
+
+use std::borrow::Cow;
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue, Error};
+
+use crate::config::problem::{Report, Span, shown};
+
+/// A text that stumbles more often is no gateway.toml; the rest of it is not read.
+const ROUNDS: usize = 50;
+
+/// Reports what is no TOML and returns the text without it.
+pub fn sound<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str> {
+    let mut sound = Cow::Borrowed(text);
+    for _ in 0..ROUNDS {
+        let (document, errors) = DeTable::parse_recoverable(&sound);
+        let Some(first) = errors.iter().min_by_key(|error| place(error).start) else {
+            return sound;
+        };
+        let flaw = Flaw::find(&sound, document.get_ref(), first, &errors);
+        report.broken = true;
+        let (message, fix) = flaw.explain(&sound, first.message());
+        report.problem(flaw.at.clone(), message, fix);
+        if sound[flaw.statement.clone()].trim().is_empty() {
+            break;
+        }
+        sound = Cow::Owned(blanked(&sound, flaw.statement));
+    }
+    Cow::Owned(String::new())
+}
+
+fn place(error: &Error) -> Span {
+    error.span().unwrap_or(0..0)
+}
+
+/// Replaces all but line ends with as many blanks as there were bytes.
+fn blanked(text: &str, part: Span) -> String {
+    let blank = |c: char| if c == '\n' { "\n".to_owned() } else { " ".repeat(c.len_utf8()) };
+    let middle: String = text[part.clone()].chars().map(blank).collect();
+    format!("{}{middle}{}", &text[..part.start], &text[part.end..])
+}
+
+/// Where the parser stumbled.
+struct Flaw {
+    at: Span,
+    /// Whole lines that belong to it.
+    statement: Span,
+    /// A list, table or text that runs on to the end of the file for want of its end.
+    unclosed: bool,
+}
+
+impl Flaw {
+    fn find(text: &str, document: &DeTable, error: &Error, errors: &[Error]) -> Flaw {
+        let at = place(error);
+        let start = line_start(text, at.start);
+        if let Some((key, value)) = setting_at(document, at.start) {
+            let statement = line_start(text, key.start);
+            let runs_on = |error: &Error| {
+                let unclosed = ["unclosed array", "unclosed inline table", "invalid multi-line"];
+                unclosed.iter().any(|what| error.message().starts_with(what)) && place(error).start >= value.end
+            };
+            if errors.iter().any(runs_on) {
+                let end = following(text, key.start, |line| is_header(line) || is_setting(line));
+                return Flaw { at: value.start..value.start, statement: statement..end, unclosed: true };
+            }
+            let statement = statement..line_end(text, value.end.max(at.start));
+            return Flaw { at, statement, unclosed: false };
+        }
+        let end = match is_header(&text[start..]) {
+            // What follows a header that cannot be read belongs to nothing.
+            true => following(text, start, is_header),
+            false => line_end(text, at.start),
+        };
+        Flaw { at, statement: start..end, unclosed: false }
+    }
+
+    /// Message and fix.
+    fn explain(&self, text: &str, parser: &str) -> (String, String) {
+        let line = text[line_start(text, self.at.start)..line_end(text, self.at.start)].trim();
+        let value = &text[self.at.clone()];
+        let has = |what: &str| parser.starts_with(what);
+        let said = |message: &str, fix: &str| (message.to_owned(), fix.to_owned());
+        if self.unclosed {
+            match text[self.at.start..].chars().next() {
+                Some('[') => said("this list is never closed", "write `]` after its last item"),
+                Some('{') => said("this table is never closed", "write `}` after its last value"),
+                _ => said("this text is never closed", "end it with the three quotes that it began with"),
+            }
+        } else if has("string values must be quoted") && value.is_empty() {
+            said("there is no value after `=`", "write a value, or remove the line")
+        } else if has("string values must be quoted") {
+            (format!("{} is no value", shown(value)), format!("in quotes it is one: write `\"{}\"`", plain(value)))
+        } else if has("key with no value") || has("invalid key-value pair") {
+            let fix = match line.split_once(':') {
+                Some((key, _)) if is_name(key) => format!("this is TOML, not YAML: write `{} = …`", key.trim()),
+                _ => String::from("write `key = value`"),
+            };
+            (format!("{} is no setting", shown(line)), fix)
+        } else if has("unclosed table") || has("unclosed array table") {
+            header(line)
+        } else if has("missing comma") {
+            said("a comma is missing between two values", "write `,` before this one")
+        } else if has("extra comma") {
+            said("there is a comma too many", "remove it")
+        } else if has("invalid basic string") || has("invalid literal string") {
+            match value.is_empty() {
+                true => said("a text is not closed on its line", "write the quote at its end"),
+                false => said("a text has a character that must not be in it", "remove it, or write it as `\\u….`"),
+            }
+        } else if has("missing escaped value") || has("too few unicode value digits") {
+            said(
+                "a backslash in a text must begin an escape such as `\\n`",
+                "write `\\\\` for a backslash, or put the text in single quotes",
+            )
+        } else if has("unexpected key or value") {
+            said("there is more on the line than one value", "begin a new line, or remove it")
+        } else if has("duplicate key") {
+            duplicate(text, self.at.clone())
+        } else if has("cannot extend value") {
+            let message = format!("{} has a value already and cannot be a table as well", shown(value));
+            (message, String::from("remove the value or the table"))
+        } else if has("carriage return") {
+            said("a carriage return stands alone", "save the file with line ends `\\n` or `\\r\\n`")
+        } else if has("invalid boolean") {
+            (format!("{} is no value", shown(value)), String::from("write `true` or `false`, in lower case"))
+        } else {
+            self.number(text, parser)
+        }
+    }
+
+    /// Things that begin like a number and end like something else, and all that is rare.
+    fn number(&self, text: &str, parser: &str) -> (String, String) {
+        let before = text[line_start(text, self.at.start)..self.at.start].rfind(['=', '[', ',', ' ']);
+        let from = before.map_or(self.at.start, |at| line_start(text, self.at.start) + at + 1);
+        let written = text[from..].split([',', ']', '#', '\n', ' ']).next().unwrap_or("").trim();
+        let digits = written.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
+        if digits && written.contains(|c: char| c.is_alphabetic() || c == ':' || c == '.') {
+            let fix = format!("a number is digits alone; anything else goes in quotes: `\"{}\"`", plain(written));
+            (format!("{} is no value", shown(written)), fix)
+        } else if digits {
+            let fix = "write a number with digits alone, without a leading zero, with `_` only between digits";
+            (format!("{} is no number", shown(written)), fix.to_owned())
+        } else {
+            let fix = "a line is `key = value` or `[table]`; texts go in quotes";
+            (format!("this is no TOML: {parser}"), fix.to_owned())
+        }
+    }
+}
+
+/// The setting, as the spans of its key and value, whose value goes through a place or ends there.
+fn setting_at(table: &DeTable, at: usize) -> Option<(Span, Span)> {
+    table.iter().find_map(|(key, value)| {
+        let (key_span, span) = (key.span(), value.span());
+        if span.start >= key_span.end && (key_span.start..=span.end).contains(&at) {
+            return Some((key_span, span));
+        }
+        match value.get_ref() {
+            DeValue::Table(table) => setting_at(table, at),
+            DeValue::Array(items) => items.iter().find_map(|item: &Spanned<DeValue>| match item.get_ref() {
+                DeValue::Table(table) => setting_at(table, at),
+                _ => None,
+            }),
+            _ => None,
+        }
+    })
+}
+
+fn line_start(text: &str, at: usize) -> usize {
+    text[..at].rfind('\n').map_or(0, |newline| newline + 1)
+}
+
+fn line_end(text: &str, at: usize) -> usize {
+    text[at..].find('\n').map_or(text.len(), |newline| at + newline)
+}
+
+/// The start of the first line after a place that looks as wanted, or the end of the text.
+fn following(text: &str, at: usize, wanted: fn(&str) -> bool) -> usize {
+    let mut start = line_end(text, at);
+    while start < text.len() {
+        start += 1;
+        if wanted(&text[start..]) {
+            return start;
+        }
+        start = line_end(text, start);
+    }
+    text.len()
+}
+
+fn is_header(text: &str) -> bool {
+    let line = text.trim_start_matches([' ', '\t']);
+    line.starts_with('[') && !line.starts_with("[\"") && !line.starts_with("['")
+}
+
+fn is_setting(text: &str) -> bool {
+    let line = text.lines().next().unwrap_or("");
+    line.split_once('=').is_some_and(|(key, _)| is_name(key))
+}
+
+fn is_name(key: &str) -> bool {
+    let key = key.trim();
+    !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
+}
+
+/// What can be put in quotes as it is, and short enough to be read.
+fn plain(value: &str) -> String {
+    value.trim().chars().filter(|c| *c != '"' && *c != '\\' && !c.is_control()).take(60).collect()
+}
+
+fn header(line: &str) -> (String, String) {
+    let line = line.split('#').next().unwrap_or(line).trim();
+    let name = line.trim_matches(['[', ']']).trim();
+    let (open, close) = if line.starts_with("[[") { ("[[", "]]") } else { ("[", "]") };
+    let joined: Vec<&str> = name.split_whitespace().collect();
+    let (name, reason) = match joined.as_slice() {
+        [_, _, ..] => (joined.join("-"), "a name has no blanks; "),
+        _ => (name.to_owned(), ""),
+    };
+    let known = is_name(&name);
+    let fix = if known { format!("{reason}write `{open}{name}{close}`") } else { format!("write `{open}NAME{close}`") };
+    (String::from("this header is not closed where its name ends"), fix)
+}
+
+/// The parser does not say where a key was first; the text does, if it is spelt alike.
+fn duplicate(text: &str, at: Span) -> (String, String) {
+    let start = line_start(text, at.start);
+    let line = text[start..line_end(text, at.start)].trim();
+    let name = shown(&text[at]);
+    let key = |line: &str| line.split('=').next().unwrap_or("").trim().to_owned();
+    let earlier: Vec<(usize, &str)> = text[..start].lines().map(str::trim).enumerate().collect();
+    let found = match is_header(line) {
+        true => earlier.iter().rev().find(|(_, other)| key(other) == key(line)),
+        false => {
+            earlier.iter().rev().take_while(|(_, other)| !is_header(other)).find(|(_, other)| key(other) == key(line))
+        }
+    };
+    let message = match found {
+        Some((number, _)) => format!("{name} is already defined on line {}", number + 1),
+        None => format!("{name} is already defined"),
+    };
+    let fix = match is_header(line) {
+        true => "give it another name, or put both under one header",
+        false => "keep one of the two",
+    };
+    (message, fix.to_owned())
+}

@@ -1,0 +1,80 @@
+//! The body of an answer on its way to the client, and the end of the request's record.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body as HttpBody, Frame, SizeHint};
+
+use super::record::Record;
+use crate::upstream::body::Download;
+
+/// Where the bytes come from.
+pub enum Content {
+    /// An answer of the gateway's own; `None` once it was taken.
+    Own(Option<Bytes>),
+    Upstream(Download),
+}
+
+impl From<Bytes> for Content {
+    fn from(bytes: Bytes) -> Content {
+        Content::Own(Some(bytes).filter(|bytes| !bytes.is_empty()))
+    }
+}
+
+impl From<Download> for Content {
+    fn from(download: Download) -> Content {
+        Content::Upstream(download)
+    }
+}
+
+/// A body that knows its request's record: when it is dropped, the request is over.
+pub struct Body {
+    content: Content,
+    record: Option<Record>,
+}
+
+impl Body {
+    pub fn new(content: Content, record: Record) -> Body {
+        Body { content, record: Some(record) }
+    }
+
+    /// For an answer to a request whose record was lost in a panic.
+    pub fn unrecorded(content: Content) -> Body {
+        Body { content, record: None }
+    }
+}
+
+impl HttpBody for Body {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let this = self.get_mut();
+        let frame = match &mut this.content {
+            Content::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Content::Upstream(download) => Pin::new(download).poll_frame(cx),
+        };
+        if let (Some(record), Poll::Ready(Some(frame))) = (&mut this.record, &frame) {
+            match frame {
+                Ok(frame) => record.sent(frame.data_ref().map_or(0, Bytes::len)),
+                Err(error) => record.broke_off(error),
+            }
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.content {
+            Content::Own(bytes) => bytes.is_none(),
+            Content::Upstream(download) => download.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.content {
+            Content::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Content::Upstream(download) => download.size_hint(),
+        }
+    }
+}

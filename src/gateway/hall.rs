@@ -1,0 +1,141 @@
+//! What one event loop keeps between requests: its view of the configuration, its connections, its
+//! meters, and the buffers that every decision uses again.
+
+use std::cell::{RefCell, RefMut};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use super::snapshot::{Lane, Snapshot};
+use crate::access::Sink;
+use crate::clock::Clock;
+use crate::config::{Server, Target as Configured, Upstream};
+use crate::count::table::Table;
+use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter};
+use crate::metrics::{LoopId, Registry};
+use crate::rule::book::Desk;
+use crate::upstream::exchange::Servers;
+use crate::upstream::pool::Pool;
+
+pub struct Hall {
+    pub table: Arc<Table>,
+    pub clock: Clock,
+    pub meter: LoopMeter,
+    owner: LoopId,
+    registry: Arc<Registry>,
+    view: RefCell<Rc<View>>,
+    scratch: RefCell<Scratch>,
+}
+
+/// The configuration as one loop sees it. A request keeps the view it started with.
+pub struct View {
+    pub snapshot: Arc<Snapshot>,
+    /// One for each lane.
+    pub meters: Vec<RouteMeter>,
+    /// For requests that no route took.
+    pub unrouted: RouteMeter,
+    /// One for each upstream.
+    pub targets: Vec<Target>,
+    pub access: Option<Sink>,
+    pools: HashMap<(String, u16), Rc<Pool>>,
+}
+
+pub enum Target {
+    Echo,
+    Servers(Servers),
+}
+
+/// Buffers used again by every decision.
+#[derive(Default)]
+pub struct Scratch {
+    pub desk: Desk,
+    pub params: Vec<Range<usize>>,
+    pub text: Vec<u8>,
+}
+
+impl Hall {
+    pub fn new(
+        owner: LoopId,
+        table: Arc<Table>,
+        clock: Clock,
+        registry: Arc<Registry>,
+        snapshot: Arc<Snapshot>,
+        access: Option<Sink>,
+    ) -> Hall {
+        let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
+        Hall {
+            meter: LoopMeter::new(&registry, owner),
+            view: RefCell::new(Rc::new(view)),
+            scratch: RefCell::default(),
+            table,
+            clock,
+            owner,
+            registry,
+        }
+    }
+
+    pub fn view(&self) -> Rc<View> {
+        Rc::clone(&self.view.borrow())
+    }
+
+    /// The buffers; to be given back before anything is waited for.
+    pub fn scratch(&self) -> RefMut<'_, Scratch> {
+        self.scratch.borrow_mut()
+    }
+
+    /// Takes over a configuration. Connections to servers that are still named are kept.
+    pub fn adopt(&self, snapshot: Arc<Snapshot>, access: Option<Sink>) {
+        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().pools);
+        *self.view.borrow_mut() = Rc::new(view);
+    }
+
+    /// Closes upstream connections that have been idle for too long.
+    pub fn sweep(&self) {
+        let view = self.view();
+        view.pools.values().for_each(|pool| pool.sweep(view.snapshot.config.timeouts.upstream_idle));
+    }
+}
+
+impl View {
+    fn new(
+        owner: LoopId,
+        registry: &Arc<Registry>,
+        clock: &Clock,
+        snapshot: Arc<Snapshot>,
+        access: Option<Sink>,
+        known: &HashMap<(String, u16), Rc<Pool>>,
+    ) -> View {
+        let meter = |lane: &Lane| {
+            let rules = lane.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule].rule);
+            let rules: Vec<_> = rules
+                .map(|rule| (rule.name.as_str(), (0..rule.layers.len()).map(|i| rule.layer_name(i)).collect()))
+                .collect();
+            RouteMeter::new(registry, owner, &lane.name, &rules)
+        };
+        let mut pools: HashMap<(String, u16), Rc<Pool>> = HashMap::new();
+        let mut pool = |server: &Server| {
+            let address = (server.host.clone(), server.port);
+            let pool = pools.entry(address).or_insert_with_key(|address| {
+                known.get(address).cloned().unwrap_or_else(|| Pool::new(server.clone(), clock.clone()))
+            });
+            Rc::clone(pool)
+        };
+        let mut target = |upstream: &Upstream| match &upstream.target {
+            Configured::Echo => Target::Echo,
+            Configured::Servers(servers) => {
+                let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
+                let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
+                Target::Servers(Servers::new(servers.iter().map(&mut pool).collect(), meter, clock.clone()))
+            }
+        };
+        View {
+            meters: snapshot.lanes.iter().map(meter).collect(),
+            unrouted: RouteMeter::new(registry, owner, "", &[]),
+            targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
+            access,
+            pools,
+            snapshot,
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! The hallway: the whole life of one request.
+//!
+//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests,
+//! `record` what is written down of a request, `body` the body of an answer on its way out.
+
+use std::net::IpAddr;
+use std::rc::Rc;
+
+use http::request::Parts;
+use http::uri::{PathAndQuery, Uri};
+use http::{Request, Response, Version, header};
+use http_body::Body as _;
+use hyper::body::Incoming;
+
+pub mod body;
+pub mod hall;
+pub mod record;
+pub mod snapshot;
+
+use crate::clock::Moment;
+use crate::config::ForwardPath;
+use crate::count::charge::Verdict;
+use crate::http::caller::Caller;
+use crate::http::fault::Fault;
+use crate::http::quota::Stamp;
+use crate::http::reply::{self, Reply};
+use crate::http::route::Asked;
+use crate::http::{fields, gate, path};
+use crate::upstream::echo;
+use crate::upstream::exchange::Outgoing;
+use body::Body;
+use hall::{Hall, Scratch, Target, View};
+use record::Record;
+
+/// What the rules made of a request.
+enum Decision {
+    Forward { lane: usize, stamp: Stamp },
+    Refuse(Reply),
+}
+
+/// Takes a request from its head to the head of its answer.
+pub async fn pass(hall: Rc<Hall>, peer: IpAddr, request: Request<Incoming>) -> Response<Body> {
+    let now = hall.clock.now();
+    let view = hall.view();
+    let (mut parts, body) = request.into_parts();
+    let mut record = Record::new(&hall, &view, peer, &parts, now);
+    let answer = match decide(&hall, &view, peer, &mut parts, now, &mut record) {
+        Ok(Decision::Forward { lane, stamp }) => {
+            forward(&view, lane, parts, body, &mut record).await.map(|mut answer| {
+                stamp.put(answer.headers_mut());
+                answer
+            })
+        }
+        Ok(Decision::Refuse(reply)) => Ok(reply.map(body::Content::from)),
+        Err(fault) => Err(fault),
+    };
+    let answer = answer.unwrap_or_else(|fault| {
+        record.fault(&fault);
+        reply::fault(&fault).map(body::Content::from)
+    });
+    record.answer(&answer);
+    answer.map(|content| Body::new(content, record))
+}
+
+/// Finds the route, identifies the caller, charges, judges. Nothing is waited for.
+fn decide(
+    hall: &Hall,
+    view: &View,
+    peer: IpAddr,
+    parts: &mut Parts,
+    now: Moment,
+    record: &mut Record,
+) -> Result<Decision, Fault> {
+    let snapshot = &*view.snapshot;
+    let clear = gate::check(parts)?;
+    let path = match parts.uri.path() {
+        "*" => return Err(Fault::NoRoute),
+        path => path::normalize(path, snapshot.slashes)?,
+    };
+    let mut scratch = hall.scratch();
+    let Scratch { desk, params, text } = &mut *scratch;
+    let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path };
+    let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
+    let lane = &snapshot.lanes[lane_index];
+    record.route(lane_index);
+
+    let caller = Caller {
+        address: peer,
+        host: &clear.host,
+        method: &parts.method,
+        path: &path,
+        params,
+        headers: &parts.headers,
+        route: &lane.name,
+    };
+    desk.keys.clear();
+    for identity in &lane.identities {
+        desk.keys.push(identity.of(&caller)?);
+    }
+    let verdict = snapshot.book.judge(&lane.plan, &hall.table, now.unix_ms, desk);
+    hall.meter.decided(hall.clock.instant().duration_since(now.instant));
+    record.decision(lane, desk, verdict);
+    let stamp = lane.sheet.render(desk, now.unix_ms, text);
+    if verdict != Verdict::Admitted {
+        let mut reply = reply::refusal(&snapshot.book, &lane.plan, desk, now.unix_ms);
+        stamp.put(reply.headers_mut());
+        return Ok(Decision::Refuse(reply));
+    }
+    let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
+    fields::forward_request(&mut parts.headers, peer, &snapshot.key_fields);
+    parts.uri = origin_form(&parts.uri, normalized)?;
+    Ok(Decision::Forward { lane: lane_index, stamp })
+}
+
+/// The target as it goes upstream: path and query only, which can not name another host.
+fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, Fault> {
+    let target = match (path, uri.path_and_query()) {
+        (Some(path), _) => {
+            let text = uri.query().map_or_else(|| path.clone(), |query| format!("{path}?{query}"));
+            PathAndQuery::from_maybe_shared(text)
+                .map_err(|_invalid| Fault::Target("the request target is malformed"))?
+        }
+        (None, Some(target)) => target.clone(),
+        (None, None) => PathAndQuery::from_static("/"),
+    };
+    let mut parts = http::uri::Parts::default();
+    parts.path_and_query = Some(target);
+    Uri::from_parts(parts).map_err(|_invalid| Fault::Target("the request target is malformed"))
+}
+
+/// Sends a request on, and makes the answer ready for the client.
+async fn forward(
+    view: &View,
+    lane: usize,
+    mut parts: Parts,
+    body: Incoming,
+    record: &mut Record,
+) -> Result<Response<body::Content>, Fault> {
+    let snapshot = &*view.snapshot;
+    let body = if body.is_end_stream() { Outgoing::Empty } else { Outgoing::Streaming(body) };
+    let upstream = snapshot.lanes[lane].upstream;
+    record.upstream(&snapshot.config.upstreams[upstream].name);
+    match &view.targets[upstream] {
+        Target::Echo => echo::answer(&parts, body).await.map(|reply| reply.map(body::Content::from)),
+        Target::Servers(servers) => {
+            parts.version = Version::HTTP_11;
+            if !parts.headers.contains_key(header::HOST) {
+                parts.headers.insert(header::HOST, servers.authority());
+            }
+            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts).await?;
+            fields::forward_response(answer.headers_mut());
+            *answer.version_mut() = Version::HTTP_11;
+            Ok(answer.map(body::Content::from))
+        }
+    }
+}

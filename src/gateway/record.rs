@@ -1,0 +1,149 @@
+//! What is written down of a request: metrics always, a line in the access log where there is one.
+//!
+//! A record is closed by being dropped, so that a client that goes away in the middle is recorded
+//! like everything else.
+
+use std::net::IpAddr;
+use std::rc::Rc;
+
+use http::Response;
+use http::request::Parts;
+use serde_json::{Map, Value, json};
+
+use super::body::Content;
+use super::hall::{Hall, View};
+use super::snapshot::Lane;
+use crate::clock::Moment;
+use crate::count::charge::Verdict;
+use crate::http::fault::Fault;
+use crate::http::reply::{CLIENT_GONE, is_worth_a_warning};
+use crate::metrics::meter::RouteMeter;
+use crate::rule::book::Desk;
+
+pub struct Record {
+    hall: Rc<Hall>,
+    view: Rc<View>,
+    lane: Option<usize>,
+    status: u16,
+    started: Moment,
+    bytes: u64,
+    /// What only the access log wants to know; `None` where there is none.
+    line: Option<Box<Map<String, Value>>>,
+}
+
+impl Record {
+    pub fn new(hall: &Rc<Hall>, view: &Rc<View>, peer: IpAddr, parts: &Parts, started: Moment) -> Record {
+        let line = view.access.as_ref().map(|_| Box::new(first_half(peer, parts, started)));
+        let (hall, view) = (Rc::clone(hall), Rc::clone(view));
+        Record { hall, view, lane: None, status: CLIENT_GONE, started, bytes: 0, line }
+    }
+
+    pub fn route(&mut self, lane: usize) {
+        self.lane = Some(lane);
+    }
+
+    /// Tells the meters what the rules decided, on the request's own route.
+    pub fn decision(&mut self, lane: &Lane, desk: &Desk, verdict: Verdict) {
+        let meter = self.meter();
+        match verdict {
+            Verdict::Admitted => {
+                for (position, _) in desk.keys.iter().enumerate().filter(|(_, key)| key.is_some()) {
+                    if desk.shadowed.contains(&position) { meter.shadowed(position) } else { meter.admitted(position) }
+                }
+            }
+            Verdict::Refused | Verdict::Late => {
+                let mut told = None;
+                for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+                    meter.refused_by(line.rule, line.layer);
+                    if told != Some(line.rule) {
+                        meter.refused(line.rule);
+                        told = Some(line.rule);
+                    }
+                }
+            }
+        }
+        if self.line.is_some() {
+            let name = |position: &usize| json!(self.view.snapshot.book.entries[lane.plan.rules[*position]].rule.name);
+            let full =
+                desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full && verdict != Verdict::Admitted);
+            let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
+            let shadowed: Vec<Value> = desk.shadowed.iter().map(name).collect();
+            self.note("refused_by", json!(refused));
+            self.note("shadowed_by", json!(shadowed));
+        }
+    }
+
+    pub fn upstream(&mut self, name: &str) {
+        if self.line.is_some() {
+            self.note("upstream", json!(name));
+        }
+    }
+
+    /// What went wrong: to the log once, if it is more than a client's mistake.
+    pub fn fault(&mut self, fault: &Fault) {
+        if is_worth_a_warning(fault) {
+            let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+            tracing::warn!(route, ?fault, "{fault}");
+        }
+        if self.line.is_some() {
+            self.note("fault", json!(fault.to_string()));
+        }
+    }
+
+    pub fn answer(&mut self, answer: &Response<Content>) {
+        self.status = answer.status().as_u16();
+    }
+
+    pub fn sent(&mut self, bytes: usize) {
+        self.bytes += bytes as u64;
+    }
+
+    /// The upstream's answer ended before its end.
+    pub fn broke_off(&mut self, error: &hyper::Error) {
+        let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+        tracing::warn!(route, %error, "the upstream server's answer broke off");
+        if self.line.is_some() {
+            self.note("fault", json!("the upstream server's answer broke off"));
+        }
+    }
+
+    fn note(&mut self, name: &str, value: Value) {
+        if let Some(line) = &mut self.line {
+            line.insert(name.to_owned(), value);
+        }
+    }
+
+    fn meter(&self) -> &RouteMeter {
+        self.lane.map_or(&self.view.unrouted, |lane| &self.view.meters[lane])
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let took = self.hall.clock.instant().duration_since(self.started.instant);
+        self.meter().answered(self.status, took);
+        if let (Some(mut line), Some(access)) = (self.line.take(), &self.view.access) {
+            let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+            line.insert("route".to_owned(), json!(route));
+            line.insert("status".to_owned(), json!(self.status));
+            line.insert("bytes".to_owned(), json!(self.bytes));
+            line.insert("duration_ms".to_owned(), json!(took.as_micros() as f64 / 1e3));
+            if !access.write(&Value::Object(*line)) {
+                self.hall.meter.access_log_lost(1);
+            }
+        }
+    }
+}
+
+/// What is known of a request before it is decided. The query is left out: secrets travel there.
+fn first_half(peer: IpAddr, parts: &Parts, started: Moment) -> Map<String, Value> {
+    let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
+    let time = jiff::Timestamp::from_millisecond(started.unix_ms as i64).map(|time| format!("{time:.3}"));
+    let mut line = Map::new();
+    line.insert("time".to_owned(), json!(time.ok()));
+    line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
+    line.insert("method".to_owned(), json!(parts.method.as_str()));
+    line.insert("host".to_owned(), json!(host));
+    line.insert("path".to_owned(), json!(parts.uri.path()));
+    line
+}

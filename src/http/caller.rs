@@ -1,0 +1,295 @@
+//! Who is asking: the parts of a rule's key, taken from a request.
+//!
+//! A rule's key is made ready once for every route that uses it. Parts are read before any field of
+//! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
+//! that is given twice is refused: the upstream might believe the other one.
+
+use std::net::IpAddr;
+use std::ops::Range;
+
+use http::Method;
+use http::header::{HeaderMap, HeaderName};
+
+use super::fault::Fault;
+use crate::config::{Route, Segment};
+use crate::rule::book::Entry;
+use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+
+/// How the key of one rule is found in the requests of one route.
+#[derive(Debug)]
+pub struct Identity {
+    rule: String,
+    key: Recipe,
+    on_missing: OnAbsent,
+}
+
+#[derive(Debug)]
+enum OnAbsent {
+    Refuse,
+    Skip,
+    Fallback(Recipe),
+}
+
+/// The parts of a key, and the hash as far as it does not depend on them.
+#[derive(Debug)]
+struct Recipe {
+    start: KeyHasher,
+    parts: Vec<Source>,
+}
+
+/// Where a part is found.
+#[derive(Debug)]
+enum Source {
+    Ip {
+        v4_prefix: u8,
+        v6_prefix: u8,
+    },
+    Header(HeaderName),
+    /// The parameter's position in the route's path; `None`: this route has none of that name.
+    Param(String, Option<usize>),
+    Host,
+    Method,
+    Path,
+    Route,
+    Global,
+}
+
+/// What of a request keys are made of.
+pub struct Caller<'a> {
+    pub address: IpAddr,
+    pub host: &'a str,
+    pub method: &'a Method,
+    /// In normal form.
+    pub path: &'a str,
+    /// Where in `path` the values of the route's parameters stand.
+    pub params: &'a [Range<usize>],
+    pub headers: &'a HeaderMap,
+    pub route: &'a str,
+}
+
+/// Why a key could not be made.
+enum Unknown<'a> {
+    Missing(&'a Source),
+    Ambiguous(&'a Source),
+}
+
+impl Identity {
+    pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
+        let recipe = |variant: u8, parts: &[Part]| {
+            let mut start = KeyHasher::new(seed, entry.identity);
+            // Keeps the keys of a fallback apart from the rule's own.
+            start.part(variant, b"");
+            Recipe { start, parts: parts.iter().map(|part| Source::new(part, route)).collect() }
+        };
+        Identity {
+            rule: entry.rule.name.clone(),
+            key: recipe(0, &entry.rule.key),
+            on_missing: match &entry.rule.on_missing {
+                OnMissing::Never | OnMissing::Refuse => OnAbsent::Refuse,
+                OnMissing::Skip => OnAbsent::Skip,
+                OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(1, parts)),
+            },
+        }
+    }
+
+    /// The caller's key under this rule; `None` if the rule does not apply to the request.
+    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<KeyHash>, Fault> {
+        let fault = |unknown| match unknown {
+            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
+            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
+        };
+        match (self.key.hash(caller), &self.on_missing) {
+            (Ok(key), _) => Ok(Some(key)),
+            (Err(Unknown::Missing(_)), OnAbsent::Skip) => Ok(None),
+            (Err(Unknown::Missing(_)), OnAbsent::Fallback(key)) => key.hash(caller).map(Some).map_err(fault),
+            (Err(unknown), _) => Err(fault(unknown)),
+        }
+    }
+}
+
+impl Recipe {
+    fn hash(&self, caller: &Caller<'_>) -> Result<KeyHash, Unknown<'_>> {
+        let mut hasher = self.start.clone();
+        for part in &self.parts {
+            part.feed(caller, &mut hasher)?;
+        }
+        Ok(hasher.finish())
+    }
+}
+
+impl Source {
+    fn new(part: &Part, route: &Route) -> Source {
+        match part {
+            Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
+            // The configuration has been checked: a name that is none never gets here.
+            Part::Header(name) => match HeaderName::from_bytes(name.as_bytes()) {
+                Ok(name) => Source::Header(name),
+                Err(_) => Source::Param(name.clone(), None),
+            },
+            Part::Param(name) => Source::Param(name.clone(), position(route, name)),
+            Part::Host => Source::Host,
+            Part::Method => Source::Method,
+            Part::Path => Source::Path,
+            Part::Route => Source::Route,
+            Part::Global => Source::Global,
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Source::Header(name) => format!("header:{name}"),
+            Source::Param(name, _) => format!("param:{name}"),
+            Source::Ip { .. } | Source::Host | Source::Method | Source::Path | Source::Route | Source::Global => {
+                String::new()
+            }
+        }
+    }
+
+    fn feed<'s>(&'s self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Unknown<'s>> {
+        match self {
+            Source::Ip { v4_prefix, v6_prefix } => match caller.address.to_canonical() {
+                IpAddr::V4(v4) => hasher.part(1, &prefix(v4.to_bits(), 32 - *v4_prefix).to_be_bytes()),
+                IpAddr::V6(v6) => hasher.part(2, &prefix(v6.to_bits(), 128 - *v6_prefix).to_be_bytes()),
+            },
+            Source::Header(name) => {
+                let mut values = caller.headers.get_all(name).iter();
+                match (values.next(), values.next()) {
+                    (Some(value), None) if !value.is_empty() => hasher.part(3, value.as_bytes()),
+                    (None, _) | (Some(_), None) => return Err(Unknown::Missing(self)),
+                    (Some(_), Some(_)) => return Err(Unknown::Ambiguous(self)),
+                }
+            }
+            Source::Param(_, position) => {
+                let range = position.and_then(|position| caller.params.get(position)).ok_or(Unknown::Missing(self))?;
+                hasher.part(4, caller.path[range.clone()].as_bytes());
+            }
+            Source::Host => hasher.part(5, caller.host.as_bytes()),
+            Source::Method => hasher.part(6, caller.method.as_str().as_bytes()),
+            Source::Path => hasher.part(7, caller.path.as_bytes()),
+            Source::Route => hasher.part(8, caller.route.as_bytes()),
+            Source::Global => hasher.part(9, b""),
+        }
+        Ok(())
+    }
+}
+
+/// Clears the last `host_bits` bits of an address.
+fn prefix<T>(bits: T, host_bits: u8) -> T
+where
+    T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
+{
+    if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
+}
+
+fn position(route: &Route, name: &str) -> Option<usize> {
+    let names = route.path.segments.iter().filter_map(|segment| match segment {
+        Segment::Param(name) | Segment::Rest(name) => Some(name),
+        Segment::Literal(_) => None,
+    });
+    names.into_iter().position(|other| other == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::PathPattern;
+    use crate::rule::book::{OnLimit, Rule};
+    use crate::rule::limit::Limit;
+
+    const SEED: Seed = Seed(1, 2);
+
+    fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
+        let rule = Rule {
+            name: "r".to_owned(),
+            key: key.to_vec(),
+            on_missing,
+            layers: vec![Limit::parse("1/minute").unwrap()],
+            cost: 1,
+            on_limit: OnLimit::Refuse,
+        };
+        Identity::new(&Entry::new(rule, SEED), &route(), SEED)
+    }
+
+    fn route() -> Route {
+        let segments = vec![Segment::Literal("u".to_owned()), Segment::Param("id".to_owned())];
+        Route {
+            name: "route".to_owned(),
+            hosts: vec![],
+            methods: vec![],
+            headers: vec![],
+            path: PathPattern { text: "/u/{id}".to_owned(), segments },
+            upstream: 0,
+            rules: vec![0],
+        }
+    }
+
+    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<KeyHash>, Fault> {
+        let id = 3..5;
+        identity.of(&Caller {
+            address: address.parse().unwrap(),
+            host: "example.com",
+            method: &Method::GET,
+            path: "/u/77",
+            params: std::slice::from_ref(&id),
+            headers,
+            route: "route",
+        })
+    }
+
+    #[test]
+    fn addresses_are_grouped_by_prefix_and_unwrapped() {
+        let none = HeaderMap::new();
+        let ip = identity(&[Part::Ip { v4_prefix: 32, v6_prefix: 64 }], OnMissing::Never);
+        let key = |address| of(&ip, address, &none).unwrap();
+        assert_eq!(key("2001:db8::1"), key("2001:db8::ffff:ffff:ffff:ffff"));
+        assert_ne!(key("2001:db8::1"), key("2001:db8:0:1::1"));
+        assert_eq!(key("::ffff:10.0.0.1"), key("10.0.0.1"));
+        assert_ne!(key("10.0.0.1"), key("10.0.0.2"));
+        let wide = identity(&[Part::Ip { v4_prefix: 24, v6_prefix: 128 }], OnMissing::Never);
+        assert_eq!(of(&wide, "10.0.0.1", &none), of(&wide, "10.0.0.99", &none));
+        assert_ne!(of(&wide, "2001:db8::1", &none), of(&wide, "2001:db8::2", &none));
+    }
+
+    #[test]
+    fn a_missing_part_does_what_the_rule_says() {
+        let none = HeaderMap::new();
+        let user = || [Part::Header("x-user".to_owned())];
+        let missing = Fault::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
+        assert_eq!(of(&identity(&user(), OnMissing::Refuse), "10.0.0.1", &none), Err(missing));
+        assert_eq!(of(&identity(&user(), OnMissing::Skip), "10.0.0.1", &none), Ok(None));
+        let fallback = identity(&user(), OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }]));
+        assert_ne!(of(&fallback, "10.0.0.1", &none), of(&fallback, "10.0.0.2", &none));
+        let mut named = HeaderMap::new();
+        named.insert("x-user", "bob".parse().unwrap());
+        assert_eq!(of(&fallback, "10.0.0.1", &named), of(&fallback, "10.0.0.2", &named));
+        named.insert("x-user", "".parse().unwrap());
+        assert_eq!(of(&fallback, "10.0.0.1", &named), of(&fallback, "10.0.0.1", &none));
+    }
+
+    #[test]
+    fn a_part_given_twice_is_refused() {
+        let mut twice = HeaderMap::new();
+        twice.append("x-user", "bob".parse().unwrap());
+        twice.append("x-user", "eve".parse().unwrap());
+        let skip = identity(&[Part::Header("x-user".to_owned())], OnMissing::Skip);
+        assert!(matches!(of(&skip, "10.0.0.1", &twice), Err(Fault::KeyAmbiguous { .. })));
+    }
+
+    #[test]
+    fn parts_of_a_composite_are_all_counted() {
+        let mut headers = HeaderMap::new();
+        headers.insert("x-user", "bob".parse().unwrap());
+        let parts = [
+            Part::Header("x-user".to_owned()),
+            Part::Param("id".to_owned()),
+            Part::Method,
+            Part::Host,
+            Part::Path,
+            Part::Route,
+        ];
+        let all = identity(&parts, OnMissing::Refuse);
+        let fewer = identity(&parts[..5], OnMissing::Refuse);
+        assert!(of(&all, "10.0.0.1", &headers).unwrap().is_some());
+        assert_ne!(of(&all, "10.0.0.1", &headers), of(&fewer, "10.0.0.1", &headers));
+    }
+}

@@ -1,0 +1,194 @@
+//! Is this one clear request? What could be read in two ways is refused before it counts.
+//!
+//! hyper has parsed the head, so syntax is settled; what is decided here is what hyper leaves to a
+//! proxy: the form of the target (RFC 9112, section 3.2), Host (RFC 9110, section 7.2), message
+//! framing (RFC 9112, section 6.1) and expectations (RFC 9110, section 10.1.1).
+
+use std::borrow::Cow;
+
+use http::header::{self, HeaderMap, HeaderValue};
+use http::request::Parts;
+use http::{Method, Version};
+
+use super::fault::Fault;
+
+/// What the gate found out on the way.
+#[derive(Debug)]
+pub struct Clear<'a> {
+    /// Lower case, without port and trailing dot; empty where HTTP/1.0 named none.
+    pub host: Cow<'a, str>,
+}
+
+/// Lets a request pass, or says what is wrong with it.
+pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
+    if parts.method == Method::CONNECT || parts.method == Method::TRACE {
+        return Err(Fault::Method);
+    }
+    framing(&parts.headers)?;
+    expectation(&parts.headers)?;
+    let authority = host_field(parts)?;
+    target(parts, authority)?;
+    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), host_name) })
+}
+
+fn framing(headers: &HeaderMap) -> Result<(), Fault> {
+    let mut codings = headers.get_all(header::TRANSFER_ENCODING).iter();
+    match (codings.next(), codings.next()) {
+        (None, _) => Ok(()),
+        (Some(coding), None) if coding.as_bytes().eq_ignore_ascii_case(b"chunked") => {
+            if headers.contains_key(header::CONTENT_LENGTH) {
+                return Err(Fault::Framing("both Transfer-Encoding and Content-Length are given"));
+            }
+            Ok(())
+        }
+        (Some(_), _) => Err(Fault::Framing("the only transfer coding understood is `chunked`, given once")),
+    }
+}
+
+fn expectation(headers: &HeaderMap) -> Result<(), Fault> {
+    match headers.get(header::EXPECT) {
+        None => Ok(()),
+        Some(value) if value.as_bytes().eq_ignore_ascii_case(b"100-continue") => Ok(()),
+        Some(_) => Err(Fault::Expectation),
+    }
+}
+
+/// The one Host field, checked for its form.
+fn host_field(parts: &Parts) -> Result<Option<&str>, Fault> {
+    let mut hosts = parts.headers.get_all(header::HOST).iter();
+    let host = match (hosts.next(), hosts.next()) {
+        (Some(host), None) => host,
+        (None, _) if parts.version == Version::HTTP_10 => return Ok(None),
+        (None, _) => return Err(Fault::Host("the Host field is missing")),
+        (Some(_), Some(_)) => return Err(Fault::Host("the Host field is given more than once")),
+    };
+    valid_authority(host).map(Some).ok_or(Fault::Host("the Host field is malformed"))
+}
+
+/// `host[:port]` as text, or `None`: RFC 3986's reg-name or IP literal, no user information.
+fn valid_authority(host: &HeaderValue) -> Option<&str> {
+    let text = host.to_str().ok()?;
+    let (name, port) = split_port(text);
+    let port_is_fine = port.is_none_or(|port| port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()));
+    let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=".contains(&b)),
+    };
+    (port_is_fine && name_is_fine).then_some(text)
+}
+
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    match authority.rfind([':', ']']) {
+        Some(at) if authority.as_bytes()[at] == b':' => (&authority[..at], Some(&authority[at + 1..])),
+        _ => (authority, None),
+    }
+}
+
+fn host_name(authority: &str) -> Cow<'_, str> {
+    let (name, _) = split_port(authority);
+    let name = name.strip_suffix('.').unwrap_or(name);
+    if name.bytes().any(|b| b.is_ascii_uppercase()) {
+        Cow::Owned(name.to_ascii_lowercase())
+    } else {
+        Cow::Borrowed(name)
+    }
+}
+
+/// Origin form, or absolute form that names the same host; `*` for OPTIONS.
+fn target(parts: &Parts, host: Option<&str>) -> Result<(), Fault> {
+    let uri = &parts.uri;
+    if uri.path() == "*" && parts.method == Method::OPTIONS {
+        return Ok(());
+    }
+    if !uri.path().starts_with('/') {
+        return Err(Fault::Target("the request target is not a path"));
+    }
+    let Some(authority) = uri.authority() else { return Ok(()) };
+    match uri.scheme_str() {
+        Some("http") if host.is_none_or(|host| same_authority(authority.as_str(), host)) => Ok(()),
+        Some("http") => Err(Fault::Host("the Host field is not the host of the request target")),
+        Some(_) | None => Err(Fault::Target("the request target is of another scheme")),
+    }
+}
+
+fn same_authority(a: &str, b: &str) -> bool {
+    let split = |authority| {
+        let (name, port) = split_port(authority);
+        (name, port.filter(|port| !port.is_empty()).unwrap_or("80"))
+    };
+    let ((a, a_port), (b, b_port)) = (split(a), split(b));
+    a.eq_ignore_ascii_case(b) && a_port == b_port
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn pass(request: http::request::Builder) -> Result<String, Fault> {
+        let (parts, ()) = request.body(()).unwrap().into_parts();
+        check(&parts).map(|clear| clear.host.into_owned())
+    }
+
+    #[test]
+    fn clear_requests_pass() {
+        for (uri, host, name) in [
+            ("/", "example.com", "example.com"),
+            ("/a?b", "Example.COM.:8080", "example.com"),
+            ("/", "[::1]:8080", "[::1]"),
+            ("http://example.com/a", "example.com", "example.com"),
+            ("http://EXAMPLE.com:80/a", "example.com", "example.com"),
+        ] {
+            assert_eq!(pass(Request::get(uri).header("host", host)).as_deref(), Ok(name), "{uri} {host}");
+        }
+        assert_eq!(pass(Request::get("/").version(Version::HTTP_10)).as_deref(), Ok(""));
+        assert!(pass(Request::options("*").header("host", "a")).is_ok());
+        assert!(pass(Request::post("/").header("host", "a").header("transfer-encoding", "Chunked")).is_ok());
+        assert!(pass(Request::post("/").header("host", "a").header("expect", "100-Continue")).is_ok());
+    }
+
+    #[test]
+    fn ambiguous_hosts_are_refused() {
+        assert!(matches!(pass(Request::get("/")), Err(Fault::Host(_))));
+        assert!(matches!(pass(Request::get("/").header("host", "a").header("host", "a")), Err(Fault::Host(_))));
+        for host in
+            ["", "a b", "u@a", "a/b", "a:80:80", "a:x", "a:123456", "[::1", "[x]", ":80", "a\u{e9}", "a?b", "a#b"]
+        {
+            let value = HeaderValue::from_bytes(host.as_bytes()).unwrap();
+            assert!(matches!(pass(Request::get("/").header("host", value)), Err(Fault::Host(_))), "{host}");
+        }
+        assert!(matches!(pass(Request::get("http://b/").header("host", "a")), Err(Fault::Host(_))));
+        assert!(matches!(pass(Request::get("http://u@a/").header("host", "a")), Err(Fault::Host(_))));
+        assert!(matches!(pass(Request::get("http://a:81/").header("host", "a")), Err(Fault::Host(_))));
+    }
+
+    #[test]
+    fn targets_that_are_no_path_are_refused() {
+        assert!(matches!(pass(Request::get("admin").header("host", "a")), Err(Fault::Target(_))));
+        assert!(matches!(pass(Request::get("a:80").header("host", "a")), Err(Fault::Target(_))));
+        assert!(matches!(pass(Request::get("*").header("host", "a")), Err(Fault::Target(_))));
+        assert!(matches!(pass(Request::get("ftp://a/").header("host", "a")), Err(Fault::Target(_))));
+        assert_eq!(pass(Request::connect("a:80").header("host", "a")), Err(Fault::Method));
+        assert_eq!(pass(Request::trace("/").header("host", "a")), Err(Fault::Method));
+    }
+
+    #[test]
+    fn ambiguous_framing_is_refused() {
+        for codings in [
+            &["gzip, chunked"][..],
+            &["chunked, chunked"],
+            &["identity", "chunked"],
+            &["chunked", "chunked"],
+            &[",chunked"],
+            &[""],
+        ] {
+            let request =
+                codings.iter().fold(Request::post("/").header("host", "a"), |r, c| r.header("transfer-encoding", *c));
+            assert!(matches!(pass(request), Err(Fault::Framing(_))), "{codings:?}");
+        }
+        let both =
+            Request::post("/").header("host", "a").header("transfer-encoding", "chunked").header("content-length", "3");
+        assert!(matches!(pass(both), Err(Fault::Framing(_))));
+        assert_eq!(pass(Request::post("/").header("host", "a").header("expect", "x")), Err(Fault::Expectation));
+    }
+}

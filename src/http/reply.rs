@@ -1,0 +1,129 @@
+//! Every answer that the gateway makes itself, and the only place with status codes.
+//!
+//! Problems are told as `application/problem+json` (RFC 9457); a refusal has the problem type that
+//! the IANA registry lists for an exceeded quota.
+
+use bytes::Bytes;
+use http::header::{self, HeaderMap, HeaderValue};
+use http::{Response, StatusCode};
+
+use super::fault::{Fault, Side};
+use super::quota::seconds_until;
+use crate::rule::book::{Book, Desk, Plan};
+
+const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
+const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+
+/// What is recorded of a request whose client went away before the answer; it is never sent.
+pub const CLIENT_GONE: u16 = 499;
+
+/// An answer whose body is at hand.
+pub type Reply = Response<Bytes>;
+
+/// What a refusal says: which layers were full, and when the last of them opens again.
+pub fn refusal(book: &Book, plan: &Plan, desk: &Desk, now_ms: u64) -> Reply {
+    let mut violated = Vec::new();
+    let mut end_ms = 0;
+    for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+        violated.push(book.entries[plan.rules[line.rule]].rule.layer_name(line.layer));
+        end_ms = end_ms.max(charge.usage.end_ms);
+    }
+    let retry_after_s = seconds_until(end_ms, now_ms).max(1);
+    let body = serde_json::json!({
+        "type": QUOTA_EXCEEDED,
+        "title": "Request cannot be satisfied as assigned quota has been exceeded",
+        "status": StatusCode::TOO_MANY_REQUESTS.as_u16(),
+        "violated-policies": violated,
+        "retry-after": retry_after_s,
+    });
+    let mut reply = answer(StatusCode::TOO_MANY_REQUESTS, PROBLEM_JSON, body.to_string());
+    reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(retry_after_s));
+    reply
+}
+
+/// What the client is told of a fault.
+pub fn fault(fault: &Fault) -> Reply {
+    let status = fault_status(fault);
+    let body = serde_json::json!({
+        "type": "about:blank",
+        "title": status.canonical_reason().unwrap_or("Error"),
+        "status": status.as_u16(),
+        "detail": fault.to_string(),
+    });
+    let mut reply = answer(status, PROBLEM_JSON, body.to_string());
+    if fault.closes_connection() {
+        reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    if *fault == Fault::Method {
+        reply
+            .headers_mut()
+            .insert(header::ALLOW, HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
+    }
+    reply
+}
+
+fn fault_status(fault: &Fault) -> StatusCode {
+    match fault {
+        Fault::Target(_) | Fault::Host(_) | Fault::Path(_) | Fault::Framing(_) | Fault::Malformed | Fault::Body => {
+            StatusCode::BAD_REQUEST
+        }
+        Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } => StatusCode::BAD_REQUEST,
+        Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+        Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
+        Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+        Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
+        Fault::Expectation => StatusCode::EXPECTATION_FAILED,
+        Fault::NoRoute => StatusCode::NOT_FOUND,
+        Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
+        Fault::ConnectTimeout | Fault::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
+        Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
+    }
+}
+
+/// Whether a fault deserves a line in the log of an operator who did not ask for every request.
+pub fn is_worth_a_warning(fault: &Fault) -> bool {
+    match fault.side() {
+        Side::Upstream | Side::Gateway => true,
+        Side::Client => false,
+    }
+}
+
+/// The fault that a status of hyper's own answers stands for.
+pub fn fault_of_parser(status: u16) -> Fault {
+    match StatusCode::from_u16(status) {
+        Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => Fault::HeadTooLarge,
+        Ok(StatusCode::URI_TOO_LONG) => Fault::TargetTooLong,
+        _ => Fault::Malformed,
+    }
+}
+
+pub fn json(body: String) -> Reply {
+    answer(StatusCode::OK, JSON, body)
+}
+
+pub fn text(body: String) -> Reply {
+    answer(StatusCode::OK, TEXT, body)
+}
+
+/// A page in Prometheus's text format, version 0.0.4.
+pub fn metrics(page: String) -> Reply {
+    answer(StatusCode::OK, METRICS, page)
+}
+
+/// The answer of `/readyz` while the gateway drains.
+pub fn not_ready(body: String) -> Reply {
+    answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
+}
+
+fn answer(status: StatusCode, content_type: HeaderValue, body: String) -> Reply {
+    let mut headers = HeaderMap::with_capacity(8);
+    headers.insert(header::CONTENT_TYPE, content_type);
+    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
+    let mut reply = Response::new(Bytes::from(body));
+    *reply.status_mut() = status;
+    *reply.headers_mut() = headers;
+    reply
+}

@@ -1,0 +1,291 @@
+//! Which route a request takes: a tree of path segments under every host, built when the
+//! configuration is loaded.
+//!
+//! The most specific match wins: an exact host over a wildcard over any; in the path, segment by
+//! segment, a literal over a parameter over a catch-all; then a route that names the method over
+//! one that takes all, and more required fields over fewer; at last, the order of the file. A
+//! branch in which no route takes the method or the fields is left again for a less specific one.
+//! The work grows with the segments of the path, not with the number of routes.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use http::header::{HeaderMap, HeaderName};
+use http::{HeaderValue, Method};
+
+use crate::config::{PathPattern, Route, Segment};
+
+/// Segments that a path may have and still be matched; deeper ones meet catch-alls only.
+const DEPTH_MAX: usize = 64;
+
+/// All routes of a configuration.
+#[derive(Debug, Default)]
+pub struct Router {
+    hosts: HashMap<String, Node>,
+    /// By the part behind the `*`, with its dot.
+    wildcards: HashMap<String, Node>,
+    any: Node,
+}
+
+#[derive(Debug, Default)]
+struct Node {
+    literals: HashMap<String, Node>,
+    param: Option<Box<Node>>,
+    /// Routes whose path ends here, the most specific first.
+    ends: Vec<Candidate>,
+    /// Routes whose path goes on with a catch-all here.
+    rests: Vec<Candidate>,
+}
+
+#[derive(Clone, Debug)]
+struct Candidate {
+    route: usize,
+    methods: Vec<Method>,
+    headers: Vec<(HeaderName, Option<HeaderValue>)>,
+}
+
+/// What of a request routes are chosen by.
+pub struct Asked<'a> {
+    /// Lower case, without port.
+    pub host: &'a str,
+    pub method: &'a Method,
+    pub headers: &'a HeaderMap,
+    /// In normal form.
+    pub path: &'a str,
+}
+
+impl Router {
+    pub fn new(routes: &[Route]) -> Router {
+        let mut router = Router::default();
+        for (index, route) in routes.iter().enumerate() {
+            let candidate = Candidate::new(index, route);
+            if route.hosts.is_empty() {
+                router.any.insert(&route.path, candidate.clone());
+            }
+            for host in &route.hosts {
+                let tree = match host.strip_prefix('*') {
+                    Some(suffix) => router.wildcards.entry(suffix.to_owned()).or_default(),
+                    None => router.hosts.entry(host.clone()).or_default(),
+                };
+                tree.insert(&route.path, candidate.clone());
+            }
+        }
+        router
+    }
+
+    /// The position of the route a request takes. `params` receives where in the path the values
+    /// of its parameters stand, in the order of the pattern.
+    pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+        params.clear();
+        if !self.hosts.is_empty() {
+            if let Some(route) = self.hosts.get(asked.host).and_then(|tree| tree.find(asked, params)) {
+                return Some(route);
+            }
+        }
+        if !self.wildcards.is_empty() {
+            // The longest suffix is the most specific; `*` stands for at least one character.
+            for (dot, _) in asked.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
+                if let Some(route) = self.wildcards.get(&asked.host[dot..]).and_then(|tree| tree.find(asked, params)) {
+                    return Some(route);
+                }
+            }
+        }
+        self.any.find(asked, params)
+    }
+}
+
+impl Node {
+    fn insert(&mut self, path: &PathPattern, candidate: Candidate) {
+        let mut node = self;
+        for segment in &path.segments {
+            node = match segment {
+                Segment::Literal(text) => node.literals.entry(text.clone()).or_default(),
+                Segment::Param(_) => node.param.get_or_insert_default(),
+                Segment::Rest(_) => {
+                    node.rests.push(candidate);
+                    node.rests.sort_by_key(Candidate::generality);
+                    return;
+                }
+            };
+        }
+        node.ends.push(candidate);
+        node.ends.sort_by_key(Candidate::generality);
+    }
+
+    fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+        let start = asked.path.starts_with('/').then_some(1);
+        self.descend(asked, start, DEPTH_MAX, params)
+    }
+
+    /// `start` is where the next segment begins; `None` when there is none.
+    fn descend(
+        &self,
+        asked: &Asked<'_>,
+        start: Option<usize>,
+        depth: usize,
+        params: &mut Vec<Range<usize>>,
+    ) -> Option<usize> {
+        let Some(start) = start else { return choose(&self.ends, asked) };
+        if depth > 0 {
+            let end = asked.path[start..].find('/').map_or(asked.path.len(), |at| start + at);
+            let next = (end < asked.path.len()).then_some(end + 1);
+            if let Some(child) = self.literals.get(&asked.path[start..end]) {
+                if let Some(route) = child.descend(asked, next, depth - 1, params) {
+                    return Some(route);
+                }
+            }
+            if let Some(child) = self.param.as_ref().filter(|_| end > start) {
+                let known = params.len();
+                params.push(start..end);
+                if let Some(route) = child.descend(asked, next, depth - 1, params) {
+                    return Some(route);
+                }
+                params.truncate(known);
+            }
+        }
+        let route = choose(&self.rests, asked)?;
+        params.push(start..asked.path.len());
+        Some(route)
+    }
+}
+
+fn choose(candidates: &[Candidate], asked: &Asked<'_>) -> Option<usize> {
+    candidates.iter().find(|candidate| candidate.takes(asked)).map(|candidate| candidate.route)
+}
+
+impl Candidate {
+    fn new(index: usize, route: &Route) -> Candidate {
+        // The configuration has been checked: names, values and methods are valid.
+        let methods = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
+        let header = |(name, value): &(String, Option<String>)| {
+            let value = value.as_ref().and_then(|value| HeaderValue::from_str(value).ok());
+            HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
+        };
+        Candidate { route: index, methods, headers: route.headers.iter().filter_map(header).collect() }
+    }
+
+    /// Sorts the specific before the general.
+    fn generality(&self) -> (bool, std::cmp::Reverse<usize>, usize) {
+        (self.methods.is_empty(), std::cmp::Reverse(self.headers.len()), self.route)
+    }
+
+    fn takes(&self, asked: &Asked<'_>) -> bool {
+        (self.methods.is_empty() || self.methods.iter().any(|method| takes_method(method, asked.method)))
+            && self.headers.iter().all(|(name, value)| match value {
+                None => asked.headers.contains_key(name),
+                Some(value) => asked.headers.get_all(name).iter().any(|given| given == value),
+            })
+    }
+}
+
+/// A route for GET takes HEAD as well: the same resource is asked for (RFC 9110, section 9.3.2), and
+/// a rule on it must not be escaped by asking for less.
+fn takes_method(method: &Method, asked: &Method) -> bool {
+    method == asked || (method == Method::GET && asked == Method::HEAD)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(text: &str) -> PathPattern {
+        let segment = |segment: &str| match segment.strip_prefix('{').and_then(|s| s.strip_suffix('}')) {
+            Some(name) => match name.strip_prefix('*') {
+                Some(rest) => Segment::Rest(rest.to_owned()),
+                None => Segment::Param(name.to_owned()),
+            },
+            None => Segment::Literal(segment.to_owned()),
+        };
+        PathPattern { text: text.to_owned(), segments: text[1..].split('/').map(segment).collect() }
+    }
+
+    /// A route from `METHODS HOSTS PATH`, where `-` stands for any.
+    fn route(text: &str) -> Route {
+        let words: Vec<&str> = text.split(' ').collect();
+        let list = |word: &str| if word == "-" { Vec::new() } else { word.split(',').map(str::to_owned).collect() };
+        Route {
+            name: text.to_owned(),
+            hosts: list(words[1]),
+            methods: list(words[0]),
+            headers: words
+                .get(3)
+                .map(|word| list(word))
+                .unwrap_or_default()
+                .into_iter()
+                .map(|name| (name, None))
+                .collect(),
+            path: pattern(words[2]),
+            upstream: 0,
+            rules: Vec::new(),
+        }
+    }
+
+    fn found<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<(&'a str, Vec<String>)> {
+        let mut params = Vec::new();
+        let method = Method::from_bytes(method.as_bytes()).unwrap();
+        let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path };
+        let route = Router::new(routes).find(&asked, &mut params)?;
+        Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
+    }
+
+    fn name<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<&'a str> {
+        found(routes, method, host, path).map(|(name, _)| name)
+    }
+
+    #[test]
+    fn the_most_specific_path_wins_whatever_the_order() {
+        let mut routes =
+            ["- - /{*all}", "- - /a/{x}", "- - /a/b", "- - /a/{x}/c", "- - /a/b/{*rest}", "- - /"].map(route);
+        for _ in 0..2 {
+            assert_eq!(name(&routes, "GET", "", "/a/b"), Some("- - /a/b"));
+            assert_eq!(name(&routes, "GET", "", "/a/z"), Some("- - /a/{x}"));
+            assert_eq!(name(&routes, "GET", "", "/a/z/c"), Some("- - /a/{x}/c"));
+            assert_eq!(name(&routes, "GET", "", "/a/b/c"), Some("- - /a/b/{*rest}"));
+            assert_eq!(name(&routes, "GET", "", "/a/z/d"), Some("- - /{*all}"));
+            assert_eq!(name(&routes, "GET", "", "/"), Some("- - /"));
+            assert_eq!(name(&routes, "GET", "", "/a/"), Some("- - /{*all}"));
+            routes.reverse();
+        }
+    }
+
+    #[test]
+    fn parameters_are_found_where_they_stand() {
+        let routes = ["- - /u/{id}/p/{post}", "- - /f/{*rest}"].map(route);
+        assert_eq!(found(&routes, "GET", "", "/u/7/p/x").unwrap().1, ["7", "x"]);
+        assert_eq!(found(&routes, "GET", "", "/f/a/b").unwrap().1, ["a/b"]);
+        assert_eq!(found(&routes, "GET", "", "/f/").unwrap().1, [""]);
+        assert_eq!(found(&routes, "GET", "", "/f"), None);
+        assert_eq!(found(&routes, "GET", "", "/u//p/x"), None);
+    }
+
+    #[test]
+    fn a_branch_that_does_not_take_the_method_is_left_again() {
+        let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}"].map(route);
+        assert_eq!(found(&routes, "GET", "", "/a/b"), Some(("GET - /a/b", vec![])));
+        assert_eq!(found(&routes, "HEAD", "", "/a/b"), Some(("GET - /a/b", vec![])));
+        assert_eq!(found(&routes, "POST", "", "/a/b"), Some(("POST - /a/{x}", vec!["b".to_owned()])));
+        assert_eq!(found(&routes, "PUT", "", "/a/b"), Some(("- - /{*all}", vec!["a/b".to_owned()])));
+    }
+
+    #[test]
+    fn an_exact_host_comes_before_a_wildcard_before_any() {
+        let routes = ["- a.example.com /x", "- *.example.com /{*r}", "- *.com /{*r}", "- - /{*r}"].map(route);
+        assert_eq!(name(&routes, "GET", "a.example.com", "/x"), Some("- a.example.com /x"));
+        assert_eq!(name(&routes, "GET", "a.example.com", "/y"), Some("- *.example.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "b.c.example.com", "/x"), Some("- *.example.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "example.com", "/x"), Some("- *.com /{*r}"));
+        assert_eq!(name(&routes, "GET", ".example.com", "/x"), Some("- *.com /{*r}"));
+        assert_eq!(name(&routes, "GET", "localhost", "/x"), Some("- - /{*r}"));
+    }
+
+    #[test]
+    fn methods_and_fields_are_more_specific_than_none() {
+        let routes = ["- - /x", "- - /x x-beta", "GET - /x"].map(route);
+        assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
+        assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
+        let mut headers = HeaderMap::new();
+        headers.insert("x-beta", HeaderValue::from_static("1"));
+        let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x" };
+        assert_eq!(Router::new(&routes).find(&asked, &mut Vec::new()), Some(1));
+    }
+}

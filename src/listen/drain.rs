@@ -1,0 +1,101 @@
+//! The end of an event loop: everyone inside is told once, and the last one out is waited for.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+/// Whether the loop drains, and who is inside.
+#[derive(Debug, Default)]
+pub struct Drain {
+    begun: Cell<bool>,
+    next: Cell<u64>,
+    /// Everyone inside, and whom to wake when the drain begins; `None` before the first wait.
+    inside: RefCell<HashMap<u64, Option<Waker>>>,
+    /// Woken when the last one leaves.
+    last: RefCell<Option<Waker>>,
+}
+
+/// A task that is inside until it drops this.
+#[derive(Debug)]
+pub struct Guest {
+    drain: Rc<Drain>,
+    id: u64,
+    waits: Cell<bool>,
+}
+
+impl Drain {
+    pub fn begin(&self) {
+        self.begun.set(true);
+        let wakers: Vec<Waker> = self.inside.borrow_mut().values_mut().filter_map(Option::take).collect();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    pub fn enter(self: &Rc<Self>) -> Guest {
+        let id = self.next.get();
+        self.next.set(id + 1);
+        self.inside.borrow_mut().insert(id, None);
+        Guest { drain: Rc::clone(self), id, waits: Cell::new(false) }
+    }
+
+    /// Waits until nobody is inside.
+    pub async fn ended(&self) {
+        poll_fn(|cx| {
+            if self.inside.borrow().is_empty() {
+                return Poll::Ready(());
+            }
+            *self.last.borrow_mut() = Some(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+impl Guest {
+    /// Whether the drain has begun; if not, the task is woken when it does. Always to be asked from
+    /// the same task: its waker is kept from the first time on, so that asking costs nothing.
+    pub fn poll_begun(&self, cx: &Context<'_>) -> bool {
+        if self.drain.begun.get() {
+            return true;
+        }
+        if !self.waits.replace(true) {
+            self.drain.inside.borrow_mut().insert(self.id, Some(cx.waker().clone()));
+        }
+        false
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let mut inside = self.drain.inside.borrow_mut();
+        inside.remove(&self.id);
+        if inside.is_empty() {
+            if let Some(last) = self.drain.last.take() {
+                last.wake();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::task::Waker;
+
+    #[test]
+    fn everyone_is_told_and_the_last_one_is_waited_for() {
+        let drain = Rc::new(Drain::default());
+        let (a, b) = (drain.enter(), drain.enter());
+        let cx = &mut Context::from_waker(Waker::noop());
+        assert!(!a.poll_begun(cx) && !b.poll_begun(cx));
+        drain.begin();
+        assert!(a.poll_begun(cx) && b.poll_begun(cx));
+        let mut ended = std::pin::pin!(drain.ended());
+        assert!(ended.as_mut().poll(cx).is_pending());
+        drop(a);
+        assert!(ended.as_mut().poll(cx).is_pending());
+        drop(b);
+        assert!(ended.as_mut().poll(cx).is_ready());
+    }
+}

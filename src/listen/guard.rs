@@ -1,0 +1,203 @@
+//! Stands between hyper and a client's socket, for what hyper does not do.
+//!
+//! When hyper can not read a request's head it answers by itself, with an empty body; when the head
+//! takes too long it says nothing at all. Here both become problem documents. And a connection that
+//! is closed while the client still sends is not reset under the answer: what comes is read and
+//! thrown away for a moment, as RFC 9112, section 9.6 advises.
+
+use std::cell::Cell;
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, Bytes};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::Sleep;
+
+use crate::http::fault::Fault;
+use crate::http::reply::{self, Reply};
+
+/// How much, and for how long, a closing connection still reads.
+const LINGER_BYTES: usize = 256 * 1024;
+const LINGER: Duration = Duration::from_secs(1);
+
+/// What the two sides of hyper know together: the service above it and the socket below it.
+#[derive(Debug, Default)]
+pub struct Stage {
+    /// A request is being answered.
+    busy: Cell<bool>,
+    /// Bytes of an answer may not have been flushed yet.
+    unflushed: Cell<bool>,
+    /// Bytes of a head have come that is not complete.
+    heard: Cell<bool>,
+    /// The head took too long.
+    late: Cell<bool>,
+}
+
+impl Stage {
+    /// A request's head is complete.
+    pub fn begin(&self) {
+        self.busy.set(true);
+        self.unflushed.set(true);
+        self.heard.set(false);
+    }
+
+    /// Its answer has been handed over to the last byte.
+    pub fn end(&self) {
+        self.busy.set(false);
+    }
+
+    pub fn head_is_late(&self) {
+        self.late.set(true);
+    }
+
+    fn is_quiet(&self) -> bool {
+        !self.busy.get() && !self.unflushed.get()
+    }
+}
+
+pub struct Guard {
+    stream: TcpStream,
+    stage: Rc<Stage>,
+    /// What is sent instead of hyper's own answer.
+    instead: Bytes,
+    lingered: usize,
+    until: Option<Pin<Box<Sleep>>>,
+    shut: bool,
+    at_end: bool,
+}
+
+impl Guard {
+    pub fn new(stream: TcpStream, stage: Rc<Stage>) -> Guard {
+        Guard { stream, stage, instead: Bytes::new(), lingered: 0, until: None, shut: false, at_end: false }
+    }
+
+    /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
+    fn replaces(&mut self, start: &[u8]) -> bool {
+        if !self.stage.is_quiet() || !self.instead.is_empty() {
+            return false;
+        }
+        let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
+        let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
+        if let Some(status) = status {
+            self.instead = written(&reply::fault(&reply::fault_of_parser(status)));
+        }
+        status.is_some()
+    }
+
+    fn poll_instead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.instead.is_empty() {
+            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.instead))?;
+            self.instead.advance(n);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let until = self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+        let mut scratch = [0; 4096];
+        while !self.at_end && self.lingered < LINGER_BYTES {
+            if until.as_mut().poll(cx).is_ready() {
+                break;
+            }
+            let mut buffer = ReadBuf::new(&mut scratch);
+            match ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => self.lingered += buffer.filled().len(),
+                Ok(()) | Err(_) => self.at_end = true,
+            }
+        }
+        Poll::Ready(())
+    }
+}
+
+impl AsyncRead for Guard {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buffer.filled().len();
+        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
+        let came = buffer.filled().len() > before;
+        this.at_end |= !came;
+        if came && !this.stage.busy.get() {
+            this.stage.heard.set(true);
+        }
+        Poll::Ready(read)
+    }
+}
+
+impl AsyncWrite for Guard {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if this.replaces(bytes) {
+            return Poll::Ready(Ok(bytes.len()));
+        }
+        Pin::new(&mut this.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        if slices.first().is_some_and(|first| this.replaces(first)) {
+            return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
+        }
+        Pin::new(&mut this.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        ready!(this.poll_instead(cx))?;
+        ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
+        if !this.stage.busy.get() {
+            this.stage.unflushed.set(false);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.shut {
+            ready!(this.poll_instead(cx))?;
+            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+            this.shut = true;
+        }
+        ready!(this.poll_linger(cx));
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for Guard {
+    /// hyper drops the socket without a word when a head takes too long. The buffer of a socket on
+    /// which nothing is under way has room for the answer.
+    fn drop(&mut self) {
+        if self.stage.late.get() && self.stage.heard.get() && self.stage.is_quiet() && !self.at_end {
+            let _ = self.stream.try_write(&written(&reply::fault(&Fault::HeadTimeout)));
+        }
+    }
+}
+
+/// An answer as bytes of HTTP/1.1.
+fn written(reply: &Reply) -> Bytes {
+    let status = reply.status();
+    let mut bytes = Vec::with_capacity(512);
+    bytes.extend_from_slice(
+        format!("HTTP/1.1 {} {}\r\n", status.as_u16(), status.canonical_reason().unwrap_or("")).as_bytes(),
+    );
+    for (name, value) in reply.headers() {
+        bytes.extend_from_slice(name.as_str().as_bytes());
+        bytes.extend_from_slice(b": ");
+        bytes.extend_from_slice(value.as_bytes());
+        bytes.extend_from_slice(b"\r\n");
+    }
+    bytes.extend_from_slice(b"\r\n");
+    bytes.extend_from_slice(reply.body());
+    Bytes::from(bytes)
+}

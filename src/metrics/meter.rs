@@ -1,0 +1,239 @@
+//! The events that are counted: one function each, on meters that an event loop makes ready when it
+//! takes over a configuration.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::cell::{Cell, Histogram};
+use super::{Kind, LoopId, Name, Registry};
+
+const fn counter(name: &'static str, help: &'static str) -> Name {
+    Name { name, help, kind: Kind::Counter }
+}
+
+const fn gauge(name: &'static str, help: &'static str) -> Name {
+    Name { name, help, kind: Kind::Gauge }
+}
+
+const fn histogram(name: &'static str, help: &'static str) -> Name {
+    Name { name, help, kind: Kind::Histogram }
+}
+
+static REQUESTS: Name =
+    counter("transom_requests_total", "Requests answered, by route and status code; 499: the client went away.");
+static REQUEST_DURATION: Name =
+    histogram("transom_request_duration_seconds", "From the head of a request to the end of its answer.");
+static DECISIONS: Name = counter("transom_decisions_total", "What the rules decided.");
+static REFUSED: Name = counter("transom_refused_total", "Requests refused, by the window that was full.");
+static DECISION_DURATION: Name =
+    histogram("transom_decision_duration_seconds", "Finding the counters and charging them.");
+static UPSTREAM_REQUESTS: Name = counter("transom_upstream_requests_total", "Requests sent to upstream servers.");
+static UPSTREAM_DURATION: Name =
+    histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
+static CONNECTIONS: Name = gauge("transom_connections", "Open client connections.");
+static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
+static ACCESS_LOG_LOST: Name =
+    counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
+pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
+pub static OVERFLOW: Name =
+    counter("transom_counters_overflow_total", "Charges to overflow counters, because the table was full.");
+pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
+
+/// Every metric, in the order of the page.
+pub static NAMES: [&Name; 13] = [
+    &REQUESTS,
+    &REQUEST_DURATION,
+    &DECISIONS,
+    &REFUSED,
+    &DECISION_DURATION,
+    &UPSTREAM_REQUESTS,
+    &UPSTREAM_DURATION,
+    &CONNECTIONS,
+    &COUNTERS,
+    &OVERFLOW,
+    &RELOADS,
+    &ACCESS_LOG_LOST,
+    &BUILD_INFO,
+];
+
+/// Counts what happens on one route, in one loop.
+#[derive(Debug)]
+pub struct RouteMeter {
+    registry: Arc<Registry>,
+    owner: LoopId,
+    route: String,
+    /// By status code; a handful, made as they occur.
+    codes: RefCell<Vec<(u16, Arc<Cell>)>>,
+    duration: Arc<Histogram>,
+    rules: Vec<RuleMeter>,
+}
+
+#[derive(Debug)]
+struct RuleMeter {
+    admitted: Arc<Cell>,
+    refused: Arc<Cell>,
+    shadowed: Arc<Cell>,
+    windows: Vec<Arc<Cell>>,
+}
+
+impl RouteMeter {
+    /// `rules` are the names of the route's rules, each with the names of its layers.
+    pub fn new(registry: &Arc<Registry>, owner: LoopId, route: &str, rules: &[(&str, Vec<String>)]) -> RouteMeter {
+        let rule = |(rule, layers): &(&str, Vec<String>)| {
+            let outcome =
+                |outcome| registry.cell(&DECISIONS, owner, &[("route", route), ("rule", rule), ("outcome", outcome)]);
+            let window = |layer: &String| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)]);
+            RuleMeter {
+                admitted: outcome("admitted"),
+                refused: outcome("refused"),
+                shadowed: outcome("shadowed"),
+                windows: layers.iter().map(window).collect(),
+            }
+        };
+        RouteMeter {
+            registry: Arc::clone(registry),
+            owner,
+            route: route.to_owned(),
+            codes: RefCell::default(),
+            duration: registry.histogram(&REQUEST_DURATION, owner, &[("route", route)]),
+            rules: rules.iter().map(rule).collect(),
+        }
+    }
+
+    pub fn answered(&self, code: u16, took: Duration) {
+        self.duration.record(took);
+        if let Some((_, cell)) = self.codes.borrow().iter().find(|(known, _)| *known == code) {
+            return cell.add(1);
+        }
+        let text = code.to_string();
+        let cell = self.registry.cell(&REQUESTS, self.owner, &[("route", &self.route), ("code", &text)]);
+        cell.add(1);
+        self.codes.borrow_mut().push((code, cell));
+    }
+
+    /// `rule` is the position in the route's list.
+    pub fn admitted(&self, rule: usize) {
+        self.rules[rule].admitted.add(1);
+    }
+
+    pub fn refused(&self, rule: usize) {
+        self.rules[rule].refused.add(1);
+    }
+
+    pub fn refused_by(&self, rule: usize, layer: usize) {
+        self.rules[rule].windows[layer].add(1);
+    }
+
+    pub fn shadowed(&self, rule: usize) {
+        self.rules[rule].shadowed.add(1);
+    }
+}
+
+/// How a request to an upstream server ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UpstreamOutcome {
+    Answered,
+    ConnectFailed,
+    Failed,
+    TimedOut,
+    /// The client broke off, or its body did.
+    Canceled,
+}
+
+/// Counts what happens with one upstream, in one loop.
+#[derive(Debug)]
+pub struct UpstreamMeter {
+    duration: Arc<Histogram>,
+    /// By server, then by outcome.
+    servers: Vec<[Arc<Cell>; 5]>,
+}
+
+impl UpstreamMeter {
+    pub fn new(registry: &Registry, owner: LoopId, upstream: &str, servers: &[&str]) -> UpstreamMeter {
+        let cells = |server: &&str| {
+            ["answered", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
+                registry.cell(
+                    &UPSTREAM_REQUESTS,
+                    owner,
+                    &[("upstream", upstream), ("server", server), ("outcome", outcome)],
+                )
+            })
+        };
+        UpstreamMeter {
+            duration: registry.histogram(&UPSTREAM_DURATION, owner, &[("upstream", upstream)]),
+            servers: servers.iter().map(cells).collect(),
+        }
+    }
+
+    pub fn ended(&self, server: usize, outcome: UpstreamOutcome) {
+        let index = match outcome {
+            UpstreamOutcome::Answered => 0,
+            UpstreamOutcome::ConnectFailed => 1,
+            UpstreamOutcome::Failed => 2,
+            UpstreamOutcome::TimedOut => 3,
+            UpstreamOutcome::Canceled => 4,
+        };
+        self.servers[server][index].add(1);
+    }
+
+    pub fn answered_in(&self, took: Duration) {
+        self.duration.record(took);
+    }
+}
+
+/// Counts what belongs to no route, in one loop.
+#[derive(Debug)]
+pub struct LoopMeter {
+    connections: Arc<Cell>,
+    decision: Arc<Histogram>,
+    access_log_lost: Arc<Cell>,
+}
+
+impl LoopMeter {
+    pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
+        LoopMeter {
+            connections: registry.cell(&CONNECTIONS, owner, &[("listener", "http")]),
+            decision: registry.histogram(&DECISION_DURATION, owner, &[]),
+            access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
+        }
+    }
+
+    pub fn connected(&self) {
+        self.connections.add(1);
+    }
+
+    pub fn disconnected(&self) {
+        self.connections.sub(1);
+    }
+
+    pub fn decided(&self, took: Duration) {
+        self.decision.record(took);
+    }
+
+    pub fn access_log_lost(&self, lines: u64) {
+        self.access_log_lost.add(lines);
+    }
+}
+
+/// Counts the reloads; there is one, beside the loops.
+#[derive(Debug)]
+pub struct ReloadMeter {
+    applied: Arc<Cell>,
+    refused: Arc<Cell>,
+}
+
+impl ReloadMeter {
+    pub fn new(registry: &Registry) -> ReloadMeter {
+        let cell = |outcome| registry.cell(&RELOADS, LoopId::MAX, &[("outcome", outcome)]);
+        ReloadMeter { applied: cell("applied"), refused: cell("refused") }
+    }
+
+    pub fn applied(&self) {
+        self.applied.add(1);
+    }
+
+    pub fn refused(&self) {
+        self.refused.add(1);
+    }
+}

@@ -1,0 +1,61 @@
+//! What the gateway counts: names, one function per event, and the page that Prometheus reads.
+//!
+//! `cell` holds the numbers, `meter` names the events, `page` adds up and renders. Labels come from
+//! the configuration, never from a request, so their number is bounded. This room is told, never
+//! asked: nothing in the gateway decides by a metric.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use metrics::Label;
+
+pub mod cell;
+pub mod meter;
+pub mod page;
+
+use cell::{Cell, Histogram};
+
+/// A metric's name, what it means, and whether it counts or measures.
+#[derive(Debug)]
+pub struct Name {
+    pub name: &'static str,
+    pub help: &'static str,
+    pub kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    Counter,
+    Gauge,
+    Histogram,
+}
+
+/// Which loop a cell belongs to.
+pub type LoopId = usize;
+
+type Series<T> = BTreeMap<(&'static str, Vec<Label>), BTreeMap<LoopId, Arc<T>>>;
+
+/// All cells of all loops.
+#[derive(Debug, Default)]
+pub struct Registry {
+    cells: Mutex<Series<Cell>>,
+    histograms: Mutex<Series<Histogram>>,
+}
+
+impl Registry {
+    /// The loop's own cell of a series, made when it is first asked for. Not for the request path:
+    /// it takes a lock and compares labels.
+    pub fn cell(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Cell> {
+        own(&self.cells, name, owner, labels)
+    }
+
+    pub fn histogram(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
+        own(&self.histograms, name, owner, labels)
+    }
+}
+
+fn own<T: Default>(series: &Mutex<Series<T>>, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<T> {
+    let labels = labels.iter().map(|(key, value)| Label::new(*key, (*value).to_owned())).collect();
+    let mut series = series.lock().unwrap_or_else(PoisonError::into_inner);
+    Arc::clone(series.entry((name.name, labels)).or_default().entry(owner).or_default())
+}

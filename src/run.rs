@@ -1,0 +1,305 @@
+//! Wiring: from a configuration to a running gateway, and its handle.
+//!
+//! One thread for each event loop, each with a runtime, listeners and connections of its own; the
+//! loops share the counter table and the snapshot. The handle tells them to take over a new
+//! configuration or to drain; signals and files are other rooms' business.
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::runtime::{Builder, LocalOptions};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
+
+use crate::access::Sink;
+use crate::admin::{self, Office};
+use crate::clock::Clock;
+use crate::config::{AccessLog, Config};
+use crate::count::table::Table;
+use crate::gateway::hall::Hall;
+use crate::gateway::snapshot::Snapshot;
+use crate::listen::drain::Drain;
+use crate::listen::socket;
+use crate::metrics::Registry;
+use crate::rule::key::Seed;
+
+/// How often idle upstream connections are looked through.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// Why the gateway could not start.
+#[derive(Debug)]
+pub enum StartError {
+    Listen { address: SocketAddr, source: io::Error },
+    AccessLog(io::Error),
+    Thread(io::Error),
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StartError::Listen { address, .. } => write!(f, "can not listen on `{address}`"),
+            StartError::AccessLog(_) => f.write_str("can not open the access log"),
+            StartError::Thread(_) => f.write_str("can not start an event loop"),
+        }
+    }
+}
+
+impl std::error::Error for StartError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            StartError::Listen { source, .. } => Some(source),
+            StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
+        }
+    }
+}
+
+/// A change that takes a restart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NeedsRestart(pub &'static str);
+
+/// What an event loop is told.
+enum Order {
+    Adopt(Arc<Snapshot>, Option<Sink>),
+    Drain(Duration),
+}
+
+/// A running gateway.
+pub struct Gateway {
+    http: Vec<SocketAddr>,
+    admin: Option<SocketAddr>,
+    seed: Seed,
+    config: Config,
+    pub registry: Arc<Registry>,
+    ready: Arc<AtomicBool>,
+    orders: Vec<UnboundedSender<Order>>,
+    loops: Vec<JoinHandle<()>>,
+    office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    access: Option<Sink>,
+    writers: Vec<JoinHandle<()>>,
+}
+
+impl Gateway {
+    /// Opens the addresses and starts the loops. It serves when this returns.
+    pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
+        let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
+        let seed = Seed(fresh_bits(), fresh_bits());
+        let table = Arc::new(Table::with_capacity(config.counters.capacity));
+        let registry = Arc::new(Registry::default());
+        let ready = Arc::new(AtomicBool::new(true));
+        let (http, listeners) = open_all(&config.listen.http, workers)?;
+        let mut gateway = Gateway {
+            http,
+            admin: None,
+            seed,
+            registry: Arc::clone(&registry),
+            ready: Arc::clone(&ready),
+            orders: Vec::new(),
+            loops: Vec::new(),
+            office: None,
+            access: None,
+            writers: Vec::new(),
+            config: config.clone(),
+        };
+        if let Some(log) = &config.access_log {
+            gateway.open_access_log(log).map_err(StartError::AccessLog)?;
+        }
+        if let Some(address) = config.listen.admin {
+            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready };
+            gateway.start_office(address, office)?;
+        }
+        let snapshot = Snapshot::new(config, seed);
+        for (id, listeners) in listeners.into_iter().enumerate() {
+            let (orders, inbox) = unbounded_channel();
+            let (table, clock, registry) = (Arc::clone(&table), clock.clone(), Arc::clone(&gateway.registry));
+            let (snapshot, access) = (Arc::clone(&snapshot), gateway.access.clone());
+            let run = move || {
+                let hall = Rc::new(Hall::new(id, table, clock, registry, snapshot, access));
+                run_loop(hall, listeners, inbox)
+            };
+            gateway.loops.push(spawn(format!("loop-{id}"), run)?);
+            gateway.orders.push(orders);
+        }
+        Ok(gateway)
+    }
+
+    /// The addresses it serves, with the ports that were chosen for port 0.
+    pub fn http(&self) -> &[SocketAddr] {
+        &self.http
+    }
+
+    pub fn admin(&self) -> Option<SocketAddr> {
+        self.admin
+    }
+
+    /// Takes over a configuration without dropping a connection or a count. Requests that are under
+    /// way finish on the old one.
+    pub fn reload(&mut self, config: Config) -> Result<(), NeedsRestart> {
+        for (name, same) in [
+            ("listen", config.listen == self.config.listen),
+            ("workers", config.workers == self.config.workers),
+            ("counters", config.counters == self.config.counters),
+        ] {
+            if !same {
+                return Err(NeedsRestart(name));
+            }
+        }
+        match &config.access_log {
+            None => self.access = None,
+            // The same file is opened again: it may have been moved away to be rotated.
+            log if *log == self.config.access_log => self.access.iter().for_each(Sink::reopen),
+            Some(log) => {
+                if let Err(error) = self.open_access_log(log) {
+                    tracing::error!(%error, "the access log can not be opened, the old one goes on");
+                }
+            }
+        }
+        self.config = config.clone();
+        let snapshot = Snapshot::new(config, self.seed);
+        for orders in &self.orders {
+            // A loop that is gone has panicked, which was reported then.
+            let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), self.access.clone()));
+        }
+        Ok(())
+    }
+
+    /// Stops accepting, lets requests finish for as long as the configuration says, and returns when
+    /// the last loop has ended. Readiness goes down first.
+    pub fn drain(mut self) {
+        self.ready.store(false, Ordering::Release);
+        for orders in &self.orders {
+            let _ = orders.send(Order::Drain(self.config.timeouts.drain));
+        }
+        for thread in self.loops.drain(..) {
+            join(thread);
+        }
+        if let Some((stop, thread)) = self.office.take() {
+            let _ = stop.send(());
+            join(thread);
+        }
+        self.access = None;
+        for writer in self.writers.drain(..) {
+            join(writer);
+        }
+    }
+
+    fn open_access_log(&mut self, log: &AccessLog) -> io::Result<()> {
+        let (sink, writer) = Sink::open(log)?;
+        self.access = Some(sink);
+        self.writers.push(writer);
+        Ok(())
+    }
+
+    fn start_office(&mut self, address: SocketAddr, office: Office) -> Result<(), StartError> {
+        let failed = |source| StartError::Listen { address, source };
+        let listener = StdListener::bind(address).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        self.admin = Some(listener.local_addr().map_err(failed)?);
+        let (stop, stopped) = oneshot::channel();
+        let run = move || async move {
+            tokio::select! {
+                served = admin::serve(listener, Rc::new(office)) => {
+                    if let Err(error) = served {
+                        tracing::error!(%error, "the admin address is not served");
+                    }
+                }
+                // Told to stop, or the handle is gone.
+                _ = stopped => {}
+            }
+        };
+        self.office = Some((stop, spawn("admin".to_owned(), run)?));
+        Ok(())
+    }
+}
+
+/// Addresses as they were chosen, and the listeners of each loop.
+type Opened = (Vec<SocketAddr>, Vec<Vec<StdListener>>);
+
+fn open_all(addresses: &[SocketAddr], workers: usize) -> Result<Opened, StartError> {
+    let mut chosen = Vec::new();
+    let mut by_loop: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
+    for &address in addresses {
+        let opened = socket::is_free(address).and_then(|()| socket::open(address, workers));
+        let (address, listeners) = opened.map_err(|source| StartError::Listen { address, source })?;
+        chosen.push(address);
+        for (of_loop, listener) in by_loop.iter_mut().zip(listeners) {
+            of_loop.push(listener);
+        }
+    }
+    Ok((chosen, by_loop))
+}
+
+/// Starts a thread with a runtime of its own, and returns when that runtime stands.
+fn spawn<F, R>(name: String, run: F) -> Result<JoinHandle<()>, StartError>
+where
+    F: FnOnce() -> R + Send + 'static,
+    R: Future<Output = ()>,
+{
+    let (stands, waits) = mpsc::sync_channel(1);
+    let body = move || match Builder::new_current_thread().enable_all().build_local(LocalOptions::default()) {
+        Ok(runtime) => {
+            // Whoever started the thread waits below.
+            let _ = stands.send(Ok(()));
+            // Within the future, so that what it makes finds the runtime.
+            runtime.block_on(async { run().await });
+        }
+        Err(error) => drop(stands.send(Err(error))),
+    };
+    let thread = thread::Builder::new().name(name).spawn(body).map_err(StartError::Thread)?;
+    let stood = waits.recv().unwrap_or_else(|_gone| Err(io::Error::other("the thread ended at once")));
+    stood.map(|()| thread).map_err(StartError::Thread)
+}
+
+fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        tracing::error!("a thread of the gateway panicked");
+    }
+}
+
+/// Bits that nobody outside can guess: the standard library seeds its hash maps from the system.
+fn fresh_bits() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0)
+}
+
+/// The life of one event loop.
+async fn run_loop(hall: Rc<Hall>, listeners: Vec<StdListener>, mut inbox: UnboundedReceiver<Order>) {
+    let drain = Rc::new(Drain::default());
+    for listener in listeners {
+        match TcpListener::from_std(listener) {
+            Ok(listener) => {
+                tokio::task::spawn_local(socket::accept(listener, Rc::clone(&hall), Rc::clone(&drain)));
+            }
+            Err(error) => tracing::error!(%error, "a listener can not be used"),
+        }
+    }
+    let sweeper = tokio::task::spawn_local({
+        let hall = Rc::clone(&hall);
+        async move {
+            loop {
+                tokio::time::sleep(SWEEP).await;
+                hall.sweep();
+            }
+        }
+    });
+    while let Some(order) = inbox.recv().await {
+        match order {
+            Order::Adopt(snapshot, access) => hall.adopt(snapshot, access),
+            Order::Drain(limit) => {
+                drain.begin();
+                if tokio::time::timeout(limit, drain.ended()).await.is_err() {
+                    tracing::warn!("requests that did not finish in time were broken off");
+                }
+                break;
+            }
+        }
+    }
+    sweeper.abort();
+}

@@ -1,0 +1,121 @@
+//! Bodies on their way through: nothing is collected, every piece moves when the other side takes it.
+
+use std::cell::Cell;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+
+use super::connection::Connection;
+use super::pool::Pool;
+
+/// How far the upload of a request's body has come, for the one who waits for the answer.
+#[derive(Debug, Default)]
+pub struct Progress {
+    /// Pieces taken so far.
+    pub pieces: Cell<u64>,
+    /// The upstream would take more, but the client has not sent it.
+    pub starved: Cell<bool>,
+    /// The client broke off, or its chunks are malformed.
+    pub failed: Cell<bool>,
+}
+
+/// The body of a request to the upstream.
+pub enum Upload {
+    Empty,
+    Client { body: Incoming, progress: Rc<Progress> },
+}
+
+impl Body for Upload {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let Upload::Client { body, progress } = self.get_mut() else { return Poll::Ready(None) };
+        let frame = Pin::new(body).poll_frame(cx);
+        progress.starved.set(frame.is_pending());
+        match &frame {
+            Poll::Ready(Some(Ok(_))) => progress.pieces.set(progress.pieces.get() + 1),
+            Poll::Ready(Some(Err(_))) => progress.failed.set(true),
+            Poll::Ready(None) | Poll::Pending => {}
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Upload::Empty => true,
+            Upload::Client { body, .. } => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Upload::Empty => SizeHint::with_exact(0),
+            Upload::Client { body, .. } => body.size_hint(),
+        }
+    }
+}
+
+/// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
+/// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
+pub struct Download {
+    body: Incoming,
+    connection: Option<(Box<Connection>, Rc<Pool>)>,
+}
+
+impl Download {
+    pub fn new(body: Incoming, connection: Box<Connection>, pool: Rc<Pool>) -> Download {
+        let mut download = Download { body, connection: Some((connection, pool)) };
+        if download.body.is_end_stream() {
+            download.release();
+        }
+        download
+    }
+
+    fn release(&mut self) {
+        if let Some((connection, pool)) = self.connection.take() {
+            pool.put(connection);
+        }
+    }
+}
+
+impl Body for Download {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let this = &mut *self;
+        let mut frame = Pin::new(&mut this.body).poll_frame(cx);
+        if frame.is_pending() {
+            if let Some((connection, _)) = &mut this.connection {
+                connection.drive(cx);
+                frame = Pin::new(&mut this.body).poll_frame(cx);
+            }
+        }
+        if let Poll::Ready(None) = frame {
+            this.release();
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Download {
+    /// A body of known length is often not polled beyond its last byte.
+    fn drop(&mut self) {
+        if self.body.is_end_stream() {
+            self.release();
+        }
+    }
+}

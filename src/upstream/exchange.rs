@@ -1,0 +1,194 @@
+//! One request for one answer: choosing a server, and trying again where that is safe.
+//!
+//! Safe means: none of the request was sent (RFC 9110, section 9.2.2 allows that for any method), or
+//! it is idempotent, has no body, and went to a connection that had been idle, where the server may
+//! have been about to close.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::request::Parts;
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
+use hyper::body::Incoming;
+use tokio::time::timeout;
+
+use super::body::{Download, Progress, Upload};
+use super::connection::{Connection, SendError};
+use super::pool::Pool;
+use crate::clock::Clock;
+use crate::config::Timeouts;
+use crate::http::fault::Fault;
+use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
+
+/// The servers of one upstream, as one event loop sees them.
+pub struct Servers {
+    pools: Vec<Rc<Pool>>,
+    next: Cell<usize>,
+    meter: UpstreamMeter,
+    clock: Clock,
+}
+
+/// A request's body, and whether there is one.
+pub enum Outgoing {
+    Empty,
+    Streaming(Incoming),
+}
+
+/// Counts a request as given up if it is dropped before it ended otherwise.
+struct Count<'a> {
+    meter: &'a UpstreamMeter,
+    server: usize,
+    outcome: UpstreamOutcome,
+}
+
+impl Drop for Count<'_> {
+    fn drop(&mut self) {
+        self.meter.ended(self.server, self.outcome);
+    }
+}
+
+impl Servers {
+    pub fn new(pools: Vec<Rc<Pool>>, meter: UpstreamMeter, clock: Clock) -> Servers {
+        Servers { pools, next: Cell::new(0), meter, clock }
+    }
+
+    /// What Host says to a server when the client said nothing.
+    pub fn authority(&self) -> HeaderValue {
+        let server = self.pools[0].server();
+        let authority = server.url.split_once("://").map_or(server.url.as_str(), |(_, authority)| authority);
+        HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("upstream"))
+    }
+
+    /// Sends a request to one of the servers and returns the head of its answer.
+    pub async fn exchange(&self, parts: Parts, body: Outgoing, limits: &Timeouts) -> Result<Response<Download>, Fault> {
+        let progress = Rc::new(Progress::default());
+        let (body, has_body) = match body {
+            Outgoing::Empty => (Upload::Empty, false),
+            Outgoing::Streaming(body) => (Upload::Client { body, progress: Rc::clone(&progress) }, true),
+        };
+        let may_repeat = !has_body && is_idempotent(&parts.method);
+        let mut request = Request::from_parts(parts, body);
+        let first = self.turn();
+        let mut fresh = false;
+        loop {
+            let (server, mut connection, reused) = self.connection(first, fresh, limits).await?;
+            let spare = (may_repeat && reused).then(|| copy(&request));
+            let mut count = Count { meter: &self.meter, server, outcome: UpstreamOutcome::Canceled };
+            let started = self.clock.instant();
+            let answer = within(limits.response_head, &progress, connection.send(request)).await;
+            match answer {
+                Ok(Ok(response)) if response.status() != StatusCode::SWITCHING_PROTOCOLS => {
+                    count.outcome = UpstreamOutcome::Answered;
+                    self.meter.answered_in(self.clock.instant().duration_since(started));
+                    let pool = Rc::clone(&self.pools[server]);
+                    return Ok(response.map(|body| Download::new(body, connection, pool)));
+                }
+                Ok(Ok(_unasked_switch)) => {
+                    count.outcome = UpstreamOutcome::Failed;
+                    return Err(Fault::Upstream("switched protocols unasked".to_owned()));
+                }
+                Err(fault) => {
+                    if fault == Fault::ResponseTimeout {
+                        count.outcome = UpstreamOutcome::TimedOut;
+                    }
+                    return Err(fault);
+                }
+                Ok(Err(mut error)) => {
+                    if progress.failed.get() {
+                        return Err(Fault::Body);
+                    }
+                    count.outcome = UpstreamOutcome::Failed;
+                    let again = if fresh { None } else { error.take_message().or_else(|| repeatable(&error, spare)) };
+                    request = again.ok_or_else(|| Fault::Upstream(describe(error)))?;
+                    // What failed was idle; the second try is on a connection that was not.
+                    fresh = reused;
+                }
+            }
+        }
+    }
+
+    /// Whose turn it is, in round-robin order.
+    fn turn(&self) -> usize {
+        let turn = self.next.get();
+        self.next.set((turn + 1) % self.pools.len());
+        turn
+    }
+
+    /// A connection to the first server from `first` on that takes one, and whether it was idle.
+    async fn connection(
+        &self,
+        first: usize,
+        fresh: bool,
+        limits: &Timeouts,
+    ) -> Result<(usize, Box<Connection>, bool), Fault> {
+        let mut last = None;
+        for offset in 0..self.pools.len() {
+            let server = (first + offset) % self.pools.len();
+            let pool = &self.pools[server];
+            if let Some(connection) = if fresh { None } else { pool.take() } {
+                return Ok((server, connection, true));
+            }
+            match pool.connect(limits.connect).await {
+                Ok(connection) => return Ok((server, connection, false)),
+                Err(fault) => {
+                    self.meter.ended(server, UpstreamOutcome::ConnectFailed);
+                    last = Some(fault);
+                }
+            }
+        }
+        Err(last.unwrap_or_else(|| Fault::Connect("the upstream has no servers".to_owned())))
+    }
+}
+
+/// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).
+fn is_idempotent(method: &Method) -> bool {
+    [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
+}
+
+fn copy(request: &Request<Upload>) -> Request<Upload> {
+    let mut copy = Request::new(Upload::Empty);
+    *copy.method_mut() = request.method().clone();
+    *copy.uri_mut() = request.uri().clone();
+    *copy.version_mut() = Version::HTTP_11;
+    *copy.headers_mut() = request.headers().clone();
+    copy
+}
+
+/// The spare copy, if the connection ended before a byte of the answer came.
+fn repeatable(error: &SendError, spare: Option<Request<Upload>>) -> Option<Request<Upload>> {
+    let error = error.error();
+    let closed = error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error);
+    spare.filter(|_| closed)
+}
+
+fn is_reset(error: &hyper::Error) -> bool {
+    use std::error::Error;
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    source.is_some_and(|error| matches!(error.kind(), BrokenPipe | ConnectionReset))
+}
+
+fn describe(error: SendError) -> String {
+    use std::error::Error;
+    let error = error.into_error();
+    match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}
+
+/// Waits for an answer as long as the exchange moves: nothing may stand still for `limit`, neither
+/// the request's body on its way nor, behind it, the upstream.
+async fn within<T>(limit: Duration, progress: &Progress, answer: impl Future<Output = T>) -> Result<T, Fault> {
+    let mut answer = std::pin::pin!(answer);
+    loop {
+        let pieces = progress.pieces.get();
+        if let Ok(answer) = timeout(limit, &mut answer).await {
+            return Ok(answer);
+        }
+        if pieces == progress.pieces.get() {
+            return Err(if progress.starved.get() { Fault::BodyTimeout } else { Fault::ResponseTimeout });
+        }
+    }
+}

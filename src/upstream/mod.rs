@@ -1,0 +1,11 @@
+//! The way to the upstream servers: connections, and the exchange of one request for one answer.
+//!
+//! Every event loop has its own connections; nothing here is shared between loops. `connection` is
+//! one HTTP/1.1 connection, `pool` keeps the idle ones of one server, `exchange` sends a request and
+//! decides when to try again, `body` is what passes through, `echo` the upstream that is built in.
+
+pub mod body;
+pub mod connection;
+pub mod echo;
+pub mod exchange;
+pub mod pool;

@@ -1,0 +1,75 @@
+//! The idle connections to one server, of one event loop.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::connection::Connection;
+use crate::clock::Clock;
+use crate::config::Server;
+use crate::http::fault::Fault;
+
+/// Idle connections that a loop keeps to one server.
+const IDLE_MAX: usize = 256;
+
+pub struct Pool {
+    server: Server,
+    /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
+    idle: RefCell<Vec<Box<Connection>>>,
+    clock: Clock,
+}
+
+impl Pool {
+    pub fn new(server: Server, clock: Clock) -> Rc<Pool> {
+        Rc::new(Pool { server, idle: RefCell::default(), clock })
+    }
+
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// An idle connection that is still alive.
+    pub fn take(&self) -> Option<Box<Connection>> {
+        let mut idle = self.idle.borrow_mut();
+        while let Some(mut connection) = idle.pop() {
+            if connection.is_ready() {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    /// Keeps a connection for the next request, if it can take one.
+    pub fn put(&self, mut connection: Box<Connection>) {
+        if connection.is_ready() {
+            let mut idle = self.idle.borrow_mut();
+            if idle.len() < IDLE_MAX {
+                connection.idle_since = self.clock.instant();
+                idle.push(connection);
+            }
+        }
+    }
+
+    /// Closes what has been idle for longer than `limit`, or was closed by the server.
+    pub fn sweep(&self, limit: Duration) {
+        let now = self.clock.instant();
+        self.idle.borrow_mut().retain_mut(|idle| now.duration_since(idle.idle_since) < limit && idle.is_ready());
+    }
+
+    pub async fn connect(&self, within: Duration) -> Result<Box<Connection>, Fault> {
+        let connect = async {
+            let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
+            stream.set_nodelay(true)?;
+            Connection::new(stream, self.clock.instant()).await.map_err(io::Error::other)
+        };
+        match timeout(within, connect).await {
+            Ok(Ok(connection)) => Ok(Box::new(connection)),
+            Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
+            Err(_elapsed) => Err(Fault::ConnectTimeout),
+        }
+    }
+}

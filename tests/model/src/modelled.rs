@@ -1,0 +1,13 @@
+//! The counting room on loom's atomics: the same files, another door.
+//!
+//! It does not know what is proven; the models under `tests/models` do.
+
+#[path = "../../../src/count/charge.rs"]
+pub mod charge;
+#[path = "../../../src/count/region.rs"]
+pub mod region;
+pub mod sync;
+#[path = "../../../src/count/table.rs"]
+pub mod table;
+#[path = "../../../src/count/word.rs"]
+pub mod word;

@@ -1,0 +1,12 @@
+//! Models of the counting room: every interleaving of two or three threads over a table of one to
+//! four slots, up to a number of preemptions that each model names.
+//!
+//! `region` proves that a key has one counter, `table` what a charge, a refund and a full table
+//! promise, `spill` what a key that did not fit keeps to, `charge` what a request on several counters
+//! promises. Every model also names outcomes that must have occurred, so that none proves nothing.
+
+mod charge;
+mod region;
+mod scene;
+mod spill;
+mod table;

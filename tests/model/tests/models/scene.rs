@@ -1,0 +1,92 @@
+//! The small language that the models are written in: keys, threads, and what they got.
+//!
+//! It does not assert anything; a scene is set here, the promise is stated in the model.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use loom::thread;
+use transom_model::modelled::charge::{Charge, Verdict, decide};
+use transom_model::modelled::region::Key;
+use transom_model::modelled::table::{Charged, Counter, Paid, Table};
+use transom_model::modelled::word::Ask;
+
+/// Runs `model` in every interleaving with at most so many preemptions, and returns all outcomes.
+pub fn explore<T: Ord + Send + 'static>(preemptions: usize, model: fn() -> T) -> BTreeSet<T> {
+    let extra: usize = match std::env::var("TRANSOM_MODEL_EXTRA") {
+        Ok(text) => text.parse().expect("`TRANSOM_MODEL_EXTRA` is a number of preemptions"),
+        Err(_) => 0,
+    };
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions + extra);
+    builder.max_branches = 100_000;
+    let outcomes = Arc::new(Mutex::new(BTreeSet::new()));
+    let all = outcomes.clone();
+    builder.check(move || {
+        let outcome = model();
+        all.lock().expect("no model panicked").insert(outcome);
+    });
+    std::mem::take(&mut *outcomes.lock().expect("no model panicked"))
+}
+
+/// Runs all jobs at once on what they share, and returns their answers in order.
+///
+/// None of them runs on this thread: loom's bounded search adds the turns that it would otherwise
+/// miss where one thread stops and another starts, so it has to be free to start with any of them.
+pub fn race<S: Send + Sync + 'static, T: 'static, const N: usize>(shared: &Arc<S>, jobs: [fn(&S) -> T; N]) -> [T; N] {
+    let runners = jobs.map(|job| {
+        let shared = shared.clone();
+        thread::spawn(move || job(&shared))
+    });
+    runners.map(|runner| runner.join().expect("no thread panicked"))
+}
+
+/// A counter of layer 1. Keys whose tags are equal modulo 64 share a spill counter.
+pub fn counter(tag: u64) -> Counter {
+    counter_at(tag, 0)
+}
+
+/// A counter of layer 1 whose buckets are chosen by `place`.
+pub fn counter_at(tag: u64, place: u64) -> Counter {
+    Counter { key: Key { place, tag }, layer: (1u64 << 10).rotate_right(32) }
+}
+
+/// What a thread got.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Got {
+    /// Admitted, counted in the window ending then.
+    Paid(u64),
+    Full,
+    Late,
+}
+
+/// One token out of `limit` for `counter`, in the window ending at `end_ms`, asked at `now_ms`.
+pub fn hit<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, end_ms: u64, now_ms: u64) -> Got {
+    pay(table, counter, limit, end_ms, now_ms).0
+}
+
+/// As [`hit`], with what is needed to give it back.
+pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, now_ms: u64) -> (Got, Option<Paid>) {
+    match t.charge(c, Ask { end_ms, limit, cost: 1 }, now_ms, None) {
+        Charged::Paid(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
+        Charged::Full(_) => (Got::Full, None),
+        Charged::Late => (Got::Late, None),
+    }
+}
+
+/// What is used of `counter` in the window ending at `end_ms` or the later one that is open, and when that ends.
+pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u32, u64) {
+    let (used, _) = table.look(counter, Ask { end_ms, limit: 1, cost: 1 });
+    (used.used, used.end_ms)
+}
+
+/// One request of one token on several counters: each with its limit and the end of its window.
+pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> Verdict {
+    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask { end_ms, limit, cost: 1 });
+    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), now_ms)
+}
+
+/// How many of `got` were counted in the window ending at `end_ms`.
+pub fn paid_in(got: &[Got], end_ms: u64) -> usize {
+    got.iter().filter(|&&one| one == Got::Paid(end_ms)).count()
+}
