@@ -32,6 +32,7 @@ pub struct Table<'d> {
 pub struct Item<'d> {
     /// Of a list's item: the key of the list.
     pub key: &'d str,
+    in_list: bool,
     pub key_span: Span,
     pub span: Span,
     pub value: &'d DeValue<'d>,
@@ -105,7 +106,7 @@ impl<'d> Table<'d> {
 }
 
 fn item<'d>(key: &'d Spanned<toml::de::DeString<'d>>, value: &'d Spanned<DeValue<'d>>) -> Item<'d> {
-    Item { key: key.get_ref(), key_span: key.span(), span: value.span(), value: value.get_ref() }
+    Item { key: key.get_ref(), in_list: false, key_span: key.span(), span: value.span(), value: value.get_ref() }
 }
 
 impl<'d> Item<'d> {
@@ -117,14 +118,14 @@ impl<'d> Item<'d> {
         }
     }
 
-    /// The strings of a list, or the only one where no list is needed.
+    /// The strings of a list, or the only one where no list is needed. What is no string is left out.
     pub fn texts(&self, example: &str, report: &mut Report) -> Option<Vec<Word<'d>>> {
         match self.value {
             DeValue::String(text) => Some(vec![Word { text, span: self.span.clone() }]),
             DeValue::Array(_) => {
                 let items = self.items();
                 let words: Vec<Word> = items.iter().filter_map(|item| item.text(example, report)).collect();
-                (words.len() == items.len()).then_some(words)
+                (items.is_empty() || !words.is_empty()).then_some(words)
             }
             _ => self.wrong_type("a string or a list of strings", &self.write(example), report),
         }
@@ -155,7 +156,7 @@ impl<'d> Item<'d> {
                 }
                 value
             }
-            DeValue::String(text) if text.parse().is_ok_and(|value| range.contains(&value)) => {
+            DeValue::String(text) if text.replace('_', "").parse().is_ok_and(|value| range.contains(&value)) => {
                 self.wrong_type("an integer", &format!("write {} without quotes", shown(text)), report)
             }
             _ => self.wrong_type("an integer", &fix, report),
@@ -201,13 +202,20 @@ impl<'d> Item<'d> {
 
     /// The fix that spells out the whole line.
     pub fn write(&self, value: &str) -> String {
-        format!("write `{} = {value}`", self.key)
+        match self.in_list {
+            true => format!("write a string here, as in `{} = {value}`", self.key),
+            false => format!("write `{} = {value}`", self.key),
+        }
     }
 
     fn items(&self) -> Vec<Item<'d>> {
         let DeValue::Array(array) = self.value else { return Vec::new() };
-        let item =
-            |value: &'d Spanned<DeValue<'d>>| Item { span: value.span(), value: value.get_ref(), ..self.clone() };
+        let item = |value: &'d Spanned<DeValue<'d>>| Item {
+            in_list: true,
+            span: value.span(),
+            value: value.get_ref(),
+            ..self.clone()
+        };
         array.iter().map(item).collect()
     }
 }

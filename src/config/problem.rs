@@ -102,6 +102,9 @@ fn floor_char(text: &str, mut at: usize) -> usize {
 
 /// A value as messages show it: in backticks, on one line, not too long, nothing invisible.
 pub fn shown(value: &str) -> String {
+    if value.is_empty() {
+        return String::from("`\"\"`");
+    }
     let mut out = String::from("`");
     for (i, c) in value.chars().enumerate() {
         if i == VALUE_CHARS {
@@ -198,7 +201,7 @@ mod tests {
     #[test]
     fn columns_count_characters() {
         let text = "é = 1\r\nüü = \"ß\"\r\n";
-        let problem = one(text, 14..18);
+        let problem = one(text, 15..19);
         assert_eq!((problem.line, problem.column), (2, 6));
         assert_eq!(
             render(&[problem], "gateway.toml", text),

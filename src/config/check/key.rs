@@ -61,7 +61,7 @@ impl Settings<'_> {
             }
             (_, Some(item), None) if !depends => {
                 let message = "`on_missing_key` has no effect: every part of `key` is always there";
-                report.problem(item.key_span.clone(), message, "remove it");
+                report.unless_broken(item.key_span.clone(), message, "remove it");
             }
             _ => {}
         }
@@ -74,7 +74,7 @@ impl Settings<'_> {
         if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, Part::Ip { .. })) {
             for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
                 let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
-                report.problem(item.key_span.clone(), message, "remove it, or count by `ip`");
+                report.unless_broken(item.key_span.clone(), message, "remove it, or count by `ip`");
             }
         }
     }
@@ -130,7 +130,7 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
         },
         (_, Some(("param", name))) if is_param_name(name) => Ok(Part::Param(name.to_owned())),
         (_, Some(("param", name))) => {
-            let bare: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
+            let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
             let bare = if is_param_name(&bare) { bare } else { String::from("id") };
             Err((format!("{} names no parameter of a path", shown(text)), format!("write `\"param:{bare}\"`")))
         }

@@ -60,10 +60,14 @@ fn fix(text: &str) -> String {
     let text = text.trim();
     let bare = text.split_once("://").map_or(text, |(_, rest)| rest);
     let bare = bare.split('/').next().unwrap_or(bare);
+    let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
+    // `::1:8080` is an address as well, but hardly the one that was meant.
+    if let (Ok(ip), 2.., Ok(port)) = (host.parse::<Ipv6Addr>(), port.len(), port.parse::<u16>()) {
+        return format!("an IPv6 address has brackets: write `\"[{ip}]:{port}\"`");
+    }
     if let Ok(ip) = bare.trim_matches(['[', ']']).parse::<IpAddr>() {
         return format!("an address has a port: write `\"{}\"`", SocketAddr::new(ip, 8080));
     }
-    let (host, port) = bare.rsplit_once(':').unwrap_or(("", bare));
     if port.is_empty() || !port.bytes().all(|b| b.is_ascii_digit()) {
         return format!("write an IP address and a port, such as `{EXAMPLE}`");
     }

@@ -8,6 +8,9 @@ use crate::config::document::Word;
 use crate::config::problem::{Report, shown};
 use crate::config::{EncodedSlash, PathPattern, Segment};
 
+/// Segments beyond this one are not told apart when requests are matched.
+const SEGMENTS_MAX: usize = 64;
+
 /// What is wrong with a pattern, and the fix.
 type Flaw = (String, String);
 
@@ -53,14 +56,9 @@ fn parse(text: &str, slashes: EncodedSlash) -> Result<Vec<Segment>, Flaw> {
                 Literal::Other(what, fix) => (path(&what), fix),
             })?,
         };
-        if let Segment::Rest(name) = &segment {
-            if !last {
-                let message = path(&format!("goes on after `{{*{name}}}`, which takes all that is left"));
-                return Err((
-                    message,
-                    format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment"),
-                ));
-            }
+        if let (Segment::Rest(name), false) = (&segment, last) {
+            let message = path(&format!("goes on after `{{*{name}}}`, which takes all that is left"));
+            return Err((message, format!("end the path with `{{*{name}}}`, or write `{{{name}}}` for one segment")));
         }
         if name_of(&segment).is_some() && segments.iter().any(|other| name_of(other) == name_of(&segment)) {
             return Err((
@@ -69,6 +67,10 @@ fn parse(text: &str, slashes: EncodedSlash) -> Result<Vec<Segment>, Flaw> {
             ));
         }
         segments.push(segment);
+    }
+    if segments.iter().filter(|segment| !matches!(segment, Segment::Rest(_))).count() > SEGMENTS_MAX {
+        let fix = format!("end it with `{{*rest}}` after at most `{SEGMENTS_MAX}` segments");
+        return Err((format!("a path with more than `{SEGMENTS_MAX}` segments can never match"), fix));
     }
     Ok(segments)
 }
@@ -86,10 +88,9 @@ fn parameter(part: &str) -> Result<Option<Segment>, Flaw> {
     if part == "*" || part == "**" {
         return no_parameter(String::from("write `{*rest}` for all that is left, or `{name}` for one segment"));
     }
-    if let Some(name) = part.strip_prefix([':', '<']).map(|rest| rest.trim_end_matches('>')) {
-        if is_param_name(name) {
-            return no_parameter(format!("write `{{{name}}}`"));
-        }
+    let foreign = part.strip_prefix([':', '<']).map(|rest| rest.trim_end_matches('>'));
+    if let Some(name) = foreign.filter(|name| is_param_name(name)) {
+        return no_parameter(format!("write `{{{name}}}`"));
     }
     if !part.contains(['{', '}']) {
         return Ok(None);
@@ -266,6 +267,14 @@ mod tests {
             assert!(parse(text, EncodedSlash::Keep).is_err(), "{text}");
             assert!(parse(&normal(text), EncodedSlash::Keep).is_ok(), "{text} -> {}", normal(text));
         }
+    }
+
+    #[test]
+    fn a_path_is_no_deeper_than_requests_are_matched() {
+        let deep = "/a".repeat(SEGMENTS_MAX);
+        assert!(parse(&deep, EncodedSlash::Refuse).is_ok());
+        assert!(parse(&format!("{deep}/{{*rest}}"), EncodedSlash::Refuse).is_ok());
+        assert!(parse(&format!("{deep}/a"), EncodedSlash::Refuse).is_err());
     }
 
     #[test]

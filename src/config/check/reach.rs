@@ -56,13 +56,15 @@ fn choices(values: &[String]) -> impl Iterator<Item = Option<&str>> {
 
 /// The path without the names of its parameters.
 fn shape(route: &Route) -> Vec<(&str, bool)> {
-    let segments = route.path.segments.iter();
-    let one = |segment| match segment {
-        &Segment::Literal(ref text) => (text.as_str(), true),
-        Segment::Param(_) => ("one", false),
-        Segment::Rest(_) => ("rest", false),
-    };
-    segments.map(one).collect()
+    let mut shape = Vec::new();
+    for segment in &route.path.segments {
+        shape.push(match segment {
+            Segment::Literal(text) => (text.as_str(), true),
+            Segment::Param(_) => ("one", false),
+            Segment::Rest(_) => ("rest", false),
+        });
+    }
+    shape
 }
 
 fn fields(route: &Route) -> Vec<&(String, Option<String>)> {

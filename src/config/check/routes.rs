@@ -60,9 +60,11 @@ fn draft(
     let name = table.get("name");
     let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
     let span = path.as_ref().map_or(header, |item| item.span.clone());
+    let before = report.count();
     let hosts = host::hosts(table.get("host"), report);
     let methods = host::methods(table.get("methods"), report);
     let headers = host::headers(table.get("headers"), report);
+    let certain = report.count() == before;
     let upstream = table.require("upstream", upstream_fix(upstreams));
     let names = table.get("rules");
     let misspelt = table.finish(&[], report);
@@ -77,11 +79,10 @@ fn draft(
     });
     let rules = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
 
-    let certain = path.is_some() && hosts.is_some() && methods.is_some() && headers.is_some();
     Draft {
         named: named.filter(|_| name.is_some()),
         span,
-        certain: certain && misspelt.is_empty(),
+        certain: certain && path.is_some() && misspelt.is_empty(),
         route: Route {
             name: name.unwrap_or_default(),
             hosts: hosts.unwrap_or_default(),

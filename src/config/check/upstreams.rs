@@ -34,7 +34,7 @@ fn target(mut table: Table, report: &mut Report) -> Option<Target> {
         }
         (Some(builtin), Some(_)) => {
             let message = "an upstream has `servers` or is `builtin`, not both";
-            report.problem(builtin.key_span, message, "remove this line to use the servers");
+            report.unless_broken(builtin.key_span, message, "remove this line to use the servers");
             None
         }
         (Some(builtin), None) => builtin.choice(&[("echo", ())], report).map(|()| Target::Echo),
@@ -83,7 +83,9 @@ fn parse(url: &str) -> Result<(String, u16), (String, String)> {
             return Err((is("cannot be reached: TLS to upstreams is not supported"), fix));
         }
         Some(_) => return Err((is("has a scheme that is not supported"), write("HOST:PORT"))),
-        None if url.is_empty() => return Err((is("is no URL of a server"), write("HOST:PORT"))),
+        None if url.is_empty() || url.starts_with("unix:") => {
+            return Err((is("is no URL of a server"), write("HOST:PORT")));
+        }
         None => return Err((is("is no URL of a server"), write(url))),
     };
     if let Some((_, rest)) = authority.rsplit_once('@') {
@@ -93,6 +95,9 @@ fn parse(url: &str) -> Result<(String, u16), (String, String)> {
         let fix = format!("{}: the path of the request goes there as it is", write(&authority[..end]));
         return Err((is("has a path, and a server cannot have one"), fix));
     }
+    if let Ok(ip) = authority.parse::<Ipv6Addr>() {
+        return Err((is("has an IPv6 address without brackets"), write(&format!("[{ip}]"))));
+    }
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
         _ => (authority, None),
@@ -101,14 +106,8 @@ fn parse(url: &str) -> Result<(String, u16), (String, String)> {
         None => 80,
         Some((digits, Ok(port))) if port > 0 && digits.bytes().all(|b| b.is_ascii_digit()) => port,
         Some((port, _)) => {
-            let unbracketed = authority.parse::<Ipv6Addr>();
-            return Err(match unbracketed {
-                Ok(ip) => (is("has an IPv6 address without brackets"), write(&format!("[{ip}]:80"))),
-                Err(_) => (
-                    is(&format!("has {} for a port", shown(port))),
-                    String::from("write a port from `1` to `65535`, or none for `80`"),
-                ),
-            });
+            let fix = "write a port from `1` to `65535`, or none for `80`";
+            return Err((is(&format!("has {} for a port", shown(port))), fix.to_owned()));
         }
     };
     if let Some(ip) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {

@@ -14,6 +14,12 @@ use crate::config::problem::{Report, Span, shown};
 /// A text that stumbles more often is no gateway.toml; the rest of it is not read.
 const ROUNDS: usize = 50;
 
+/// How the parser begins to say that a line is no setting.
+const NO_SETTING: [&str; 3] = ["key with no value", "invalid key-value pair", "invalid unquoted key"];
+
+/// What it says, among other things, about a value that begins like a number and is none.
+const NUMBERS: [&str; 6] = ["integer", "float", "fraction", "leading zero", "between digits", "date"];
+
 /// Reports what is no TOML and returns the text without it.
 pub fn sound<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str> {
     let mut sound = Cow::Borrowed(text);
@@ -25,7 +31,7 @@ pub fn sound<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str> {
         let flaw = Flaw::find(&sound, document.get_ref(), first, &errors);
         report.broken = true;
         let (message, fix) = flaw.explain(&sound, first.message());
-        report.problem(flaw.at.clone(), message, fix);
+        report.problem(flaw.shown_at(&sound, first.message()), message, fix);
         if sound[flaw.statement.clone()].trim().is_empty() {
             break;
         }
@@ -60,23 +66,44 @@ impl Flaw {
         let start = line_start(text, at.start);
         if let Some((key, value)) = setting_at(document, at.start) {
             let statement = line_start(text, key.start);
-            let runs_on = |error: &Error| {
-                let unclosed = ["unclosed array", "unclosed inline table", "invalid multi-line"];
-                unclosed.iter().any(|what| error.message().starts_with(what)) && place(error).start >= value.end
-            };
-            if errors.iter().any(runs_on) {
+            let whole = &text[value.clone()];
+            let cut = whole.starts_with("\"\"\"") || whole.starts_with("'''");
+            let cut = cut
+                && errors
+                    .iter()
+                    .any(|error| error.message().starts_with("invalid multi-line") && place(error).start == value.end);
+            if let Some(open) = unmatched(whole).or(cut.then_some(0)) {
                 let end = following(text, key.start, |line| is_header(line) || is_setting(line));
-                return Flaw { at: value.start..value.start, statement: statement..end, unclosed: true };
+                let at = value.start + unmatched(&text[value.start..end.max(value.start)]).unwrap_or(open);
+                return Flaw { at: at..at + 1, statement: statement..end, unclosed: true };
             }
             let statement = statement..line_end(text, value.end.max(at.start));
             return Flaw { at, statement, unclosed: false };
         }
-        let end = match is_header(&text[start..]) {
+        let end = match is_header(&text[start..]) || lost_bracket(&text[start..]) {
             // What follows a header that cannot be read belongs to nothing.
             true => following(text, start, is_header),
             false => line_end(text, at.start),
         };
         Flaw { at, statement: start..end, unclosed: false }
+    }
+
+    /// The place to show: the parser stops where it is lost, and the mistake may begin before.
+    fn shown_at(&self, text: &str, parser: &str) -> Span {
+        let line = line_start(text, self.at.start)..line_end(text, self.at.start);
+        if NO_SETTING.iter().any(|what| parser.starts_with(what)) {
+            let indent = text[line.clone()].len() - text[line.clone()].trim_start().len();
+            return line.start + indent..line.start + text[line.clone()].trim_end().len();
+        }
+        if NUMBERS.iter().any(|what| parser.contains(what)) { self.written(text) } else { self.at.clone() }
+    }
+
+    /// All that was written for the value that the parser stopped in.
+    fn written(&self, text: &str) -> Span {
+        let line = line_start(text, self.at.start);
+        let from = text[line..self.at.start].rfind(['=', '[', ',', ' ']).map_or(self.at.start, |at| line + at + 1);
+        let length = text[from..].find([',', ']', '#', '\n', '\r', ' ']).unwrap_or(text.len() - from);
+        from..from + length
     }
 
     /// Message and fix.
@@ -93,16 +120,25 @@ impl Flaw {
             }
         } else if has("string values must be quoted") && value.is_empty() {
             said("there is no value after `=`", "write a value, or remove the line")
-        } else if has("string values must be quoted") {
+        } else if has("string values must be quoted") || has("invalid boolean") {
+            if let Some(word) = ["true", "false"].into_iter().find(|word| value.eq_ignore_ascii_case(word)) {
+                return (format!("{} is no value", shown(value)), format!("write `{word}`, in lower case"));
+            }
             (format!("{} is no value", shown(value)), format!("in quotes it is one: write `\"{}\"`", plain(value)))
-        } else if has("key with no value") || has("invalid key-value pair") {
-            let fix = match line.split_once(':') {
-                Some((key, _)) if is_name(key) => format!("this is TOML, not YAML: write `{} = …`", key.trim()),
-                _ => String::from("write `key = value`"),
+        } else if lost_bracket(line) {
+            header(line, "this header does not begin with `[`")
+        } else if NO_SETTING.iter().any(|what| has(what)) {
+            let fix = match line.trim_start_matches("- ").split_once(':') {
+                Some((key, "")) if is_name(key) => format!("this is TOML, not YAML: write `[{key}]`"),
+                Some((key, _)) if is_name(key) => format!("this is TOML, not YAML: write `{key} = …`"),
+                _ if line.starts_with('{') => {
+                    String::from("this is TOML, not JSON: write `[table]`, then `key = value`")
+                }
+                _ => String::from("write `key = value`; a key has letters, digits, `_` and `-`"),
             };
             (format!("{} is no setting", shown(line)), fix)
         } else if has("unclosed table") || has("unclosed array table") {
-            header(line)
+            header(line, "this header is not closed where its name ends")
         } else if has("missing comma") {
             said("a comma is missing between two values", "write `,` before this one")
         } else if has("extra comma") {
@@ -117,6 +153,8 @@ impl Flaw {
                 "a backslash in a text must begin an escape such as `\\n`",
                 "write `\\\\` for a backslash, or put the text in single quotes",
             )
+        } else if has("unexpected key or value") && line.starts_with('[') && value.is_empty() {
+            header(line, "the brackets of this header do not match")
         } else if has("unexpected key or value") {
             said("there is more on the line than one value", "begin a new line, or remove it")
         } else if has("duplicate key") {
@@ -126,8 +164,6 @@ impl Flaw {
             (message, String::from("remove the value or the table"))
         } else if has("carriage return") {
             said("a carriage return stands alone", "save the file with line ends `\\n` or `\\r\\n`")
-        } else if has("invalid boolean") {
-            (format!("{} is no value", shown(value)), String::from("write `true` or `false`, in lower case"))
         } else {
             self.number(text, parser)
         }
@@ -135,9 +171,7 @@ impl Flaw {
 
     /// Things that begin like a number and end like something else, and all that is rare.
     fn number(&self, text: &str, parser: &str) -> (String, String) {
-        let before = text[line_start(text, self.at.start)..self.at.start].rfind(['=', '[', ',', ' ']);
-        let from = before.map_or(self.at.start, |at| line_start(text, self.at.start) + at + 1);
-        let written = text[from..].split([',', ']', '#', '\n', ' ']).next().unwrap_or("").trim();
+        let written = text[self.written(text)].trim();
         let digits = written.starts_with(|c: char| c.is_ascii_digit() || "+-.".contains(c));
         if digits && written.contains(|c: char| c.is_alphabetic() || c == ':' || c == '.') {
             let fix = format!("a number is digits alone; anything else goes in quotes: `\"{}\"`", plain(written));
@@ -145,6 +179,9 @@ impl Flaw {
         } else if digits {
             let fix = "write a number with digits alone, without a leading zero, with `_` only between digits";
             (format!("{} is no number", shown(written)), fix.to_owned())
+        } else if NUMBERS.iter().any(|what| parser.contains(what)) {
+            // It begins like `inf` or `nan`.
+            (format!("{} is no value", shown(written)), format!("in quotes it is one: write `\"{}\"`", plain(written)))
         } else {
             let fix = "a line is `key = value` or `[table]`; texts go in quotes";
             (format!("this is no TOML: {parser}"), fix.to_owned())
@@ -168,6 +205,35 @@ fn setting_at(table: &DeTable, at: usize) -> Option<(Span, Span)> {
             _ => None,
         }
     })
+}
+
+/// The place of the first bracket that lacks its counterpart, in the text of a list or table.
+fn unmatched(value: &str) -> Option<usize> {
+    if !value.starts_with(['[', '{']) {
+        return None;
+    }
+    let mut open = Vec::new();
+    let mut quote = None;
+    let mut comment = false;
+    for (at, c) in value.char_indices() {
+        match (c, quote) {
+            ('\n', _) => (quote, comment) = (None, false),
+            _ if comment => {}
+            (c, Some(end)) if c == end => quote = None,
+            (_, Some(_)) => {}
+            ('"' | '\'', None) => quote = Some(c),
+            ('#', None) => comment = true,
+            ('[' | '{', None) => open.push((at, c)),
+            (']' | '}', None) => match open.pop() {
+                Some((_, '[')) if c == ']' => {}
+                Some((_, '{')) if c == '}' => {}
+                Some((at, _)) => return Some(at),
+                None => return None,
+            },
+            _ => {}
+        }
+    }
+    open.last().map(|(at, _)| *at)
 }
 
 fn line_start(text: &str, at: usize) -> usize {
@@ -196,6 +262,12 @@ fn is_header(text: &str) -> bool {
     line.starts_with('[') && !line.starts_with("[\"") && !line.starts_with("['")
 }
 
+/// Whether a line is a header but for the bracket at its start.
+fn lost_bracket(text: &str) -> bool {
+    let line = text.lines().next().unwrap_or("").split('#').next().unwrap_or("").trim();
+    line.strip_suffix(']').is_some_and(|name| is_name(name.trim_end_matches(']')))
+}
+
 fn is_setting(text: &str) -> bool {
     let line = text.lines().next().unwrap_or("");
     line.split_once('=').is_some_and(|(key, _)| is_name(key))
@@ -211,10 +283,10 @@ fn plain(value: &str) -> String {
     value.trim().chars().filter(|c| *c != '"' && *c != '\\' && !c.is_control()).take(60).collect()
 }
 
-fn header(line: &str) -> (String, String) {
+fn header(line: &str, message: &str) -> (String, String) {
     let line = line.split('#').next().unwrap_or(line).trim();
     let name = line.trim_matches(['[', ']']).trim();
-    let (open, close) = if line.starts_with("[[") { ("[[", "]]") } else { ("[", "]") };
+    let (open, close) = if line.starts_with("[[") || line.ends_with("]]") { ("[[", "]]") } else { ("[", "]") };
     let joined: Vec<&str> = name.split_whitespace().collect();
     let (name, reason) = match joined.as_slice() {
         [_, _, ..] => (joined.join("-"), "a name has no blanks; "),
@@ -222,7 +294,7 @@ fn header(line: &str) -> (String, String) {
     };
     let known = is_name(&name);
     let fix = if known { format!("{reason}write `{open}{name}{close}`") } else { format!("write `{open}NAME{close}`") };
-    (String::from("this header is not closed where its name ends"), fix)
+    (message.to_owned(), fix)
 }
 
 /// The parser does not say where a key was first; the text does, if it is spelt alike.

@@ -1,0 +1,288 @@
+//! Configurations as operators write them, and what they are told.
+//!
+//! Every file in `tests/config/good` is accepted. Every file in `tests/config/bad` has beside it, in
+//! `NAME.txt`, exactly what the operator reads. `UPDATE_EXPECTED=1 cargo test --test config_files`
+//! writes these anew; read them before you commit them, as someone who is tired and in a hurry.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+use transom::config::problem::{Problem, render};
+use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read};
+use transom::rule::book::OnLimit;
+use transom::rule::key::{OnMissing, Part};
+
+fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);
+    let entries = fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.retain(|file| file.extension().is_some_and(|found| found == extension));
+    files.sort();
+    files
+}
+
+fn good(name: &str) -> Config {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name);
+    read(&fs::read_to_string(file).unwrap()).unwrap()
+}
+
+/// Lines that only one side has, as `diff` would mark them.
+fn difference(expected: &str, found: &str) -> String {
+    let only = |mark: &str, lines: &str, others: &str| -> String {
+        let others: BTreeSet<&str> = others.lines().collect();
+        lines.lines().filter(|line| !others.contains(line)).map(|line| format!("{mark} {line}\n")).collect()
+    };
+    only("-", expected, found) + &only("+", found, expected)
+}
+
+#[test]
+fn every_good_file_is_accepted() {
+    let files = files("good", "toml");
+    assert!(files.len() >= 8);
+    for file in files {
+        let text = fs::read_to_string(&file).unwrap();
+        if let Err(problems) = read(&text) {
+            panic!("{}", render(&problems, &file.display().to_string(), &text));
+        }
+    }
+}
+
+#[test]
+fn every_bad_file_is_refused_with_exactly_its_message() {
+    let update = std::env::var_os("UPDATE_EXPECTED").is_some();
+    let files = files("bad", "toml");
+    assert!(files.len() >= 40);
+    let mut failures = String::new();
+    for file in &files {
+        let text = fs::read_to_string(file).unwrap();
+        let name = file.file_name().unwrap().to_str().unwrap();
+        let problems = read(&text).expect_err(name);
+        let found = render(&problems, name, &text);
+        let beside = file.with_extension("txt");
+        if update {
+            fs::write(&beside, &found).unwrap();
+            continue;
+        }
+        match fs::read_to_string(&beside) {
+            Ok(expected) if expected == found => {}
+            Ok(expected) => failures += &format!("{name} (- expected, + found):\n{}\n", difference(&expected, &found)),
+            Err(_) => failures += &format!("{name}: no {} yet; found:\n{found}\n", beside.display()),
+        }
+    }
+    assert!(failures.is_empty(), "{failures}");
+}
+
+#[test]
+fn no_expectation_is_left_without_its_file() {
+    for file in files("bad", "txt") {
+        assert!(file.with_extension("toml").exists(), "{}", file.display());
+    }
+}
+
+#[test]
+fn defaults_are_filled_in() {
+    let config = good("smallest.toml");
+    assert_eq!(config.listen.http, ["127.0.0.1:8080".parse().unwrap()]);
+    assert_eq!((config.listen.admin, config.workers, config.access_log), (None, None, None));
+    assert_eq!(config.counters.capacity, 1_000_000);
+    assert_eq!(config.timeouts.connect.as_secs(), 5);
+    assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Refuse, ForwardPath::Original));
+    assert_eq!(config.upstreams[0].target, Target::Echo);
+    let route = &config.routes[0];
+    assert_eq!((route.name.as_str(), route.rules.len()), ("/", 0));
+    assert!(route.hosts.is_empty() && route.methods.is_empty() && route.headers.is_empty());
+}
+
+#[test]
+fn everything_is_read_as_written() {
+    let config = good("everything.toml");
+    assert_eq!((config.listen.http.len(), config.workers), (2, Some(2)));
+    assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
+    assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Keep, ForwardPath::Normalized));
+    assert_eq!((config.timeouts.drain.as_millis(), config.timeouts.connect.as_millis()), (0, 250));
+    let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
+    let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
+    assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);
+
+    let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
+    assert_eq!(names, ["per-client", "per-key", "per-user", "all"], "in the order of the file");
+    assert_eq!(config.fields, [QuotaFields::Both, QuotaFields::Off, QuotaFields::Both, QuotaFields::Both]);
+    assert_eq!(config.rules[0].key, [Part::Ip { v4_prefix: 24, v6_prefix: 56 }]);
+    assert_eq!(config.rules[1].key, [Part::Header("x-api-key".into()), Part::Host]);
+    let fallback = OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }, Part::Method]);
+    assert_eq!((&config.rules[1].on_missing, &config.rules[2].on_missing), (&fallback, &OnMissing::Never));
+    assert_eq!((config.rules[3].cost, config.rules[3].on_limit), (u32::MAX, OnLimit::Shadow));
+    let layers: Vec<_> = (0..2).map(|layer| config.rules[0].layer_name(layer)).collect();
+    assert_eq!(layers, ["per-client-hour", "per-client-minute"]);
+
+    let route = &config.routes[0];
+    assert_eq!(route.hosts, ["api.example.com", "*.example.org"]);
+    assert_eq!(route.headers, [("x-version".to_owned(), Some("2".to_owned())), ("x-beta".to_owned(), None)]);
+    assert_eq!(
+        route.path.segments,
+        [Segment::Literal("users".into()), Segment::Param("id".into()), Segment::Rest("rest".into())]
+    );
+    assert_eq!((route.upstream, route.rules.as_slice()), (1, [0, 2].as_slice()));
+}
+
+#[test]
+fn routes_are_named_by_as_much_as_tells_them_apart() {
+    let names: Vec<String> = good("names.toml").routes.into_iter().map(|route| route.name).collect();
+    assert_eq!(
+        names,
+        [
+            "/",
+            "api.example.com/v1/{id}",
+            "/v1/{id}",
+            "GET /v2",
+            "POST /v2",
+            "GET /v3 x-version=1",
+            "GET /v3 x-version=*",
+            "login",
+            "/v3"
+        ]
+    );
+}
+
+#[test]
+fn the_file_of_the_readme_is_read() {
+    let config = good("first-minutes.toml");
+    assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
+}
+
+fn places_are_inside(text: &str, problems: &[Problem]) {
+    for problem in problems {
+        let line = text.split('\n').nth(problem.line - 1).unwrap_or_else(|| panic!("{problem:?} in {text:?}"));
+        assert!(problem.column >= 1 && problem.column <= line.chars().count() + 1, "{problem:?} in {text:?}");
+        assert!(text.get(problem.span.clone()).is_some(), "{problem:?} in {text:?}");
+        assert!(!problem.message.is_empty() && !problem.fix.is_empty(), "{problem:?}");
+    }
+}
+
+/// Reads a text and shows what is wrong with it: neither may panic, and all places are in the text.
+fn survives(text: &str) {
+    if let Err(problems) = read(text) {
+        assert!(!problems.is_empty());
+        places_are_inside(text, &problems);
+        assert!(render(&problems, "gateway.toml", text).contains("fix: "));
+    }
+}
+
+fn texts() -> Vec<String> {
+    let all = files("good", "toml").into_iter().chain(files("bad", "toml"));
+    all.map(|file| fs::read_to_string(file).unwrap()).collect()
+}
+
+#[test]
+fn a_truncated_file_never_panics() {
+    for text in texts() {
+        for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
+            survives(&text[..end]);
+        }
+    }
+}
+
+#[test]
+fn a_file_without_one_of_its_lines_never_panics() {
+    for text in texts() {
+        let lines: Vec<&str> = text.split_inclusive('\n').collect();
+        for left_out in 0..lines.len() {
+            survives(&[&lines[..left_out], &lines[left_out + 1..]].concat().concat());
+        }
+    }
+}
+
+/// What slips into a file by mistake.
+const SLIPS: [&str; 28] = [
+    "\"",
+    "'",
+    "[",
+    "]",
+    "[[",
+    "]]",
+    "{",
+    "}",
+    "=",
+    ",",
+    ".",
+    "\n",
+    "\r",
+    "\t",
+    "#",
+    "\\",
+    "\"\"\"",
+    "'''",
+    " ",
+    "é",
+    "\u{feff}",
+    "0",
+    "-1",
+    "99999999999999999999",
+    "1e400",
+    "true",
+    "\0",
+    "{*rest}",
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_text_panics(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        survives(&String::from_utf8_lossy(&bytes));
+    }
+
+    #[test]
+    fn no_soup_of_toml_panics(parts in proptest::collection::vec(proptest::sample::select(soup()), 0..40)) {
+        survives(&parts.concat());
+    }
+
+    #[test]
+    fn no_mutated_file_panics(
+        text in proptest::sample::select(texts()),
+        slips in proptest::collection::vec((any::<prop::sample::Index>(), 0..SLIPS.len(), 0..4_usize), 1..6),
+    ) {
+        let mut chars: Vec<String> = text.chars().map(String::from).collect();
+        for (at, slip, cut) in slips {
+            let at = at.index(chars.len() + 1);
+            let end = chars.len().min(at + cut);
+            chars.splice(at..end, [SLIPS[slip].to_owned()]);
+        }
+        survives(&chars.concat());
+    }
+}
+
+fn soup() -> Vec<&'static str> {
+    let words = [
+        "[",
+        "]",
+        "listen",
+        "rules",
+        "upstreams",
+        "routes",
+        ".a",
+        "[rules.a]\n",
+        "[[routes]]\n",
+        "[upstreams.u]\n",
+        "key = ",
+        "windows = ",
+        "path = ",
+        "\"ip\"",
+        "\"/{a}\"",
+        "\"1/second\"",
+        "servers",
+        "http://",
+        "\"http://h\"",
+        "host = ",
+        "methods = ",
+        "headers",
+        "on_missing_key = ",
+        "cost = ",
+        "4294967296",
+        "0x1F",
+        "1979-05-27",
+    ];
+    words.into_iter().chain(SLIPS).collect()
+}
