@@ -5,7 +5,7 @@
 //!
 //! | floor | rooms |
 //! | --- | --- |
-//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`clock`] |
+//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`timer`], [`wire`], [`clock`] |
 //! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`] |
 //! | ground: pure, no clock | [`rule`], [`count`] |
 //!
@@ -25,4 +25,6 @@ pub mod metrics;
 pub mod reload;
 pub mod rule;
 pub mod run;
+pub mod timer;
 pub mod upstream;
+pub mod wire;

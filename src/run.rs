@@ -289,6 +289,10 @@ async fn run_loop(hall: Rc<Hall>, listeners: Vec<StdListener>, mut inbox: Unboun
             }
         }
     });
+    let ticker = tokio::task::spawn_local({
+        let hall = Rc::clone(&hall);
+        async move { hall.timers.run().await }
+    });
     while let Some(order) = inbox.recv().await {
         match order {
             Order::Adopt(snapshot, access) => hall.adopt(snapshot, access),
@@ -301,5 +305,6 @@ async fn run_loop(hall: Rc<Hall>, listeners: Vec<StdListener>, mut inbox: Unboun
             }
         }
     }
+    ticker.abort();
     sweeper.abort();
 }

@@ -3,18 +3,23 @@
 
 use std::cell::{RefCell, RefMut};
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+
+use http::HeaderValue;
 
 use super::snapshot::{Lane, Snapshot};
 use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
+use crate::http::fields;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::book::Desk;
+use crate::timer::{Timer, Timers};
 use crate::upstream::exchange::Servers;
 use crate::upstream::pool::Pool;
 
@@ -22,10 +27,26 @@ pub struct Hall {
     pub table: Arc<Table>,
     pub clock: Clock,
     pub meter: LoopMeter,
+    pub timers: Rc<Timers>,
     owner: LoopId,
     registry: Arc<Registry>,
     view: RefCell<Rc<View>>,
     scratch: RefCell<Scratch>,
+}
+
+/// Who is at the other end of a connection.
+pub struct Peer {
+    pub address: IpAddr,
+    /// The address as a field value; rendered once, shared by all requests of the connection.
+    pub text: HeaderValue,
+    /// Limits whatever the connection's task waits for.
+    pub timer: Rc<Timer>,
+}
+
+impl Peer {
+    pub fn new(address: IpAddr, timer: Rc<Timer>) -> Peer {
+        Peer { address, text: fields::address(address), timer }
+    }
 }
 
 /// The configuration as one loop sees it. A request keeps the view it started with.
@@ -33,6 +54,9 @@ pub struct View {
     pub snapshot: Arc<Snapshot>,
     /// One for each lane.
     pub meters: Vec<RouteMeter>,
+    /// `RateLimit-Policy` of each lane; this loop's own copy, so that loops do not share its count
+    /// of references.
+    pub policies: Vec<Option<HeaderValue>>,
     /// For requests that no route took.
     pub unrouted: RouteMeter,
     /// One for each upstream.
@@ -66,6 +90,7 @@ impl Hall {
         let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
         Hall {
             meter: LoopMeter::new(&registry, owner),
+            timers: Rc::default(),
             view: RefCell::new(Rc::new(view)),
             scratch: RefCell::default(),
             table,
@@ -107,10 +132,8 @@ impl View {
         known: &HashMap<(String, u16), Rc<Pool>>,
     ) -> View {
         let meter = |lane: &Lane| {
-            let rules = lane.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule].rule);
-            let rules: Vec<_> = rules
-                .map(|rule| (rule.name.as_str(), (0..rule.layers.len()).map(|i| rule.layer_name(i)).collect()))
-                .collect();
+            let rules = lane.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule]);
+            let rules: Vec<_> = rules.map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
             RouteMeter::new(registry, owner, &lane.name, &rules)
         };
         let mut pools: HashMap<(String, u16), Rc<Pool>> = HashMap::new();
@@ -131,6 +154,7 @@ impl View {
         };
         View {
             meters: snapshot.lanes.iter().map(meter).collect(),
+            policies: snapshot.lanes.iter().map(|lane| lane.sheet.policy()).collect(),
             unrouted: RouteMeter::new(registry, owner, "", &[]),
             targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
             access,

@@ -3,7 +3,7 @@
 //! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests,
 //! `record` what is written down of a request, `body` the body of an answer on its way out.
 
-use std::net::IpAddr;
+use std::pin::Pin;
 use std::rc::Rc;
 
 use http::request::Parts;
@@ -28,9 +28,16 @@ use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
 use crate::upstream::echo;
 use crate::upstream::exchange::Outgoing;
-use body::Body;
-use hall::{Hall, Scratch, Target, View};
+use body::{Body, Content};
+use hall::{Hall, Peer, Scratch, Target, View};
 use record::Record;
+
+/// A request on its way: what needs no upstream is answered at once, without a future.
+pub enum Passing {
+    /// `None` once it was taken.
+    Done(Option<Response<Body>>),
+    Forward(Pin<Box<dyn Future<Output = Response<Body>>>>),
+}
 
 /// What the rules made of a request.
 enum Decision {
@@ -39,25 +46,35 @@ enum Decision {
 }
 
 /// Takes a request from its head to the head of its answer.
-pub async fn pass(hall: Rc<Hall>, peer: IpAddr, request: Request<Incoming>) -> Response<Body> {
+pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let mut record = Record::new(&hall, &view, peer, &parts, now);
-    let answer = match decide(&hall, &view, peer, &mut parts, now, &mut record) {
+    let mut record = Record::new(hall, &view, peer.address, &parts, now);
+    match decide(hall, &view, peer, &mut parts, now, &mut record) {
         Ok(Decision::Forward { lane, stamp }) => {
-            forward(&view, lane, parts, body, &mut record).await.map(|mut answer| {
-                stamp.put(answer.headers_mut());
-                answer
-            })
+            let peer = Rc::clone(peer);
+            Passing::Forward(Box::pin(async move {
+                match forward(&view, &peer, lane, parts, body, &mut record).await {
+                    Ok(mut answer) => {
+                        stamp.put(answer.headers_mut());
+                        finish(answer, record)
+                    }
+                    Err(fault) => fail(&fault, record),
+                }
+            }))
         }
-        Ok(Decision::Refuse(reply)) => Ok(reply.map(body::Content::from)),
-        Err(fault) => Err(fault),
-    };
-    let answer = answer.unwrap_or_else(|fault| {
-        record.fault(&fault);
-        reply::fault(&fault).map(body::Content::from)
-    });
+        Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(reply.map(Content::from), record))),
+        Err(fault) => Passing::Done(Some(fail(&fault, record))),
+    }
+}
+
+fn fail(fault: &Fault, mut record: Record) -> Response<Body> {
+    record.fault(fault);
+    finish(reply::fault(fault).map(Content::from), record)
+}
+
+fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
     record.answer(&answer);
     answer.map(|content| Body::new(content, record))
 }
@@ -66,7 +83,7 @@ pub async fn pass(hall: Rc<Hall>, peer: IpAddr, request: Request<Incoming>) -> R
 fn decide(
     hall: &Hall,
     view: &View,
-    peer: IpAddr,
+    peer: &Peer,
     parts: &mut Parts,
     now: Moment,
     record: &mut Record,
@@ -85,7 +102,7 @@ fn decide(
     record.route(lane_index);
 
     let caller = Caller {
-        address: peer,
+        address: peer.address,
         host: &clear.host,
         method: &parts.method,
         path: &path,
@@ -100,14 +117,13 @@ fn decide(
     let verdict = snapshot.book.judge(&lane.plan, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane, desk, verdict);
-    let stamp = lane.sheet.render(desk, now.unix_ms, text);
+    let stamp = lane.sheet.render(desk, view.policies[lane_index].as_ref(), now.unix_ms, text);
     if verdict != Verdict::Admitted {
-        let mut reply = reply::refusal(&snapshot.book, &lane.plan, desk, now.unix_ms);
-        stamp.put(reply.headers_mut());
+        let reply = reply::refusal(&snapshot.book, &lane.plan, desk, now.unix_ms, stamp);
         return Ok(Decision::Refuse(reply));
     }
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    fields::forward_request(&mut parts.headers, peer, &snapshot.key_fields);
+    fields::forward_request(&mut parts.headers, &peer.text, &snapshot.key_fields);
     parts.uri = origin_form(&parts.uri, normalized)?;
     Ok(Decision::Forward { lane: lane_index, stamp })
 }
@@ -131,26 +147,27 @@ fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, Fault> {
 /// Sends a request on, and makes the answer ready for the client.
 async fn forward(
     view: &View,
+    peer: &Peer,
     lane: usize,
     mut parts: Parts,
     body: Incoming,
     record: &mut Record,
-) -> Result<Response<body::Content>, Fault> {
+) -> Result<Response<Content>, Fault> {
     let snapshot = &*view.snapshot;
     let body = if body.is_end_stream() { Outgoing::Empty } else { Outgoing::Streaming(body) };
     let upstream = snapshot.lanes[lane].upstream;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     match &view.targets[upstream] {
-        Target::Echo => echo::answer(&parts, body).await.map(|reply| reply.map(body::Content::from)),
+        Target::Echo => echo::answer(&parts, body).await.map(|reply| reply.map(Content::from)),
         Target::Servers(servers) => {
             parts.version = Version::HTTP_11;
             if !parts.headers.contains_key(header::HOST) {
                 parts.headers.insert(header::HOST, servers.authority());
             }
-            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts).await?;
+            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts, &peer.timer).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
-            Ok(answer.map(body::Content::from))
+            Ok(answer.map(Content::from))
         }
     }
 }

@@ -8,8 +8,6 @@ use std::net::IpAddr;
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
-const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
-const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
@@ -28,18 +26,14 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Makes the fields of a request ready for the upstream. `keys` are fields that rules count by.
-pub fn forward_request(headers: &mut HeaderMap, peer: IpAddr, keys: &[HeaderName]) {
-    let wants_trailers = strip_hop_by_hop(headers, keys);
+pub fn forward_request(headers: &mut HeaderMap, peer: &HeaderValue, keys: &[HeaderName]) {
+    let wants_trailers = strip(headers, keys, is_dropped_from_requests);
     if wants_trailers {
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
-    // hyper asks the client for the body when the upstream takes it.
-    headers.remove(header::EXPECT);
-    headers.remove(header::PROXY_AUTHORIZATION);
     // What an untrusted client says about itself is replaced by what is known.
-    headers.remove(header::FORWARDED);
-    headers.insert(X_FORWARDED_FOR, address(peer));
+    headers.insert(X_FORWARDED_FOR, peer.clone());
     headers.insert(X_FORWARDED_PROTO, HeaderValue::from_static("http"));
     match headers.get(header::HOST).cloned() {
         Some(host) => headers.insert(X_FORWARDED_HOST, host),
@@ -49,28 +43,44 @@ pub fn forward_request(headers: &mut HeaderMap, peer: IpAddr, keys: &[HeaderName
 
 /// Makes the fields of an answer ready for the client.
 pub fn forward_response(headers: &mut HeaderMap) {
-    strip_hop_by_hop(headers, &[]);
-    headers.remove(header::PROXY_AUTHENTICATE);
+    strip(headers, &[], is_dropped_from_responses);
 }
 
-/// Removes what is about one connection only; returns whether the sender takes trailers.
-fn strip_hop_by_hop(headers: &mut HeaderMap, keys: &[HeaderName]) -> bool {
-    if headers.contains_key(header::CONNECTION) {
-        for name in connection_options(headers) {
-            if !NEVER_HOP_BY_HOP.contains(&name) && !keys.contains(&name) && name != header::TE {
-                headers.remove(name);
-            }
+/// Fields about one connection (RFC 9110, section 7.6.1; Keep-Alive and Proxy-Connection by custom).
+fn is_hop_by_hop(name: &str) -> bool {
+    matches!(name, "connection" | "keep-alive" | "proxy-connection" | "te" | "transfer-encoding" | "upgrade")
+}
+
+/// `expect` is not passed on: hyper asks the client for the body when the upstream takes it.
+/// `forwarded` is what the client says about itself.
+fn is_dropped_from_requests(name: &str) -> bool {
+    is_hop_by_hop(name) || matches!(name, "expect" | "forwarded" | "proxy-authorization")
+}
+
+fn is_dropped_from_responses(name: &str) -> bool {
+    is_hop_by_hop(name) || matches!(name, "proxy-authenticate")
+}
+
+/// Removes what is about one connection only, and what else is to be dropped; returns whether the
+/// sender takes trailers. Usually there is next to nothing, so the fields are looked through once.
+fn strip(headers: &mut HeaderMap, keys: &[HeaderName], is_dropped: fn(&str) -> bool) -> bool {
+    let mut options = Vec::new();
+    let mut trailers = false;
+    while let Some(name) = headers.keys().find(|name| is_dropped(name.as_str())).cloned() {
+        if name == header::CONNECTION {
+            options = connection_options(headers);
         }
-        headers.remove(header::CONNECTION);
-    }
-    let trailers = match headers.remove(header::TE) {
-        Some(te) => {
-            te.to_str().is_ok_and(|te| te.split(',').any(|coding| coding.trim().eq_ignore_ascii_case("trailers")))
+        if name == header::TE {
+            let mut codings =
+                headers.get_all(&name).iter().filter_map(|te| te.to_str().ok()).flat_map(|te| te.split(','));
+            trailers = codings.any(|coding| coding.trim().eq_ignore_ascii_case("trailers"));
         }
-        None => false,
-    };
-    for name in [KEEP_ALIVE, PROXY_CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE] {
         headers.remove(name);
+    }
+    for name in options {
+        if !NEVER_HOP_BY_HOP.contains(&name) && !keys.contains(&name) {
+            headers.remove(name);
+        }
     }
     trailers
 }
@@ -85,15 +95,10 @@ fn connection_options(headers: &HeaderMap) -> Vec<HeaderName> {
         .collect()
 }
 
-/// An address as a field value; written without a detour over a string on the heap.
-fn address(peer: IpAddr) -> HeaderValue {
-    use std::io::Write;
-    let mut text = [0_u8; 46];
-    let mut rest = &mut text[..];
-    // The longest address has 45 characters, and a field takes all of them.
-    let _ = write!(rest, "{}", peer.to_canonical());
-    let unused = rest.len();
-    HeaderValue::from_bytes(&text[..46 - unused]).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
+/// An address as a field value.
+pub fn address(peer: IpAddr) -> HeaderValue {
+    let text = peer.to_canonical().to_string();
+    HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
 }
 
 #[cfg(test)]
@@ -110,7 +115,11 @@ mod tests {
 
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
-        forward_request(&mut headers, "::ffff:192.0.2.7".parse().unwrap(), &[HeaderName::from_static("x-api-key")]);
+        forward_request(
+            &mut headers,
+            &address("::ffff:192.0.2.7".parse().unwrap()),
+            &[HeaderName::from_static("x-api-key")],
+        );
         headers
     }
 

@@ -6,9 +6,7 @@
 //! older `X-RateLimit-*` tell of one layer only, the one nearest its limit; their reset is in
 //! seconds from now. Names are rendered at load, numbers into a buffer that is used again.
 
-use std::io::Write;
-
-use http::header::{HeaderMap, HeaderName, HeaderValue};
+use http::header::{Entry, HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::QuotaFields;
 use crate::count::charge::Charge;
@@ -30,6 +28,7 @@ pub struct Sheet {
 #[derive(Debug)]
 struct Row {
     line: Line,
+    /// The name as a structured-field string, with what separates it from the item before.
     name: String,
     limit: u32,
     period: Period,
@@ -49,7 +48,7 @@ impl Sheet {
             }
             rows.extend(rule.layers.iter().enumerate().map(|(layer, limit)| Row {
                 line: Line { rule: position, layer },
-                name: rule.layer_name(layer),
+                name: format!(", \"{}\"", rule.layer_name(layer)),
                 limit: limit.tokens,
                 period: limit.period,
                 ietf: matches!(style, QuotaFields::Ietf | QuotaFields::Both),
@@ -59,26 +58,85 @@ impl Sheet {
         Sheet { rows }
     }
 
-    /// Renders the fields for one decision. `text` is a buffer to work in.
-    pub fn render(&self, desk: &Desk, now_ms: u64, text: &mut Vec<u8>) -> Stamp {
-        let told = || self.rows.iter().filter_map(|row| desk.answer(row.line).map(|charge| (row, charge)));
+    /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
+    /// months differ in length.
+    pub fn policy(&self) -> Option<HeaderValue> {
+        let mut text = Vec::new();
+        for row in self.rows.iter().filter(|row| row.ietf) {
+            let Period::Fixed { ms } = row.period else { return None };
+            row.write_policy(ms, &mut text);
+        }
+        list(&text)
+    }
+
+    /// Renders the fields for one decision. `policy` is what [`Sheet::policy`] gave; `text` is a
+    /// buffer to work in.
+    pub fn render(&self, desk: &Desk, policy: Option<&HeaderValue>, now_ms: u64, text: &mut Vec<u8>) -> Stamp {
         let mut stamp = Stamp::default();
+        let mut all = true;
         text.clear();
-        told().filter(|(row, _)| row.ietf).for_each(|(row, charge)| row.write_policy(charge, text));
-        stamp.policy = value(text);
+        for row in self.rows.iter().filter(|row| row.ietf) {
+            match desk.answer(row.line) {
+                Some(charge) => row.write_state(charge, now_ms, text),
+                None => all = false,
+            }
+        }
+        stamp.state = list(text);
+        stamp.policy = match policy {
+            Some(policy) if all => Some(policy.clone()),
+            _ => self.policy_of(desk, text),
+        };
+        stamp.legacy = self.nearest(desk, now_ms);
+        stamp
+    }
+
+    /// `RateLimit-Policy` of the layers that applied to a request.
+    fn policy_of(&self, desk: &Desk, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        told().filter(|(row, _)| row.ietf).for_each(|(row, charge)| row.write_state(charge, now_ms, text));
-        stamp.state = value(text);
-        // The layer nearest its limit; of several, the one that takes longest to open again.
+        for row in self.rows.iter().filter(|row| row.ietf) {
+            if let Some(charge) = desk.answer(row.line) {
+                // The window before its end is the one that was counted.
+                let window = row.period.window_at(charge.usage.end_ms.saturating_sub(1));
+                row.write_policy(window.end_ms - window.start_ms, text);
+            }
+        }
+        list(text)
+    }
+
+    /// The layer nearest its limit; of several, the one that takes longest to open again.
+    fn nearest(&self, desk: &Desk, now_ms: u64) -> Option<Legacy> {
+        let told = self.rows.iter().filter(|row| row.legacy);
+        let told = told.filter_map(|row| desk.answer(row.line).map(|charge| (row, charge)));
         let nearness =
             |(row, charge): &(&Row, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
-        let nearest = told().filter(|(row, _)| row.legacy).min_by_key(nearness);
-        stamp.legacy = nearest.map(|(row, charge)| Legacy {
+        told.min_by_key(nearness).map(|(row, charge)| Legacy {
             limit: row.limit,
             remaining: row.remaining(charge),
             reset_s: seconds_until(charge.usage.end_ms, now_ms),
-        });
-        stamp
+        })
+    }
+}
+
+impl Row {
+    fn remaining(&self, charge: &Charge) -> u32 {
+        self.limit.saturating_sub(charge.usage.used)
+    }
+
+    /// A window under a second has no exact `w`; it is told as one second.
+    fn write_policy(&self, window_ms: u64, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";q=");
+        push_number(u64::from(self.limit), text);
+        text.extend_from_slice(b";w=");
+        push_number(window_ms.div_ceil(1000), text);
+    }
+
+    fn write_state(&self, charge: &Charge, now_ms: u64, text: &mut Vec<u8>) {
+        text.extend_from_slice(self.name.as_bytes());
+        text.extend_from_slice(b";r=");
+        push_number(u64::from(self.remaining(charge)), text);
+        text.extend_from_slice(b";t=");
+        push_number(seconds_until(charge.usage.end_ms, now_ms), text);
     }
 }
 
@@ -113,40 +171,15 @@ impl Stamp {
     }
 }
 
-/// Rule names are checked to be plain ASCII, so what was written is a value.
-fn value(text: &[u8]) -> Option<HeaderValue> {
-    if text.is_empty() { None } else { HeaderValue::from_bytes(text).ok() }
+/// A list of items, each of which was written with a separator before it.
+fn list(items: &[u8]) -> Option<HeaderValue> {
+    // Rule names are checked to be plain ASCII, so what was written is a value.
+    items.strip_prefix(b", ").and_then(|text| HeaderValue::from_bytes(text).ok())
 }
 
-impl Row {
-    fn remaining(&self, charge: &Charge) -> u32 {
-        self.limit.saturating_sub(charge.usage.used)
-    }
-
-    fn write_policy(&self, charge: &Charge, text: &mut Vec<u8>) {
-        let window_ms = match self.period {
-            Period::Fixed { ms } => ms,
-            Period::Month => {
-                let window = self.period.window_at(charge.usage.end_ms - 1);
-                window.end_ms - window.start_ms
-            }
-        };
-        self.write_name(text);
-        // Writing to memory does not fail. A window under a second has no exact `w`.
-        let _ = write!(text, ";q={};w={}", self.limit, window_ms.div_ceil(1000));
-    }
-
-    fn write_state(&self, charge: &Charge, now_ms: u64, text: &mut Vec<u8>) {
-        self.write_name(text);
-        let _ = write!(text, ";r={};t={}", self.remaining(charge), seconds_until(charge.usage.end_ms, now_ms));
-    }
-
-    fn write_name(&self, text: &mut Vec<u8>) {
-        let separator: &[u8] = if text.is_empty() { b"\"" } else { b", \"" };
-        text.extend_from_slice(separator);
-        text.extend_from_slice(self.name.as_bytes());
-        text.push(b'"');
-    }
+/// Writes a number in decimal digits.
+pub fn push_number(number: u64, text: &mut Vec<u8>) {
+    text.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
 }
 
 /// Seconds from now until a moment, rounded up.
@@ -156,18 +189,21 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
 
 /// Sets a list field, or adds to it behind what the upstream said.
 fn join(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
+    let mut known = match headers.entry(name) {
+        Entry::Occupied(known) => known,
+        Entry::Vacant(place) => {
+            place.insert(value);
+            return;
+        }
+    };
     let mut joined = Vec::new();
-    for known in headers.get_all(&name) {
+    for known in known.iter() {
         joined.extend_from_slice(known.as_bytes());
         joined.extend_from_slice(b", ");
-    }
-    if joined.is_empty() {
-        headers.insert(name, value);
-        return;
     }
     joined.extend_from_slice(value.as_bytes());
     // Both halves came out of a parser or a renderer of values.
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
-        headers.insert(name, joined);
+        known.insert(joined);
     }
 }

@@ -1,8 +1,7 @@
 //! Stands between hyper and a client's socket, for what hyper does not do.
 //!
-//! When hyper can not read a request's head it answers by itself, with an empty body; when the head
-//! takes too long it says nothing at all. Here both become problem documents. And a connection that
-//! is closed while the client still sends is not reset under the answer: what comes is read and
+//! When hyper can not read a request's head it answers by itself, with an empty body; here that
+//! becomes a problem document. A head that takes too long is answered too. And a connection that is closed while the client still sends is not reset under the answer: what comes is read and
 //! thrown away for a moment, as RFC 9112, section 9.6 advises.
 
 use std::cell::Cell;
@@ -19,13 +18,15 @@ use tokio::time::Sleep;
 
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
+use crate::timer::Timer;
+use crate::wire::Wire;
 
 /// How much, and for how long, a closing connection still reads.
 const LINGER_BYTES: usize = 256 * 1024;
 const LINGER: Duration = Duration::from_secs(1);
 
 /// What the two sides of hyper know together: the service above it and the socket below it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Stage {
     /// A request is being answered.
     busy: Cell<bool>,
@@ -35,11 +36,33 @@ pub struct Stage {
     heard: Cell<bool>,
     /// The head took too long.
     late: Cell<bool>,
+    /// Limits the wait for a head, and what stands still while it is answered.
+    timer: Rc<Timer>,
+    head_limit: Duration,
 }
 
 impl Stage {
+    /// A connection that waits for its first request, for so long.
+    pub fn new(timer: Rc<Timer>, head_limit: Duration) -> Rc<Stage> {
+        timer.arm(head_limit);
+        let stage = Stage {
+            busy: Cell::new(false),
+            unflushed: Cell::new(false),
+            heard: Cell::new(false),
+            late: Cell::new(false),
+            timer,
+            head_limit,
+        };
+        Rc::new(stage)
+    }
+
+    pub fn timer(&self) -> &Rc<Timer> {
+        &self.timer
+    }
+
     /// A request's head is complete.
     pub fn begin(&self) {
+        self.timer.disarm();
         self.busy.set(true);
         self.unflushed.set(true);
         self.heard.set(false);
@@ -48,10 +71,14 @@ impl Stage {
     /// Its answer has been handed over to the last byte.
     pub fn end(&self) {
         self.busy.set(false);
+        self.timer.arm(self.head_limit);
     }
 
-    pub fn head_is_late(&self) {
-        self.late.set(true);
+    /// Whether the wait for a head has lasted too long; wakes the task when it has.
+    pub fn poll_late(&self, cx: &Context<'_>) -> bool {
+        let late = !self.busy.get() && self.timer.poll_up(cx);
+        self.late.set(late);
+        late
     }
 
     fn is_quiet(&self) -> bool {
@@ -60,7 +87,7 @@ impl Stage {
 }
 
 pub struct Guard {
-    stream: TcpStream,
+    stream: Wire,
     stage: Rc<Stage>,
     /// What is sent instead of hyper's own answer.
     instead: Bytes,
@@ -72,7 +99,15 @@ pub struct Guard {
 
 impl Guard {
     pub fn new(stream: TcpStream, stage: Rc<Stage>) -> Guard {
-        Guard { stream, stage, instead: Bytes::new(), lingered: 0, until: None, shut: false, at_end: false }
+        Guard {
+            stream: Wire(stream),
+            stage,
+            instead: Bytes::new(),
+            lingered: 0,
+            until: None,
+            shut: false,
+            at_end: false,
+        }
     }
 
     /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
@@ -175,11 +210,11 @@ impl AsyncWrite for Guard {
 }
 
 impl Drop for Guard {
-    /// hyper drops the socket without a word when a head takes too long. The buffer of a socket on
-    /// which nothing is under way has room for the answer.
+    /// When a head takes too long the connection is dropped as it is. The buffer of a socket on which
+    /// nothing is under way has room for the answer.
     fn drop(&mut self) {
         if self.stage.late.get() && self.stage.heard.get() && self.stage.is_quiet() && !self.at_end {
-            let _ = self.stream.try_write(&written(&reply::fault(&Fault::HeadTimeout)));
+            let _ = self.stream.0.try_write(&written(&reply::fault(&Fault::HeadTimeout)));
         }
     }
 }

@@ -1,6 +1,5 @@
 //! One client connection: hyper's loop of requests and answers, its limits, and its end.
 
-use std::cell::Cell;
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::net::IpAddr;
@@ -14,15 +13,15 @@ use http::{Request, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
-use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper::service::Service;
+use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
 use super::drain::Guest;
 use super::guard::{Guard, Stage};
 use crate::gateway::body::{Body, Content};
-use crate::gateway::hall::Hall;
-use crate::gateway::pass;
+use crate::gateway::hall::{Hall, Peer};
+use crate::gateway::{Passing, pass};
 use crate::http::fault::Fault;
 use crate::http::reply;
 
@@ -30,57 +29,82 @@ use crate::http::reply;
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
-pub async fn serve(stream: TcpStream, peer: IpAddr, hall: Rc<Hall>, guest: Guest) {
+pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Guest) {
     hall.meter.connected();
-    let stage = Rc::new(Stage::default());
-    let service = {
-        let (hall, stage) = (Rc::clone(&hall), Rc::clone(&stage));
-        service_fn(move |request| answer(Rc::clone(&hall), Rc::clone(&stage), peer, request))
-    };
-    let request_head = hall.view().snapshot.config.timeouts.request_head;
+    let stage = Stage::new(hall.timers.timer(), hall.view().snapshot.config.timeouts.request_head);
+    let peer = Rc::new(Peer::new(address, Rc::clone(stage.timer())));
+    let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(request_head)
+        .header_read_timeout(None)
         .max_buf_size(HEAD_MAX_BYTES)
-        .serve_connection(TokioIo::new(Guard::new(stream, Rc::clone(&stage))), service);
+        .serve_connection(TokioIo::new(Guard::new(stream, Rc::clone(&stage))), door);
     let mut connection = std::pin::pin!(connection);
-    let told = Cell::new(false);
+    let mut told = false;
     let ended = poll_fn(|cx| {
-        if !told.get() && guest.poll_begun(cx) {
-            told.set(true);
+        if !told && guest.poll_begun(cx) {
+            told = true;
             connection.as_mut().graceful_shutdown();
         }
-        connection.as_mut().poll(cx)
-    })
-    .await;
-    if let Err(error) = ended {
-        if error.is_timeout() {
-            stage.head_is_late();
+        match connection.as_mut().poll(cx) {
+            Poll::Pending if stage.poll_late(cx) => Poll::Ready(Ok(())),
+            poll => poll,
         }
-        tracing::debug!(%peer, %error, "a client connection broke off");
+    });
+    if let Err(error) = ended.await {
+        tracing::debug!(%address, %error, "a client connection broke off");
     }
     hall.meter.disconnected();
 }
 
-/// Answers one request, whatever happens: a panic ends the request, not the process.
-async fn answer(
+/// What hyper calls with every request of a connection.
+struct Door {
     hall: Rc<Hall>,
     stage: Rc<Stage>,
-    peer: IpAddr,
-    request: Request<Incoming>,
-) -> Result<Response<Staged>, Infallible> {
-    stage.begin();
-    let mut answering = std::pin::pin!(pass(hall, peer, request));
-    let answer = poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| answering.as_mut().poll(cx))) {
-        Ok(Poll::Pending) => Poll::Pending,
-        Ok(Poll::Ready(answer)) => Poll::Ready(Some(answer)),
-        Err(_panic) => Poll::Ready(None),
-    });
-    let answer = answer.await.unwrap_or_else(|| {
-        // The panic itself has been reported by the panic hook.
-        reply::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
-    });
-    Ok(answer.map(|body| Staged { body, stage }))
+    peer: Rc<Peer>,
+}
+
+impl Service<Request<Incoming>> for Door {
+    type Response = Response<Staged>;
+    type Error = Infallible;
+    type Future = Answering;
+
+    fn call(&self, request: Request<Incoming>) -> Answering {
+        self.stage.begin();
+        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request)));
+        Answering {
+            passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),
+            stage: Rc::clone(&self.stage),
+        }
+    }
+}
+
+/// An answer that is there, or under way. A panic ends the request, not the process.
+struct Answering {
+    passing: Passing,
+    stage: Rc<Stage>,
+}
+
+impl Future for Answering {
+    type Output = Result<Response<Staged>, Infallible>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let answer = match &mut this.passing {
+            Passing::Done(answer) => answer.take(),
+            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
+                Ok(Poll::Ready(answer)) => Some(answer),
+                Ok(Poll::Pending) => return Poll::Pending,
+                Err(_panic) => None,
+            },
+        };
+        let stage = Rc::clone(&this.stage);
+        Poll::Ready(Ok(answer.unwrap_or_else(after_panic).map(|body| Staged { body, stage })))
+    }
+}
+
+/// The panic itself has been reported by the panic hook.
+fn after_panic() -> Response<Body> {
+    reply::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
 }
 
 /// A body that tells the guard of the socket when it has been handed over.

@@ -79,8 +79,8 @@ struct RuleMeter {
 
 impl RouteMeter {
     /// `rules` are the names of the route's rules, each with the names of its layers.
-    pub fn new(registry: &Arc<Registry>, owner: LoopId, route: &str, rules: &[(&str, Vec<String>)]) -> RouteMeter {
-        let rule = |(rule, layers): &(&str, Vec<String>)| {
+    pub fn new(registry: &Arc<Registry>, owner: LoopId, route: &str, rules: &[(&str, &[String])]) -> RouteMeter {
+        let rule = |(rule, layers): &(&str, &[String])| {
             let outcome =
                 |outcome| registry.cell(&DECISIONS, owner, &[("route", route), ("rule", rule), ("outcome", outcome)]);
             let window = |layer: &String| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)]);

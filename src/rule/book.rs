@@ -55,6 +55,7 @@ pub struct Entry {
     /// Hash prefix of every key of this rule.
     pub identity: u64,
     layers: Vec<u64>,
+    names: Vec<String>,
 }
 
 impl Entry {
@@ -64,7 +65,16 @@ impl Entry {
             .layers
             .iter()
             .map(|limit| seed.bits(&["layer", &rule.name, &format!("{:?}", limit.period)]) ^ identity);
-        Entry { identity, layers: layers.collect(), rule }
+        let names = (0..rule.layers.len()).map(|layer| rule.layer_name(layer)).collect();
+        Entry { identity, layers: layers.collect(), names, rule }
+    }
+
+    pub fn layer_name(&self, layer: usize) -> &str {
+        &self.names[layer]
+    }
+
+    pub fn layer_names(&self) -> &[String] {
+        &self.names
     }
 
     fn charge(&self, layer: usize, key: KeyHash, now_ms: u64) -> Charge {

@@ -15,8 +15,8 @@ use super::pool::Pool;
 /// How far the upload of a request's body has come, for the one who waits for the answer.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Pieces taken so far.
-    pub pieces: Cell<u64>,
+    /// A piece was taken since this was last asked.
+    pub moved: Cell<bool>,
     /// The upstream would take more, but the client has not sent it.
     pub starved: Cell<bool>,
     /// The client broke off, or its chunks are malformed.
@@ -38,7 +38,7 @@ impl Body for Upload {
         let frame = Pin::new(body).poll_frame(cx);
         progress.starved.set(frame.is_pending());
         match &frame {
-            Poll::Ready(Some(Ok(_))) => progress.pieces.set(progress.pieces.get() + 1),
+            Poll::Ready(Some(Ok(_))) => progress.moved.set(true),
             Poll::Ready(Some(Err(_))) => progress.failed.set(true),
             Poll::Ready(None) | Poll::Pending => {}
         }

@@ -18,6 +18,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
 use super::body::Upload;
+use crate::wire::Wire;
 
 /// Read-buffer limit, and so the largest answer head that is accepted.
 const HEAD_MAX_BYTES: usize = 64 * 1024;
@@ -25,7 +26,7 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 pub struct Connection {
     sender: SendRequest<Upload>,
     /// `None` once the connection is closed.
-    driver: Option<http1::Connection<TokioIo<TcpStream>, Upload>>,
+    driver: Option<http1::Connection<TokioIo<Wire>, Upload>>,
     /// When it was last given back to the pool.
     pub idle_since: Instant,
 }
@@ -37,7 +38,7 @@ impl Connection {
     /// Makes a connection of a connected socket. `idle_since` is only the time to start with.
     pub async fn new(stream: TcpStream, idle_since: Instant) -> hyper::Result<Connection> {
         let (sender, driver) =
-            http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(TokioIo::new(stream)).await?;
+            http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(TokioIo::new(Wire(stream))).await?;
         Ok(Connection { sender, driver: Some(driver), idle_since })
     }
 

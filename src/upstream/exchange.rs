@@ -5,13 +5,14 @@
 //! have been about to close.
 
 use std::cell::Cell;
+use std::future::poll_fn;
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::Duration;
 
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
-use tokio::time::timeout;
 
 use super::body::{Download, Progress, Upload};
 use super::connection::{Connection, SendError};
@@ -20,6 +21,7 @@ use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::fault::Fault;
 use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
+use crate::timer::Timer;
 
 /// The servers of one upstream, as one event loop sees them.
 pub struct Servers {
@@ -61,7 +63,13 @@ impl Servers {
     }
 
     /// Sends a request to one of the servers and returns the head of its answer.
-    pub async fn exchange(&self, parts: Parts, body: Outgoing, limits: &Timeouts) -> Result<Response<Download>, Fault> {
+    pub async fn exchange(
+        &self,
+        parts: Parts,
+        body: Outgoing,
+        limits: &Timeouts,
+        timer: &Timer,
+    ) -> Result<Response<Download>, Fault> {
         let progress = Rc::new(Progress::default());
         let (body, has_body) = match body {
             Outgoing::Empty => (Upload::Empty, false),
@@ -76,7 +84,7 @@ impl Servers {
             let spare = (may_repeat && reused).then(|| copy(&request));
             let mut count = Count { meter: &self.meter, server, outcome: UpstreamOutcome::Canceled };
             let started = self.clock.instant();
-            let answer = within(limits.response_head, &progress, connection.send(request)).await;
+            let answer = within(limits.response_head, timer, &progress, connection.send(request)).await;
             match answer {
                 Ok(Ok(response)) if response.status() != StatusCode::SWITCHING_PROTOCOLS => {
                     count.outcome = UpstreamOutcome::Answered;
@@ -180,15 +188,28 @@ fn describe(error: SendError) -> String {
 
 /// Waits for an answer as long as the exchange moves: nothing may stand still for `limit`, neither
 /// the request's body on its way nor, behind it, the upstream.
-async fn within<T>(limit: Duration, progress: &Progress, answer: impl Future<Output = T>) -> Result<T, Fault> {
+async fn within<T>(
+    limit: Duration,
+    timer: &Timer,
+    progress: &Progress,
+    answer: impl Future<Output = T>,
+) -> Result<T, Fault> {
     let mut answer = std::pin::pin!(answer);
-    loop {
-        let pieces = progress.pieces.get();
-        if let Ok(answer) = timeout(limit, &mut answer).await {
-            return Ok(answer);
+    timer.arm(limit);
+    let answer = poll_fn(|cx| {
+        if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
+            return Poll::Ready(Ok(answer));
         }
-        if pieces == progress.pieces.get() {
-            return Err(if progress.starved.get() { Fault::BodyTimeout } else { Fault::ResponseTimeout });
+        if progress.moved.take() {
+            timer.arm(limit);
         }
-    }
+        match timer.poll_up(cx) {
+            true if progress.starved.get() => Poll::Ready(Err(Fault::BodyTimeout)),
+            true => Poll::Ready(Err(Fault::ResponseTimeout)),
+            false => Poll::Pending,
+        }
+    });
+    let answer = answer.await;
+    timer.disarm();
+    answer
 }

@@ -1,0 +1,119 @@
+//! Coarse timers of one event loop: how long something may stand still.
+//!
+//! Every request arms and disarms several, and hardly one ever fires; so setting one is a store, and
+//! all are looked through ten times a second. A timer never fires early, and at most two ticks late.
+//! One timer belongs to one task, and is armed for one purpose at a time.
+
+use std::cell::{Cell, RefCell};
+use std::rc::{Rc, Weak};
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+const TICK: Duration = Duration::from_millis(100);
+/// The tick at which a disarmed timer fires.
+const NEVER: u64 = u64::MAX;
+
+/// All timers of a loop.
+#[derive(Debug, Default)]
+pub struct Timers {
+    tick: Cell<u64>,
+    all: RefCell<Vec<Weak<Timer>>>,
+}
+
+/// One timer.
+#[derive(Debug)]
+pub struct Timer {
+    timers: Rc<Timers>,
+    due: Cell<u64>,
+    /// The task to wake, kept from the first time it asks.
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Timers {
+    /// A timer for the task that will ask it; disarmed.
+    pub fn timer(self: &Rc<Self>) -> Rc<Timer> {
+        let timer = Rc::new(Timer { timers: Rc::clone(self), due: Cell::new(NEVER), waker: RefCell::default() });
+        self.all.borrow_mut().push(Rc::downgrade(&timer));
+        timer
+    }
+
+    /// Lets time pass, as long as it is polled.
+    pub async fn run(&self) {
+        let mut ticks = tokio::time::interval(TICK);
+        // After a pause, such as a suspended machine, nothing should fire that had no time to run.
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            self.pass_tick();
+        }
+    }
+
+    fn pass_tick(&self) {
+        let tick = self.tick.get() + 1;
+        self.tick.set(tick);
+        let mut due = Vec::new();
+        self.all.borrow_mut().retain(|timer| {
+            let timer = timer.upgrade();
+            if let Some(timer) = timer.as_ref().filter(|timer| timer.due.get() <= tick) {
+                due.extend(timer.waker.borrow().clone());
+            }
+            timer.is_some()
+        });
+        due.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Timer {
+    /// Arms the timer for so long from now, whatever it was armed for before.
+    pub fn arm(&self, limit: Duration) {
+        let ticks = limit.as_millis().div_ceil(TICK.as_millis()) as u64;
+        // The tick that is under way is not a whole one.
+        self.due.set(self.timers.tick.get() + ticks + 1);
+    }
+
+    pub fn disarm(&self) {
+        self.due.set(NEVER);
+    }
+
+    /// Whether the time is up; if not, the task is woken when it is.
+    pub fn poll_up(&self, cx: &Context<'_>) -> bool {
+        if self.due.get() <= self.timers.tick.get() {
+            return true;
+        }
+        let mut waker = self.waker.borrow_mut();
+        if waker.as_ref().is_none_or(|waker| !waker.will_wake(cx.waker())) {
+            *waker = Some(cx.waker().clone());
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timer_fires_after_its_time_and_not_before() {
+        let timers = Rc::new(Timers::default());
+        let timer = timers.timer();
+        let cx = &Context::from_waker(Waker::noop());
+        assert!(!timer.poll_up(cx));
+        timer.arm(Duration::from_millis(250));
+        for _ in 0..3 {
+            timers.pass_tick();
+            assert!(!timer.poll_up(cx));
+        }
+        timers.pass_tick();
+        assert!(timer.poll_up(cx));
+        timer.disarm();
+        assert!(!timer.poll_up(cx));
+    }
+
+    #[test]
+    fn timers_that_are_gone_are_forgotten() {
+        let timers = Rc::new(Timers::default());
+        drop(timers.timer());
+        timers.pass_tick();
+        assert!(timers.all.borrow().is_empty());
+    }
+}
