@@ -62,9 +62,11 @@ impl Transom {
     }
 }
 
+type Limiter<C> = RateLimiter<IpAddr, DashMapStateStore<IpAddr>, C, NoOpMiddleware<<C as Clock>::Instant>>;
+
 /// One limiter per layer, in the store that governor recommends for many threads.
 pub struct Governor<C: Clock> {
-    layers: Vec<RateLimiter<IpAddr, DashMapStateStore<IpAddr>, C, NoOpMiddleware<C::Instant>>>,
+    layers: Vec<Limiter<C>>,
 }
 
 impl<C: Clock + Default> Governor<C> {

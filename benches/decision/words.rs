@@ -92,7 +92,7 @@ fn loads<'a, S: Slot + 'a>(name: &str, buckets: usize) -> Runner<'a> {
             let mut state: u64 = start;
             for _ in 0..OPERATIONS {
                 state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-                let index = (u128::from(state) * buckets.len() as u128 >> 64) as usize;
+                let index = ((u128::from(state) * buckets.len() as u128) >> 64) as usize;
                 let sum = black_box(&buckets[index]).0.iter().map(Slot::read).fold(0, u64::wrapping_add);
                 state = state.wrapping_add(sum);
             }

@@ -122,8 +122,9 @@ fn decide(
         let reply = reply::refusal(&snapshot.book, &lane.plan, desk, now.unix_ms, stamp);
         return Ok(Decision::Refuse(reply));
     }
+    let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    fields::forward_request(&mut parts.headers, &peer.text, &snapshot.key_fields);
+    fields::forward_request(&mut parts.headers, marks, &peer.text, &snapshot.key_fields);
     parts.uri = origin_form(&parts.uri, normalized)?;
     Ok(Decision::Forward { lane: lane_index, stamp })
 }

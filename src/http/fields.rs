@@ -25,9 +25,50 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
     X_FORWARDED_HOST,
 ];
 
+/// Which of the fields that need attention a message has: found in one pass, so that a message
+/// without them, the usual one, costs no look-up.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Marks(u16);
+
+impl Marks {
+    pub const HOST: Marks = Marks(1);
+    pub const TE: Marks = Marks(1 << 1);
+    pub const CONNECTION: Marks = Marks(1 << 2);
+    pub const TRANSFER_ENCODING: Marks = Marks(1 << 3);
+    pub const EXPECT: Marks = Marks(1 << 4);
+    /// Fields that go no further, whatever they say.
+    const DROPPED: Marks = Marks(1 << 5);
+
+    pub fn of(headers: &HeaderMap) -> Marks {
+        headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
+    }
+
+    fn of_name(name: &str) -> Marks {
+        match name {
+            "host" => Marks::HOST,
+            "te" => Marks::TE,
+            "connection" => Marks::CONNECTION,
+            "transfer-encoding" => Marks::TRANSFER_ENCODING,
+            "expect" => Marks::EXPECT,
+            "upgrade"
+            | "forwarded"
+            | "keep-alive"
+            | "proxy-connection"
+            | "proxy-authorization"
+            | "proxy-authenticate" => Marks::DROPPED,
+            _ => Marks::default(),
+        }
+    }
+
+    pub fn has(self, mark: Marks) -> bool {
+        self.0 & mark.0 != 0
+    }
+}
+
 /// Makes the fields of a request ready for the upstream. `keys` are fields that rules count by.
-pub fn forward_request(headers: &mut HeaderMap, peer: &HeaderValue, keys: &[HeaderName]) {
-    let wants_trailers = strip(headers, keys, is_dropped_from_requests);
+pub fn forward_request(headers: &mut HeaderMap, marks: Marks, peer: &HeaderValue, keys: &[HeaderName]) {
+    let wants_trailers = marks.has(Marks::TE) && lists_trailers(headers);
+    strip(headers, marks, keys);
     if wants_trailers {
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -43,46 +84,39 @@ pub fn forward_request(headers: &mut HeaderMap, peer: &HeaderValue, keys: &[Head
 
 /// Makes the fields of an answer ready for the client.
 pub fn forward_response(headers: &mut HeaderMap) {
-    strip(headers, &[], is_dropped_from_responses);
+    strip(headers, Marks::of(headers), &[]);
 }
 
-/// Fields about one connection (RFC 9110, section 7.6.1; Keep-Alive and Proxy-Connection by custom).
-fn is_hop_by_hop(name: &str) -> bool {
-    matches!(name, "connection" | "keep-alive" | "proxy-connection" | "te" | "transfer-encoding" | "upgrade")
+fn lists_trailers(headers: &HeaderMap) -> bool {
+    let codings = headers.get_all(header::TE).iter().filter_map(|te| te.to_str().ok());
+    codings.flat_map(|te| te.split(',')).any(|coding| coding.trim().eq_ignore_ascii_case("trailers"))
 }
 
-/// `expect` is not passed on: hyper asks the client for the body when the upstream takes it.
-/// `forwarded` is what the client says about itself.
-fn is_dropped_from_requests(name: &str) -> bool {
-    is_hop_by_hop(name) || matches!(name, "expect" | "forwarded" | "proxy-authorization")
-}
-
-fn is_dropped_from_responses(name: &str) -> bool {
-    is_hop_by_hop(name) || matches!(name, "proxy-authenticate")
-}
-
-/// Removes what is about one connection only, and what else is to be dropped; returns whether the
-/// sender takes trailers. Usually there is next to nothing, so the fields are looked through once.
-fn strip(headers: &mut HeaderMap, keys: &[HeaderName], is_dropped: fn(&str) -> bool) -> bool {
-    let mut options = Vec::new();
-    let mut trailers = false;
-    while let Some(name) = headers.keys().find(|name| is_dropped(name.as_str())).cloned() {
-        if name == header::CONNECTION {
-            options = connection_options(headers);
+/// Removes what is about one connection only. Expect stays behind too: hyper asks the client for
+/// the body when the upstream takes it.
+fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
+    if marks.has(Marks::CONNECTION) {
+        for name in connection_options(headers) {
+            if !NEVER_HOP_BY_HOP.contains(&name) && !keys.contains(&name) {
+                headers.remove(name);
+            }
         }
-        if name == header::TE {
-            let mut codings =
-                headers.get_all(&name).iter().filter_map(|te| te.to_str().ok()).flat_map(|te| te.split(','));
-            trailers = codings.any(|coding| coding.trim().eq_ignore_ascii_case("trailers"));
-        }
-        headers.remove(name);
+        headers.remove(header::CONNECTION);
     }
-    for name in options {
-        if !NEVER_HOP_BY_HOP.contains(&name) && !keys.contains(&name) {
+    for (mark, name) in [
+        (Marks::TE, header::TE),
+        (Marks::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
+        (Marks::EXPECT, header::EXPECT),
+    ] {
+        if marks.has(mark) {
             headers.remove(name);
         }
     }
-    trailers
+    if marks.has(Marks::DROPPED) {
+        while let Some(name) = headers.keys().find(|name| Marks::of_name(name.as_str()).has(Marks::DROPPED)).cloned() {
+            headers.remove(name);
+        }
+    }
 }
 
 /// The field names that Connection lists, but for the two usual options, which name none.
@@ -115,11 +149,8 @@ mod tests {
 
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
-        forward_request(
-            &mut headers,
-            &address("::ffff:192.0.2.7".parse().unwrap()),
-            &[HeaderName::from_static("x-api-key")],
-        );
+        let (marks, peer) = (Marks::of(&headers), address("::ffff:192.0.2.7".parse().unwrap()));
+        forward_request(&mut headers, marks, &peer, &[HeaderName::from_static("x-api-key")]);
         headers
     }
 

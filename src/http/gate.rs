@@ -11,12 +11,15 @@ use http::request::Parts;
 use http::{Method, Version};
 
 use super::fault::Fault;
+use super::fields::Marks;
 
 /// What the gate found out on the way.
 #[derive(Debug)]
 pub struct Clear<'a> {
     /// Lower case, without port and trailing dot; empty where HTTP/1.0 named none.
     pub host: Cow<'a, str>,
+    /// Which fields need attention when the request is forwarded.
+    pub marks: Marks,
 }
 
 /// Lets a request pass, or says what is wrong with it.
@@ -24,11 +27,16 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if parts.method == Method::CONNECT || parts.method == Method::TRACE {
         return Err(Fault::Method);
     }
-    framing(&parts.headers)?;
-    expectation(&parts.headers)?;
+    let marks = Marks::of(&parts.headers);
+    if marks.has(Marks::TRANSFER_ENCODING) {
+        framing(&parts.headers)?;
+    }
+    if marks.has(Marks::EXPECT) {
+        expectation(&parts.headers)?;
+    }
     let authority = host_field(parts)?;
     target(parts, authority)?;
-    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), host_name) })
+    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), host_name), marks })
 }
 
 fn framing(headers: &HeaderMap) -> Result<(), Fault> {
@@ -67,18 +75,24 @@ fn host_field(parts: &Parts) -> Result<Option<&str>, Fault> {
 
 /// `host[:port]` as text, or `None`: RFC 3986's reg-name or IP literal, no user information.
 fn valid_authority(host: &HeaderValue) -> Option<&str> {
-    let text = host.to_str().ok()?;
+    let text = std::str::from_utf8(host.as_bytes()).ok()?;
     let (name, port) = split_port(text);
     let port_is_fine = port.is_none_or(|port| port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()));
     let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=".contains(&b)),
+        None => !name.is_empty() && name.bytes().all(is_reg_name),
     };
     (port_is_fine && name_is_fine).then_some(text)
 }
 
+/// unreserved, pct-encoded or sub-delims (RFC 3986, section 3.2.2).
+fn is_reg_name(byte: u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'%' | b'!' | b'$' | b'&'..=b',' | b';' | b'=')
+}
+
+/// Splits at the last colon that is not part of an IP literal.
 fn split_port(authority: &str) -> (&str, Option<&str>) {
-    match authority.rfind([':', ']']) {
+    match authority.bytes().rposition(|byte| byte == b':' || byte == b']') {
         Some(at) if authority.as_bytes()[at] == b':' => (&authority[..at], Some(&authority[at + 1..])),
         _ => (authority, None),
     }

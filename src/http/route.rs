@@ -7,9 +7,9 @@
 //! branch in which no route takes the method or the fields is left again for a less specific one.
 //! The work grows with the segments of the path, not with the number of routes.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
+use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 

@@ -41,10 +41,10 @@ pub struct Histogram {
 
 impl Histogram {
     pub fn record(&self, duration: Duration) {
-        let us = duration.as_micros() as u64;
+        let us = duration.as_secs() * 1_000_000 + u64::from(duration.subsec_micros());
         let bucket = BOUNDS_US.iter().position(|bound| us < *bound).unwrap_or(BOUNDS_US.len());
         self.buckets[bucket].add(1);
-        self.sum_ns.add(duration.as_nanos() as u64);
+        self.sum_ns.add(duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos()));
     }
 
     /// Adds this histogram to a sum over loops.

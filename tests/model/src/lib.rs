@@ -6,6 +6,7 @@
 //! it with `cargo test --release`. `TRANSOM_MODEL_EXTRA=1` lets every model preempt once more than
 //! it does by default, which takes many times as long; that is what `make model` is for.
 #![allow(clippy::duplicate_mod, reason = "mounting the same files on two kinds of atomics is the point")]
+#![allow(clippy::collapsible_if, reason = "the style of the room's own files is judged where they live")]
 
 pub mod modelled;
 #[path = "../../../src/count/mod.rs"]

@@ -54,7 +54,7 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
     let (mut ledger, mut now_ms) = (Ledger::new(), 1_000_000);
     for turn in 0..scene.requests {
         let dice = mixed(thread << 32 | turn);
-        if dice % 5 == 0 {
+        if dice.is_multiple_of(5) {
             // The clock moves with what is done, so that a window holds about as many requests on any machine.
             now_ms = scene.clock.fetch_add(dice >> 8 & 3, Ordering::Relaxed);
         }
@@ -213,11 +213,11 @@ fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
                 start.wait();
                 for round in 0..rounds {
                     // Half of the threads ask for the key, the others keep its two slots changing hands.
-                    let asked = if thread % 2 == 0 { counter(0, 0) } else { counter(0, thread) };
+                    let asked = if thread.is_multiple_of(2) { counter(0, 0) } else { counter(0, thread) };
                     let now_ms = 10 * round + thread;
                     let ask = Ask { end_ms: end_ms(10, now_ms), limit: 1, cost: 1 };
                     let mut charges = [Charge::new(asked, ask)];
-                    if decide(table, &mut charges, now_ms) == Verdict::Admitted && thread % 2 == 0 {
+                    if decide(table, &mut charges, now_ms) == Verdict::Admitted && thread.is_multiple_of(2) {
                         let window = charges[0].usage.end_ms / 10;
                         assert_eq!(granted[window as usize].fetch_add(1, Ordering::Relaxed), 0);
                     }
