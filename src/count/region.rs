@@ -82,6 +82,7 @@ pub struct Region<const W: usize> {
 
 impl<const W: usize> Region<W> {
     pub fn with_buckets(buckets: usize) -> Region<W> {
+        const { assert!(W.is_power_of_two(), "slots are told apart by their bits") }
         let bucket = |_| Bucket(std::array::from_fn(|_| AtomicU128::new(Word::EMPTY.bits())));
         Region {
             buckets: (0..buckets.max(1)).map(bucket).collect(),
@@ -108,17 +109,39 @@ impl<const W: usize> Region<W> {
 
     /// The two buckets of a key; one and the same where the region has only one.
     fn pair(&self, key: Key) -> [usize; 2] {
-        let n = self.buckets.len() as u64;
-        let first = spread(key.place, n);
-        let step = if n > 1 { 1 + spread(key.place.wrapping_mul(0x9E37_79B9_7F4A_7C15), n - 1) } else { 0 };
-        [first as usize, ((first + step) % n) as usize]
+        let first = self.first(key);
+        [first, self.second(key, first)]
+    }
+
+    #[inline]
+    fn first(&self, key: Key) -> usize {
+        spread(key.place, self.buckets.len() as u64) as usize
+    }
+
+    #[inline]
+    fn second(&self, key: Key, first: usize) -> usize {
+        let n = self.buckets.len();
+        if n == 1 {
+            return first;
+        }
+        let step = 1 + spread(key.place.wrapping_mul(0x9E37_79B9_7F4A_7C15), n as u64 - 1) as usize;
+        let second = first + step;
+        if second >= n { second - n } else { second }
+    }
+
+    /// The half of a bucket in which a key's slots are looked at first: all counters of a key agree
+    /// on it, so that they tend to share a cache line. Slot `i` comes at turn `i ^ half`.
+    #[inline]
+    fn half(key: Key) -> usize {
+        if key.place & 1 == 1 { W / 2 } else { 0 }
     }
 
     /// The indices of all slots a key may lie in, in the order in which they are searched.
     fn places(&self, key: Key) -> impl Iterator<Item = usize> {
         let [first, second] = self.pair(key);
         let buckets = if first == second { 1 } else { 2 };
-        [first, second].into_iter().take(buckets).flat_map(|bucket| bucket * W..(bucket + 1) * W)
+        let slots = move |bucket| (0..W).map(move |i| bucket * W + (i ^ Self::half(key)));
+        [first, second].into_iter().take(buckets).flat_map(slots)
     }
 
     fn slot(&self, index: usize) -> &AtomicU128 {
@@ -142,12 +165,17 @@ impl<const W: usize> Region<W> {
     }
 
     /// The counter of `key`; failing that, the first claim to one.
+    // Inlined, because a result of this size goes through memory otherwise, and is read back in
+    // other pieces than it was written in: a stall on every decision.
+    #[inline(always)]
     pub fn find(&self, key: Key) -> Found {
         let mut claim = Found::Nothing;
-        for bucket in self.pair(key) {
-            for (i, slot) in self.buckets[bucket].0.iter().enumerate() {
+        let mut bucket = self.first(key);
+        for nth in 0..2 {
+            for i in 0..W {
+                let i = i ^ Self::half(key);
                 // Ordering: as in `load`.
-                let word = Word::from_bits(slot.load(Ordering::Acquire));
+                let word = Word::from_bits(self.buckets[bucket].0[i].load(Ordering::Acquire));
                 if word.tag() == key.tag {
                     if !word.is_claim() {
                         return Found::Counter(bucket * W + i, word);
@@ -156,6 +184,9 @@ impl<const W: usize> Region<W> {
                         claim = Found::Claim(bucket * W + i, word);
                     }
                 }
+            }
+            if nth == 0 {
+                bucket = self.second(key, bucket);
             }
         }
         claim
@@ -254,8 +285,7 @@ impl<const W: usize> Region<W> {
             let mut taken = 0;
             let mut free = None;
             for i in 0..W {
-                // The half that shares a cache line with the key's other counters comes first.
-                let index = bucket * W + (i ^ if key.place & 1 == 1 { W / 2 } else { 0 });
+                let index = bucket * W + (i ^ Self::half(key));
                 let word = self.load(index);
                 if word.is_live(now_ms) {
                     taken += 1;

@@ -102,14 +102,15 @@ impl<const W: usize> Table<W> {
     }
 
     /// What is used of a counter, and nothing else: no slot is taken.
+    #[inline]
     pub fn look(&self, counter: Counter, ask: Ask) -> (Use, Option<usize>) {
         if let Found::Counter(index, word) = self.own.find(counter.key) {
             return (usage(word, ask), Some(index));
         }
-        if self.spills(ask) {
-            if let Found::Counter(_, word) = self.spill.find(counter.spill()) {
-                return (usage(word, ask), None);
-            }
+        if self.spills(ask)
+            && let Found::Counter(_, word) = self.spill.find(counter.spill())
+        {
+            return (usage(word, ask), None);
         }
         (Use { used: 0, end_ms: ask.end_ms }, None)
     }
@@ -124,10 +125,10 @@ impl<const W: usize> Table<W> {
     /// Charges `ask` to a counter, or says that it does not fit. `hint` is the slot that
     /// [`Table::look`] found, and may be stale.
     pub fn charge(&self, counter: Counter, ask: Ask, now_ms: u64, hint: Option<usize>) -> Charged {
-        if let Some(index) = hint {
-            if let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask) {
-                return answer;
-            }
+        if let Some(index) = hint
+            && let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask)
+        {
+            return answer;
         }
         loop {
             match self.own.seat(counter.key, ask.end_ms, now_ms, || self.spill_is_used(counter, ask)) {
@@ -147,6 +148,8 @@ impl<const W: usize> Table<W> {
     }
 
     /// The compare-and-swap loop around [`charged`]; `None` if the slot is no longer the key's.
+    // Inlined for the reason given at `Region::find`.
+    #[inline(always)]
     fn pay(&self, region: &Region<W>, index: usize, mut word: Word, key: Key, ask: Ask) -> Option<Charged> {
         while word.tag() == key.tag && !word.is_claim() {
             let Some(next) = charged(word, ask) else { return Some(Charged::Full(usage(word, ask))) };
@@ -168,7 +171,7 @@ impl<const W: usize> Table<W> {
             && match self.spill.find(counter.spill()) {
                 // A counter that rolled on says nothing about the window before, whatever it stands at.
                 Found::Counter(_, word) => {
-                    word.end_ms() > ask.end_ms || word.end_ms() == ask.end_ms && word.count() > 0
+                    word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
                 }
                 // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
                 Found::Claim(..) | Found::Nothing => ask.end_ms <= self.spill.horizon_ms(),

@@ -121,12 +121,11 @@ fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
 
 /// The field names that Connection lists, but for the two usual options, which name none.
 fn connection_options(headers: &HeaderMap) -> Vec<HeaderName> {
+    let is_usual = |option: &str| option.eq_ignore_ascii_case("keep-alive") || option.eq_ignore_ascii_case("close");
     let values = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
-    let options = values.flat_map(|value| value.split(',')).map(str::trim);
-    options
-        .filter(|option| !option.eq_ignore_ascii_case("close") && !option.eq_ignore_ascii_case("keep-alive"))
-        .filter_map(|option| HeaderName::from_bytes(option.as_bytes()).ok())
-        .collect()
+    let options = values.filter(|value| !is_usual(value)).flat_map(|value| value.split(',')).map(str::trim);
+    let names = options.filter(|option| !is_usual(option)).map(|option| HeaderName::from_bytes(option.as_bytes()));
+    names.filter_map(Result::ok).collect()
 }
 
 /// An address as a field value.

@@ -77,10 +77,10 @@ impl Router {
     /// of its parameters stand, in the order of the pattern.
     pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
         params.clear();
-        if !self.hosts.is_empty() {
-            if let Some(route) = self.hosts.get(asked.host).and_then(|tree| tree.find(asked, params)) {
-                return Some(route);
-            }
+        if !self.hosts.is_empty()
+            && let Some(route) = self.hosts.get(asked.host).and_then(|tree| tree.find(asked, params))
+        {
+            return Some(route);
         }
         if !self.wildcards.is_empty() {
             // The longest suffix is the most specific; `*` stands for at least one character.
@@ -127,12 +127,13 @@ impl Node {
     ) -> Option<usize> {
         let Some(start) = start else { return choose(&self.ends, asked) };
         if depth > 0 {
-            let end = asked.path[start..].find('/').map_or(asked.path.len(), |at| start + at);
+            let slash = asked.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
+            let end = slash.map_or(asked.path.len(), |at| start + at);
             let next = (end < asked.path.len()).then_some(end + 1);
-            if let Some(child) = self.literals.get(&asked.path[start..end]) {
-                if let Some(route) = child.descend(asked, next, depth - 1, params) {
-                    return Some(route);
-                }
+            if let Some(child) = self.literals.get(&asked.path[start..end])
+                && let Some(route) = child.descend(asked, next, depth - 1, params)
+            {
+                return Some(route);
             }
             if let Some(child) = self.param.as_ref().filter(|_| end > start) {
                 let known = params.len();

@@ -70,10 +70,10 @@ impl Drop for Guest {
     fn drop(&mut self) {
         let mut inside = self.drain.inside.borrow_mut();
         inside.remove(&self.id);
-        if inside.is_empty() {
-            if let Some(last) = self.drain.last.take() {
-                last.wake();
-            }
+        if inside.is_empty()
+            && let Some(last) = self.drain.last.take()
+        {
+            last.wake();
         }
     }
 }

@@ -6,6 +6,7 @@
 
 use super::key::{KeyHash, OnMissing, Part, Seed};
 use super::limit::Limit;
+use super::window::{Period, Window};
 use crate::count::charge::{Charge, Verdict, decide};
 use crate::count::region::Key;
 use crate::count::table::{Counter, Table};
@@ -77,12 +78,12 @@ impl Entry {
         &self.names
     }
 
-    fn charge(&self, layer: usize, key: KeyHash, now_ms: u64) -> Charge {
+    fn charge(&self, layer: usize, key: KeyHash, end_ms: u64) -> Charge {
         let limit = &self.rule.layers[layer];
         // Two layers of one key share a bucket, and so a cache line; more would crowd it.
         let place = key.place.wrapping_add((layer as u64 / 2).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let counter = Counter { key: Key::new(place, key.tag ^ self.layers[layer]), layer: self.layers[layer] };
-        Charge::new(counter, Ask { end_ms: limit.period.end_ms(now_ms), limit: limit.tokens, cost: self.rule.cost })
+        Charge::new(counter, Ask { end_ms, limit: limit.tokens, cost: self.rule.cost })
     }
 }
 
@@ -168,7 +169,9 @@ impl Book {
             desk.lines.truncate(first);
             for line in lines {
                 if let Some(key) = desk.keys[line.rule] {
-                    desk.charges.push(self.entries[plan.rules[line.rule]].charge(line.layer, key, now_ms));
+                    let entry = &self.entries[plan.rules[line.rule]];
+                    let end_ms = desk.window_end_ms(entry.rule.layers[line.layer].period, now_ms);
+                    desk.charges.push(entry.charge(line.layer, key, end_ms));
                     desk.lines.push(*line);
                 }
             }
@@ -193,9 +196,25 @@ pub struct Desk {
     pub lines: Vec<Line>,
     /// Positions of the shadow rules that would have refused the request.
     pub shadowed: Vec<usize>,
+    /// The window last found at each place of `charges`: most requests fall into the same.
+    windows: Vec<(Period, Window)>,
 }
 
 impl Desk {
+    /// The end of the window that a charge about to be added falls into.
+    fn window_end_ms(&mut self, period: Period, now_ms: u64) -> u64 {
+        let at = self.charges.len();
+        match self.windows.get(at) {
+            Some((known, window)) if *known == period && window.contains(now_ms) => window.end_ms,
+            _ => {
+                let window = period.window_at(now_ms);
+                self.windows.truncate(at);
+                self.windows.push((period, window));
+                window.end_ms
+            }
+        }
+    }
+
     /// The answer of one layer, or `None` if its rule does not apply to the request.
     pub fn answer(&self, line: Line) -> Option<&Charge> {
         self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])

@@ -33,6 +33,12 @@ pub struct Window {
     pub end_ms: u64,
 }
 
+impl Window {
+    pub fn contains(self, now_ms: u64) -> bool {
+        (self.start_ms..self.end_ms).contains(&now_ms)
+    }
+}
+
 impl Period {
     /// The window that the moment `now_ms` falls into.
     pub fn window_at(self, now_ms: u64) -> Window {
@@ -43,11 +49,6 @@ impl Period {
             }
             Period::Month => month_at(now_ms),
         }
-    }
-
-    /// The end of the window that the moment `now_ms` falls into.
-    pub fn end_ms(self, now_ms: u64) -> u64 {
-        self.window_at(now_ms).end_ms
     }
 
     /// The length of the shortest window of this period.
@@ -113,6 +114,9 @@ impl fmt::Display for PeriodError {
     }
 }
 
+// Kept out of line, or its arithmetic is done ahead for every decision, month or not.
+#[cold]
+#[inline(never)]
 fn month_at(now_ms: u64) -> Window {
     let (year, month) = civil_month(now_ms / DAY_MS);
     let (next_year, next_month) = if month == 12 { (year + 1, 1) } else { (year, month + 1) };

@@ -11,6 +11,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use http::{Request, Response};
+use http_body::Body;
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
@@ -27,6 +28,8 @@ pub struct Connection {
     sender: SendRequest<Upload>,
     /// `None` once the connection is closed.
     driver: Option<http1::Connection<TokioIo<Wire>, Upload>>,
+    /// Whether the last request had no body, so that its answer was the end of it.
+    plain: bool,
     /// When it was last given back to the pool.
     pub idle_since: Instant,
 }
@@ -39,7 +42,7 @@ impl Connection {
     pub async fn new(stream: TcpStream, idle_since: Instant) -> hyper::Result<Connection> {
         let (sender, driver) =
             http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(TokioIo::new(Wire(stream))).await?;
-        Ok(Connection { sender, driver: Some(driver), idle_since })
+        Ok(Connection { sender, driver: Some(driver), plain: true, idle_since })
     }
 
     /// Moves bytes as far as they go without waiting; wakes `cx` when there is more to do.
@@ -58,16 +61,22 @@ impl Connection {
         self.driver.is_some() && self.sender.is_ready()
     }
 
+    /// Whether nothing of the last exchange is left to do, once its answer has ended.
+    pub fn is_done(&mut self) -> bool {
+        self.plain || self.is_ready()
+    }
+
     /// Sends a request and waits for the head of its answer.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(&mut self, request: Request<Upload>) -> Result<Response<Incoming>, SendError> {
+        self.plain = request.body().is_end_stream();
         let mut answer = std::pin::pin!(self.sender.try_send_request(request));
         let driver = &mut self.driver;
         poll_fn(|cx| {
-            if let Some(connection) = driver {
-                if let Poll::Ready(_ended) = Pin::new(connection).poll(cx) {
-                    *driver = None;
-                }
+            if let Some(connection) = driver
+                && let Poll::Ready(_ended) = Pin::new(connection).poll(cx)
+            {
+                *driver = None;
             }
             answer.as_mut().poll(cx)
         })

@@ -109,8 +109,8 @@ impl Servers {
                     count.outcome = UpstreamOutcome::Failed;
                     let again = if fresh { None } else { error.take_message().or_else(|| repeatable(&error, spare)) };
                     request = again.ok_or_else(|| Fault::Upstream(describe(error)))?;
-                    // What failed was idle; the second try is on a connection that was not.
-                    fresh = reused;
+                    // The second try, and the last, is on a connection of its own.
+                    fresh = true;
                 }
             }
         }

@@ -19,6 +19,7 @@ const IDLE_MAX: usize = 256;
 pub struct Pool {
     server: Server,
     /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
+    #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Connection>>>,
     clock: Clock,
 }
@@ -43,14 +44,13 @@ impl Pool {
         None
     }
 
-    /// Keeps a connection for the next request, if it can take one.
+    /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
+    /// when there is one; but one that still sends a body is not kept.
     pub fn put(&self, mut connection: Box<Connection>) {
-        if connection.is_ready() {
-            let mut idle = self.idle.borrow_mut();
-            if idle.len() < IDLE_MAX {
-                connection.idle_since = self.clock.instant();
-                idle.push(connection);
-            }
+        let mut idle = self.idle.borrow_mut();
+        if idle.len() < IDLE_MAX && connection.is_done() {
+            connection.idle_since = self.clock.instant();
+            idle.push(connection);
         }
     }
 
