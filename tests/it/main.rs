@@ -1,0 +1,12 @@
+//! The integration tests: a whole gateway, real sockets, real neighbours.
+//!
+//! `world` is the language they are written in; every other module is a subject. Ports are chosen by
+//! the system and loopback only. Time is a manual clock or, where a process is under test, the real
+//! one; a test waits for a thing to happen, with a deadline, and never for time to pass.
+
+#![allow(clippy::disallowed_methods, reason = "deadlines of tests are about real time")]
+
+mod world;
+
+mod exactness;
+mod first_minutes;
