@@ -9,4 +9,6 @@
 mod world;
 
 mod exactness;
+mod files;
 mod first_minutes;
+mod httpbin;

@@ -13,6 +13,7 @@ pub mod page;
 pub mod parts;
 pub mod process;
 pub mod quota;
+pub mod twin;
 pub mod upstream;
 pub mod watch;
 

@@ -127,9 +127,9 @@ fn nginx_config(home: &str, address: SocketAddr) -> String {
                  root {home}/files;
                  autoindex on;
                  location /compressed/ {{ gzip on; gzip_min_length 1; gzip_types text/plain; root {home}/files; }}
-                 location /moved {{ return 301 /a.txt; }}
-                 location /empty {{ return 204; }}
-                 location /teapot {{ return 418 \"short and stout\\n\"; }}
+                 location = /moved {{ return 301 /a.txt; }}
+                 location = /empty {{ return 204; }}
+                 location = /teapot {{ return 418 \"short and stout\\n\"; }}
              }}
          }}"
     )
