@@ -9,6 +9,10 @@
 mod world;
 
 mod exactness;
+mod faults;
 mod files;
 mod first_minutes;
+mod framing;
 mod httpbin;
+mod passing;
+mod retry;

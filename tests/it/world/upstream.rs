@@ -252,6 +252,11 @@ impl Talk {
         self.send(reply(status, fields, body))
     }
 
+    /// Closes the connection, before the script is over.
+    pub fn hang_up(&mut self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
     /// Waits until the other side has closed the connection; `false` if it sent something instead.
     pub fn closed(&mut self) -> bool {
         self.fill().is_none()
