@@ -8,6 +8,8 @@
 
 mod world;
 
+mod bodies;
+mod cancel;
 mod exactness;
 mod faults;
 mod files;

@@ -186,6 +186,17 @@ impl Talk {
         Some(received)
     }
 
+    /// The body that belongs to a head.
+    pub fn body(&mut self, head: &Received) -> Option<Vec<u8>> {
+        let mut received = head.clone();
+        self.body_of(&mut received)?;
+        Some(received.body)
+    }
+
+    pub fn stream(&mut self) -> &mut TcpStream {
+        &mut self.stream
+    }
+
     fn body_of(&mut self, received: &mut Received) -> Option<()> {
         if received.field("transfer-encoding").is_some() {
             assert_eq!(received.all("transfer-encoding"), ["chunked"]);
