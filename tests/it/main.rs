@@ -16,5 +16,6 @@ mod files;
 mod first_minutes;
 mod framing;
 mod httpbin;
+mod malformed;
 mod passing;
 mod retry;
