@@ -8,6 +8,7 @@
 
 mod world;
 
+mod answers;
 mod bodies;
 mod cancel;
 mod exactness;
@@ -15,7 +16,9 @@ mod faults;
 mod files;
 mod first_minutes;
 mod framing;
+mod full_table;
 mod httpbin;
+mod keys;
 mod malformed;
 mod passing;
 mod retry;

@@ -35,6 +35,11 @@ impl Gateway {
         Gateway { inner: Some(inner), clock, http, admin }
     }
 
+    /// All addresses, in the order of the configuration.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().http()
+    }
+
     pub fn client(&self) -> Client {
         Client::connect(self.http)
     }
