@@ -79,6 +79,13 @@ impl Client {
         }
     }
 
+    /// One answer, or `None` if the connection was closed instead.
+    pub fn answer_or_end(&mut self) -> Option<Answer> {
+        let mut answer = self.head()?;
+        self.body_of(&mut answer, "GET");
+        Some(answer)
+    }
+
     /// Reads the head of an answer; `None` if the connection was closed before one.
     pub fn head(&mut self) -> Option<Answer> {
         let first = self.line_or_end()?;

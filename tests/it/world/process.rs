@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
 use std::{fs, thread};
 
 use super::client::{Answer, Client};
@@ -15,6 +16,7 @@ pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
 pub struct Process {
     child: Child,
+    printed: Arc<Mutex<Vec<String>>>,
     pub http: SocketAddr,
     pub admin: SocketAddr,
     pub scratch: Scratch,
@@ -39,7 +41,12 @@ impl Process {
             line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
         };
         let (http, admin) = (address("listening on http://"), address("admin on http://"));
-        Process { child, http, admin, scratch }
+        let printed = Arc::new(Mutex::new(Vec::new()));
+        thread::spawn({
+            let printed = Arc::clone(&printed);
+            move || lines.map_while(Result::ok).for_each(|line| printed.lock().unwrap().push(line))
+        });
+        Process { child, printed, http, admin, scratch }
     }
 
     pub fn config(&self) -> PathBuf {
@@ -87,6 +94,11 @@ impl Process {
             status.is_some()
         });
         status.unwrap()
+    }
+
+    /// The lines on standard output behind those that tell the addresses.
+    pub fn printed(&self) -> Vec<String> {
+        self.printed.lock().unwrap().clone()
     }
 
     pub fn stderr(&self) -> String {
