@@ -8,9 +8,12 @@
 
 mod world;
 
+mod access_log;
+mod admin;
 mod answers;
 mod bodies;
 mod cancel;
+mod clock;
 mod drain;
 mod exactness;
 mod faults;
