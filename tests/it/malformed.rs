@@ -228,7 +228,7 @@ fn heads_that_are_too_large() {
             ("many fields", many(1000), 431),
             ("many fields, large together", many(20_000), 431),
             ("a long target", target(70_000), 414),
-            ("a target that fills the buffer", target(1_000_000), 431),
+            ("a target that fills the buffer", target(200_000), 431),
             ("a long method", format!("{} / HTTP/1.1\r\nHost: a\r\n\r\n", "A".repeat(200_000)).into_bytes(), 431),
         ],
     );
