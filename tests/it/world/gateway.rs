@@ -70,11 +70,6 @@ impl Gateway {
         let answer = Client::connect(self.admin).get("/metrics").expect(200);
         Page::parse(&answer.text())
     }
-
-    pub fn drain(mut self) {
-        self.inner.take().unwrap().drain();
-        watch::assert_calm();
-    }
 }
 
 impl Drop for Gateway {
