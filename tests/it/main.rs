@@ -28,3 +28,4 @@ mod passing;
 mod reload;
 mod retry;
 mod startup;
+mod surprises;
