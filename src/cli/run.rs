@@ -34,12 +34,6 @@ pub fn run(path: &Path) -> Exit {
             return Exit::Failed;
         }
     };
-    for address in gateway.http() {
-        println!("listening on http://{address}");
-    }
-    if let Some(address) = gateway.admin() {
-        println!("admin on http://{address}");
-    }
     let runtime = match Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -73,6 +67,13 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
+    // Said only now: whoever reads it may send a signal at once.
+    for address in gateway.http() {
+        println!("listening on http://{address}");
+    }
+    if let Some(address) = gateway.admin() {
+        println!("admin on http://{address}");
+    }
     loop {
         tokio::select! {
             _ = terminate.recv() => break,

@@ -32,16 +32,18 @@ impl From<Download> for Content {
 pub struct Body {
     content: Content,
     record: Option<Record>,
+    /// How the upstream's answer broke off, until hyper has been told.
+    broken: Option<hyper::Error>,
 }
 
 impl Body {
     pub fn new(content: Content, record: Record) -> Body {
-        Body { content, record: Some(record) }
+        Body { content, record: Some(record), broken: None }
     }
 
     /// For an answer to a request whose record was lost in a panic.
     pub fn unrecorded(content: Content) -> Body {
-        Body { content, record: None }
+        Body { content, record: None, broken: None }
     }
 }
 
@@ -51,6 +53,9 @@ impl HttpBody for Body {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
+        if let Some(error) = this.broken.take() {
+            return Poll::Ready(Some(Err(error)));
+        }
         let frame = match &mut this.content {
             Content::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Upstream(download) => Pin::new(download).poll_frame(cx),
@@ -60,6 +65,13 @@ impl HttpBody for Body {
                 Ok(frame) => record.sent(frame.data_ref().map_or(0, Bytes::len)),
                 Err(error) => record.broke_off(error),
             }
+        }
+        if let Poll::Ready(Some(Err(error))) = frame {
+            // hyper drops what it has not sent yet when it hears of an error. What came before it,
+            // the head above all, goes out first: hyper flushes while it waits.
+            this.broken = Some(error);
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
         }
         frame
     }

@@ -55,13 +55,13 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>) -> Pas
         Ok(Decision::Forward { lane, stamp }) => {
             let peer = Rc::clone(peer);
             Passing::Forward(Box::pin(async move {
-                match forward(&view, &peer, lane, parts, body, &mut record).await {
-                    Ok(mut answer) => {
-                        stamp.put(answer.headers_mut());
-                        finish(answer, record)
-                    }
+                let mut answer = match forward(&view, &peer, lane, parts, body, &mut record).await {
+                    Ok(answer) => finish(answer, record),
                     Err(fault) => fail(&fault, record),
-                }
+                };
+                // A request that was admitted has consumed, whatever became of it.
+                stamp.put(answer.headers_mut());
+                answer
             }))
         }
         Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(reply.map(Content::from), record))),

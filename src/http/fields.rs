@@ -84,7 +84,12 @@ pub fn forward_request(headers: &mut HeaderMap, marks: Marks, peer: &HeaderValue
 
 /// Makes the fields of an answer ready for the client.
 pub fn forward_response(headers: &mut HeaderMap) {
-    strip(headers, Marks::of(headers), &[]);
+    let marks = Marks::of(headers);
+    if marks.has(Marks::TRANSFER_ENCODING) {
+        // Chunks overrule a length (RFC 9112, section 6.3), which would cut the body short here.
+        headers.remove(header::CONTENT_LENGTH);
+    }
+    strip(headers, marks, &[]);
 }
 
 fn lists_trailers(headers: &HeaderMap) -> bool {

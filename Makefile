@@ -1,0 +1,53 @@
+# What CI runs and what a developer runs are the same targets. `make test` and `make check` start
+# from a bare Debian machine with Rust on it, and install what they need when they are root.
+
+MODEL = tests/model/Cargo.toml
+HTTPBIN = tests/.parts/httpbin
+DENY = cargo deny --version >/dev/null 2>&1
+
+.PHONY: help test check bench model parts deny advisories
+
+help:
+	@echo "make test        run all tests; installs the servers they talk to"
+	@echo "make check       formatting, lints, documentation, licenses of dependencies"
+	@echo "make bench       CPU time per request, beside nginx and HAProxy"
+	@echo "make model       the counting room's models again, with wider bounds"
+	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
+
+# --no-fail-fast: one run shows everything that is broken.
+test: parts
+	cargo test --locked --no-fail-fast
+	cargo test --locked --no-fail-fast --release --manifest-path $(MODEL)
+
+check: deny
+	cargo fmt --check
+	cargo fmt --check --manifest-path $(MODEL)
+	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --all-targets --manifest-path $(MODEL) -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+	cargo deny --locked check bans licenses sources
+
+bench:
+	cargo build --locked --release
+	cargo bench --locked
+	python3 benches/beside.py
+
+model:
+	LOOM_MAX_PREEMPTIONS=4 cargo test --locked --release --manifest-path $(MODEL) --test models
+
+# The servers and programs that tests talk to.
+parts: $(HTTPBIN)/installed
+	tests/parts/debian.sh
+
+$(HTTPBIN)/installed: tests/parts/httpbin.txt
+	tests/parts/debian.sh
+	rm -rf $(HTTPBIN)
+	python3 -m venv $(HTTPBIN)
+	$(HTTPBIN)/bin/pip install --quiet --disable-pip-version-check --requirement tests/parts/httpbin.txt
+	touch $@
+
+deny:
+	@$(DENY) || cargo install --locked cargo-deny
+
+advisories: deny
+	cargo deny --locked check advisories

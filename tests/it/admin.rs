@@ -1,0 +1,141 @@
+//! The admin address: health, readiness, and metrics that Prometheus can read.
+
+use std::collections::HashSet;
+
+use crate::world::client::Client;
+use crate::world::eventually;
+use crate::world::gateway::Gateway;
+use crate::world::upstream::{Upstream, reply};
+
+fn toml(upstream: &Upstream) -> String {
+    format!(
+        "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000/hour\", \"3/minute\"]\n\
+         [rules.watched]\nkey = \"global\"\non_limit = \"shadow\"\nwindows = [\"1/hour\"]\n\
+         [[routes]]\nname = \"api\"\npath = \"/api/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"watched\"]\n\
+         [[routes]]\nname = \"a \\\"quoted\\\\name\\\"\"\npath = \"/q\"\nupstream = \"u\"\n",
+        upstream.toml("u")
+    )
+}
+
+#[test]
+fn health_and_readiness_are_told() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let mut client = Client::connect(gateway.admin);
+    for target in ["/healthz", "/readyz"] {
+        assert!(client.get(target).expect(200).field("content-type").unwrap().starts_with("text/plain"));
+        client.ask("HEAD", target, &[], b"").expect(200);
+    }
+    client.get("/nowhere").expect(404).problem();
+    client.post("/metrics", "").expect(405).problem();
+    // Nothing of it is on the address for everybody.
+    for target in ["/metrics", "/healthz", "/readyz"] {
+        gateway.get(target).expect(404);
+    }
+}
+
+#[test]
+fn every_metric_has_the_name_the_kind_and_the_labels_that_were_promised() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    for status in [200, 200, 200, 429, 429] {
+        gateway.get("/api/a").expect(status);
+    }
+    gateway.get("/q").expect(200);
+    gateway.get("/nowhere").expect(404);
+    eventually("all is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 7);
+    let answer = Client::connect(gateway.admin).get("/metrics").expect(200);
+    assert_eq!(answer.field("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let page = gateway.metrics();
+    for (name, kind, labels) in [
+        ("transom_requests_total", "counter", &["code", "route"][..]),
+        ("transom_request_duration_seconds", "histogram", &["route"]),
+        ("transom_decisions_total", "counter", &["outcome", "route", "rule"]),
+        ("transom_refused_total", "counter", &["rule", "window"]),
+        ("transom_decision_duration_seconds", "histogram", &[]),
+        ("transom_upstream_requests_total", "counter", &["outcome", "server", "upstream"]),
+        ("transom_upstream_duration_seconds", "histogram", &["upstream"]),
+        ("transom_connections", "gauge", &["listener"]),
+        ("transom_counters", "gauge", &["state"]),
+        ("transom_counters_overflow_total", "counter", &[]),
+        ("transom_config_reloads_total", "counter", &["outcome"]),
+        ("transom_build_info", "gauge", &["version"]),
+    ] {
+        // Reloads are the binary's business, and in `reload`.
+        if name != "transom_config_reloads_total" {
+            assert_eq!(page.kind(name), Some(kind), "{name}");
+            assert_eq!(page.labels(name), labels, "{name}");
+        }
+    }
+    let sum = |name, labels: &[(&str, &str)]| page.sum(name, labels);
+    assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "200")]), 3);
+    assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "429")]), 2);
+    assert_eq!(sum("transom_requests_total", &[("route", "a \"quoted\\name\""), ("code", "200")]), 1);
+    assert_eq!(sum("transom_requests_total", &[("route", ""), ("code", "404")]), 1);
+    assert_eq!(sum("transom_request_duration_seconds_count", &[]), 7);
+    let told =
+        |rule, outcome| sum("transom_decisions_total", &[("route", "api"), ("rule", rule), ("outcome", outcome)]);
+    assert_eq!([told("r", "admitted"), told("r", "refused"), told("r", "shadowed")], [3, 2, 0]);
+    assert_eq!([told("watched", "admitted"), told("watched", "refused"), told("watched", "shadowed")], [1, 0, 2]);
+    assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-minute")]), 2);
+    assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-hour")]), 0);
+    assert_eq!(sum("transom_decision_duration_seconds_count", &[]), 6);
+    let server = format!("http://{}", upstream.address);
+    let answered = [("upstream", "u"), ("server", server.as_str()), ("outcome", "answered")];
+    assert_eq!(sum("transom_upstream_requests_total", &answered), 4);
+    assert_eq!(sum("transom_upstream_requests_total", &[]), 4);
+    assert_eq!(sum("transom_upstream_duration_seconds_count", &[("upstream", "u")]), 4);
+    // Two layers of one client, and one of all.
+    assert_eq!(sum("transom_counters", &[("state", "live")]), 3);
+    assert!(sum("transom_counters", &[("state", "free")]) >= 1_000_000);
+    assert_eq!(sum("transom_counters_overflow_total", &[]), 0);
+    assert_eq!(sum("transom_build_info", &[("version", env!("CARGO_PKG_VERSION"))]), 1);
+}
+
+#[test]
+fn connections_are_counted_while_they_are_open() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let open = || gateway.metrics().sum("transom_connections", &[("listener", "http")]);
+    let mut clients: Vec<_> = (0..10).map(|_| gateway.client()).collect();
+    eventually("ten are open", || open() == 10);
+    clients.truncate(3);
+    eventually("three are open", || open() == 3);
+    drop(clients);
+    eventually("none is open", || open() == 0);
+}
+
+#[test]
+fn what_clients_send_never_becomes_a_label() {
+    let upstream = Upstream::answering(|received| {
+        let status = received.target.rsplit('/').next().and_then(|n| n.parse().ok()).unwrap_or(200);
+        reply(status, &[], b"")
+    });
+    let gateway = Gateway::start(&toml(&upstream).replace("3/minute", "100000/minute"));
+    let mut client = gateway.client();
+    let mut ask = |n: usize| {
+        let fields = [("X-User", &*format!("u{n}")), ("Host", &*format!("h{n}.test"))];
+        client.get_with(&format!("/api/{n}x"), &fields).expect(200);
+        client.ask(&format!("METHOD{n}"), &format!("/none/{n}"), &[], b"").expect(404);
+    };
+    ask(0);
+    eventually("it is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 2);
+    let families: HashSet<String> = gateway.metrics().families().into_iter().map(str::to_owned).collect();
+    let before = gateway.metrics().series();
+    (1..200).for_each(&mut ask);
+    eventually("all are recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 400);
+    let page = gateway.metrics();
+    assert_eq!(page.series(), before);
+    assert_eq!(page.families(), families.iter().map(String::as_str).collect());
+}
+
+#[test]
+fn a_silent_scraper_does_not_keep_others_from_scraping() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let _silent: Vec<_> = (0..50)
+        .map(|n| {
+            let mut client = Client::connect(gateway.admin);
+            client.send(&b"GET /metrics HTTP/1.1\r\nHost: a"[..n % 20]);
+            client
+        })
+        .collect();
+    Client::connect(gateway.admin).get("/metrics").expect(200);
+}

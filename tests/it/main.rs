@@ -1,0 +1,31 @@
+//! The integration tests: a whole gateway, real sockets, real neighbours.
+//!
+//! `world` is the language they are written in; every other module is a subject. Ports are chosen by
+//! the system and loopback only. Time is a manual clock or, where a process is under test, the real
+//! one; a test waits for a thing to happen, with a deadline, and never for time to pass.
+
+#![allow(clippy::disallowed_methods, reason = "deadlines of tests are about real time")]
+
+mod world;
+
+mod access_log;
+mod admin;
+mod answers;
+mod bodies;
+mod cancel;
+mod clock;
+mod drain;
+mod exactness;
+mod faults;
+mod files;
+mod first_minutes;
+mod framing;
+mod full_table;
+mod httpbin;
+mod keys;
+mod malformed;
+mod passing;
+mod reload;
+mod retry;
+mod startup;
+mod surprises;

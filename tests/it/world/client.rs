@@ -1,0 +1,269 @@
+//! A blocking HTTP/1.1 client over one raw connection, and the answers it gets.
+//!
+//! It sends what the test says, byte for byte, and reads strictly: an answer that is not framed as
+//! RFC 9112 has it fails the test.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+
+use serde_json::Value;
+
+use super::DEADLINE;
+
+/// The Host of every request that names no other.
+pub const HOST: &str = "gateway.test";
+
+pub struct Client {
+    pub stream: TcpStream,
+    received: Vec<u8>,
+}
+
+impl Client {
+    pub fn connect(address: SocketAddr) -> Client {
+        Client::over(TcpStream::connect(address).unwrap())
+    }
+
+    pub fn over(stream: TcpStream) -> Client {
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_write_timeout(Some(DEADLINE)).unwrap();
+        Client { stream, received: Vec::new() }
+    }
+
+    /// Sends bytes as they are.
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client {
+        self.stream.write_all(bytes.as_ref()).unwrap();
+        self
+    }
+
+    /// Sends bytes that the gateway may refuse to take: it may have closed already.
+    pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client {
+        let _ = self.stream.write_all(bytes.as_ref());
+        self
+    }
+
+    pub fn get(&mut self, target: &str) -> Answer {
+        self.ask("GET", target, &[], b"")
+    }
+
+    pub fn get_with(&mut self, target: &str, fields: &[(&str, &str)]) -> Answer {
+        self.ask("GET", target, fields, b"")
+    }
+
+    pub fn post(&mut self, target: &str, body: impl AsRef<[u8]>) -> Answer {
+        self.ask("POST", target, &[], body.as_ref())
+    }
+
+    /// Sends a request and reads its answer. A body that is not empty gets a Content-Length.
+    pub fn ask(&mut self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
+        self.send(request(method, target, fields, body));
+        self.answer_to(method)
+    }
+
+    pub fn answer(&mut self) -> Answer {
+        self.answer_to("GET")
+    }
+
+    /// Reads one answer, with the interim ones before it. `method` decides whether it has a body.
+    pub fn answer_to(&mut self, method: &str) -> Answer {
+        let mut interim = Vec::new();
+        loop {
+            let mut answer = self.head().unwrap_or_else(|| panic!("closed without an answer to {method}"));
+            if (100..200).contains(&answer.status) {
+                interim.push(answer.status);
+                continue;
+            }
+            answer.interim = interim;
+            self.body_of(&mut answer, method);
+            return answer;
+        }
+    }
+
+    /// One answer, or `None` if the connection was closed instead.
+    pub fn answer_or_end(&mut self) -> Option<Answer> {
+        let mut answer = self.head()?;
+        self.body_of(&mut answer, "GET");
+        Some(answer)
+    }
+
+    /// Reads the head of an answer; `None` if the connection was closed before one.
+    pub fn head(&mut self) -> Option<Answer> {
+        let first = self.line_or_end()?;
+        let (version, rest) = first.split_once(' ').unwrap_or_else(|| panic!("no status line: {first:?}"));
+        let status = rest.get(..3).and_then(|digits| digits.parse().ok());
+        let status = status.unwrap_or_else(|| panic!("no status code: {first:?}"));
+        assert!(version == "HTTP/1.1" || version == "HTTP/1.0", "{first:?}");
+        let mut answer = Answer { version: version.to_owned(), status, ..Answer::default() };
+        answer.fields = self.fields();
+        Some(answer)
+    }
+
+    pub fn body_of(&mut self, answer: &mut Answer, method: &str) {
+        let lengths = answer.all("content-length");
+        if method == "HEAD" || [204, 304].contains(&answer.status) {
+            return;
+        }
+        match answer.field("transfer-encoding") {
+            Some(coding) => {
+                assert_eq!(coding, "chunked");
+                assert!(lengths.is_empty(), "Content-Length beside Transfer-Encoding");
+                answer.chunked = true;
+                while let Some(chunk) = self.chunk() {
+                    answer.body.extend(chunk);
+                }
+                answer.trailers = self.fields();
+            }
+            None if !lengths.is_empty() => {
+                assert_eq!(lengths.len(), 1, "{lengths:?}");
+                let length = lengths[0].parse().unwrap();
+                answer.body = self.exactly(length);
+            }
+            None => answer.body = self.rest(),
+        }
+    }
+
+    /// The next chunk; `None` for the last. Trailers stay to be read.
+    pub fn chunk(&mut self) -> Option<Vec<u8>> {
+        let size = self.line();
+        let size = usize::from_str_radix(&size, 16).unwrap_or_else(|_| panic!("no chunk size: {size:?}"));
+        if size == 0 {
+            return None;
+        }
+        let chunk = self.exactly(size);
+        assert_eq!(self.exactly(2), b"\r\n");
+        Some(chunk)
+    }
+
+    fn fields(&mut self) -> Vec<(String, String)> {
+        let mut fields = Vec::new();
+        loop {
+            let line = self.line();
+            if line.is_empty() {
+                return fields;
+            }
+            let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("no field: {line:?}"));
+            fields.push((name.to_ascii_lowercase(), value.trim().to_owned()));
+        }
+    }
+
+    fn line(&mut self) -> String {
+        self.line_or_end().expect("the connection ended within a message")
+    }
+
+    /// A line without its end, obs-text as Latin-1; `None` at the end of the connection.
+    fn line_or_end(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self.received.windows(2).position(|two| two == b"\r\n") {
+                let line: Vec<u8> = self.received.drain(..end + 2).take(end).collect();
+                return Some(line.into_iter().map(char::from).collect());
+            }
+            if !self.fill() {
+                assert!(self.received.is_empty(), "ended within a line: {:?}", String::from_utf8_lossy(&self.received));
+                return None;
+            }
+        }
+    }
+
+    pub fn exactly(&mut self, length: usize) -> Vec<u8> {
+        while self.received.len() < length {
+            assert!(self.fill(), "ended after {} of {length} bytes", self.received.len());
+        }
+        self.received.drain(..length).collect()
+    }
+
+    /// Everything until the connection ends.
+    pub fn rest(&mut self) -> Vec<u8> {
+        while self.fill() {}
+        std::mem::take(&mut self.received)
+    }
+
+    /// Reads what there is; `false` at the end. A reset is an end as well.
+    fn fill(&mut self) -> bool {
+        let mut piece = [0; 16 * 1024];
+        match self.stream.read(&mut piece) {
+            Ok(n) => {
+                self.received.extend_from_slice(&piece[..n]);
+                n > 0
+            }
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => false,
+            Err(error) => panic!("no answer: {error}"),
+        }
+    }
+
+    /// Fails unless the gateway closes the connection, without another byte.
+    pub fn expect_closed(&mut self) {
+        let rest = self.rest();
+        assert!(rest.is_empty(), "more after the answer: {:?}", String::from_utf8_lossy(&rest));
+    }
+
+    /// Says that no more will come, if the other side still listens, but goes on reading.
+    pub fn finish(&mut self) -> &mut Client {
+        let _ = self.stream.shutdown(Shutdown::Write);
+        self
+    }
+}
+
+/// A request as bytes. `host` among the fields replaces the usual one.
+pub fn request(method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
+    let mut text = format!("{method} {target} HTTP/1.1\r\n");
+    if !fields.iter().any(|(name, _)| name.eq_ignore_ascii_case("host")) {
+        text.push_str(&format!("Host: {HOST}\r\n"));
+    }
+    for (name, value) in fields {
+        text.push_str(&format!("{name}: {value}\r\n"));
+    }
+    if !body.is_empty() {
+        text.push_str(&format!("Content-Length: {}\r\n", body.len()));
+    }
+    text.push_str("\r\n");
+    let mut bytes = text.into_bytes();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Answer {
+    pub version: String,
+    pub status: u16,
+    /// Names in lower case, in the order they came.
+    pub fields: Vec<(String, String)>,
+    pub body: Vec<u8>,
+    pub chunked: bool,
+    pub trailers: Vec<(String, String)>,
+    /// The interim answers before this one.
+    pub interim: Vec<u16>,
+}
+
+impl Answer {
+    #[track_caller]
+    pub fn expect(self, status: u16) -> Answer {
+        assert_eq!(self.status, status, "{:?} {}", self.fields, self.text());
+        self
+    }
+
+    pub fn field(&self, name: &str) -> Option<&str> {
+        self.fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+    }
+
+    pub fn all(&self, name: &str) -> Vec<&str> {
+        self.fields.iter().filter(|(known, _)| known == name).map(|(_, value)| value.as_str()).collect()
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
+    /// Fails unless this is a problem document that says the same status as the answer.
+    #[track_caller]
+    pub fn problem(&self) -> Value {
+        assert_eq!(self.field("content-type"), Some("application/problem+json"), "{self:?}");
+        let problem = self.json();
+        assert_eq!(problem["status"], self.status, "{problem}");
+        assert!(problem["title"].is_string() && problem["type"].is_string(), "{problem}");
+        problem
+    }
+}

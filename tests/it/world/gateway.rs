@@ -1,0 +1,94 @@
+//! A gateway in this process, with a clock that only the test moves.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use transom::clock::Clock;
+use transom::config::{self, Config};
+use transom::run;
+
+use super::client::{Answer, Client};
+use super::page::Page;
+use super::watch;
+
+/// When every gateway starts, unless the test says otherwise: the first second of a minute.
+pub const START_S: u64 = 1_700_000_100;
+
+pub struct Gateway {
+    inner: Option<run::Gateway>,
+    pub clock: Clock,
+    pub http: SocketAddr,
+    pub admin: SocketAddr,
+}
+
+impl Gateway {
+    pub fn start(toml: &str) -> Gateway {
+        Gateway::start_at(toml, START_S)
+    }
+
+    /// Starts at a time of the test's choice, Unix seconds.
+    pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
+        watch::begin();
+        let clock = Clock::manual(unix_s * 1000);
+        let inner = run::Gateway::start(read(toml), clock.clone()).unwrap();
+        let (http, admin) = (inner.http()[0], inner.admin().unwrap());
+        Gateway { inner: Some(inner), clock, http, admin }
+    }
+
+    /// All addresses, in the order of the configuration.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().http()
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(self.http)
+    }
+
+    /// One request on a connection of its own.
+    pub fn get(&self, target: &str) -> Answer {
+        self.client().get(target)
+    }
+
+    pub fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> Answer {
+        self.client().get_with(target, fields)
+    }
+
+    pub fn advance(&self, by: Duration) {
+        self.clock.advance(by);
+    }
+
+    pub fn advance_s(&self, seconds: u64) {
+        self.advance(Duration::from_secs(seconds));
+    }
+
+    pub fn reload(&mut self, toml: &str) {
+        self.inner.as_mut().unwrap().reload(read(toml)).unwrap();
+    }
+
+    /// A scrape, checked to be valid.
+    pub fn metrics(&self) -> Page {
+        let answer = Client::connect(self.admin).get("/metrics").expect(200);
+        Page::parse(&answer.text())
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        drop(self.inner.take());
+        watch::assert_calm();
+    }
+}
+
+/// Reads a configuration; ports are the system's to choose unless it says otherwise.
+fn read(toml: &str) -> Config {
+    let toml = with_listen(toml);
+    config::read(&toml).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+}
+
+pub fn with_listen(toml: &str) -> String {
+    if toml.contains("[listen]") || toml.contains("listen =") {
+        toml.to_owned()
+    } else {
+        format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{toml}")
+    }
+}

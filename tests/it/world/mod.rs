@@ -1,0 +1,80 @@
+//! The language of the integration tests.
+//!
+//! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
+//! binary; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point; `upstream` is
+//! a server that follows a script and remembers what it received; `parts` are real servers from
+//! Debian and PyPI; `quota` and `page` read what the gateway says about limits and metrics.
+//!
+//! A panic in any thread of a gateway or an upstream fails the test: see `watch`.
+
+pub mod client;
+pub mod gateway;
+pub mod page;
+pub mod parts;
+pub mod process;
+pub mod quota;
+pub mod twin;
+pub mod upstream;
+pub mod watch;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long anything may take before the test gives up on it. Generous: machines are busy.
+pub const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Waits until something holds, and fails if it does not within the deadline.
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A configuration with one route for everything, without rules.
+pub fn pass_all(upstream: &upstream::Upstream) -> String {
+    format!("{}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
+}
+
+/// A configuration of one rule, called `r`, on everything that goes to the built-in upstream.
+pub fn one_rule(rule: &str) -> String {
+    format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\n{rule}\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n"
+    )
+}
+
+/// A directory that is removed with the test.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Scratch {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("transom-it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = std::env::temp_dir().join(name);
+        fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.join(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A directory that stays behind is no failure of what was tested.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

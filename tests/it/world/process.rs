@@ -1,0 +1,140 @@
+//! The real binary as a process: signals, exit codes, and what it prints.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::{fs, thread};
+
+use super::client::{Answer, Client};
+use super::gateway::with_listen;
+use super::page::Page;
+use super::{Scratch, eventually};
+
+pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
+
+pub struct Process {
+    child: Child,
+    printed: Arc<Mutex<Vec<String>>>,
+    pub http: SocketAddr,
+    pub admin: SocketAddr,
+    pub scratch: Scratch,
+}
+
+impl Process {
+    pub fn spawn(toml: &str) -> Process {
+        Process::spawn_by(Command::new(BINARY), toml, Scratch::new())
+    }
+
+    /// Like `spawn`, through a command that runs the binary, such as one that fakes the time.
+    pub fn spawn_by(mut command: Command, toml: &str, scratch: Scratch) -> Process {
+        let file = scratch.write("gateway.toml", with_listen(toml));
+        let log = fs::File::create(scratch.path().join("stderr")).unwrap();
+        command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut address = |prefix: &str| {
+            let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
+                panic!("it did not start: {}", fs::read_to_string(scratch.path().join("stderr")).unwrap())
+            });
+            line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
+        };
+        let (http, admin) = (address("listening on http://"), address("admin on http://"));
+        let printed = Arc::new(Mutex::new(Vec::new()));
+        thread::spawn({
+            let printed = Arc::clone(&printed);
+            move || lines.map_while(Result::ok).for_each(|line| printed.lock().unwrap().push(line))
+        });
+        Process { child, printed, http, admin, scratch }
+    }
+
+    pub fn config(&self) -> PathBuf {
+        self.scratch.path().join("gateway.toml")
+    }
+
+    pub fn rewrite(&self, toml: &str) {
+        // In one step, as editors and configuration managers do it.
+        let new = self.scratch.write("gateway.toml.new", with_listen(toml));
+        fs::rename(new, self.config()).unwrap();
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(self.http)
+    }
+
+    pub fn get(&self, target: &str) -> Answer {
+        self.client().get(target)
+    }
+
+    pub fn admin_get(&self, target: &str) -> Answer {
+        Client::connect(self.admin).get(target)
+    }
+
+    pub fn metrics(&self) -> Page {
+        Page::parse(&self.admin_get("/metrics").expect(200).text())
+    }
+
+    /// `TERM`, `INT` or `HUP`.
+    pub fn signal(&self, name: &str) {
+        signal(self.child.id(), name);
+    }
+
+    /// Waits until a reload with this outcome has been counted `times` times.
+    pub fn reloaded(&self, outcome: &str, times: u64) {
+        eventually("the reload is counted", || {
+            self.metrics().sum("transom_config_reloads_total", &[("outcome", outcome)]) == times
+        });
+    }
+
+    pub fn wait(&mut self) -> ExitStatus {
+        let mut status = None;
+        eventually("the process ends", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+
+    /// The lines on standard output behind those that tell the addresses.
+    pub fn printed(&self) -> Vec<String> {
+        self.printed.lock().unwrap().clone()
+    }
+
+    pub fn stderr(&self) -> String {
+        fs::read_to_string(self.scratch.path().join("stderr")).unwrap()
+    }
+
+    /// A number of `/proc/PID/status` in kB, such as `VmHWM`.
+    pub fn memory_kb(&self, name: &str) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let log = self.stderr();
+        if thread::panicking() {
+            eprintln!("the gateway said:\n{log}");
+        } else {
+            assert!(!log.contains("panicked at"), "the gateway panicked:\n{log}");
+        }
+    }
+}
+
+/// Sends a signal to a process.
+pub fn signal(pid: u32, name: &str) {
+    let sent = Command::new("sh").arg("-c").arg(format!("kill -{name} {pid}")).status().unwrap();
+    assert!(sent.success());
+}
+
+/// Runs the binary to its end: exit code, what it printed, what it complained about.
+pub fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::new(BINARY).args(arguments).stdin(Stdio::null()).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}

@@ -1,0 +1,41 @@
+//! Reads the fields that tell a client about its limits (RFC 9651 lists of strings with integers).
+
+use super::client::Answer;
+
+/// One item of `RateLimit` or `RateLimit-Policy`: its name, and its parameters in order.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Item {
+    pub name: String,
+    pub params: Vec<(String, u64)>,
+}
+
+impl Item {
+    pub fn get(&self, key: &str) -> u64 {
+        let value = self.params.iter().find(|(name, _)| name == key).map(|(_, value)| *value);
+        value.unwrap_or_else(|| panic!("no `{key}` in {self:?}"))
+    }
+}
+
+/// All items of a field, which may be given on several lines.
+pub fn items(answer: &Answer, field: &str) -> Vec<Item> {
+    let text = answer.all(field).join(", ");
+    text.split(", ").filter(|item| !item.is_empty()).map(item).collect()
+}
+
+fn item(text: &str) -> Item {
+    let mut parts = text.split(';');
+    let name = parts.next().and_then(|name| name.strip_prefix('"')?.strip_suffix('"'));
+    let name = name.unwrap_or_else(|| panic!("no string: {text:?}"));
+    let param = |param: &str| {
+        let (key, value) = param.split_once('=').unwrap_or_else(|| panic!("no parameter: {text:?}"));
+        (key.to_owned(), value.parse().unwrap_or_else(|_| panic!("no integer: {text:?}")))
+    };
+    Item { name: name.to_owned(), params: parts.map(param).collect() }
+}
+
+/// What remains in a layer after an answer.
+pub fn remaining(answer: &Answer, layer: &str) -> u64 {
+    let items = items(answer, "ratelimit");
+    let item = items.iter().find(|item| item.name == layer);
+    item.unwrap_or_else(|| panic!("no `{layer}` in {items:?}")).get("r")
+}

@@ -1,0 +1,33 @@
+//! Notices panics in the threads of a gateway that runs in this process.
+//!
+//! A gateway survives a panic by design and answers 500, so a test could pass beside one. Every
+//! gateway that ends asks here, and fails its test if any has panicked. Threads are told by their
+//! names; the test runner names its own after the tests.
+
+use std::panic;
+use std::sync::{Mutex, Once, PoisonError};
+use std::thread;
+
+static SEEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Begins to watch, once for the whole process.
+pub fn begin() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            let thread = thread::current();
+            let name = thread.name().unwrap_or("");
+            if name.starts_with("loop-") || name == "admin" || name == "access-log" {
+                SEEN.lock().unwrap_or_else(PoisonError::into_inner).push(format!("{name}: {info}"));
+            }
+            before(info);
+        }));
+    });
+}
+
+/// Fails if a thread of any gateway has panicked so far.
+pub fn assert_calm() {
+    let seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    assert!(seen.is_empty() || thread::panicking(), "a gateway panicked: {seen:?}");
+}

@@ -1,0 +1,40 @@
+#!/bin/sh
+# Installs the Debian packages whose programs the tests use, if one is missing. Without root, says
+# what to run, and fails: a test without its counterpart proves nothing.
+set -eu
+
+missing=
+# need PACKAGE COMMAND...: the package is missing if the command fails.
+need() {
+    package=$1
+    shift
+    "$@" >/dev/null 2>&1 || missing="$missing $package"
+}
+
+PATH=$PATH:/usr/sbin:/sbin
+need curl command -v curl
+need faketime command -v faketime
+need nginx-light command -v nginx
+need procps command -v kill
+need python3 command -v python3
+need python3-venv python3 -c 'import ensurepip'
+need redis-server command -v redis-server
+
+[ -n "$missing" ] || exit 0
+
+install="apt-get install --yes --no-install-recommends$missing"
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "The tests need programs that are not installed. As root:" >&2
+    echo "    apt-get update && $install" >&2
+    exit 1
+fi
+export DEBIAN_FRONTEND=noninteractive
+# No service is started: the tests start their own, on their own ports.
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+    trap 'rm -f "$policy"' EXIT
+fi
+apt-get update
+$install
