@@ -33,7 +33,7 @@ bench:
 	python3 benches/beside.py
 
 model:
-	LOOM_MAX_PREEMPTIONS=4 cargo test --locked --release --manifest-path $(MODEL) --test models
+	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
 
 # The servers and programs that tests talk to.
 parts: $(HTTPBIN)/installed

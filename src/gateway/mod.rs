@@ -33,6 +33,7 @@ use hall::{Hall, Peer, Scratch, Target, View};
 use record::Record;
 
 /// A request on its way: what needs no upstream is answered at once, without a future.
+#[allow(clippy::large_enum_variant, reason = "the large one is there to save an allocation")]
 pub enum Passing {
     /// `None` once it was taken.
     Done(Option<Response<Body>>),
