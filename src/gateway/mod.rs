@@ -46,13 +46,16 @@ enum Decision {
     Refuse(Reply),
 }
 
-/// Takes a request from its head to the head of its answer.
-pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>) -> Passing {
+/// Takes a request from its head to the head of its answer. `doubtful`: it may have given a length
+/// beside its chunks.
+pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtful: bool) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
     let mut record = Record::new(hall, &view, peer.address, &parts, now);
-    match decide(hall, &view, peer, &mut parts, now, &mut record) {
+    let decision =
+        if doubtful { Err(Fault::DOUBTFUL_LENGTH) } else { decide(hall, &view, peer, &mut parts, now, &mut record) };
+    match decision {
         Ok(Decision::Forward { lane, stamp }) => {
             let peer = Rc::clone(peer);
             Passing::Forward(Box::pin(async move {

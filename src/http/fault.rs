@@ -61,6 +61,9 @@ pub enum Fault {
 }
 
 impl Fault {
+    /// The head may give two ends to the body.
+    pub const DOUBTFUL_LENGTH: Fault = Fault::Framing("both Transfer-Encoding and Content-Length are given");
+
     pub fn side(&self) -> Side {
         match self {
             Fault::Target(_)

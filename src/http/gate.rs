@@ -45,7 +45,7 @@ fn framing(headers: &HeaderMap) -> Result<(), Fault> {
         (None, _) => Ok(()),
         (Some(coding), None) if coding.as_bytes().eq_ignore_ascii_case(b"chunked") => {
             if headers.contains_key(header::CONTENT_LENGTH) {
-                return Err(Fault::Framing("both Transfer-Encoding and Content-Length are given"));
+                return Err(Fault::DOUBTFUL_LENGTH);
             }
             Ok(())
         }

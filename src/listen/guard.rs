@@ -4,7 +4,7 @@
 //! becomes a problem document. A head that takes too long is answered too. And a connection that is closed while the client still sends is not reset under the answer: what comes is read and
 //! thrown away for a moment, as RFC 9112, section 9.6 advises.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
@@ -25,6 +25,9 @@ use crate::wire::Wire;
 const LINGER_BYTES: usize = 256 * 1024;
 const LINGER: Duration = Duration::from_secs(1);
 
+/// Room for the next head that a connection keeps.
+const HEAD_KEPT_BYTES: usize = 1024;
+
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
 pub struct Stage {
@@ -34,8 +37,12 @@ pub struct Stage {
     unflushed: Cell<bool>,
     /// Bytes of a head have come that is not complete.
     heard: Cell<bool>,
-    /// The head took too long.
-    late: Cell<bool>,
+    /// What came last while nothing was under way: a head, and what was sent along with it.
+    head: RefCell<Vec<u8>>,
+    /// A request has begun since, so that the next bytes are those of another.
+    begun: Cell<bool>,
+    /// What to say when the connection is dropped.
+    parting: RefCell<Option<Fault>>,
     /// Limits the wait for a head, and what stands still while it is answered.
     timer: Rc<Timer>,
     head_limit: Duration,
@@ -49,7 +56,9 @@ impl Stage {
             busy: Cell::new(false),
             unflushed: Cell::new(false),
             heard: Cell::new(false),
-            late: Cell::new(false),
+            head: RefCell::default(),
+            begun: Cell::new(false),
+            parting: RefCell::default(),
             timer,
             head_limit,
         };
@@ -66,6 +75,38 @@ impl Stage {
         self.busy.set(true);
         self.unflushed.set(true);
         self.heard.set(false);
+        self.begun.set(true);
+    }
+
+    /// Bytes have come while nothing was under way.
+    fn hear(&self, bytes: &[u8]) {
+        self.heard.set(true);
+        let mut head = self.head.borrow_mut();
+        if self.begun.take() {
+            head.clear();
+            head.shrink_to(HEAD_KEPT_BYTES);
+        }
+        head.extend_from_slice(bytes);
+    }
+
+    /// Whether a head that came with this request gives both chunks and a length for its body. hyper
+    /// leaves the length out, so only the bytes can tell. They are kept of what came while nothing
+    /// was under way; behind that, what RFC 9112, section 6.3 says holds: the chunks count, and the
+    /// connection is closed.
+    pub fn gives_length_beside_chunks(&self) -> bool {
+        let head = self.head.borrow();
+        let lines = head.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
+        let (mut chunks, mut length) = (false, false);
+        for line in lines {
+            let name = line.split(|byte| *byte == b':').next().unwrap_or_default();
+            chunks |= name.eq_ignore_ascii_case(b"transfer-encoding");
+            length |= name.eq_ignore_ascii_case(b"content-length");
+            // Behind a head with a body comes the body, which may look like anything.
+            if (chunks && length) || (line.is_empty() && (chunks || length)) {
+                break;
+            }
+        }
+        chunks && length
     }
 
     /// Its answer has been handed over to the last byte.
@@ -77,8 +118,15 @@ impl Stage {
     /// Whether the wait for a head has lasted too long; wakes the task when it has.
     pub fn poll_late(&self, cx: &Context<'_>) -> bool {
         let late = !self.busy.get() && self.timer.poll_up(cx);
-        self.late.set(late);
+        if late && self.heard.get() {
+            self.parting.replace(Some(Fault::HeadTimeout));
+        }
         late
+    }
+
+    /// hyper gave up on what it read.
+    pub fn head_is_malformed(&self) {
+        self.parting.replace(Some(Fault::Malformed));
     }
 
     fn is_quiet(&self) -> bool {
@@ -91,6 +139,7 @@ pub struct Guard {
     stage: Rc<Stage>,
     /// What is sent instead of hyper's own answer.
     instead: Bytes,
+    replaced: bool,
     lingered: usize,
     until: Option<Pin<Box<Sleep>>>,
     shut: bool,
@@ -103,6 +152,7 @@ impl Guard {
             stream: Wire(stream),
             stage,
             instead: Bytes::new(),
+            replaced: false,
             lingered: 0,
             until: None,
             shut: false,
@@ -112,13 +162,14 @@ impl Guard {
 
     /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
     fn replaces(&mut self, start: &[u8]) -> bool {
-        if !self.stage.is_quiet() || !self.instead.is_empty() {
+        if !self.stage.is_quiet() || self.replaced {
             return false;
         }
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
             self.instead = written(&reply::fault(&reply::fault_of_parser(status)));
+            self.replaced = true;
         }
         status.is_some()
     }
@@ -156,7 +207,7 @@ impl AsyncRead for Guard {
         let came = buffer.filled().len() > before;
         this.at_end |= !came;
         if came && !this.stage.busy.get() {
-            this.stage.heard.set(true);
+            this.stage.hear(&buffer.filled()[before..]);
         }
         Poll::Ready(read)
     }
@@ -210,11 +261,12 @@ impl AsyncWrite for Guard {
 }
 
 impl Drop for Guard {
-    /// When a head takes too long the connection is dropped as it is. The buffer of a socket on which
+    /// Where hyper says nothing, and a head that takes too long. The buffer of a socket on which
     /// nothing is under way has room for the answer.
     fn drop(&mut self) {
-        if self.stage.late.get() && self.stage.heard.get() && self.stage.is_quiet() && !self.at_end {
-            let _ = self.stream.0.try_write(&written(&reply::fault(&Fault::HeadTimeout)));
+        let parting = self.stage.parting.take();
+        if let Some(fault) = parting.filter(|_| self.stage.is_quiet() && !self.replaced && !self.at_end) {
+            let _ = self.stream.0.try_write(&written(&reply::fault(&fault)));
         }
     }
 }

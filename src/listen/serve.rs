@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Request, Response, header};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -51,6 +51,9 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
         }
     });
     if let Err(error) = ended.await {
+        if error.is_parse() {
+            stage.head_is_malformed();
+        }
         tracing::debug!(%address, %error, "a client connection broke off");
     }
     hall.meter.disconnected();
@@ -69,8 +72,10 @@ impl Service<Request<Incoming>> for Door {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
+        let doubtful =
+            request.headers().contains_key(header::TRANSFER_ENCODING) && self.stage.gives_length_beside_chunks();
         self.stage.begin();
-        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request)));
+        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubtful)));
         Answering {
             passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),
             stage: Rc::clone(&self.stage),
