@@ -144,6 +144,17 @@ pub struct PathPattern {
     pub segments: Vec<Segment>,
 }
 
+impl PathPattern {
+    /// The names of the parameters, in their order.
+    pub fn param_names(&self) -> Vec<&str> {
+        let names = self.segments.iter().filter_map(|segment| match segment {
+            Segment::Param(name) | Segment::Rest(name) => Some(name.as_str()),
+            Segment::Literal(_) => None,
+        });
+        names.collect()
+    }
+}
+
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum Segment {
     Literal(String),

@@ -10,13 +10,13 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 
-use super::snapshot::{Lane, Snapshot};
+use super::snapshot::{Lane, Slate, Snapshot};
 use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
 use crate::http::fields;
-use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter};
+use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::book::Desk;
 use crate::timer::{Timer, Timers};
@@ -54,7 +54,9 @@ pub struct View {
     pub snapshot: Arc<Snapshot>,
     /// One for each lane.
     pub meters: Vec<RouteMeter>,
-    /// `RateLimit-Policy` of each lane; this loop's own copy, so that loops do not share its count
+    /// One for each slate.
+    pub windows: Vec<WindowMeter>,
+    /// `RateLimit-Policy` of each slate; this loop's own copy, so that loops do not share its count
     /// of references.
     pub policies: Vec<Option<HeaderValue>>,
     /// For requests that no route took.
@@ -131,10 +133,17 @@ impl View {
         access: Option<Sink>,
         known: &HashMap<(String, u16), Rc<Pool>>,
     ) -> View {
-        let meter = |lane: &Lane| {
-            let rules = lane.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule]);
-            let rules: Vec<_> = rules.map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
-            RouteMeter::new(registry, owner, &lane.name, &rules)
+        let rules =
+            |slate: &Slate| slate.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
+        let meter = |(lane, ready): (usize, &Lane)| {
+            let names: Vec<&str> =
+                rules(snapshot.slate_of(ready)).iter().map(|entry| entry.rule.name.as_str()).collect();
+            RouteMeter::new(registry, owner, snapshot.name_of(lane), &names)
+        };
+        let windows = |slate: &Slate| {
+            let layers: Vec<_> =
+                rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
+            WindowMeter::new(registry, owner, &layers)
         };
         let mut pools: HashMap<(String, u16), Rc<Pool>> = HashMap::new();
         let mut pool = |server: &Server| {
@@ -153,8 +162,9 @@ impl View {
             }
         };
         View {
-            meters: snapshot.lanes.iter().map(meter).collect(),
-            policies: snapshot.lanes.iter().map(|lane| lane.sheet.policy()).collect(),
+            meters: snapshot.lanes.iter().enumerate().map(meter).collect(),
+            windows: snapshot.slates.iter().map(windows).collect(),
+            policies: snapshot.slates.iter().map(|slate| slate.sheet.policy()).collect(),
             unrouted: RouteMeter::new(registry, owner, "", &[]),
             targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
             access,

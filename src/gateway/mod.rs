@@ -103,6 +103,7 @@ fn decide(
     let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path };
     let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
     let lane = &snapshot.lanes[lane_index];
+    let slate = snapshot.slate_of(lane);
     record.route(lane_index);
 
     let caller = Caller {
@@ -112,18 +113,18 @@ fn decide(
         path: &path,
         params,
         headers: &parts.headers,
-        route: &lane.name,
+        route: snapshot.name_of(lane_index),
     };
     desk.keys.clear();
-    for identity in &lane.identities {
+    for identity in &slate.identities {
         desk.keys.push(identity.of(&caller)?);
     }
-    let verdict = snapshot.book.judge(&lane.plan, &hall.table, now.unix_ms, desk);
+    let verdict = snapshot.book.judge(&slate.plan, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
-    record.decision(lane, desk, verdict);
-    let stamp = lane.sheet.render(desk, view.policies[lane_index].as_ref(), now.unix_ms, text);
+    record.decision(lane.slate as usize, desk, verdict);
+    let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
     if verdict != Verdict::Admitted {
-        let reply = reply::refusal(&snapshot.book, &lane.plan, desk, now.unix_ms, stamp);
+        let reply = reply::refusal(&snapshot.book, &slate.plan, desk, now.unix_ms, stamp);
         return Ok(Decision::Refuse(reply));
     }
     let marks = clear.marks;
@@ -160,7 +161,7 @@ async fn forward(
 ) -> Result<Response<Content>, Fault> {
     let snapshot = &*view.snapshot;
     let body = if body.is_end_stream() { Outgoing::Empty } else { Outgoing::Streaming(body) };
-    let upstream = snapshot.lanes[lane].upstream;
+    let upstream = snapshot.lanes[lane].upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     match &view.targets[upstream] {
         Target::Echo => echo::answer(&parts, body).await.map(|reply| reply.map(Content::from)),

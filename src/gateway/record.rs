@@ -12,7 +12,6 @@ use serde_json::{Map, Value, json};
 
 use super::body::Content;
 use super::hall::{Hall, View};
-use super::snapshot::Lane;
 use crate::clock::Moment;
 use crate::count::charge::Verdict;
 use crate::http::fault::Fault;
@@ -43,7 +42,7 @@ impl Record {
     }
 
     /// Tells the meters what the rules decided, on the request's own route.
-    pub fn decision(&mut self, lane: &Lane, desk: &Desk, verdict: Verdict) {
+    pub fn decision(&mut self, slate: usize, desk: &Desk, verdict: Verdict) {
         let meter = self.meter();
         match verdict {
             Verdict::Admitted => {
@@ -54,7 +53,7 @@ impl Record {
             Verdict::Refused | Verdict::Late => {
                 let mut told = None;
                 for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
-                    meter.refused_by(line.rule, line.layer);
+                    self.view.windows[slate].refused_by(line.rule, line.layer);
                     if told != Some(line.rule) {
                         meter.refused(line.rule);
                         told = Some(line.rule);
@@ -63,7 +62,8 @@ impl Record {
             }
         }
         if self.line.is_some() {
-            let name = |position: &usize| json!(self.view.snapshot.book.entries[lane.plan.rules[*position]].rule.name);
+            let plan = &self.view.snapshot.slates[slate].plan;
+            let name = |position: &usize| json!(self.view.snapshot.book.entries[plan.rules[*position]].rule.name);
             let full =
                 desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full && verdict != Verdict::Admitted);
             let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
@@ -82,7 +82,7 @@ impl Record {
     /// What went wrong: to the log once, if it is more than a client's mistake.
     pub fn fault(&mut self, fault: &Fault) {
         if is_worth_a_warning(fault) {
-            let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+            let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
             tracing::warn!(route, ?fault, "{fault}");
         }
         if self.line.is_some() {
@@ -100,7 +100,7 @@ impl Record {
 
     /// The upstream's answer ended before its end.
     pub fn broke_off(&mut self, error: &hyper::Error) {
-        let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+        let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
         tracing::warn!(route, %error, "the upstream server's answer broke off");
         if self.line.is_some() {
             self.note("fault", json!("the upstream server's answer broke off"));
@@ -123,7 +123,7 @@ impl Drop for Record {
         let took = self.hall.clock.instant().duration_since(self.started.instant);
         self.meter().answered(self.status, took);
         if let (Some(mut line), Some(access)) = (self.line.take(), &self.view.access) {
-            let route = self.lane.map(|lane| self.view.snapshot.lanes[lane].name.as_str());
+            let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
             line.insert("route".to_owned(), json!(route));
             line.insert("status".to_owned(), json!(self.status));
             line.insert("bytes".to_owned(), json!(self.bytes));

@@ -3,7 +3,7 @@
 //! A snapshot never changes. A reload makes a new one; requests that are under way keep the one they
 //! started with.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use http::HeaderName;
@@ -23,43 +23,72 @@ pub struct Snapshot {
     pub book: Book,
     /// One for each route, in the order of the configuration.
     pub lanes: Vec<Lane>,
+    /// What routes with the same rules have in common.
+    pub slates: Vec<Slate>,
     /// Fields that some rule counts by: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
     pub slashes: Slashes,
 }
 
-/// A route made ready.
+/// A route made ready: where to go on from it. Small, so that thousands of them stay in the cache.
 #[derive(Debug)]
 pub struct Lane {
-    pub name: String,
+    /// Position in the snapshot.
+    pub slate: u32,
+    /// Position in the configuration.
+    pub upstream: u32,
+}
+
+/// A list of rules made ready; many routes share few of them, so those stay in the cache.
+#[derive(Debug)]
+pub struct Slate {
     pub plan: Plan,
     /// One for each rule of the plan.
     pub identities: Vec<Identity>,
     pub sheet: Sheet,
-    /// Position in the configuration.
-    pub upstream: usize,
 }
 
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, seed);
-        let lane = |route: &Route| {
-            let plan = book.plan(&route.rules);
-            Lane {
-                name: route.name.clone(),
-                identities: route.rules.iter().map(|rule| Identity::new(&book.entries[*rule], route, seed)).collect(),
-                sheet: Sheet::new(&book, &plan, &config.fields),
-                upstream: route.upstream,
-                plan,
-            }
-        };
-        let lanes = config.routes.iter().map(lane).collect();
+        let mut slates = Vec::new();
+        let mut known: BTreeMap<_, usize> = BTreeMap::new();
+        let mut lanes = Vec::with_capacity(config.routes.len());
+        for route in &config.routes {
+            // Where a parameter stands in the path is part of how a key is found.
+            let slate = *known.entry((&route.rules, route.path.param_names())).or_insert_with(|| {
+                slates.push(Slate::new(&book, &config, route, seed));
+                slates.len() - 1
+            });
+            lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
+        }
         let slashes = match config.encoded_slash {
             EncodedSlash::Refuse => Slashes::Refuse,
             EncodedSlash::Keep => Slashes::Keep,
         };
         let key_fields = key_fields(&config);
-        Arc::new(Snapshot { router: Router::new(&config.routes), lanes, key_fields, slashes, book, config })
+        let router = Router::new(&config.routes);
+        Arc::new(Snapshot { router, lanes, slates, key_fields, slashes, book, config })
+    }
+}
+
+impl Snapshot {
+    pub fn slate_of(&self, lane: &Lane) -> &Slate {
+        &self.slates[lane.slate as usize]
+    }
+
+    /// The name of a route; a lane has its route's position.
+    pub fn name_of(&self, lane: usize) -> &str {
+        &self.config.routes[lane].name
+    }
+}
+
+impl Slate {
+    fn new(book: &Book, config: &Config, route: &Route, seed: Seed) -> Slate {
+        let plan = book.plan(&route.rules);
+        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed);
+        let identities = route.rules.iter().map(identity).collect();
+        Slate { identities, sheet: Sheet::new(book, &plan, &config.fields), plan }
     }
 }
 

@@ -11,7 +11,7 @@ use http::Method;
 use http::header::{HeaderMap, HeaderName};
 
 use super::fault::Fault;
-use crate::config::{Route, Segment};
+use crate::config::Route;
 use crate::rule::book::Entry;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 
@@ -126,7 +126,9 @@ impl Source {
                 Ok(name) => Source::Header(name),
                 Err(_) => Source::Param(name.clone(), None),
             },
-            Part::Param(name) => Source::Param(name.clone(), position(route, name)),
+            Part::Param(name) => {
+                Source::Param(name.clone(), route.path.param_names().iter().position(|known| known == name))
+            }
             Part::Host => Source::Host,
             Part::Method => Source::Method,
             Part::Path => Source::Path,
@@ -181,18 +183,10 @@ where
     if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
 }
 
-fn position(route: &Route, name: &str) -> Option<usize> {
-    let names = route.path.segments.iter().filter_map(|segment| match segment {
-        Segment::Param(name) | Segment::Rest(name) => Some(name),
-        Segment::Literal(_) => None,
-    });
-    names.into_iter().position(|other| other == name)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::PathPattern;
+    use crate::config::{PathPattern, Segment};
     use crate::rule::book::{OnLimit, Rule};
     use crate::rule::limit::Limit;
 

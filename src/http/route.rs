@@ -7,8 +7,12 @@
 //! branch in which no route takes the method or the fields is left again for a less specific one.
 //! The work grows with the segments of the path, not with the number of routes.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::ops::Range;
 
+use compact_str::CompactString;
 use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
@@ -18,28 +22,57 @@ use crate::config::{PathPattern, Route, Segment};
 /// Segments that a path may have and still be matched; deeper ones meet catch-alls only.
 const DEPTH_MAX: usize = 64;
 
-/// All routes of a configuration.
-#[derive(Debug, Default)]
+/// All routes of a configuration. Trees are laid out flat, a node before its children and texts
+/// within the nodes, so that a route that was not used for a while is found in few cache lines.
+#[derive(Debug)]
 pub struct Router {
-    hosts: HashMap<String, Node>,
+    hosts: HashMap<String, usize>,
     /// By the part behind the `*`, with its dot.
-    wildcards: HashMap<String, Node>,
-    any: Node,
+    wildcards: HashMap<String, usize>,
+    any: usize,
+    nodes: Vec<Node>,
+    candidates: Vec<Candidate>,
 }
 
 #[derive(Debug, Default)]
+#[repr(align(64))]
 struct Node {
-    literals: HashMap<String, Node>,
-    param: Option<Box<Node>>,
-    /// Routes whose path ends here, the most specific first.
+    literals: Literals,
+    param: Option<NonZeroU32>,
+    /// Candidates whose path ends here, the most specific first.
+    ends: (u32, u32),
+    /// Candidates whose path goes on with a catch-all here.
+    rests: (u32, u32),
+}
+
+/// The children of a node by their text.
+#[derive(Debug, Default)]
+enum Literals {
+    #[default]
+    None,
+    One(CompactString, u32),
+    Many(Box<HashMap<CompactString, u32>>),
+}
+
+/// A tree as it grows.
+#[derive(Debug, Default)]
+struct Tree {
+    literals: BTreeMap<String, Tree>,
+    param: Option<Box<Tree>>,
     ends: Vec<Candidate>,
-    /// Routes whose path goes on with a catch-all here.
     rests: Vec<Candidate>,
 }
 
 #[derive(Clone, Debug)]
 struct Candidate {
-    route: usize,
+    route: u32,
+    /// `None`: takes every request that comes this way.
+    demands: Option<Box<Demands>>,
+}
+
+/// What a route wants beside its path.
+#[derive(Clone, Debug)]
+struct Demands {
     methods: Vec<Method>,
     headers: Vec<(HeaderName, Option<HeaderValue>)>,
 }
@@ -56,21 +89,65 @@ pub struct Asked<'a> {
 
 impl Router {
     pub fn new(routes: &[Route]) -> Router {
-        let mut router = Router::default();
+        let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
+        let mut any = Tree::default();
         for (index, route) in routes.iter().enumerate() {
             let candidate = Candidate::new(index, route);
             if route.hosts.is_empty() {
-                router.any.insert(&route.path, candidate.clone());
+                any.insert(&route.path, candidate.clone());
             }
             for host in &route.hosts {
                 let tree = match host.strip_prefix('*') {
-                    Some(suffix) => router.wildcards.entry(suffix.to_owned()).or_default(),
-                    None => router.hosts.entry(host.clone()).or_default(),
+                    Some(suffix) => wildcards.entry(suffix).or_default(),
+                    None => hosts.entry(host).or_default(),
                 };
                 tree.insert(&route.path, candidate.clone());
             }
         }
+        let mut router = Router {
+            hosts: HashMap::default(),
+            wildcards: HashMap::default(),
+            any: 0,
+            nodes: Vec::new(),
+            candidates: Vec::new(),
+        };
+        router.any = router.lay_out(any);
+        for (host, tree) in hosts {
+            let root = router.lay_out(tree);
+            router.hosts.insert(host.to_owned(), root);
+        }
+        for (suffix, tree) in wildcards {
+            let root = router.lay_out(tree);
+            router.wildcards.insert(suffix.to_owned(), root);
+        }
         router
+    }
+
+    /// Appends a tree, and returns where its root is.
+    fn lay_out(&mut self, tree: Tree) -> usize {
+        let at = self.nodes.len();
+        self.nodes.push(Node::default());
+        let ends = self.lay_down(tree.ends);
+        let rests = self.lay_down(tree.rests);
+        // A child comes after its parent, so it is never the node number 0.
+        let param = tree.param.and_then(|child| NonZeroU32::new(self.lay_out(*child) as u32));
+        let several = tree.literals.len() > 1;
+        let children = tree.literals.into_iter();
+        let mut children = children.map(|(text, child)| (CompactString::from(text), self.lay_out(child) as u32));
+        let literals = if several {
+            Literals::Many(Box::new(children.collect()))
+        } else {
+            children.next().map_or(Literals::None, |(text, child)| Literals::One(text, child))
+        };
+        self.nodes[at] = Node { literals, param, ends, rests };
+        at
+    }
+
+    fn lay_down(&mut self, mut candidates: Vec<Candidate>) -> (u32, u32) {
+        let start = self.candidates.len() as u32;
+        candidates.sort_by_key(Candidate::generality);
+        self.candidates.append(&mut candidates);
+        (start, self.candidates.len() as u32)
     }
 
     /// The position of the route a request takes. `params` receives where in the path the values
@@ -78,99 +155,117 @@ impl Router {
     pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
         params.clear();
         if !self.hosts.is_empty()
-            && let Some(route) = self.hosts.get(asked.host).and_then(|tree| tree.find(asked, params))
+            && let Some(route) = self.hosts.get(asked.host).and_then(|root| self.find_in(*root, asked, params))
         {
             return Some(route);
         }
         if !self.wildcards.is_empty() {
             // The longest suffix is the most specific; `*` stands for at least one character.
             for (dot, _) in asked.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
-                if let Some(route) = self.wildcards.get(&asked.host[dot..]).and_then(|tree| tree.find(asked, params)) {
+                let root = self.wildcards.get(&asked.host[dot..]);
+                if let Some(route) = root.and_then(|root| self.find_in(*root, asked, params)) {
                     return Some(route);
                 }
             }
         }
-        self.any.find(asked, params)
-    }
-}
-
-impl Node {
-    fn insert(&mut self, path: &PathPattern, candidate: Candidate) {
-        let mut node = self;
-        for segment in &path.segments {
-            node = match segment {
-                Segment::Literal(text) => node.literals.entry(text.clone()).or_default(),
-                Segment::Param(_) => node.param.get_or_insert_default(),
-                Segment::Rest(_) => {
-                    node.rests.push(candidate);
-                    node.rests.sort_by_key(Candidate::generality);
-                    return;
-                }
-            };
-        }
-        node.ends.push(candidate);
-        node.ends.sort_by_key(Candidate::generality);
+        self.find_in(self.any, asked, params)
     }
 
-    fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+    fn find_in(&self, root: usize, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
         let start = asked.path.starts_with('/').then_some(1);
-        self.descend(asked, start, DEPTH_MAX, params)
+        self.descend(root, asked, start, DEPTH_MAX, params)
     }
 
     /// `start` is where the next segment begins; `None` when there is none.
     fn descend(
         &self,
+        node: usize,
         asked: &Asked<'_>,
         start: Option<usize>,
         depth: usize,
         params: &mut Vec<Range<usize>>,
     ) -> Option<usize> {
-        let Some(start) = start else { return choose(&self.ends, asked) };
+        let node = &self.nodes[node];
+        let Some(start) = start else { return self.choose(node.ends, asked) };
         if depth > 0 {
             let slash = asked.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
             let end = slash.map_or(asked.path.len(), |at| start + at);
             let next = (end < asked.path.len()).then_some(end + 1);
-            if let Some(child) = self.literals.get(&asked.path[start..end])
-                && let Some(route) = child.descend(asked, next, depth - 1, params)
+            if let Some(child) = node.literals.get(&asked.path[start..end])
+                && let Some(route) = self.descend(child, asked, next, depth - 1, params)
             {
                 return Some(route);
             }
-            if let Some(child) = self.param.as_ref().filter(|_| end > start) {
+            if let Some(child) = node.param.filter(|_| end > start) {
                 let known = params.len();
                 params.push(start..end);
-                if let Some(route) = child.descend(asked, next, depth - 1, params) {
+                if let Some(route) = self.descend(child.get() as usize, asked, next, depth - 1, params) {
                     return Some(route);
                 }
                 params.truncate(known);
             }
         }
-        let route = choose(&self.rests, asked)?;
+        let route = self.choose(node.rests, asked)?;
         params.push(start..asked.path.len());
         Some(route)
     }
+
+    fn choose(&self, (start, end): (u32, u32), asked: &Asked<'_>) -> Option<usize> {
+        let candidates = &self.candidates[start as usize..end as usize];
+        candidates.iter().find(|candidate| candidate.takes(asked)).map(|candidate| candidate.route as usize)
+    }
 }
 
-fn choose(candidates: &[Candidate], asked: &Asked<'_>) -> Option<usize> {
-    candidates.iter().find(|candidate| candidate.takes(asked)).map(|candidate| candidate.route)
+impl Literals {
+    fn get(&self, text: &str) -> Option<usize> {
+        match self {
+            Literals::None => None,
+            Literals::One(known, child) => (known == text).then_some(*child as usize),
+            Literals::Many(children) => children.get(text).map(|child| *child as usize),
+        }
+    }
+}
+
+impl Tree {
+    fn insert(&mut self, path: &PathPattern, candidate: Candidate) {
+        let mut tree = self;
+        for segment in &path.segments {
+            tree = match segment {
+                Segment::Literal(text) => tree.literals.entry(text.clone()).or_default(),
+                Segment::Param(_) => tree.param.get_or_insert_default(),
+                Segment::Rest(_) => return tree.rests.push(candidate),
+            };
+        }
+        tree.ends.push(candidate);
+    }
 }
 
 impl Candidate {
     fn new(index: usize, route: &Route) -> Candidate {
         // The configuration has been checked: names, values and methods are valid.
-        let methods = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
+        let methods: Vec<Method> = route.methods.iter().filter_map(|m| Method::from_bytes(m.as_bytes()).ok()).collect();
         let header = |(name, value): &(String, Option<String>)| {
             let value = value.as_ref().and_then(|value| HeaderValue::from_str(value).ok());
             HeaderName::from_bytes(name.as_bytes()).ok().map(|name| (name, value))
         };
-        Candidate { route: index, methods, headers: route.headers.iter().filter_map(header).collect() }
+        let headers: Vec<_> = route.headers.iter().filter_map(header).collect();
+        let demands = (!methods.is_empty() || !headers.is_empty()).then(|| Box::new(Demands { methods, headers }));
+        Candidate { route: index as u32, demands }
     }
 
     /// Sorts the specific before the general.
-    fn generality(&self) -> (bool, std::cmp::Reverse<usize>, usize) {
-        (self.methods.is_empty(), std::cmp::Reverse(self.headers.len()), self.route)
+    fn generality(&self) -> (bool, Reverse<usize>, u32) {
+        let (methods, headers) = self.demands.as_ref().map_or((0, 0), |d| (d.methods.len(), d.headers.len()));
+        (methods == 0, Reverse(headers), self.route)
     }
 
     fn takes(&self, asked: &Asked<'_>) -> bool {
+        self.demands.as_ref().is_none_or(|demands| demands.are_met(asked))
+    }
+}
+
+impl Demands {
+    fn are_met(&self, asked: &Asked<'_>) -> bool {
         (self.methods.is_empty() || self.methods.iter().any(|method| takes_method(method, asked.method)))
             && self.headers.iter().all(|(name, value)| match value {
                 None => asked.headers.contains_key(name),

@@ -6,6 +6,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 /// Upper bounds of the buckets of every histogram, in microseconds: from a decision in the table to
 /// a slow upstream, each about twice to two and a half times the one before.
 pub const BOUNDS_US: [u64; 20] = [
@@ -34,9 +36,10 @@ impl Cell {
 
 /// How often durations fell under each bound. Written by one thread.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub struct Histogram {
-    buckets: [Cell; BOUNDS_US.len() + 1],
     sum_ns: Cell,
+    buckets: [Cell; BOUNDS_US.len() + 1],
 }
 
 impl Histogram {
@@ -61,6 +64,58 @@ impl Histogram {
 pub struct HistogramSum {
     pub buckets: [u64; BOUNDS_US.len() + 1],
     pub sum_ns: u64,
+}
+
+/// Status codes that one route counts apart, in one loop; more than are in use anywhere.
+const CODES: usize = 16;
+
+/// How often each status code was answered. Written by one thread.
+#[derive(Debug, Default)]
+pub struct Codes {
+    /// A code and its count; code 0 is a place not taken yet.
+    places: [(Cell, Cell); CODES],
+    /// What found no place.
+    others: Cell,
+}
+
+impl Codes {
+    pub fn count(&self, code: u16) {
+        let code = u64::from(code);
+        let place = self.places.iter().find(|(known, _)| known.get() == code || known.get() == 0);
+        let Some((known, count)) = place else { return self.others.add(1) };
+        if known.get() == 0 {
+            known.add(code);
+        }
+        count.add(1);
+    }
+
+    /// The codes counted, as labels, with their counts.
+    pub fn counts(&self) -> impl Iterator<Item = (String, u64)> + '_ {
+        let places = self.places.iter().filter(|(code, _)| code.get() != 0);
+        let others = (self.others.get() > 0).then(|| ("other".to_owned(), self.others.get()));
+        places.map(|(code, count)| (code.get().to_string(), count.get())).chain(others)
+    }
+}
+
+/// What is counted of one route in one loop, side by side: a route that was not asked for lately is
+/// not in the cache, and every line that has to be fetched costs as much as a decision.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct RouteCells {
+    pub duration: Histogram,
+    /// For each rule of the route: admitted, refused, shadowed.
+    pub outcomes: SmallVec<[[Cell; 3]; 2]>,
+    pub codes: Codes,
+}
+
+impl RouteCells {
+    pub fn new(rules: usize) -> RouteCells {
+        RouteCells {
+            codes: Codes::default(),
+            duration: Histogram::default(),
+            outcomes: (0..rules).map(|_| Default::default()).collect(),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -88,5 +143,15 @@ mod tests {
         cell.add(3);
         cell.sub(2);
         assert_eq!(cell.get(), 1);
+    }
+
+    #[test]
+    fn codes_are_counted_apart_and_the_seventeenth_is_another() {
+        let codes = Codes::default();
+        (400..416).for_each(|code| codes.count(code));
+        codes.count(400);
+        codes.count(599);
+        let counts: Vec<_> = codes.counts().collect();
+        assert_eq!((counts.len(), &counts[0], &counts[16]), (17, &("400".to_owned(), 2), &("other".to_owned(), 1)));
     }
 }

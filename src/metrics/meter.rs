@@ -1,11 +1,10 @@
 //! The events that are counted: one function each, on meters that an event loop makes ready when it
 //! takes over a configuration.
 
-use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::cell::{Cell, Histogram};
+use super::cell::{Cell, Histogram, RouteCells};
 use super::{Kind, LoopId, Name, Registry};
 
 const fn counter(name: &'static str, help: &'static str) -> Name {
@@ -20,11 +19,11 @@ const fn histogram(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Histogram }
 }
 
-static REQUESTS: Name =
+pub static REQUESTS: Name =
     counter("transom_requests_total", "Requests answered, by route and status code; 499: the client went away.");
-static REQUEST_DURATION: Name =
+pub static REQUEST_DURATION: Name =
     histogram("transom_request_duration_seconds", "From the head of a request to the end of its answer.");
-static DECISIONS: Name = counter("transom_decisions_total", "What the rules decided.");
+pub static DECISIONS: Name = counter("transom_decisions_total", "What the rules decided.");
 static REFUSED: Name = counter("transom_refused_total", "Requests refused, by the window that was full.");
 static DECISION_DURATION: Name =
     histogram("transom_decision_duration_seconds", "Finding the counters and charging them.");
@@ -57,76 +56,52 @@ pub static NAMES: [&Name; 13] = [
     &BUILD_INFO,
 ];
 
+/// What a rule can decide, in the order in which it is counted.
+pub const OUTCOMES: [&str; 3] = ["admitted", "refused", "shadowed"];
+
 /// Counts what happens on one route, in one loop.
 #[derive(Debug)]
-pub struct RouteMeter {
-    registry: Arc<Registry>,
-    owner: LoopId,
-    route: String,
-    /// By status code; a handful, made as they occur.
-    codes: RefCell<Vec<(u16, Arc<Cell>)>>,
-    duration: Arc<Histogram>,
-    rules: Vec<RuleMeter>,
-}
-
-#[derive(Debug)]
-struct RuleMeter {
-    admitted: Arc<Cell>,
-    refused: Arc<Cell>,
-    shadowed: Arc<Cell>,
-    windows: Vec<Arc<Cell>>,
-}
+pub struct RouteMeter(Arc<RouteCells>);
 
 impl RouteMeter {
-    /// `rules` are the names of the route's rules, each with the names of its layers.
-    pub fn new(registry: &Arc<Registry>, owner: LoopId, route: &str, rules: &[(&str, &[String])]) -> RouteMeter {
-        let rule = |(rule, layers): &(&str, &[String])| {
-            let outcome =
-                |outcome| registry.cell(&DECISIONS, owner, &[("route", route), ("rule", rule), ("outcome", outcome)]);
-            let window = |layer: &String| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)]);
-            RuleMeter {
-                admitted: outcome("admitted"),
-                refused: outcome("refused"),
-                shadowed: outcome("shadowed"),
-                windows: layers.iter().map(window).collect(),
-            }
-        };
-        RouteMeter {
-            registry: Arc::clone(registry),
-            owner,
-            route: route.to_owned(),
-            codes: RefCell::default(),
-            duration: registry.histogram(&REQUEST_DURATION, owner, &[("route", route)]),
-            rules: rules.iter().map(rule).collect(),
-        }
+    pub fn new(registry: &Registry, owner: LoopId, route: &str, rules: &[&str]) -> RouteMeter {
+        RouteMeter(registry.route(owner, route, rules))
     }
 
     pub fn answered(&self, code: u16, took: Duration) {
-        self.duration.record(took);
-        if let Some((_, cell)) = self.codes.borrow().iter().find(|(known, _)| *known == code) {
-            return cell.add(1);
-        }
-        let text = code.to_string();
-        let cell = self.registry.cell(&REQUESTS, self.owner, &[("route", &self.route), ("code", &text)]);
-        cell.add(1);
-        self.codes.borrow_mut().push((code, cell));
+        self.0.codes.count(code);
+        self.0.duration.record(took);
     }
 
     /// `rule` is the position in the route's list.
     pub fn admitted(&self, rule: usize) {
-        self.rules[rule].admitted.add(1);
+        self.0.outcomes[rule][0].add(1);
     }
 
     pub fn refused(&self, rule: usize) {
-        self.rules[rule].refused.add(1);
-    }
-
-    pub fn refused_by(&self, rule: usize, layer: usize) {
-        self.rules[rule].windows[layer].add(1);
+        self.0.outcomes[rule][1].add(1);
     }
 
     pub fn shadowed(&self, rule: usize) {
-        self.rules[rule].shadowed.add(1);
+        self.0.outcomes[rule][2].add(1);
+    }
+}
+
+/// Counts what the windows of a list of rules refused, in one loop.
+#[derive(Debug)]
+pub struct WindowMeter(Vec<Vec<Arc<Cell>>>);
+
+impl WindowMeter {
+    /// `rules` are names, each with those of its layers.
+    pub fn new(registry: &Registry, owner: LoopId, rules: &[(&str, &[String])]) -> WindowMeter {
+        let rule = |(rule, layers): &(&str, &[String])| {
+            layers.iter().map(|layer| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)])).collect()
+        };
+        WindowMeter(rules.iter().map(rule).collect())
+    }
+
+    pub fn refused_by(&self, rule: usize, layer: usize) {
+        self.0[rule][layer].add(1);
     }
 }
 

@@ -13,7 +13,7 @@ pub mod cell;
 pub mod meter;
 pub mod page;
 
-use cell::{Cell, Histogram};
+use cell::{Cell, Histogram, RouteCells};
 
 /// A metric's name, what it means, and whether it counts or measures.
 #[derive(Debug)]
@@ -35,11 +35,15 @@ pub type LoopId = usize;
 
 type Series<T> = BTreeMap<(&'static str, Vec<Label>), BTreeMap<LoopId, Arc<T>>>;
 
+/// A route and the names of its rules, in order.
+type RouteKey = (String, Vec<String>);
+
 /// All cells of all loops.
 #[derive(Debug, Default)]
 pub struct Registry {
     cells: Mutex<Series<Cell>>,
     histograms: Mutex<Series<Histogram>>,
+    routes: Mutex<BTreeMap<RouteKey, BTreeMap<LoopId, Arc<RouteCells>>>>,
 }
 
 impl Registry {
@@ -51,6 +55,13 @@ impl Registry {
 
     pub fn histogram(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
         own(&self.histograms, name, owner, labels)
+    }
+
+    pub fn route(&self, owner: LoopId, route: &str, rules: &[&str]) -> Arc<RouteCells> {
+        let key = (route.to_owned(), rules.iter().map(|rule| (*rule).to_owned()).collect());
+        let mut routes = self.routes.lock().unwrap_or_else(PoisonError::into_inner);
+        let cells = routes.entry(key).or_default().entry(owner);
+        Arc::clone(cells.or_insert_with(|| Arc::new(RouteCells::new(rules.len()))))
     }
 }
 

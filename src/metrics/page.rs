@@ -9,6 +9,7 @@ use metrics_exporter_prometheus::LabelSet;
 use metrics_exporter_prometheus::formatting::{write_help_line, write_metric_line, write_type_line};
 
 use super::cell::{BOUNDS_US, HistogramSum};
+use super::meter::{DECISIONS, OUTCOMES, REQUEST_DURATION, REQUESTS};
 use super::{Kind, Name, Registry, Series};
 
 /// A number that is not counted but looked up when the page is rendered.
@@ -18,21 +19,22 @@ pub struct Reading {
     pub value: u64,
 }
 
-type Sums<T> = BTreeMap<&'static str, Vec<(Vec<Label>, T)>>;
+type Sums<T> = BTreeMap<&'static str, BTreeMap<Vec<Label>, T>>;
 
 /// Renders all of `names` that have a series, in their order.
 pub fn render(registry: &Registry, names: &[&'static Name], readings: &[Reading]) -> String {
-    let mut cells = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
+    let mut counts = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
     let mut histograms = sum(&registry.histograms, |total: &mut HistogramSum, histogram| histogram.add_to(total));
+    add_routes(registry, &mut counts, &mut histograms);
     for reading in readings {
         let labels = reading.labels.iter().map(|(key, value)| Label::new(*key, *value)).collect();
-        cells.entry(reading.name.name).or_default().push((labels, reading.value));
+        counts.entry(reading.name.name).or_default().insert(labels, reading.value);
     }
     let mut text = String::new();
     for name in names {
         match name.kind {
-            Kind::Counter => write_cells(&mut text, name, "counter", cells.remove(name.name)),
-            Kind::Gauge => write_cells(&mut text, name, "gauge", cells.remove(name.name)),
+            Kind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name)),
+            Kind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name)),
             Kind::Histogram => write_histograms(&mut text, name, histograms.remove(name.name)),
         }
     }
@@ -43,11 +45,34 @@ fn sum<T, S: Default>(series: &Mutex<Series<T>>, add: impl Fn(&mut S, &T)) -> Su
     let series = series.lock().unwrap_or_else(PoisonError::into_inner);
     let mut sums: Sums<S> = BTreeMap::new();
     for ((name, labels), owners) in series.iter() {
-        let mut total = S::default();
-        owners.values().for_each(|cell| add(&mut total, cell));
-        sums.entry(*name).or_default().push((labels.clone(), total));
+        let total = sums.entry(*name).or_default().entry(labels.clone()).or_default();
+        owners.values().for_each(|cell| add(total, cell));
     }
     sums
+}
+
+/// Spreads out what is kept together for each route.
+fn add_routes(registry: &Registry, counts: &mut Sums<u64>, histograms: &mut Sums<HistogramSum>) {
+    let routes = registry.routes.lock().unwrap_or_else(PoisonError::into_inner);
+    for ((route, rules), owners) in routes.iter() {
+        let label = |more: &[(&'static str, &str)]| -> Vec<Label> {
+            let more = more.iter().map(|(key, value)| Label::new(*key, (*value).to_owned()));
+            std::iter::once(Label::new("route", route.clone())).chain(more).collect()
+        };
+        let mut count = |name: &Name, labels, n| *counts.entry(name.name).or_default().entry(labels).or_default() += n;
+        for cells in owners.values() {
+            for (code, n) in cells.codes.counts() {
+                count(&REQUESTS, label(&[("code", &code)]), n);
+            }
+            for (rule, outcomes) in rules.iter().zip(&cells.outcomes) {
+                for (outcome, cell) in OUTCOMES.iter().zip(outcomes) {
+                    count(&DECISIONS, label(&[("rule", rule), ("outcome", outcome)]), cell.get());
+                }
+            }
+            let durations = histograms.entry(REQUEST_DURATION.name).or_default();
+            cells.duration.add_to(durations.entry(label(&[])).or_default());
+        }
+    }
 }
 
 fn label_set(labels: Vec<Label>) -> LabelSet {
@@ -59,7 +84,7 @@ fn write_head(text: &mut String, name: &Name, kind: &str) {
     write_type_line(text, name.name, None, None, kind);
 }
 
-fn write_cells(text: &mut String, name: &Name, kind: &str, series: Option<Vec<(Vec<Label>, u64)>>) {
+fn write_counts(text: &mut String, name: &Name, kind: &str, series: Option<BTreeMap<Vec<Label>, u64>>) {
     let Some(series) = series else { return };
     write_head(text, name, kind);
     for (labels, value) in series {
@@ -67,7 +92,7 @@ fn write_cells(text: &mut String, name: &Name, kind: &str, series: Option<Vec<(V
     }
 }
 
-fn write_histograms(text: &mut String, name: &Name, series: Option<Vec<(Vec<Label>, HistogramSum)>>) {
+fn write_histograms(text: &mut String, name: &Name, series: Option<BTreeMap<Vec<Label>, HistogramSum>>) {
     let Some(series) = series else { return };
     write_head(text, name, "histogram");
     for (labels, sum) in series {
