@@ -15,7 +15,6 @@ PATH=$PATH:/usr/sbin:/sbin
 need curl command -v curl
 need faketime command -v faketime
 need nginx-light command -v nginx
-need procps command -v kill
 need python3 command -v python3
 need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
