@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 use transom::cli::{self, Exit};
 
 #[global_allocator]
@@ -37,8 +37,14 @@ struct File {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let filter = EnvFilter::try_from_env("TRANSOM_LOG").unwrap_or_else(|_unset| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    let level = std::env::var("TRANSOM_LOG").unwrap_or_else(|_unset| "info".to_owned());
+    let Ok(level) = level.parse::<LevelFilter>() else {
+        eprintln!("transom: TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`");
+        return ExitCode::from(2);
+    };
+    // An event loop never waits for whoever reads the messages: those that do not fit are lost.
+    let (writer, _flushed_at_the_end) = tracing_appender::non_blocking(std::io::stderr());
+    tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
         Command::Check(file) => cli::check::check(&file.config),

@@ -19,33 +19,54 @@ use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-use crate::access::Sink;
+use crate::access::{Sink, Writer};
 use crate::admin::{self, Office};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config};
 use crate::count::table::Table;
+use crate::count::word::END_MAX_MS;
 use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::listen::drain::Drain;
 use crate::listen::socket;
 use crate::metrics::Registry;
+use crate::metrics::meter::AccessLogMeter;
 use crate::rule::key::Seed;
+use crate::rule::window::PERIOD_MAX_MS;
 
 /// How often idle upstream connections are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
 
+/// How long the end waits for the last lines of the access log.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
 /// Why the gateway could not start.
 #[derive(Debug)]
 pub enum StartError {
-    Listen { address: SocketAddr, source: io::Error },
+    Listen {
+        address: SocketAddr,
+        source: io::Error,
+    },
     AccessLog(io::Error),
     Thread(io::Error),
+    Memory {
+        capacity: usize,
+    },
+    /// The clock is where no window can be counted.
+    Clock,
 }
 
 impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            StartError::Listen { address, source } if source.kind() == io::ErrorKind::PermissionDenied => {
+                write!(f, "can not listen on `{address}` (ports under 1024 take CAP_NET_BIND_SERVICE)")
+            }
             StartError::Listen { address, .. } => write!(f, "can not listen on `{address}`"),
+            StartError::Memory { capacity } => {
+                write!(f, "there is no memory for a table of {capacity} counters: lower `counters.capacity`")
+            }
+            StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("can not open the access log"),
             StartError::Thread(_) => f.write_str("can not start an event loop"),
         }
@@ -57,13 +78,27 @@ impl std::error::Error for StartError {
         match self {
             StartError::Listen { source, .. } => Some(source),
             StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
+            StartError::Memory { .. } | StartError::Clock => None,
         }
     }
 }
 
-/// A change that takes a restart.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct NeedsRestart(pub &'static str);
+/// Why a configuration could not be taken over while running.
+#[derive(Debug)]
+pub enum ReloadError {
+    /// A change of this section takes a restart.
+    NeedsRestart(&'static str),
+    AccessLog(io::Error),
+}
+
+impl fmt::Display for ReloadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ReloadError::NeedsRestart(section) => write!(f, "a change of `{section}` takes a restart"),
+            ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
+        }
+    }
+}
 
 /// What an event loop is told.
 enum Order {
@@ -83,7 +118,7 @@ pub struct Gateway {
     loops: Vec<JoinHandle<()>>,
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
     access: Option<Sink>,
-    writers: Vec<JoinHandle<()>>,
+    writers: Vec<Writer>,
 }
 
 impl Gateway {
@@ -91,7 +126,10 @@ impl Gateway {
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
         let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         let seed = Seed(fresh_bits(), fresh_bits());
-        let table = Arc::new(Table::with_capacity(config.counters.capacity));
+        if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
+            return Err(StartError::Clock);
+        }
+        let table = Arc::new(table(config.counters.capacity)?);
         let registry = Arc::new(Registry::default());
         let ready = Arc::new(AtomicBool::new(true));
         let (http, listeners) = open_all(&config.listen.http, workers)?;
@@ -141,25 +179,20 @@ impl Gateway {
 
     /// Takes over a configuration without dropping a connection or a count. Requests that are under
     /// way finish on the old one.
-    pub fn reload(&mut self, config: Config) -> Result<(), NeedsRestart> {
+    pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
             ("listen", config.listen == self.config.listen),
             ("workers", config.workers == self.config.workers),
             ("counters", config.counters == self.config.counters),
         ] {
             if !same {
-                return Err(NeedsRestart(name));
+                return Err(ReloadError::NeedsRestart(name));
             }
         }
         match &config.access_log {
             None => self.access = None,
-            // The same file is opened again: it may have been moved away to be rotated.
-            log if *log == self.config.access_log => self.access.iter().for_each(Sink::reopen),
-            Some(log) => {
-                if let Err(error) = self.open_access_log(log) {
-                    tracing::error!(%error, "the access log can not be opened, the old one goes on");
-                }
-            }
+            log if *log == self.config.access_log => {}
+            Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
         self.config = config.clone();
         let snapshot = Snapshot::new(config, self.seed);
@@ -168,6 +201,11 @@ impl Gateway {
             let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), self.access.clone()));
         }
         Ok(())
+    }
+
+    /// Opens the access log again, which may have been moved away to be rotated.
+    pub fn reopen_access_log(&self) {
+        self.access.iter().for_each(Sink::reopen);
     }
 
     /// Stops accepting, lets requests finish for as long as the configuration says, and returns when
@@ -186,12 +224,13 @@ impl Gateway {
         }
         self.access = None;
         for writer in self.writers.drain(..) {
-            join(writer);
+            writer.finish(LAST_LINES);
         }
     }
 
     fn open_access_log(&mut self, log: &AccessLog) -> io::Result<()> {
-        let (sink, writer) = Sink::open(log)?;
+        let meter = AccessLogMeter::new(&self.registry, self.writers.len());
+        let (sink, writer) = Sink::open(log, meter)?;
         self.access = Some(sink);
         self.writers.push(writer);
         Ok(())
@@ -217,6 +256,13 @@ impl Gateway {
         self.office = Some((stop, spawn("admin".to_owned(), run)?));
         Ok(())
     }
+}
+
+/// The table, if there is room for it: an allocation that fails later would end the process.
+fn table(capacity: usize) -> Result<Table, StartError> {
+    let no_memory = |_| StartError::Memory { capacity };
+    Vec::<u8>::new().try_reserve_exact(Table::bytes(capacity)).map_err(no_memory)?;
+    Ok(Table::with_capacity(capacity))
 }
 
 /// Addresses as they were chosen, and the listeners of each loop.

@@ -66,7 +66,9 @@ fn answer<B>(office: &Office, request: &Request<B>) -> Result<Response<Full<Byte
 
 fn page<B>(office: &Office, request: &Request<B>) -> Reply {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        return reply::fault(&Fault::Method);
+        let mut reply = reply::fault(&Fault::Method);
+        reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
+        return reply;
     }
     match request.uri().path() {
         "/metrics" => reply::metrics(metrics(office)),

@@ -2,7 +2,7 @@
 //! when the file changes.
 
 use std::error::Error;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 use std::time::Duration;
 
@@ -41,7 +41,10 @@ pub fn run(path: &Path) -> Exit {
             return Exit::Failed;
         }
     };
-    match runtime.block_on(attend(gateway, path, &mut watch)) {
+    let ended = runtime.block_on(attend(gateway, path, &mut watch));
+    // A drain that was cut short is not waited for.
+    runtime.shutdown_background();
+    match ended {
         Ok(()) => Exit::Fine,
         Err(error) => {
             say(&error);
@@ -69,10 +72,10 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
     let mut hangup = signal(SignalKind::hangup())?;
     // Said only now: whoever reads it may send a signal at once.
     for address in gateway.http() {
-        println!("listening on http://{address}");
+        tell(&format!("listening on http://{address}"));
     }
     if let Some(address) = gateway.admin() {
-        println!("admin on http://{address}");
+        tell(&format!("admin on http://{address}"));
     }
     loop {
         tokio::select! {
@@ -81,6 +84,7 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
             _ = hangup.recv() => {
                 // What is read now need not be read again for having changed.
                 watch.changed();
+                gateway.reopen_access_log();
                 reload(&mut gateway, path, &meter);
             }
             () = tokio::time::sleep(LOOK) => {
@@ -91,8 +95,17 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
         }
     }
     tracing::info!("draining");
-    gateway.drain();
-    Ok(())
+    let draining = tokio::task::spawn_blocking(move || gateway.drain());
+    tokio::select! {
+        drained = draining => drained.map_err(io::Error::other),
+        _ = terminate.recv() => Err(io::Error::other("told a second time to stop, and did")),
+        _ = interrupt.recv() => Err(io::Error::other("told a second time to stop, and did")),
+    }
+}
+
+/// One line for whoever started the gateway; nobody may be listening.
+fn tell(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
 }
 
 /// Takes over the file as it is now; a bad one leaves everything as it was.
@@ -103,9 +116,9 @@ fn reload(gateway: &mut Gateway, path: &Path, meter: &ReloadMeter) {
                 meter.applied();
                 tracing::info!("the configuration was taken over");
             }
-            Err(setting) => {
+            Err(error) => {
                 meter.refused();
-                tracing::error!("a change of `{}` takes a restart; the running configuration goes on", setting.0);
+                tracing::error!("the running configuration goes on: {error}");
             }
         },
         Err(problems) => {

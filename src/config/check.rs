@@ -117,6 +117,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         request_head: Duration::from_secs(30),
         connect: Duration::from_secs(5),
         response_head: Duration::from_secs(60),
+        body: Duration::from_secs(60),
         upstream_idle: Duration::from_secs(60),
         drain: Duration::from_secs(30),
     };
@@ -130,6 +131,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
         read("connect", &mut timeouts.connect, 1..=DAY_MS);
         read("response_head", &mut timeouts.response_head, 1..=DAY_MS);
+        read("body", &mut timeouts.body, 1..=DAY_MS);
         read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
         read("drain", &mut timeouts.drain, 0..=DAY_MS);
         table.finish(&[], report);

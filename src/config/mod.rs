@@ -57,6 +57,8 @@ pub struct Timeouts {
     pub connect: Duration,
     /// From the end of the request until the head of the upstream's answer.
     pub response_head: Duration,
+    /// How long a body may stand still on its way, in either direction.
+    pub body: Duration,
     /// How long an idle upstream connection is kept.
     pub upstream_idle: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
@@ -142,6 +144,13 @@ pub struct PathPattern {
     /// As configured.
     pub text: String,
     pub segments: Vec<Segment>,
+}
+
+/// Whether a character may stand in a segment of a path as it is: `pchar` of RFC 3986, section 3.3,
+/// but for escapes. Patterns and paths are compared in the spelling that has it so.
+pub fn is_plain(byte: u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~')
+        || matches!(byte, b'!' | b'$' | b'&'..=b',' | b';' | b'=' | b':' | b'@')
 }
 
 impl PathPattern {

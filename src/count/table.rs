@@ -50,7 +50,7 @@ pub enum Charged {
     Late,
 }
 
-/// How the slots stand.
+/// How many counters there are, and for how many more there is room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Census {
     pub live: usize,
@@ -66,11 +66,20 @@ pub struct Table<const W: usize = BUCKET_SLOTS> {
 }
 
 impl Table {
+    /// The memory that a table of this capacity takes.
+    pub fn bytes(capacity: usize) -> usize {
+        Table::buckets(capacity) * BUCKET_SLOTS * size_of::<u128>()
+    }
+
+    fn buckets(capacity: usize) -> usize {
+        (2 * capacity).div_ceil(BUCKET_SLOTS)
+    }
+
     /// A table that can hold `capacity` open windows, at 32 bytes each: twice as many slots as
     /// counters. Used to capacity by keys with two layers each, which share a bucket, it then finds
     /// both buckets of a key full about twice in 100,000 times.
     pub fn with_capacity(capacity: usize) -> Table {
-        let buckets = (2 * capacity).div_ceil(BUCKET_SLOTS);
+        let buckets = Table::buckets(capacity);
         Table::with_buckets(buckets, (buckets / 64).max(128))
     }
 }
@@ -90,7 +99,7 @@ impl<const W: usize> Table<W> {
         self.own.horizon_ms().max(self.spill.horizon_ms())
     }
 
-    /// Charges that went to a spill counter since the start.
+    /// Decisions that fell to a spill counter since the start, admitted or refused.
     pub fn spilled_total(&self) -> u64 {
         // Ordering: relaxed; a statistic.
         self.spilled_total.load(Ordering::Relaxed)
@@ -99,7 +108,8 @@ impl<const W: usize> Table<W> {
     /// Counts the slots with an open window; takes a pass over the table.
     pub fn census(&self, now_ms: u64) -> Census {
         let live = self.own.words().filter(|word| word.is_live(now_ms)).count();
-        Census { live, free: self.own.slots() - live }
+        // Half of the slots are there to be found free.
+        Census { live, free: (self.own.slots() / 2).saturating_sub(live) }
     }
 
     /// What is used of a counter, and nothing else: no slot is taken.
@@ -111,7 +121,12 @@ impl<const W: usize> Table<W> {
         if self.spills(ask)
             && let Found::Counter(_, word) = self.spill.find(counter.spill())
         {
-            return (usage(word, ask), None);
+            let usage = usage(word, ask);
+            if !usage.admits(ask) {
+                // Ordering: relaxed; a statistic.
+                self.spilled_total.fetch_add(1, Ordering::Relaxed);
+            }
+            return (usage, None);
         }
         (Use { used: 0, end_ms: ask.end_ms }, None)
     }

@@ -90,3 +90,11 @@ impl HttpBody for Body {
         }
     }
 }
+
+impl Drop for Body {
+    fn drop(&mut self) {
+        if let (false, Some(record)) = (self.is_end_stream(), &mut self.record) {
+            record.cut_off();
+        }
+    }
+}

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 
+use super::complaints::Complaints;
 use super::snapshot::{Lane, Slate, Snapshot};
 use crate::access::Sink;
 use crate::clock::Clock;
@@ -28,6 +29,7 @@ pub struct Hall {
     pub clock: Clock,
     pub meter: LoopMeter,
     pub timers: Rc<Timers>,
+    pub complaints: Complaints,
     owner: LoopId,
     registry: Arc<Registry>,
     view: RefCell<Rc<View>>,
@@ -93,6 +95,7 @@ impl Hall {
         Hall {
             meter: LoopMeter::new(&registry, owner),
             timers: Rc::default(),
+            complaints: Complaints::default(),
             view: RefCell::new(Rc::new(view)),
             scratch: RefCell::default(),
             table,

@@ -1,7 +1,8 @@
 //! The hallway: the whole life of one request.
 //!
 //! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests,
-//! `record` what is written down of a request, `body` the body of an answer on its way out.
+//! `record` what is written down of a request, `complaints` how often the operator is told of
+//! failures, `body` the body of an answer on its way out.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -13,6 +14,7 @@ use http_body::Body as _;
 use hyper::body::Incoming;
 
 pub mod body;
+pub mod complaints;
 pub mod hall;
 pub mod record;
 pub mod snapshot;
@@ -116,8 +118,16 @@ fn decide(
         route: snapshot.name_of(lane_index),
     };
     desk.keys.clear();
-    for identity in &slate.identities {
-        desk.keys.push(identity.of(&caller)?);
+    for (position, identity) in slate.identities.iter().enumerate() {
+        desk.keys.push(match identity.of(&caller) {
+            Ok(key) => key,
+            // A rule that is only tried out refuses nobody, for whatever reason.
+            Err(_) if snapshot.book.is_shadow(&slate.plan, position) => {
+                view.meters[lane_index].shadowed(position);
+                None
+            }
+            Err(fault) => return Err(fault),
+        });
     }
     let verdict = snapshot.book.judge(&slate.plan, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
@@ -164,7 +174,9 @@ async fn forward(
     let upstream = snapshot.lanes[lane].upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     match &view.targets[upstream] {
-        Target::Echo => echo::answer(&parts, body).await.map(|reply| reply.map(Content::from)),
+        Target::Echo => echo::answer(&parts, body, snapshot.config.timeouts.body, &peer.timer)
+            .await
+            .map(|reply| reply.map(Content::from)),
         Target::Servers(servers) => {
             parts.version = Version::HTTP_11;
             if !parts.headers.contains_key(header::HOST) {

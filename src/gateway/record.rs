@@ -5,6 +5,7 @@
 
 use std::net::IpAddr;
 use std::rc::Rc;
+use std::time::Duration;
 
 use http::Response;
 use http::request::Parts;
@@ -15,9 +16,12 @@ use super::hall::{Hall, View};
 use crate::clock::Moment;
 use crate::count::charge::Verdict;
 use crate::http::fault::Fault;
-use crate::http::reply::{CLIENT_GONE, is_worth_a_warning};
+use crate::http::reply::{self, CLIENT_GONE};
 use crate::metrics::meter::RouteMeter;
 use crate::rule::book::Desk;
+
+/// Of a host and of a path, in the access log.
+const LOGGED_MAX_BYTES: usize = 2048;
 
 pub struct Record {
     hall: Rc<Hall>,
@@ -68,8 +72,11 @@ impl Record {
                 desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full && verdict != Verdict::Admitted);
             let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
             let shadowed: Vec<Value> = desk.shadowed.iter().map(name).collect();
-            self.note("refused_by", json!(refused));
-            self.note("shadowed_by", json!(shadowed));
+            for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
+                if !rules.is_empty() {
+                    self.note(name, Value::Array(rules));
+                }
+            }
         }
     }
 
@@ -79,14 +86,21 @@ impl Record {
         }
     }
 
-    /// What went wrong: to the log once, if it is more than a client's mistake.
+    /// What went wrong: to the log, if it is more than a client's mistake.
     pub fn fault(&mut self, fault: &Fault) {
-        if is_worth_a_warning(fault) {
-            let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
-            tracing::warn!(route, ?fault, "{fault}");
+        if reply::is_worth_a_warning(fault) {
+            self.complain(&fault.for_operator());
         }
         if self.line.is_some() {
             self.note("fault", json!(fault.to_string()));
+        }
+    }
+
+    /// Tells the operator, once a second at most for every cause.
+    fn complain(&self, what: &str) {
+        let route = self.lane.map_or("", |lane| self.view.snapshot.name_of(lane));
+        if let Some(before) = self.hall.complaints.may_say(what, self.hall.clock.instant()) {
+            tracing::warn!(route, unsaid = before, "{what}");
         }
     }
 
@@ -100,10 +114,14 @@ impl Record {
 
     /// The upstream's answer ended before its end.
     pub fn broke_off(&mut self, error: &hyper::Error) {
-        let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
-        tracing::warn!(route, %error, "the upstream server's answer broke off");
-        if self.line.is_some() {
-            self.note("fault", json!("the upstream server's answer broke off"));
+        self.complain(&format!("the upstream server's answer broke off: {error}"));
+        self.cut_off();
+    }
+
+    /// The client did not get the whole answer.
+    pub fn cut_off(&mut self) {
+        if self.line.as_ref().is_some_and(|line| !line.contains_key("fault")) {
+            self.note("fault", json!("the answer was cut off"));
         }
     }
 
@@ -135,15 +153,42 @@ impl Drop for Record {
     }
 }
 
+/// A head that never became a request, and was answered all the same.
+pub fn refused_head(hall: &Hall, peer: IpAddr, fault: &Fault) {
+    let view = hall.view();
+    let status = reply::fault_status(fault).as_u16();
+    view.unrouted.answered(status, Duration::ZERO);
+    if let Some(access) = &view.access {
+        let time = hall.clock.now();
+        let mut line = Map::new();
+        line.insert("time".to_owned(), json!(time_text(time)));
+        line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
+        line.insert("status".to_owned(), json!(status));
+        line.insert("fault".to_owned(), json!(fault.to_string()));
+        if !access.write(&Value::Object(line)) {
+            hall.meter.access_log_lost(1);
+        }
+    }
+}
+
+fn time_text(moment: Moment) -> Option<String> {
+    jiff::Timestamp::from_millisecond(moment.unix_ms as i64).map(|time| format!("{time:.3}")).ok()
+}
+
+/// What a line of the log has of a text that the client chose the length of.
+fn shortened(text: &str) -> &str {
+    let end = (0..=LOGGED_MAX_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    &text[..end.unwrap_or(0)]
+}
+
 /// What is known of a request before it is decided. The query is left out: secrets travel there.
 fn first_half(peer: IpAddr, parts: &Parts, started: Moment) -> Map<String, Value> {
     let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
-    let time = jiff::Timestamp::from_millisecond(started.unix_ms as i64).map(|time| format!("{time:.3}"));
     let mut line = Map::new();
-    line.insert("time".to_owned(), json!(time.ok()));
+    line.insert("time".to_owned(), json!(time_text(started)));
     line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
     line.insert("method".to_owned(), json!(parts.method.as_str()));
-    line.insert("host".to_owned(), json!(host));
-    line.insert("path".to_owned(), json!(parts.uri.path()));
+    line.insert("host".to_owned(), json!(host.as_deref().map(shortened)));
+    line.insert("path".to_owned(), json!(shortened(parts.uri.path())));
     line
 }

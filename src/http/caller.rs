@@ -77,8 +77,9 @@ impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
         let recipe = |variant: u8, parts: &[Part]| {
             let mut start = KeyHasher::new(seed, entry.identity);
-            // Keeps the keys of a fallback apart from the rule's own.
-            start.part(variant, b"");
+            // Keeps the keys of a fallback apart from the rule's own, and from those of another.
+            let own = if variant == 0 { String::new() } else { format!("{parts:?}") };
+            start.part(variant, own.as_bytes());
             Recipe { start, parts: parts.iter().map(|part| Source::new(part, route)).collect() }
         };
         Identity {

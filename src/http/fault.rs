@@ -113,6 +113,17 @@ impl Fault {
     }
 }
 
+impl Fault {
+    /// For the operator: with what the client is not told.
+    pub fn for_operator(&self) -> String {
+        match self {
+            Fault::Connect(why) | Fault::Upstream(why) => format!("{self}: {why}"),
+            Fault::KeyMissing { rule, .. } | Fault::KeyAmbiguous { rule, .. } => format!("{self} (rule `{rule}`)"),
+            other => other.to_string(),
+        }
+    }
+}
+
 impl fmt::Display for Fault {
     /// For the client: nothing about the inside, such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

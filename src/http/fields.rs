@@ -38,6 +38,9 @@ impl Marks {
     pub const EXPECT: Marks = Marks(1 << 4);
     /// Fields that go no further, whatever they say.
     const DROPPED: Marks = Marks(1 << 5);
+    /// Names that some servers can not tell from others: CGI spells `x-user` and `x_user` alike.
+    const ODD: Marks = Marks(1 << 6);
+    const TRAILER: Marks = Marks(1 << 7);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
@@ -56,7 +59,9 @@ impl Marks {
             | "proxy-connection"
             | "proxy-authorization"
             | "proxy-authenticate" => Marks::DROPPED,
-            _ => Marks::default(),
+            "trailer" => Marks::TRAILER,
+            name if name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') => Marks::default(),
+            _ => Marks::ODD,
         }
     }
 
@@ -69,6 +74,12 @@ impl Marks {
 pub fn forward_request(headers: &mut HeaderMap, marks: Marks, peer: &HeaderValue, keys: &[HeaderName]) {
     let wants_trailers = marks.has(Marks::TE) && lists_trailers(headers);
     strip(headers, marks, keys);
+    if marks.has(Marks::ODD) {
+        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::ODD) && !keys.contains(name));
+    }
+    if marks.has(Marks::TRAILER) {
+        announce_trailers(headers, keys);
+    }
     if wants_trailers {
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
@@ -118,9 +129,30 @@ fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
         }
     }
     if marks.has(Marks::DROPPED) {
-        while let Some(name) = headers.keys().find(|name| Marks::of_name(name.as_str()).has(Marks::DROPPED)).cloned() {
-            headers.remove(name);
-        }
+        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::DROPPED));
+    }
+}
+
+fn remove_all(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> bool) {
+    while let Some(name) = headers.keys().find(|name| is_removed(name)).cloned() {
+        headers.remove(name);
+    }
+}
+
+/// Leaves only those trailers announced that say nothing the head is trusted for. hyper sends no
+/// trailer that is not announced.
+fn announce_trailers(headers: &mut HeaderMap, keys: &[HeaderName]) {
+    let values = headers.get_all(header::TRAILER).iter().filter_map(|value| value.to_str().ok());
+    let names = values.flat_map(|value| value.split(',')).map(str::trim);
+    let names = names.filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
+    let names = names.filter(|name| {
+        let marks = Marks::of_name(name.as_str());
+        marks == Marks::default() && !NEVER_HOP_BY_HOP.contains(name) && !keys.contains(name)
+    });
+    let names: Vec<String> = names.map(|name| name.to_string()).collect();
+    headers.remove(header::TRAILER);
+    if let (false, Ok(value)) = (names.is_empty(), HeaderValue::from_str(&names.join(", "))) {
+        headers.insert(header::TRAILER, value);
     }
 }
 
@@ -207,6 +239,25 @@ mod tests {
         assert_eq!(all("x-forwarded-proto"), ["http"]);
         assert_eq!(all("x-forwarded-host"), ["a"]);
         assert!(all("forwarded").is_empty());
+    }
+
+    #[test]
+    fn names_that_are_taken_for_others_stay_behind() {
+        let out =
+            forwarded(&[("host", "a"), ("x_user", "1"), ("x_forwarded_for", "6.6.6.6"), ("x.y", "1"), ("x-ok1", "1")]);
+        assert!(!out.contains_key("x_user") && !out.contains_key("x_forwarded_for") && !out.contains_key("x.y"));
+        assert!(out.contains_key("x-ok1"));
+    }
+
+    #[test]
+    fn trailers_can_not_say_what_the_head_is_trusted_for() {
+        let out = forwarded(&[
+            ("host", "a"),
+            ("trailer", "X-Digest, X-Forwarded-For, x-api-key"),
+            ("trailer", "host, x_y, x-b"),
+        ]);
+        assert_eq!(out["trailer"], "x-digest, x-b");
+        assert!(!forwarded(&[("host", "a"), ("trailer", "cookie")]).contains_key("trailer"));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::borrow::Cow;
 
 use http::header::{self, HeaderMap, HeaderValue};
 use http::request::Parts;
+use http::uri::Authority;
 use http::{Method, Version};
 
 use super::fault::Fault;
@@ -27,6 +28,9 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if parts.method == Method::CONNECT || parts.method == Method::TRACE {
         return Err(Fault::Method);
     }
+    if !is_clear_method(parts.method.as_str()) {
+        return Err(Fault::Malformed);
+    }
     let marks = Marks::of(&parts.headers);
     if marks.has(Marks::TRANSFER_ENCODING) {
         framing(&parts.headers)?;
@@ -34,9 +38,16 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if marks.has(Marks::EXPECT) {
         expectation(&parts.headers)?;
     }
-    let authority = host_field(parts)?;
-    target(parts, authority)?;
+    let host = host_field(parts)?;
+    target(parts, host)?;
+    // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.
+    let authority = host.or_else(|| parts.uri.authority().map(Authority::as_str));
     Ok(Clear { host: authority.map_or(Cow::Borrowed(""), host_name), marks })
+}
+
+/// Methods are case-sensitive, but some servers take `post` for POST.
+fn is_clear_method(method: &str) -> bool {
+    method.len() <= 32 && method.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'-' || byte == b'_')
 }
 
 fn framing(headers: &HeaderMap) -> Result<(), Fault> {
@@ -54,11 +65,9 @@ fn framing(headers: &HeaderMap) -> Result<(), Fault> {
 }
 
 fn expectation(headers: &HeaderMap) -> Result<(), Fault> {
-    match headers.get(header::EXPECT) {
-        None => Ok(()),
-        Some(value) if value.as_bytes().eq_ignore_ascii_case(b"100-continue") => Ok(()),
-        Some(_) => Err(Fault::Expectation),
-    }
+    let mut expectations = headers.get_all(header::EXPECT).iter();
+    let known = expectations.all(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
+    known.then_some(()).ok_or(Fault::Expectation)
 }
 
 /// The one Host field, checked for its form.
@@ -184,6 +193,11 @@ mod tests {
         assert!(matches!(pass(Request::get("ftp://a/").header("host", "a")), Err(Fault::Target(_))));
         assert_eq!(pass(Request::connect("a:80").header("host", "a")), Err(Fault::Method));
         assert_eq!(pass(Request::trace("/").header("host", "a")), Err(Fault::Method));
+        for method in ["post", "Post", "M1", &"M".repeat(33)] {
+            assert_eq!(pass(Request::builder().method(method).uri("/").header("host", "a")), Err(Fault::Malformed));
+        }
+        let absolute = Request::get("http://Example.com:81/").version(Version::HTTP_10);
+        assert_eq!(pass(absolute).as_deref(), Ok("example.com"));
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! Which endpoint a path names: one spelling for all the spellings of a path.
 //!
-//! RFC 3986, section 6.2.2: percent-encoded unreserved characters are decoded, hex digits become
-//! upper case, dot segments are resolved; beyond it, runs of slashes become one, as most servers
-//! read them. What servers disagree about is refused rather than guessed.
+//! RFC 3986, section 6.2.2: dot segments are resolved, hex digits become upper case, percent-encoded
+//! unreserved characters are decoded. Beyond it, all that may stand in a segment as it is, such as
+//! `@`, is decoded, and all that may not, such as `|` or a byte of UTF-8, is encoded, since servers
+//! take both spellings for one; and runs of slashes become one. What servers disagree about is
+//! refused rather than guessed.
 
 use std::borrow::Cow;
 
 use super::fault::Fault;
+use crate::config::is_plain;
 
 /// Whether `%2F` and `%5C` are refused or are ordinary bytes of a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,12 +26,12 @@ pub fn normalize(path: &str, slashes: Slashes) -> Result<Cow<'_, str>, Fault> {
     resolve(&decode(path, slashes)?).map(Cow::Owned)
 }
 
-/// Whether there is nothing to do: no escape, no backslash, no empty or dotted segment inside.
-/// A segment that merely starts with a dot is sent the long way round.
+/// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
+/// segment that merely starts with a dot is sent the long way round.
 fn is_normal(path: &[u8]) -> bool {
     let mut previous = 0;
     for &byte in path {
-        if byte == b'%' || byte == b'\\' || (previous == b'/' && (byte == b'/' || byte == b'.')) {
+        if !(is_plain(byte) || byte == b'/') || (previous == b'/' && (byte == b'/' || byte == b'.')) {
             return false;
         }
         previous = byte;
@@ -38,30 +41,38 @@ fn is_normal(path: &[u8]) -> bool {
 
 fn decode(path: &str, slashes: Slashes) -> Result<String, Fault> {
     let mut out = String::with_capacity(path.len());
-    let mut rest = path;
-    while let Some(at) = rest.find(['%', '\\']) {
-        out.push_str(&rest[..at]);
-        if rest.as_bytes()[at] == b'\\' {
-            return Err(Fault::Path("the path contains a backslash"));
-        }
-        let byte = rest.get(at + 1..at + 3).filter(|hex| hex.bytes().all(|b| b.is_ascii_hexdigit()));
-        let byte = byte.and_then(|hex| u8::from_str_radix(hex, 16).ok());
-        let byte = byte.ok_or(Fault::Path("the path contains a `%` without two hex digits"))?;
+    let mut bytes = path.bytes();
+    while let Some(byte) = bytes.next() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => out.push(char::from(byte)),
-            0 => return Err(Fault::Path("the path contains an encoded NUL")),
-            b'/' | b'\\' if slashes == Slashes::Refuse => {
-                return Err(Fault::Path("the path contains an encoded slash"));
+            b'/' => out.push('/'),
+            b'\\' => return Err(Fault::Path("the path contains a backslash")),
+            b'%' => {
+                let digit = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16));
+                let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
+                    return Err(Fault::Path("the path contains a `%` without two hex digits"));
+                };
+                match (high << 4 | low) as u8 {
+                    0 => return Err(Fault::Path("the path contains an encoded NUL")),
+                    b'/' | b'\\' if slashes == Slashes::Refuse => {
+                        return Err(Fault::Path("the path contains an encoded slash"));
+                    }
+                    byte => push(byte, &mut out),
+                }
             }
-            _ => {
-                const HEX: &[u8; 16] = b"0123456789ABCDEF";
-                out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
-            }
+            byte => push(byte, &mut out),
         }
-        rest = &rest[at + 3..];
     }
-    out.push_str(rest);
     Ok(out)
+}
+
+/// Writes a byte of a segment: as it is, or escaped.
+fn push(byte: u8, out: &mut String) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
+    if is_plain(byte) {
+        out.push(char::from(byte));
+    } else {
+        out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
+    }
 }
 
 fn resolve(path: &str) -> Result<String, Fault> {
@@ -73,6 +84,10 @@ fn resolve(path: &str) -> Result<String, Fault> {
         open = matches!(segment, "" | "." | "..");
         match segment {
             "" | "." => {}
+            // Is it the empty segment that is taken back, or the one before? Servers disagree.
+            ".." if rest.contains("//") || rest.starts_with('/') => {
+                return Err(Fault::Path("the path has both `..` and an empty segment"));
+            }
             ".." => {
                 segments.pop().ok_or(Fault::Path("the path leads above the root"))?;
             }
@@ -100,17 +115,23 @@ mod tests {
 
     #[test]
     fn every_spelling_of_login_is_login() {
-        for path in [
-            "/login",
-            "//login",
-            "/%6Cogin",
-            "/%6cogin",
-            "/x/../login",
-            "/./login",
-            "/x/%2e%2E/login",
-            "///x//..//login",
-        ] {
+        for path in
+            ["/login", "//login", "/%6Cogin", "/%6cogin", "/x/../login", "/./login", "/x/%2e%2E/login", "///.//login"]
+        {
             assert_eq!(normal(path).as_deref(), Ok("/login"), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_character_and_its_escape_are_one() {
+        for (path, expected) in [
+            ("/users/%40me", "/users/@me"),
+            ("/a%3ab%3b%2c", "/a:b;,"),
+            ("/caf\u{e9}", "/caf%C3%A9"),
+            ("/caf%c3%a9", "/caf%C3%A9"),
+            ("/a|b[c]", "/a%7Cb%5Bc%5D"),
+        ] {
+            assert_eq!(normal(path).as_deref(), Ok(expected), "{path}");
         }
     }
 
@@ -141,6 +162,9 @@ mod tests {
             "/..",
             "/a/../..",
             "/%2e%2e/x",
+            "/a//../b",
+            "//a/../b",
+            "/a/..//b",
             "/%",
             "/%4",
             "/%zz",
@@ -160,7 +184,7 @@ mod tests {
 
     #[test]
     fn the_normal_form_is_its_own() {
-        for path in ["/a/%2e/b", "//x/../é", "/%7euser/%41", "/.//."] {
+        for path in ["/a/%2e/b", "//x/é", "/%7euser/%41", "/.//."] {
             let once = normal(path).unwrap();
             assert_eq!(normal(&once).as_deref(), Ok(once.as_str()));
         }

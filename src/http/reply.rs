@@ -71,7 +71,7 @@ pub fn fault(fault: &Fault) -> Reply {
     reply
 }
 
-fn fault_status(fault: &Fault) -> StatusCode {
+pub fn fault_status(fault: &Fault) -> StatusCode {
     match fault {
         Fault::Target(_) | Fault::Host(_) | Fault::Path(_) | Fault::Framing(_) | Fault::Malformed | Fault::Body => {
             StatusCode::BAD_REQUEST

@@ -254,9 +254,12 @@ impl Candidate {
     }
 
     /// Sorts the specific before the general.
-    fn generality(&self) -> (bool, Reverse<usize>, u32) {
-        let (methods, headers) = self.demands.as_ref().map_or((0, 0), |d| (d.methods.len(), d.headers.len()));
-        (methods == 0, Reverse(headers), self.route)
+    fn generality(&self) -> (bool, Reverse<usize>, Reverse<usize>, bool, u32) {
+        let Some(demands) = &self.demands else { return (true, Reverse(0), Reverse(0), false, self.route) };
+        let values = demands.headers.iter().filter(|(_, value)| value.is_some()).count();
+        // HEAD by its own name comes before HEAD as a kind of GET.
+        let by_get = demands.methods.contains(&Method::GET) && !demands.methods.contains(&Method::HEAD);
+        (demands.methods.is_empty(), Reverse(demands.headers.len()), Reverse(values), by_get, self.route)
     }
 
     fn takes(&self, asked: &Asked<'_>) -> bool {
@@ -372,6 +375,13 @@ mod tests {
         assert_eq!(name(&routes, "GET", "example.com", "/x"), Some("- *.com /{*r}"));
         assert_eq!(name(&routes, "GET", ".example.com", "/x"), Some("- *.com /{*r}"));
         assert_eq!(name(&routes, "GET", "localhost", "/x"), Some("- - /{*r}"));
+    }
+
+    #[test]
+    fn head_by_its_own_name_comes_before_get() {
+        let routes = ["GET - /x", "HEAD - /x"].map(route);
+        assert_eq!(name(&routes, "HEAD", "", "/x"), Some("HEAD - /x"));
+        assert_eq!(name(&routes, "GET", "", "/x"), Some("GET - /x"));
     }
 
     #[test]

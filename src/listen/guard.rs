@@ -43,14 +43,30 @@ pub struct Stage {
     begun: Cell<bool>,
     /// What to say when the connection is dropped.
     parting: RefCell<Option<Fault>>,
-    /// Limits the wait for a head, and what stands still while it is answered.
+    /// What was said instead of hyper.
+    refused: RefCell<Option<Fault>>,
+    phase: Cell<Phase>,
+    /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
     head_limit: Duration,
+    body_limit: Duration,
+}
+
+/// What a connection is at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Waiting for a request.
+    Head,
+    /// Waiting for what the gateway will answer, which has limits of its own.
+    Deciding,
+    /// Sending an answer, until its last byte has left.
+    Answering,
 }
 
 impl Stage {
-    /// A connection that waits for its first request, for so long.
-    pub fn new(timer: Rc<Timer>, head_limit: Duration) -> Rc<Stage> {
+    /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
+    /// for how long a body may stand still.
+    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration) -> Rc<Stage> {
         timer.arm(head_limit);
         let stage = Stage {
             busy: Cell::new(false),
@@ -59,23 +75,29 @@ impl Stage {
             head: RefCell::default(),
             begun: Cell::new(false),
             parting: RefCell::default(),
+            refused: RefCell::default(),
+            phase: Cell::new(Phase::Head),
             timer,
             head_limit,
+            body_limit,
         };
         Rc::new(stage)
     }
 
-    pub fn timer(&self) -> &Rc<Timer> {
-        &self.timer
-    }
-
     /// A request's head is complete.
     pub fn begin(&self) {
+        self.phase.set(Phase::Deciding);
         self.timer.disarm();
         self.busy.set(true);
         self.unflushed.set(true);
         self.heard.set(false);
         self.begun.set(true);
+    }
+
+    /// The head of its answer is there, or another piece of either body has moved.
+    pub fn moved(&self) {
+        self.phase.set(Phase::Answering);
+        self.timer.arm(self.body_limit);
     }
 
     /// Bytes have come while nothing was under way.
@@ -112,16 +134,35 @@ impl Stage {
     /// Its answer has been handed over to the last byte.
     pub fn end(&self) {
         self.busy.set(false);
-        self.timer.arm(self.head_limit);
     }
 
-    /// Whether the wait for a head has lasted too long; wakes the task when it has.
+    /// The last byte of the answer has left.
+    fn flushed(&self) {
+        self.unflushed.set(false);
+        if self.phase.replace(Phase::Head) != Phase::Head {
+            self.timer.arm(self.head_limit);
+        }
+    }
+
+    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes.
+    fn sent(&self, sent: &Poll<io::Result<usize>>) {
+        if sent.is_ready() && self.phase.get() == Phase::Answering {
+            self.timer.arm(self.body_limit);
+        }
+    }
+
+    /// Whether a head took too long, or an answer stands still; wakes the task when it does.
     pub fn poll_late(&self, cx: &Context<'_>) -> bool {
-        let late = !self.busy.get() && self.timer.poll_up(cx);
-        if late && self.heard.get() {
+        let late = self.phase.get() != Phase::Deciding && self.timer.poll_up(cx);
+        if late && self.phase.get() == Phase::Head && self.heard.get() {
             self.parting.replace(Some(Fault::HeadTimeout));
         }
         late
+    }
+
+    /// What was answered to a head that never became a request, at the end of the connection.
+    pub fn refused(&self) -> Option<Fault> {
+        self.refused.take().or_else(|| self.parting.borrow().clone())
     }
 
     /// hyper gave up on what it read.
@@ -168,7 +209,9 @@ impl Guard {
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
-            self.instead = written(&reply::fault(&reply::fault_of_parser(status)));
+            let fault = reply::fault_of_parser(status);
+            self.instead = written(&reply::fault(&fault));
+            self.stage.refused.replace(Some(fault));
             self.replaced = true;
         }
         status.is_some()
@@ -219,7 +262,9 @@ impl AsyncWrite for Guard {
         if this.replaces(bytes) {
             return Poll::Ready(Ok(bytes.len()));
         }
-        Pin::new(&mut this.stream).poll_write(cx, bytes)
+        let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        this.stage.sent(&sent);
+        sent
     }
 
     fn poll_write_vectored(
@@ -231,7 +276,9 @@ impl AsyncWrite for Guard {
         if slices.first().is_some_and(|first| this.replaces(first)) {
             return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
         }
-        Pin::new(&mut this.stream).poll_write_vectored(cx, slices)
+        let sent = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
+        this.stage.sent(&sent);
+        sent
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -243,7 +290,7 @@ impl AsyncWrite for Guard {
         ready!(this.poll_instead(cx))?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
-            this.stage.unflushed.set(false);
+            this.stage.flushed();
         }
         Poll::Ready(Ok(()))
     }

@@ -21,7 +21,7 @@ use super::drain::Guest;
 use super::guard::{Guard, Stage};
 use crate::gateway::body::{Body, Content};
 use crate::gateway::hall::{Hall, Peer};
-use crate::gateway::{Passing, pass};
+use crate::gateway::{Passing, pass, record};
 use crate::http::fault::Fault;
 use crate::http::reply;
 
@@ -31,8 +31,9 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
 pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Guest) {
     hall.meter.connected();
-    let stage = Stage::new(hall.timers.timer(), hall.view().snapshot.config.timeouts.request_head);
-    let peer = Rc::new(Peer::new(address, Rc::clone(stage.timer())));
+    let timeouts = hall.view().snapshot.config.timeouts.clone();
+    let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
+    let peer = Rc::new(Peer::new(address, hall.timers.timer()));
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)
@@ -41,20 +42,23 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     let mut connection = std::pin::pin!(connection);
     let mut told = false;
     let ended = poll_fn(|cx| {
-        if !told && guest.poll_begun(cx) {
+        let mut poll = connection.as_mut().poll(cx);
+        // Polled first: a request that has already come is answered before hyper is told to close.
+        if poll.is_pending() && !told && guest.poll_begun(cx) {
             told = true;
             connection.as_mut().graceful_shutdown();
+            poll = connection.as_mut().poll(cx);
         }
-        match connection.as_mut().poll(cx) {
-            Poll::Pending if stage.poll_late(cx) => Poll::Ready(Ok(())),
-            poll => poll,
-        }
+        if poll.is_pending() && stage.poll_late(cx) { Poll::Ready(Ok(())) } else { poll }
     });
     if let Err(error) = ended.await {
         if error.is_parse() {
             stage.head_is_malformed();
         }
         tracing::debug!(%address, %error, "a client connection broke off");
+    }
+    if let Some(fault) = stage.refused() {
+        record::refused_head(&hall, address, &fault);
     }
     hall.meter.disconnected();
 }
@@ -103,6 +107,7 @@ impl Future for Answering {
             },
         };
         let stage = Rc::clone(&this.stage);
+        stage.moved();
         Poll::Ready(Ok(answer.unwrap_or_else(after_panic).map(|body| Staged { body, stage })))
     }
 }
@@ -123,7 +128,12 @@ impl HttpBody for Staged {
     type Error = hyper::Error;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        Pin::new(&mut self.get_mut().body).poll_frame(cx)
+        let this = self.get_mut();
+        let frame = Pin::new(&mut this.body).poll_frame(cx);
+        if frame.is_ready() {
+            this.stage.moved();
+        }
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

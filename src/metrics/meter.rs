@@ -191,6 +191,21 @@ impl LoopMeter {
     }
 }
 
+/// Counts what the access log's writer could not write; each has its own, beside the loops.
+#[derive(Debug)]
+pub struct AccessLogMeter(Arc<Cell>);
+
+impl AccessLogMeter {
+    /// `nth`: how many writers there were before.
+    pub fn new(registry: &Registry, nth: usize) -> AccessLogMeter {
+        AccessLogMeter(registry.cell(&ACCESS_LOG_LOST, LoopId::MAX - 1 - nth, &[]))
+    }
+
+    pub fn lost(&self, lines: u64) {
+        self.0.add(lines);
+    }
+}
+
 /// Counts the reloads; there is one, beside the loops.
 #[derive(Debug)]
 pub struct ReloadMeter {

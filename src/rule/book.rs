@@ -44,8 +44,7 @@ impl Rule {
     /// What the rule's counters are known by: its name and its key. A layer adds its period. The
     /// limit is not part of it, so a changed limit applies to what was already counted.
     fn identity(&self, seed: Seed) -> u64 {
-        let key = format!("{:?}|{:?}", self.key, self.on_missing);
-        seed.bits(&["rule", &self.name, &key])
+        seed.bits(&["rule", &self.name, &format!("{:?}", self.key)])
     }
 }
 
@@ -80,10 +79,20 @@ impl Entry {
 
     fn charge(&self, layer: usize, key: KeyHash, end_ms: u64) -> Charge {
         let limit = &self.rule.layers[layer];
-        // Two layers of one key share a bucket, and so a cache line; more would crowd it.
-        let place = key.place.wrapping_add((layer as u64 / 2).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let place = key.place.wrapping_add(neighbourhood(limit.period).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let counter = Counter { key: Key::new(place, key.tag ^ self.layers[layer]), layer: self.layers[layer] };
         Charge::new(counter, Ask { end_ms, limit: limit.tokens, cost: self.rule.cost })
+    }
+}
+
+/// Layers of similar periods share a bucket, and so a cache line; all of a rule's would crowd it. It
+/// depends on the period alone: where a layer stands among others must not move its counters.
+fn neighbourhood(period: Period) -> u64 {
+    match period.shortest_ms() {
+        0..=10_000 => 0,
+        10_001..=3_600_000 => 1,
+        3_600_001..=604_800_000 => 2,
+        _ => 3,
     }
 }
 
@@ -134,6 +143,11 @@ impl Book {
         });
         let shadows = (0..rules.len()).filter(shadow).map(|position| lines(position).collect()).collect();
         Plan { rules: rules.to_vec(), enforced, shadows }
+    }
+
+    /// Whether the rule at a position of the plan is only tried out.
+    pub fn is_shadow(&self, plan: &Plan, position: usize) -> bool {
+        self.entries[plan.rules[position]].rule.on_limit == OnLimit::Shadow
     }
 
     /// Decides a request. `desk.keys` holds, for every rule of the plan, the key that the request

@@ -1,22 +1,27 @@
 //! The upstream that is built in: it answers with what it received, so that a first run needs
 //! nothing else, and a configuration can be tried out before there is anything behind it.
 
+use std::future::poll_fn;
 use std::pin::Pin;
+use std::task::Poll;
+use std::time::Duration;
 
 use http::request::Parts;
 use http_body::Body;
+use hyper::body::Incoming;
 use serde_json::{Map, Value, json};
 
 use super::exchange::Outgoing;
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
+use crate::timer::Timer;
 
 /// Answers with the request's method, path, query, fields, and the length of its body, which is
 /// read to its end but not kept.
-pub async fn answer(parts: &Parts, body: Outgoing) -> Result<Reply, Fault> {
+pub async fn answer(parts: &Parts, body: Outgoing, limit: Duration, timer: &Timer) -> Result<Reply, Fault> {
     let body_bytes = match body {
         Outgoing::Empty => 0,
-        Outgoing::Streaming(body) => length(body).await?,
+        Outgoing::Streaming(body) => length(body, limit, timer).await?,
     };
     let mut fields: Map<String, Value> = Map::new();
     for name in parts.headers.keys() {
@@ -33,12 +38,21 @@ pub async fn answer(parts: &Parts, body: Outgoing) -> Result<Reply, Fault> {
     Ok(reply::json(format!("{echo:#}\n")))
 }
 
-async fn length(mut body: hyper::body::Incoming) -> Result<u64, Fault> {
+/// Reads a body to its end; no piece may be longer than `limit` in coming.
+async fn length(mut body: Incoming, limit: Duration, timer: &Timer) -> Result<u64, Fault> {
     let mut length = 0;
-    while let Some(frame) = std::future::poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-        if let Some(data) = frame.map_err(|_broken| Fault::Body)?.data_ref() {
-            length += data.len() as u64;
+    loop {
+        timer.arm(limit);
+        let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
+            Poll::Pending if timer.poll_up(cx) => Poll::Ready(Err(Fault::BodyTimeout)),
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(|_broken| Fault::Body)),
+        });
+        let frame = frame.await;
+        timer.disarm();
+        match frame? {
+            Some(frame) => length += frame.data_ref().map_or(0, |data| data.len() as u64),
+            None => return Ok(length),
         }
     }
-    Ok(length)
 }

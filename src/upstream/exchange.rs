@@ -10,6 +10,7 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
+use http::header::TRANSFER_ENCODING;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
@@ -86,15 +87,15 @@ impl Servers {
             let started = self.clock.instant();
             let answer = within(limits.response_head, timer, &progress, connection.send(request)).await;
             match answer {
-                Ok(Ok(response)) if response.status() != StatusCode::SWITCHING_PROTOCOLS => {
+                Ok(Ok(response)) if is_clear(&response) => {
                     count.outcome = UpstreamOutcome::Answered;
                     self.meter.answered_in(self.clock.instant().duration_since(started));
                     let pool = Rc::clone(&self.pools[server]);
                     return Ok(response.map(|body| Download::new(body, connection, pool)));
                 }
-                Ok(Ok(_unasked_switch)) => {
+                Ok(Ok(_unclear)) => {
                     count.outcome = UpstreamOutcome::Failed;
-                    return Err(Fault::Upstream("switched protocols unasked".to_owned()));
+                    return Err(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
                 }
                 Err(fault) => {
                     if fault == Fault::ResponseTimeout {
@@ -124,6 +125,7 @@ impl Servers {
     }
 
     /// A connection to the first server from `first` on that takes one, and whether it was idle.
+    /// Servers that could not be connected to lately come last.
     async fn connection(
         &self,
         first: usize,
@@ -131,8 +133,9 @@ impl Servers {
         limits: &Timeouts,
     ) -> Result<(usize, Box<Connection>, bool), Fault> {
         let mut last = None;
-        for offset in 0..self.pools.len() {
-            let server = (first + offset) % self.pools.len();
+        let in_turn = || (0..self.pools.len()).map(|offset| (first + offset) % self.pools.len());
+        let shunned = |server: &usize| self.pools.len() > 1 && self.pools[*server].is_shunned();
+        for server in in_turn().filter(|server| !shunned(server)).chain(in_turn().filter(shunned)) {
             let pool = &self.pools[server];
             if let Some(connection) = if fresh { None } else { pool.take() } {
                 return Ok((server, connection, true));
@@ -147,6 +150,13 @@ impl Servers {
         }
         Err(last.unwrap_or_else(|| Fault::Connect("the upstream has no servers".to_owned())))
     }
+}
+
+/// Whether an answer can be passed on as it is: no other protocol follows, and no coding but chunks.
+fn is_clear(response: &Response<Incoming>) -> bool {
+    let mut codings = response.headers().get_all(TRANSFER_ENCODING).iter();
+    response.status() != StatusCode::SWITCHING_PROTOCOLS
+        && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
 }
 
 /// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).

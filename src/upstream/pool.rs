@@ -1,9 +1,9 @@
 //! The idle connections to one server, of one event loop.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -15,18 +15,22 @@ use crate::http::fault::Fault;
 
 /// Idle connections that a loop keeps to one server.
 const IDLE_MAX: usize = 256;
+/// How long a server that could not be connected to comes last.
+const SHUNNED: Duration = Duration::from_secs(10);
 
 pub struct Pool {
     server: Server,
     /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Connection>>>,
+    /// When it last could not be connected to.
+    failed: Cell<Option<Instant>>,
     clock: Clock,
 }
 
 impl Pool {
     pub fn new(server: Server, clock: Clock) -> Rc<Pool> {
-        Rc::new(Pool { server, idle: RefCell::default(), clock })
+        Rc::new(Pool { server, idle: RefCell::default(), failed: Cell::new(None), clock })
     }
 
     pub fn server(&self) -> &Server {
@@ -60,13 +64,21 @@ impl Pool {
         self.idle.borrow_mut().retain_mut(|idle| now.duration_since(idle.idle_since) < limit && idle.is_ready());
     }
 
+    /// Whether connecting failed so lately that another server should be asked first.
+    pub fn is_shunned(&self) -> bool {
+        self.failed.get().is_some_and(|failed| self.clock.instant().duration_since(failed) < SHUNNED)
+    }
+
     pub async fn connect(&self, within: Duration) -> Result<Box<Connection>, Fault> {
         let connect = async {
             let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
             stream.set_nodelay(true)?;
             Connection::new(stream, self.clock.instant()).await.map_err(io::Error::other)
         };
-        match timeout(within, connect).await {
+        let connected = timeout(within, connect).await;
+        let failed = !matches!(connected, Ok(Ok(_)));
+        self.failed.set(failed.then(|| self.clock.instant()));
+        match connected {
             Ok(Ok(connection)) => Ok(Box::new(connection)),
             Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(Fault::ConnectTimeout),

@@ -5,6 +5,7 @@
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
 use crate::config::document::Word;
+use crate::config::is_plain;
 use crate::config::problem::{Report, shown};
 use crate::config::{EncodedSlash, PathPattern, Segment};
 
@@ -156,7 +157,7 @@ fn first_flaw(part: &str) -> Option<String> {
         let code = rest.get(..3).and_then(encoded);
         match (c, code) {
             ('%', None) => return Some(String::from("has a `%` that begins no percent-encoding")),
-            ('%', Some(byte)) if is_unreserved(byte) => {
+            ('%', Some(byte)) if is_plain(byte) => {
                 return Some(format!("encodes `{}`, which stands for itself", char::from(byte)));
             }
             ('%', Some(_)) if rest[..3].contains(|c: char| c.is_ascii_lowercase()) => {
@@ -200,8 +201,7 @@ fn normal_segment(part: &str) -> String {
         let code = rest.get(..3).and_then(|code| std::str::from_utf8(code).ok()).and_then(encoded);
         let (byte, width, escaped) = code.map_or((byte, 1, false), |byte| (byte, 3, true));
         match escaped {
-            true if is_unreserved(byte) => out.push(char::from(byte)),
-            false if is_plain(byte) => out.push(char::from(byte)),
+            _ if is_plain(byte) => out.push(char::from(byte)),
             _ => out.push_str(&format!("%{byte:02X}")),
         }
         rest = &rest[width..];
@@ -213,16 +213,6 @@ fn normal_segment(part: &str) -> String {
 fn encoded(code: &str) -> Option<u8> {
     let digits = code.strip_prefix('%').filter(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()))?;
     u8::from_str_radix(digits, 16).ok()
-}
-
-/// RFC 3986, section 2.3.
-fn is_unreserved(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
-}
-
-/// What a segment has without encoding: `pchar` of RFC 3986, section 3.3.
-fn is_plain(byte: u8) -> bool {
-    is_unreserved(byte) || b"!$&'()*+,;=:@".contains(&byte)
 }
 
 #[cfg(test)]

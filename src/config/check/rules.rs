@@ -11,13 +11,16 @@ use crate::rule::book::{OnLimit, Rule};
 use crate::rule::key::OnMissing;
 use toml::de::DeValue;
 
-const LATER: [Later; 7] = [
+const LATER: [Later; 10] = [
     ("count_refused", "remove it; a refused request consumes nothing"),
     ("max_delay", "remove it; a request over the limit is refused at once"),
     ("exemptions", "remove it; let a route without this rule take the requests that shall not be counted"),
     ("exempt", "remove it; let a route without this rule take the requests that shall not be counted"),
     ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
     ("plan", "remove it; write a rule for each plan, and a route for each that uses it"),
+    ("status", "remove it; a refusal is 429"),
+    ("body", "remove it; a refusal has a problem document"),
+    ("content_type", "remove it; a refusal has a problem document"),
     ("overrides", "remove it; write a rule for each limit, and a route for each that uses it"),
 ];
 
