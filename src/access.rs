@@ -65,9 +65,11 @@ impl Sink {
         self.lines.try_send(text).is_ok()
     }
 
-    /// Has the file opened again, under its name, before the next line.
+    /// Has the file opened again, under its name.
     pub fn reopen(&self) {
         self.reopen.store(true, Ordering::Release);
+        // Wakes the writer; where the queue is full it is awake.
+        let _ = self.lines.try_send(Vec::new());
     }
 }
 

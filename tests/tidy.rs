@@ -16,7 +16,7 @@ const ROOMS: [(&str, &[&str]); 16] = [
     ("gateway", &["access", "clock", "config", "count", "http", "metrics", "rule", "timer", "upstream"]),
     ("upstream", &["clock", "config", "http", "metrics", "timer", "wire"]),
     ("admin", &["clock", "count", "http", "metrics"]),
-    ("access", &["config"]),
+    ("access", &["config", "metrics"]),
     ("reload", &[]),
     ("metrics", &[]),
     ("timer", &[]),
@@ -37,11 +37,12 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 5] = [
+const ATOMICS: [(&str, &str); 6] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
+    ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];
 const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only room that reads time")];

@@ -83,18 +83,18 @@ fn resolve(path: &str) -> Result<String, Fault> {
     for segment in rest.split('/') {
         open = matches!(segment, "" | "." | "..");
         match segment {
-            "" | "." => {}
-            // Is it the empty segment that is taken back, or the one before? Servers disagree.
-            ".." if rest.contains("//") || rest.starts_with('/') => {
-                return Err(Fault::Path("the path has both `..` and an empty segment"));
-            }
-            ".." => {
-                segments.pop().ok_or(Fault::Path("the path leads above the root"))?;
-            }
+            "." => {}
+            ".." => match segments.pop() {
+                None => return Err(Fault::Path("the path leads above the root")),
+                // Is it the empty segment that is taken back, or the one before? Servers disagree.
+                Some("") => return Err(Fault::Path("the path has a `..` behind an empty segment")),
+                Some(_) => {}
+            },
             segment => segments.push(segment),
         }
     }
     let mut out = String::with_capacity(path.len());
+    segments.retain(|segment| !segment.is_empty());
     for segment in &segments {
         out.push('/');
         out.push_str(segment);
@@ -163,8 +163,8 @@ mod tests {
             "/a/../..",
             "/%2e%2e/x",
             "/a//../b",
-            "//a/../b",
-            "/a/..//b",
+            "//../b",
+            "/a/b//../..",
             "/%",
             "/%4",
             "/%zz",

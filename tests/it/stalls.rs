@@ -1,0 +1,65 @@
+//! Nothing may stand still for ever once an answer has begun, in either direction.
+
+use crate::world::gateway::Gateway;
+use crate::world::upstream::{Talk, Upstream};
+use crate::world::{one_rule, pass_all};
+
+const LIMITS: &str = "[timeouts]\nbody = \"300ms\"\nresponse_head = \"300ms\"\n";
+
+#[test]
+fn an_answer_that_stands_still_is_given_up_on_both_sides() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+        assert!(talk.closed(), "the gateway lets go of the server");
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200);
+    assert_eq!(client.rest(), b"abc");
+}
+
+#[test]
+fn an_answer_that_moves_may_take_longer_than_the_limit() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
+        for _ in 0..8 {
+            // The time that is taken is what the test is about.
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            talk.send("x");
+        }
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    assert_eq!(gateway.get("/a").expect(200).text(), "xxxxxxxx");
+}
+
+#[test]
+fn a_body_that_does_not_come_is_408() {
+    let echo = Gateway::start(&format!("{}{LIMITS}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
+    let upstream = Upstream::replying(200);
+    let passing = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    for gateway in [&echo, &passing] {
+        let mut client = gateway.client();
+        client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nab");
+        client.answer_to("POST").expect(408).problem();
+        client.expect_closed();
+    }
+}
+
+#[test]
+fn a_reader_that_does_not_read_is_let_go() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while talk.send([b'x'; 65536]) {}
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    crate::world::eventually("the connection is dropped", || {
+        gateway.metrics().sum("transom_requests_total", &[("code", "200")]) == 1
+            && gateway.metrics().sum("transom_connections", &[]) == 0
+    });
+}
