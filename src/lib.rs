@@ -5,7 +5,7 @@
 //!
 //! | floor | rooms |
 //! | --- | --- |
-//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`timer`], [`wire`], [`clock`] |
+//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
 //! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`] |
 //! | ground: pure, no clock | [`rule`], [`count`] |
 //!
@@ -20,6 +20,7 @@ pub mod config;
 pub mod count;
 pub mod gateway;
 pub mod http;
+pub mod interim;
 pub mod listen;
 pub mod metrics;
 pub mod reload;

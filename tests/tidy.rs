@@ -9,17 +9,18 @@ use std::path::{Path, PathBuf};
 
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
-const ROOMS: [(&str, &[&str]); 16] = [
+const ROOMS: [(&str, &[&str]); 17] = [
     ("cli", &["clock", "config", "metrics", "reload", "run"]),
     ("run", &["access", "admin", "clock", "config", "count", "gateway", "listen", "metrics", "rule"]),
-    ("listen", &["gateway", "http", "timer", "wire"]),
-    ("gateway", &["access", "clock", "config", "count", "http", "metrics", "rule", "timer", "upstream"]),
-    ("upstream", &["clock", "config", "http", "metrics", "timer", "wire"]),
+    ("listen", &["gateway", "http", "interim", "timer", "wire"]),
+    ("gateway", &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "upstream"]),
+    ("upstream", &["clock", "config", "http", "interim", "metrics", "timer", "wire"]),
     ("admin", &["clock", "count", "http", "metrics"]),
     ("access", &["config", "metrics"]),
     ("reload", &[]),
     ("metrics", &[]),
     ("timer", &[]),
+    ("interim", &[]),
     ("wire", &[]),
     ("clock", &[]),
     ("http", &["config", "count", "rule"]),
@@ -37,11 +38,12 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 6] = [
+const ATOMICS: [(&str, &str); 7] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
+    ("interim.rs", "hyper wants what it calls to be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];

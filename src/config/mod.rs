@@ -149,9 +149,19 @@ pub struct PathPattern {
 /// Whether a character may stand in a segment of a path as it is: `pchar` of RFC 3986, section 3.3,
 /// but for escapes. Patterns and paths are compared in the spelling that has it so.
 pub fn is_plain(byte: u8) -> bool {
-    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~')
-        || matches!(byte, b'!' | b'$' | b'&'..=b',' | b';' | b'=' | b':' | b'@')
+    PLAIN[usize::from(byte)]
 }
+
+const PLAIN: [bool; 256] = {
+    let mut plain = [false; 256];
+    let characters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@";
+    let mut i = 0;
+    while i < characters.len() {
+        plain[characters[i] as usize] = true;
+        i += 1;
+    }
+    plain
+};
 
 impl PathPattern {
     /// The names of the parameters, in their order.

@@ -17,6 +17,7 @@ use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
 use crate::http::fields;
+use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::book::Desk;
@@ -43,11 +44,13 @@ pub struct Peer {
     pub text: HeaderValue,
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
+    /// Takes an upstream's informational answers to the client.
+    pub interim: Arc<Interim>,
 }
 
 impl Peer {
-    pub fn new(address: IpAddr, timer: Rc<Timer>) -> Peer {
-        Peer { address, text: fields::address(address), timer }
+    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Arc<Interim>) -> Peer {
+        Peer { address, text: fields::address(address), timer, interim }
     }
 }
 

@@ -6,6 +6,7 @@
 
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
@@ -178,11 +179,13 @@ async fn forward(
             .await
             .map(|reply| reply.map(Content::from)),
         Target::Servers(servers) => {
+            // HTTP/1.0 knows no informational answers.
+            let interim = (parts.version == Version::HTTP_11).then(|| Arc::clone(&peer.interim));
             parts.version = Version::HTTP_11;
             if !parts.headers.contains_key(header::HOST) {
                 parts.headers.insert(header::HOST, servers.authority());
             }
-            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts, &peer.timer).await?;
+            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             Ok(answer.map(Content::from))

@@ -29,12 +29,18 @@ pub fn normalize(path: &str, slashes: Slashes) -> Result<Cow<'_, str>, Fault> {
 /// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
 /// segment that merely starts with a dot is sent the long way round.
 fn is_normal(path: &[u8]) -> bool {
-    let mut previous = 0;
+    let mut after_slash = false;
     for &byte in path {
-        if !(is_plain(byte) || byte == b'/') || (previous == b'/' && (byte == b'/' || byte == b'.')) {
+        if byte == b'/' {
+            if after_slash {
+                return false;
+            }
+            after_slash = true;
+        } else if !is_plain(byte) || (after_slash && byte == b'.') {
             return false;
+        } else {
+            after_slash = false;
         }
-        previous = byte;
     }
     path.first() == Some(&b'/')
 }

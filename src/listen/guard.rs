@@ -8,6 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use tokio::time::Sleep;
 
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
+use crate::interim::Interim;
 use crate::timer::Timer;
 use crate::wire::Wire;
 
@@ -45,6 +47,8 @@ pub struct Stage {
     parting: RefCell<Option<Fault>>,
     /// What was said instead of hyper.
     refused: RefCell<Option<Fault>>,
+    /// Informational answers that wait to be sent.
+    interim: Arc<Interim>,
     phase: Cell<Phase>,
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
@@ -76,12 +80,17 @@ impl Stage {
             begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
+            interim: Arc::default(),
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
             body_limit,
         };
         Rc::new(stage)
+    }
+
+    pub fn interim(&self) -> &Arc<Interim> {
+        &self.interim
     }
 
     /// A request's head is complete.
@@ -178,8 +187,8 @@ impl Stage {
 pub struct Guard {
     stream: Wire,
     stage: Rc<Stage>,
-    /// What is sent instead of hyper's own answer.
-    instead: Bytes,
+    /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
+    ahead: Bytes,
     replaced: bool,
     lingered: usize,
     until: Option<Pin<Box<Sleep>>>,
@@ -192,7 +201,7 @@ impl Guard {
         Guard {
             stream: Wire(stream),
             stage,
-            instead: Bytes::new(),
+            ahead: Bytes::new(),
             replaced: false,
             lingered: 0,
             until: None,
@@ -210,17 +219,22 @@ impl Guard {
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
             let fault = reply::fault_of_parser(status);
-            self.instead = written(&reply::fault(&fault));
+            self.ahead = written(&reply::fault(&fault));
             self.stage.refused.replace(Some(fault));
             self.replaced = true;
         }
         status.is_some()
     }
 
-    fn poll_instead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while !self.instead.is_empty() {
-            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.instead))?;
-            self.instead.advance(n);
+    fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.ahead.is_empty()
+            && let Some(hints) = self.stage.interim.take()
+        {
+            self.ahead = hints;
+        }
+        while !self.ahead.is_empty() {
+            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.ahead))?;
+            self.ahead.advance(n);
         }
         Poll::Ready(Ok(()))
     }
@@ -262,6 +276,7 @@ impl AsyncWrite for Guard {
         if this.replaces(bytes) {
             return Poll::Ready(Ok(bytes.len()));
         }
+        ready!(this.poll_ahead(cx))?;
         let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
         this.stage.sent(&sent);
         sent
@@ -276,6 +291,7 @@ impl AsyncWrite for Guard {
         if slices.first().is_some_and(|first| this.replaces(first)) {
             return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
         }
+        ready!(this.poll_ahead(cx))?;
         let sent = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
         this.stage.sent(&sent);
         sent
@@ -287,7 +303,7 @@ impl AsyncWrite for Guard {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        ready!(this.poll_instead(cx))?;
+        ready!(this.poll_ahead(cx))?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
             this.stage.flushed();
@@ -298,7 +314,7 @@ impl AsyncWrite for Guard {
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if !this.shut {
-            ready!(this.poll_instead(cx))?;
+            ready!(this.poll_ahead(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
             this.shut = true;
         }

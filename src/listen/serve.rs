@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -33,7 +34,7 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     hall.meter.connected();
     let timeouts = hall.view().snapshot.config.timeouts.clone();
     let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
-    let peer = Rc::new(Peer::new(address, hall.timers.timer()));
+    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Arc::clone(stage.interim())));
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)

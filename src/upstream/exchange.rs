@@ -7,6 +7,7 @@
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use http::header::TRANSFER_ENCODING;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
+use hyper::ext::on_informational;
 
 use super::body::{Download, Progress, Upload};
 use super::connection::{Connection, SendError};
@@ -21,6 +23,7 @@ use super::pool::Pool;
 use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::fault::Fault;
+use crate::interim::Interim;
 use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
 use crate::timer::Timer;
 
@@ -70,6 +73,7 @@ impl Servers {
         body: Outgoing,
         limits: &Timeouts,
         timer: &Timer,
+        interim: Option<Arc<Interim>>,
     ) -> Result<Response<Download>, Fault> {
         let progress = Rc::new(Progress::default());
         let (body, has_body) = match body {
@@ -78,6 +82,12 @@ impl Servers {
         };
         let may_repeat = !has_body && is_idempotent(&parts.method);
         let mut request = Request::from_parts(parts, body);
+        if let Some(interim) = interim {
+            on_informational(&mut request, move |answer| {
+                let reason = answer.status().canonical_reason().unwrap_or("");
+                interim.put(answer.status().as_u16(), reason, answer.headers());
+            });
+        }
         let first = self.turn();
         let mut fresh = false;
         loop {
@@ -170,6 +180,7 @@ fn copy(request: &Request<Upload>) -> Request<Upload> {
     *copy.uri_mut() = request.uri().clone();
     *copy.version_mut() = Version::HTTP_11;
     *copy.headers_mut() = request.headers().clone();
+    *copy.extensions_mut() = request.extensions().clone();
     copy
 }
 

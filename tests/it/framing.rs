@@ -202,20 +202,34 @@ fn the_body_is_asked_for_only_when_it_is_wanted() {
 }
 
 #[test]
-fn interim_answers_of_the_upstream_do_not_break_the_final_one() {
-    let upstream = Upstream::with(|talk| {
+fn interim_answers_of_the_upstream_are_passed_on_at_once() {
+    let (tell, told) = std::sync::mpsc::channel::<()>();
+    let told = std::sync::Mutex::new(told);
+    let upstream = Upstream::with(move |talk| {
         while talk.request().is_some() {
-            talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n");
-            talk.send("HTTP/1.1 102 Processing\r\n\r\n");
+            talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nConnection: x\r\n\r\n");
+            // The client has it before the final answer is even made.
+            told.lock().unwrap().recv().unwrap();
+            talk.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
             talk.reply(200, &[], b"final");
         }
     });
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
-    for _ in 0..3 {
-        assert_eq!(client.get("/a").expect(200).text(), "final");
-        assert_eq!(client.post("/a", "body").expect(200).text(), "final");
+    for body in ["", "body"] {
+        client.send(request("POST", "/a", &[], body.as_bytes()));
+        let hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n";
+        assert_eq!(client.exactly(hints.len()), hints);
+        tell.send(()).unwrap();
+        let answer = client.answer_to("POST").expect(200);
+        assert_eq!(answer.text(), "final");
+        assert_eq!(answer.interim, [102]);
     }
+    // HTTP/1.0 knows none of that.
+    tell.send(()).unwrap();
+    let mut old = gateway.client();
+    old.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n");
+    assert!(old.rest().starts_with(b"HTTP/1.0 200"));
 }
 
 #[test]
