@@ -86,10 +86,12 @@ def measure(options, directory, report):
     with upstream:
         for name in options.scenario or contenders.SCENARIOS:
             scenario = contenders.SCENARIOS[name]
+            # Only where something is refused do the two nginx differ.
+            several = [*gateways, contenders.NginxLogging()] if scenario.limits else gateways
             rounds = []
             for number in range(options.rounds):
                 rounds.append({})
-                for gateway in in_turn(gateways, number):
+                for gateway in in_turn(several, number):
                     server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
                     with server:
                         turn = take_turn(server, port, scenario, generator, options)

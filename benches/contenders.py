@@ -24,6 +24,8 @@ class Nginx:
     """proxy_pass with kept upstream connections; limit_req with a zone keyed by the client's address."""
 
     name, package = "nginx", "nginx-light"
+    # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
+    log_of_refusals = "limit_req_log_level info;"
 
     def start(self, directory, upstream_port, scenario, cores):
         port = machine.free_port()
@@ -36,8 +38,7 @@ class Nginx:
                 keepalive_requests 1000000000;
                 keepalive_timeout 1h;
                 limit_req_zone $binary_remote_addr zone=per_client:10m rate={rate};
-                # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
-                limit_req_log_level info;
+                {self.log_of_refusals.format(prefix=prefix)}
                 limit_req_status 429;
                 upstream bench {{
                     server {machine.LOOPBACK}:{upstream_port};
@@ -67,6 +68,13 @@ class Nginx:
 
     def version(self):
         return machine.version_of(["nginx", "-v"], r"nginx/(\S+)")
+
+
+class NginxLogging(Nginx):
+    """nginx as it comes: it writes a line to its error log for every refusal unless told otherwise."""
+
+    name = "nginx, logging"
+    log_of_refusals = "error_log {prefix}/refusals error;"
 
 
 class Haproxy:

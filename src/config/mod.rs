@@ -152,16 +152,18 @@ pub fn is_plain(byte: u8) -> bool {
     PLAIN[usize::from(byte)]
 }
 
-const PLAIN: [bool; 256] = {
-    let mut plain = [false; 256];
-    let characters = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@";
+const PLAIN: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
+
+/// Which bytes are among these, to be looked up.
+pub const fn byte_set(bytes: &[u8]) -> [bool; 256] {
+    let mut set = [false; 256];
     let mut i = 0;
-    while i < characters.len() {
-        plain[characters[i] as usize] = true;
+    while i < bytes.len() {
+        set[bytes[i] as usize] = true;
         i += 1;
     }
-    plain
-};
+    set
+}
 
 impl PathPattern {
     /// The names of the parameters, in their order.

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::record::Record;
-use crate::upstream::body::Download;
+use crate::upstream::download::Download;
 
 /// Where the bytes come from.
 pub enum Content {

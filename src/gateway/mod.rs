@@ -82,7 +82,7 @@ fn fail(fault: &Fault, mut record: Record) -> Response<Body> {
 }
 
 fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
-    record.answer(&answer);
+    record.answer(answer.status().as_u16());
     answer.map(|content| Body::new(content, record))
 }
 

@@ -7,11 +7,9 @@ use std::net::IpAddr;
 use std::rc::Rc;
 use std::time::Duration;
 
-use http::Response;
 use http::request::Parts;
 use serde_json::{Map, Value, json};
 
-use super::body::Content;
 use super::hall::{Hall, View};
 use crate::clock::Moment;
 use crate::count::charge::Verdict;
@@ -104,8 +102,9 @@ impl Record {
         }
     }
 
-    pub fn answer(&mut self, answer: &Response<Content>) {
-        self.status = answer.status().as_u16();
+    /// The status that the client is told.
+    pub fn answer(&mut self, status: u16) {
+        self.status = status;
     }
 
     pub fn sent(&mut self, bytes: usize) {

@@ -8,6 +8,8 @@ use std::net::IpAddr;
 
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
+use crate::config::byte_set;
+
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
@@ -26,16 +28,7 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// The bytes of names that nobody takes for others; names are in small letters here.
-const USUAL: [bool; 256] = {
-    let mut usual = [false; 256];
-    let characters = b"abcdefghijklmnopqrstuvwxyz0123456789-";
-    let mut i = 0;
-    while i < characters.len() {
-        usual[characters[i] as usize] = true;
-        i += 1;
-    }
-    usual
-};
+const USUAL: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-");
 
 /// Which of the fields that need attention a message has: found in one pass, so that a message
 /// without them, the usual one, costs no look-up.

@@ -18,7 +18,7 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
-use super::body::Upload;
+use super::upload::Upload;
 use crate::wire::Wire;
 
 /// Read-buffer limit, and so the largest answer head that is accepted.

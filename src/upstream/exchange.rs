@@ -17,9 +17,10 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::ext::on_informational;
 
-use super::body::{Download, Progress, Upload};
 use super::connection::{Connection, SendError};
+use super::download::Download;
 use super::pool::Pool;
+use super::upload::{Progress, Upload};
 use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::fault::Fault;

@@ -2,10 +2,12 @@
 //!
 //! Every event loop has its own connections; nothing here is shared between loops. `connection` is
 //! one HTTP/1.1 connection, `pool` keeps the idle ones of one server, `exchange` sends a request and
-//! decides when to try again, `body` is what passes through, `echo` the upstream that is built in.
+//! decides when to try again, `upload` and `download` are what passes through, `echo` the upstream
+//! that is built in.
 
-pub mod body;
 pub mod connection;
+pub mod download;
 pub mod echo;
 pub mod exchange;
 pub mod pool;
+pub mod upload;

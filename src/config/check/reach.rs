@@ -5,9 +5,19 @@
 
 use std::collections::HashMap;
 
-use super::routes::Draft;
-use crate::config::problem::{Report, listed, shown};
+use crate::config::problem::{Report, Span, listed, shown};
 use crate::config::{Route, Segment};
+
+/// A route as far as it could be read.
+pub struct Draft {
+    pub route: Route,
+    /// Of its name, if it has one of its own.
+    pub named: Option<Span>,
+    /// Of the path, or else of the header.
+    pub span: Span,
+    /// Whether all that decides which requests it takes could be read.
+    pub certain: bool,
+}
 
 /// Reports the routes that others leave nothing to. Only equals are compared: a route that asks
 /// for less than another never takes everything from it, for it is less specific.

@@ -2,25 +2,15 @@
 
 use toml::de::DeValue;
 
+use super::reach::Draft;
 use super::{Section, host, path, reach};
 use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, Span, shown};
+use crate::config::problem::{Report, shown};
 use crate::config::{EncodedSlash, PathPattern, QuotaFields, Route, Segment, Upstream};
 use crate::rule::book::Rule;
 use crate::rule::key::{OnMissing, Part};
 
 type Rules = Section<(Rule, QuotaFields)>;
-
-/// A route as far as it could be read.
-pub struct Draft {
-    pub route: Route,
-    /// Of its name, if it has one of its own.
-    pub named: Option<Span>,
-    /// Of the path, or else of the header.
-    pub span: Span,
-    /// Whether all that decides which requests it takes could be read.
-    pub certain: bool,
-}
 
 pub fn routes(
     item: Option<Item>,

@@ -1,6 +1,6 @@
-//! Bodies on their way through: nothing is collected, every piece moves when the other side takes it.
+//! The body of an upstream's answer on its way back: nothing is collected, every piece moves when the
+//! client takes it.
 
-use std::cell::Cell;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -11,54 +11,6 @@ use hyper::body::Incoming;
 
 use super::connection::Connection;
 use super::pool::Pool;
-
-/// How far the upload of a request's body has come, for the one who waits for the answer.
-#[derive(Debug, Default)]
-pub struct Progress {
-    /// A piece was taken since this was last asked.
-    pub moved: Cell<bool>,
-    /// The upstream would take more, but the client has not sent it.
-    pub starved: Cell<bool>,
-    /// The client broke off, or its chunks are malformed.
-    pub failed: Cell<bool>,
-}
-
-/// The body of a request to the upstream.
-pub enum Upload {
-    Empty,
-    Client { body: Incoming, progress: Rc<Progress> },
-}
-
-impl Body for Upload {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        let Upload::Client { body, progress } = self.get_mut() else { return Poll::Ready(None) };
-        let frame = Pin::new(body).poll_frame(cx);
-        progress.starved.set(frame.is_pending());
-        match &frame {
-            Poll::Ready(Some(Ok(_))) => progress.moved.set(true),
-            Poll::Ready(Some(Err(_))) => progress.failed.set(true),
-            Poll::Ready(None) | Poll::Pending => {}
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match self {
-            Upload::Empty => true,
-            Upload::Client { body, .. } => body.is_end_stream(),
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match self {
-            Upload::Empty => SizeHint::with_exact(0),
-            Upload::Client { body, .. } => body.size_hint(),
-        }
-    }
-}
 
 /// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
 /// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
