@@ -81,10 +81,11 @@ fn page<B>(office: &Office, request: &Request<B>) -> Reply {
 
 fn metrics(office: &Office) -> String {
     let census = office.table.census(office.clock.now().unix_ms);
+    let overflow = office.table.spilled_total() + office.table.spill_refused_total();
     let readings = [
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },
         Reading { name: &COUNTERS, labels: vec![("state", "free")], value: census.free as u64 },
-        Reading { name: &OVERFLOW, labels: vec![], value: office.table.spilled_total() },
+        Reading { name: &OVERFLOW, labels: vec![], value: overflow },
         Reading { name: &BUILD_INFO, labels: vec![("version", env!("CARGO_PKG_VERSION"))], value: 1 },
     ];
     render(&office.registry, &NAMES, &readings)

@@ -63,6 +63,7 @@ pub struct Table<const W: usize = BUCKET_SLOTS> {
     /// The latest end of a window that has spill counters, Unix milliseconds.
     spill_end_ms: AtomicU64,
     spilled_total: AtomicU64,
+    spill_refused_total: AtomicU64,
 }
 
 impl Table {
@@ -91,6 +92,7 @@ impl<const W: usize> Table<W> {
             spill: Region::with_buckets(spill),
             spill_end_ms: AtomicU64::new(0),
             spilled_total: AtomicU64::new(0),
+            spill_refused_total: AtomicU64::new(0),
         }
     }
 
@@ -99,7 +101,7 @@ impl<const W: usize> Table<W> {
         self.own.horizon_ms().max(self.spill.horizon_ms())
     }
 
-    /// Decisions that fell to a spill counter since the start, admitted or refused.
+    /// Charges that went to a spill counter since the start.
     pub fn spilled_total(&self) -> u64 {
         // Ordering: relaxed; a statistic.
         self.spilled_total.load(Ordering::Relaxed)
@@ -123,12 +125,22 @@ impl<const W: usize> Table<W> {
         {
             let usage = usage(word, ask);
             if !usage.admits(ask) {
-                // Ordering: relaxed; a statistic.
-                self.spilled_total.fetch_add(1, Ordering::Relaxed);
+                self.count_spill_refusal();
             }
             return (usage, None);
         }
         (Use { used: 0, end_ms: ask.end_ms }, None)
+    }
+
+    /// Refusals by a spill counter, or for want of one, since the start.
+    pub fn spill_refused_total(&self) -> u64 {
+        // Ordering: relaxed; a statistic.
+        self.spill_refused_total.load(Ordering::Relaxed)
+    }
+
+    fn count_spill_refusal(&self) {
+        // Ordering: relaxed; a statistic.
+        self.spill_refused_total.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Whether any spill counter may be open in the window of `ask`.
@@ -210,7 +222,10 @@ impl<const W: usize> Table<W> {
                 Seat::Full => break Charged::Full(Use { used: ask.limit, end_ms: ask.end_ms }),
             }
         };
-        let Charged::Paid(paid, _) = answer else { return Some(answer) };
+        let Charged::Paid(paid, _) = answer else {
+            self.count_spill_refusal();
+            return Some(answer);
+        };
         // Ordering: the charge stands before, the look-up after; whoever confirms a claim of this
         // key has the same two the other way round, so one of the two sees the other.
         fence(Ordering::SeqCst);

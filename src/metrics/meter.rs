@@ -36,7 +36,7 @@ static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
 pub static OVERFLOW: Name =
-    counter("transom_counters_overflow_total", "Charges to overflow counters, because the table was full.");
+    counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
