@@ -99,7 +99,7 @@ fn decide(
     let clear = gate::check(parts)?;
     let path = match parts.uri.path() {
         "*" => return Err(Fault::NoRoute),
-        path => path::normalize(path, snapshot.slashes)?,
+        path => path::normalize(path, snapshot.config.encoded_slash)?,
     };
     let mut scratch = hall.scratch();
     let Scratch { desk, params, text } = &mut *scratch;

@@ -86,7 +86,7 @@ impl Record {
 
     /// What went wrong: to the log, if it is more than a client's mistake.
     pub fn fault(&mut self, fault: &Fault) {
-        if reply::is_worth_a_warning(fault) {
+        if fault.is_worth_a_warning() {
             self.complain(&fault.for_operator());
         }
         if self.line.is_some() {

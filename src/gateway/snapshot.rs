@@ -8,9 +8,8 @@ use std::sync::Arc;
 
 use http::HeaderName;
 
-use crate::config::{Config, EncodedSlash, Route};
+use crate::config::{Config, Route};
 use crate::http::caller::Identity;
-use crate::http::path::Slashes;
 use crate::http::quota::Sheet;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Plan};
@@ -27,7 +26,6 @@ pub struct Snapshot {
     pub slates: Vec<Slate>,
     /// Fields that some rule counts by: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
-    pub slashes: Slashes,
 }
 
 /// A route made ready: where to go on from it. Small, so that thousands of them stay in the cache.
@@ -62,13 +60,9 @@ impl Snapshot {
             });
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
         }
-        let slashes = match config.encoded_slash {
-            EncodedSlash::Refuse => Slashes::Refuse,
-            EncodedSlash::Keep => Slashes::Keep,
-        };
         let key_fields = key_fields(&config);
         let router = Router::new(&config.routes);
-        Arc::new(Snapshot { router, lanes, slates, key_fields, slashes, book, config })
+        Arc::new(Snapshot { router, lanes, slates, key_fields, book, config })
     }
 }
 

@@ -114,6 +114,11 @@ impl Fault {
 }
 
 impl Fault {
+    /// Whether it deserves a line in the log of an operator who did not ask for every request.
+    pub fn is_worth_a_warning(&self) -> bool {
+        self.side() != Side::Client
+    }
+
     /// For the operator: with what the client is not told.
     pub fn for_operator(&self) -> String {
         match self {

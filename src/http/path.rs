@@ -9,17 +9,10 @@
 use std::borrow::Cow;
 
 use super::fault::Fault;
-use crate::config::is_plain;
-
-/// Whether `%2F` and `%5C` are refused or are ordinary bytes of a segment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Slashes {
-    Refuse,
-    Keep,
-}
+use crate::config::{EncodedSlash, is_plain};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
-pub fn normalize(path: &str, slashes: Slashes) -> Result<Cow<'_, str>, Fault> {
+pub fn normalize(path: &str, slashes: EncodedSlash) -> Result<Cow<'_, str>, Fault> {
     if is_normal(path.as_bytes()) {
         return Ok(Cow::Borrowed(path));
     }
@@ -45,7 +38,7 @@ fn is_normal(path: &[u8]) -> bool {
     path.first() == Some(&b'/')
 }
 
-fn decode(path: &str, slashes: Slashes) -> Result<String, Fault> {
+fn decode(path: &str, slashes: EncodedSlash) -> Result<String, Fault> {
     let mut out = String::with_capacity(path.len());
     let mut bytes = path.bytes();
     while let Some(byte) = bytes.next() {
@@ -59,7 +52,7 @@ fn decode(path: &str, slashes: Slashes) -> Result<String, Fault> {
                 };
                 match (high << 4 | low) as u8 {
                     0 => return Err(Fault::Path("the path contains an encoded NUL")),
-                    b'/' | b'\\' if slashes == Slashes::Refuse => {
+                    b'/' | b'\\' if slashes == EncodedSlash::Refuse => {
                         return Err(Fault::Path("the path contains an encoded slash"));
                     }
                     byte => push(byte, &mut out),
@@ -116,7 +109,7 @@ mod tests {
     use super::*;
 
     fn normal(path: &str) -> Result<String, Fault> {
-        normalize(path, Slashes::Refuse).map(Cow::into_owned)
+        normalize(path, EncodedSlash::Refuse).map(Cow::into_owned)
     }
 
     #[test]
@@ -185,7 +178,7 @@ mod tests {
         ] {
             assert!(normal(path).is_err(), "{path}");
         }
-        assert_eq!(normalize("/a%2fb", Slashes::Keep).as_deref(), Ok("/a%2Fb"));
+        assert_eq!(normalize("/a%2fb", EncodedSlash::Keep).as_deref(), Ok("/a%2Fb"));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::{Response, StatusCode};
 
-use super::fault::{Fault, Side};
+use super::fault::Fault;
 use super::quota::{Stamp, push_number, seconds_until};
 use crate::rule::book::{Book, Desk, Plan};
 
@@ -86,14 +86,6 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
         Fault::ConnectTimeout | Fault::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
         Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
-    }
-}
-
-/// Whether a fault deserves a line in the log of an operator who did not ask for every request.
-pub fn is_worth_a_warning(fault: &Fault) -> bool {
-    match fault.side() {
-        Side::Upstream | Side::Gateway => true,
-        Side::Client => false,
     }
 }
 
