@@ -18,7 +18,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use governor::clock::{FakeRelativeClock, QuantaClock};
 use transom::clock::Clock;
 use transom::count::charge::{Charge, Verdict, decide};
-use transom::rule::book::Desk;
+use transom::rule::desk::Desk;
 
 use sides::{Governor, NOW_MS, Transom};
 use stopwatch::{Runner, Samples, in_turn, on_threads};
@@ -217,7 +217,10 @@ fn counting(side: &Transom, key: &IpAddr) -> f64 {
         let mut charges = ready.clone();
         for _ in 0..KEYS {
             charges.copy_from_slice(&ready);
-            assert!(decide(&side.table, black_box(&mut charges), NOW_MS) == Verdict::Admitted);
+            assert!(
+                decide(&side.table, black_box(&mut charges), &mut Vec::new(), side.book.time(NOW_MS))
+                    == Verdict::Admitted
+            );
         }
     })
 }

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
 use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read};
-use transom::rule::book::OnLimit;
 use transom::rule::key::{OnMissing, Part};
+use transom::rule::terms::{Cost, OnLimit};
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);
@@ -113,8 +113,8 @@ fn everything_is_read_as_written() {
     assert_eq!(config.rules[1].key, [Part::Header("x-api-key".into()), Part::Host]);
     let fallback = OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }, Part::Method]);
     assert_eq!((&config.rules[1].on_missing, &config.rules[2].on_missing), (&fallback, &OnMissing::Never));
-    assert_eq!((config.rules[3].cost, config.rules[3].on_limit), (u32::MAX, OnLimit::Shadow));
-    let layers: Vec<_> = (0..2).map(|layer| config.rules[0].layer_name(layer)).collect();
+    assert_eq!((&config.rules[3].cost, config.rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
+    let layers: Vec<_> = (0..2).map(|layer| config.rules[0].layer_name(&config.rules[0].layers, layer)).collect();
     assert_eq!(layers, ["per-client-hour", "per-client-minute"]);
 
     let route = &config.routes[0];

@@ -13,11 +13,12 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use transom::count::charge::Verdict;
 use transom::count::table::Table;
-use transom::rule::book::{Book, Desk, OnLimit, Plan, Rule};
+use transom::rule::book::{Book, Judgement, Roster};
+use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom::rule::limit::Limit;
+use transom::rule::terms::{Cost, OnLimit, Rule};
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
 /// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.
@@ -26,7 +27,7 @@ pub const NOW_MS: u64 = 1_700_000_000_000;
 /// One rule per address, its table, and what a route with that rule needs to decide.
 pub struct Transom {
     pub book: Book,
-    pub plan: Plan,
+    pub roster: Roster,
     pub table: Table,
 }
 
@@ -38,12 +39,19 @@ impl Transom {
             key: vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }],
             on_missing: OnMissing::Never,
             layers: windows.iter().map(|text| Limit::parse(text).expect("a window")).collect(),
-            cost: 1,
+            plans: Vec::new(),
+            overrides: Vec::new(),
+            cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
+            count_refused: false,
         };
-        let book = Book::new(&[rule], SEED);
-        let plan = book.plan(&[0]);
-        Transom { book, plan, table: Table::with_capacity(capacity) }
+        let book = Book::new(&[rule], [&[0][..]], SEED);
+        let roster = book.roster(&[0]);
+        Transom { book, roster, table: Table::with_capacity(capacity) }
+    }
+
+    pub fn asker(&self, address: &IpAddr) -> Asker {
+        Asker { key: self.hash(address), offset: 0, variant: 0, cost: 1 }
     }
 
     pub fn hash(&self, address: &IpAddr) -> KeyHash {
@@ -56,9 +64,9 @@ impl Transom {
     }
 
     pub fn admits(&self, address: &IpAddr, now_ms: u64, desk: &mut Desk) -> bool {
-        desk.keys.clear();
-        desk.keys.push(Some(self.hash(address)));
-        self.book.judge(&self.plan, &self.table, now_ms, desk) == Verdict::Admitted
+        desk.askers.clear();
+        desk.askers.push(Some(self.asker(address)));
+        matches!(self.book.judge(&self.roster, &self.table, now_ms, desk), Judgement::Admitted)
     }
 }
 

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::rule::book::Rule;
+use crate::rule::terms::Rule;
 
 pub mod check;
 pub mod document;
@@ -136,6 +136,8 @@ pub struct Route {
     pub upstream: usize,
     /// Positions in [`Config::rules`].
     pub rules: Vec<usize>,
+    /// What a request costs here under rules with a fixed cost, instead of what they say.
+    pub cost: Option<u32>,
 }
 
 /// A path pattern, segment by segment.

@@ -11,7 +11,10 @@
 //! `a_full_table_answers_as_documented`.
 
 pub mod charge;
+pub mod pace;
+pub mod queue;
 pub mod region;
+pub mod shard;
 pub mod sync;
 pub mod table;
 pub mod word;

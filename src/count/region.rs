@@ -52,6 +52,15 @@ pub enum Found {
     Nothing,
 }
 
+/// The window for which a counter is made, Unix milliseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Opening {
+    /// Its end.
+    pub end_ms: u64,
+    /// From when on it must not be opened any more: slots of it may have been given away by then.
+    pub closes_ms: u64,
+}
+
 /// Where a key got a counter.
 pub enum Seat {
     At(usize, Word),
@@ -192,10 +201,10 @@ impl<const W: usize> Region<W> {
         claim
     }
 
-    /// Finds or makes the counter of `key`, for a window that ends at `end_ms`.
+    /// Finds or makes the counter of `key`.
     ///
     /// `vetoed` is asked after the claim is visible to everyone and before it is confirmed.
-    pub fn seat(&self, key: Key, end_ms: u64, now_ms: u64, vetoed: impl Fn() -> bool) -> Seat {
+    pub fn seat(&self, key: Key, window: Opening, now_ms: u64, vetoed: impl Fn() -> bool) -> Seat {
         let mut mine = None;
         for _ in 0..SEAT_TRIES {
             match self.find(key) {
@@ -206,7 +215,7 @@ impl<const W: usize> Region<W> {
                     }
                     return Seat::At(index, word);
                 }
-                Found::Claim(index, claim) => match self.confirm(key, index, claim, end_ms, &vetoed) {
+                Found::Claim(index, claim) => match self.confirm(key, index, claim, window, &vetoed) {
                     Confirm::LookAgain => {}
                     Confirm::Vetoed => return Seat::Full,
                     Confirm::Late => return Seat::Late,
@@ -238,7 +247,7 @@ impl<const W: usize> Region<W> {
 
     /// Turns the claim at `index` into a counter with nothing used, unless the key has another
     /// counter or an earlier claim, or the window is over, or it is vetoed.
-    fn confirm(&self, key: Key, index: usize, claim: Word, end_ms: u64, vetoed: &impl Fn() -> bool) -> Confirm {
+    fn confirm(&self, key: Key, index: usize, claim: Word, window: Opening, vetoed: &impl Fn() -> bool) -> Confirm {
         // Ordering: the claim was read (acquire) before, everything below is read after; of two
         // threads that confirm two claims of one key, the one whose fence comes second sees the
         // claim of the other. The same holds between a veto's charge and this look at it.
@@ -259,7 +268,7 @@ impl<const W: usize> Region<W> {
         }
         // Ordering: read after the slots. If the key had a counter for this window and lost it to
         // another key, the slot it lay in was read in its new hands, and the horizon with it.
-        if end_ms <= self.horizon_ms() {
+        if window.closes_ms <= self.horizon_ms() {
             self.revoke(index, claim);
             return Confirm::Late;
         }
@@ -267,7 +276,7 @@ impl<const W: usize> Region<W> {
             self.revoke(index, claim);
             return Confirm::Vetoed;
         }
-        let _ = self.swap(index, claim, Word::new(key.tag, end_ms, 0));
+        let _ = self.swap(index, claim, Word::new(key.tag, window.end_ms, 0));
         Confirm::LookAgain
     }
 

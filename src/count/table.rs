@@ -5,9 +5,10 @@
 //! that was counted in a spill counter gets no counter of its own before that window is over, so a
 //! full table never hands quota back. This room neither reads the clock nor hashes.
 
-use super::region::{Found, Key, Region, Seat};
+use super::pace::Time;
+use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
-use super::word::{Ask, Use, Word, charged, refunded, usage};
+use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, refunded, usage};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
@@ -36,9 +37,14 @@ impl Counter {
 pub struct Paid {
     spilled: bool,
     index: usize,
-    tag: u64,
-    end_ms: u64,
-    cost: u32,
+    taken: Taken,
+}
+
+impl Paid {
+    /// The last `tokens` of it, or all.
+    pub fn last(self, tokens: u32) -> Paid {
+        Paid { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }
+    }
 }
 
 /// The answer to one charge.
@@ -116,14 +122,14 @@ impl<const W: usize> Table<W> {
 
     /// What is used of a counter, and nothing else: no slot is taken.
     #[inline]
-    pub fn look(&self, counter: Counter, ask: Ask) -> (Use, Option<usize>) {
+    pub fn look(&self, counter: Counter, ask: Ask, time: Time<'_>) -> (Use, Option<usize>) {
         if let Found::Counter(index, word) = self.own.find(counter.key) {
-            return (usage(word, ask), Some(index));
+            return (usage(word, ask, time), Some(index));
         }
-        if self.spills(ask)
+        if self.spills(ask, time.now_ms)
             && let Found::Counter(_, word) = self.spill.find(counter.spill())
         {
-            let usage = usage(word, ask);
+            let usage = usage(word, ask, time);
             if !usage.admits(ask) {
                 self.count_spill_refusal();
             }
@@ -144,30 +150,31 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether any spill counter may be open in the window of `ask`.
-    fn spills(&self, ask: Ask) -> bool {
+    fn spills(&self, ask: Ask, now_ms: u64) -> bool {
         // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
         // and `Region::confirm` decide.
-        self.spill_end_ms.load(Ordering::Acquire) >= ask.end_ms
+        self.spill_end_ms.load(Ordering::Acquire) >= ask.closes_ms(now_ms)
     }
 
     /// Charges `ask` to a counter, or says that it does not fit. `hint` is the slot that
     /// [`Table::look`] found, and may be stale.
-    pub fn charge(&self, counter: Counter, ask: Ask, now_ms: u64, hint: Option<usize>) -> Charged {
+    pub fn charge(&self, counter: Counter, ask: Ask, time: Time<'_>, hint: Option<usize>) -> Charged {
         if let Some(index) = hint
-            && let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask)
+            && let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask, time)
         {
             return answer;
         }
+        let window = Opening { end_ms: ask.end_ms, closes_ms: ask.closes_ms(time.now_ms) };
         loop {
-            match self.own.seat(counter.key, ask.end_ms, now_ms, || self.spill_is_used(counter, ask)) {
+            match self.own.seat(counter.key, window, time.now_ms, || self.spill_is_used(counter, ask, time.now_ms)) {
                 Seat::At(index, word) => {
-                    if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask) {
+                    if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time) {
                         return answer;
                     }
                 }
                 Seat::Late => return Charged::Late,
                 Seat::Full => {
-                    if let Some(answer) = self.pay_spill(counter, ask, now_ms) {
+                    if let Some(answer) = self.pay_spill(counter, ask, window, time) {
                         return answer;
                     }
                 }
@@ -178,14 +185,26 @@ impl<const W: usize> Table<W> {
     /// The compare-and-swap loop around [`charged`]; `None` if the slot is no longer the key's.
     // Inlined for the reason given at `Region::find`.
     #[inline(always)]
-    fn pay(&self, region: &Region<W>, index: usize, mut word: Word, key: Key, ask: Ask) -> Option<Charged> {
+    fn pay(
+        &self,
+        region: &Region<W>,
+        index: usize,
+        mut word: Word,
+        key: Key,
+        ask: Ask,
+        time: Time<'_>,
+    ) -> Option<Charged> {
         while word.tag() == key.tag && !word.is_claim() {
-            let Some(next) = charged(word, ask) else { return Some(Charged::Full(usage(word, ask))) };
+            let before = usage(word, ask, time);
+            let Some((next, after)) = charged(word.tag(), before, ask, time) else {
+                return Some(Charged::Full(before));
+            };
             match region.swap(index, word, next) {
                 Ok(()) => {
                     let spilled = std::ptr::eq(region, &self.spill);
-                    let paid = Paid { spilled, index, tag: key.tag, end_ms: next.end_ms(), cost: ask.cost };
-                    return Some(Charged::Paid(paid, Use { used: next.count(), end_ms: next.end_ms() }));
+                    let tokens = after.used - before.used;
+                    let taken = Taken { tag: key.tag, end_ms: after.end_ms, used: after.used, tokens };
+                    return Some(Charged::Paid(Paid { spilled, index, taken }, after));
                 }
                 Err(changed) => word = changed,
             }
@@ -194,32 +213,37 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether the key may have been counted in its spill counter, in the window of `ask` or a later one.
-    fn spill_is_used(&self, counter: Counter, ask: Ask) -> bool {
-        self.spills(ask)
+    fn spill_is_used(&self, counter: Counter, ask: Ask, now_ms: u64) -> bool {
+        self.spills(ask, now_ms)
             && match self.spill.find(counter.spill()) {
                 // A counter that rolled on says nothing about the window before, whatever it stands at.
-                Found::Counter(_, word) => {
-                    word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
-                }
+                Found::Counter(_, word) => match ask.course {
+                    Course::Plain | Course::Grid(_) => {
+                        word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
+                    }
+                    Course::Floating(_) => word.is_live(now_ms),
+                },
                 // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
-                Found::Claim(..) | Found::Nothing => ask.end_ms <= self.spill.horizon_ms(),
+                Found::Claim(..) | Found::Nothing => ask.closes_ms(now_ms) <= self.spill.horizon_ms(),
             }
     }
 
     /// Charges the spill counter; `None` if the key got a counter of its own in between.
-    fn pay_spill(&self, counter: Counter, ask: Ask, now_ms: u64) -> Option<Charged> {
-        // Ordering: raised before the charge, so that who sees the charge looks for it.
-        self.spill_end_ms.fetch_max(ask.end_ms, Ordering::AcqRel);
+    fn pay_spill(&self, counter: Counter, ask: Ask, window: Opening, time: Time<'_>) -> Option<Charged> {
+        // Ordering: raised before the charge, so that who sees the charge looks for it. What is
+        // owed may keep a counter open for long.
+        let end_ms = if ask.course == Course::Plain { ask.end_ms } else { END_MAX_MS };
+        self.spill_end_ms.fetch_max(end_ms, Ordering::AcqRel);
         let key = counter.spill();
         let answer = loop {
-            match self.spill.seat(key, ask.end_ms, now_ms, || false) {
+            match self.spill.seat(key, window, time.now_ms, || false) {
                 Seat::At(index, word) => {
-                    if let Some(answer) = self.pay(&self.spill, index, word, key, ask) {
+                    if let Some(answer) = self.pay(&self.spill, index, word, key, ask, time) {
                         break answer;
                     }
                 }
                 Seat::Late => return Some(Charged::Late),
-                Seat::Full => break Charged::Full(Use { used: ask.limit, end_ms: ask.end_ms }),
+                Seat::Full => break Charged::Full(Use { used: ask.ceiling, end_ms: ask.end_ms }),
             }
         };
         let Charged::Paid(paid, _) = answer else {
@@ -235,15 +259,16 @@ impl<const W: usize> Table<W> {
                 Found::Claim(index, claim) if self.own.revoke(index, claim) => {}
                 Found::Claim(..) => {}
                 Found::Counter(..) => {
-                    self.refund(paid);
+                    self.refund(paid, ask, time);
                     return None;
                 }
             }
         }
         // Ordering: read after the slots, as in `Region::confirm`: if the key had a counter for the window
         // charged and lost it to another key, its slot was read in its new hands, and the horizon with it.
-        if paid.end_ms <= self.own.horizon_ms() {
-            self.refund(paid);
+        let closes_ms = if let Course::Floating(_) = ask.course { window.closes_ms } else { paid.taken.end_ms };
+        if closes_ms <= self.own.horizon_ms() {
+            self.refund(paid, ask, time);
             return Some(Charged::Late);
         }
         // Ordering: relaxed; a statistic.
@@ -251,11 +276,12 @@ impl<const W: usize> Table<W> {
         Some(answer)
     }
 
-    /// Takes a charge back, in the window in which it was made and in no other.
-    pub fn refund(&self, paid: Paid) {
+    /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was
+    /// asked; the time may have gone on since.
+    pub fn refund(&self, paid: Paid, ask: Ask, time: Time<'_>) {
         let region = if paid.spilled { &self.spill } else { &self.own };
         let mut word = region.load(paid.index);
-        while let Some(less) = refunded(word, paid.tag, paid.end_ms, paid.cost) {
+        while let Some(less) = refunded(word, paid.taken, ask, time) {
             match region.swap(paid.index, word, less) {
                 Ok(()) => return,
                 Err(changed) => word = changed,

@@ -14,6 +14,8 @@
 //! The end of the window is stored rather than its number, so that anyone can tell whether a
 //! counter is over without knowing the rule it belongs to.
 
+use super::pace::{Pace, Time};
+
 const COUNT_BITS: u32 = 32;
 const END_BITS: u32 = 42;
 /// Bits of a tag: what is left of the word beside the window's end and the count.
@@ -72,58 +74,195 @@ impl Word {
     }
 }
 
-/// What a request asks of one counter: `cost` tokens out of `limit`, in the window ending at `end_ms`.
+/// How the windows of a counter hang together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Ask {
-    /// End of the window that is open at the time of the request, Unix milliseconds.
-    pub end_ms: u64,
-    /// Tokens granted per window.
-    pub limit: u32,
-    /// Tokens asked for; 0 asks nothing and is always admitted where the limit is not passed.
-    pub cost: u32,
+pub enum Course {
+    /// Every window stands for itself: what it leaves is gone, and nothing is taken beforehand.
+    Plain,
+    /// Windows of a grid; tokens roll over, or are taken from windows to come. Names its pace in
+    /// [`Time::paces`].
+    Grid(u16),
+    /// As `Grid`, but the first request opens a window, and the others follow it until the counter
+    /// is as if it had never been used. Its pace is even.
+    Floating(u16),
 }
 
-/// What a counter has to say: how much is used, and in the window ending when.
+/// What a request asks of one counter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ask {
+    /// End of the window that is open at the time of the request, Unix milliseconds; of the one that
+    /// the request would open, where windows float.
+    pub end_ms: u64,
+    /// The most tokens that may be used or owed after the request: what may accumulate, and beside
+    /// it what may be taken from windows to come.
+    pub ceiling: u64,
+    /// What the counter counts as at least used before the request: a request that is let through
+    /// in a later window leaves no token of the windows before. 0 if it is let through now.
+    pub floor: u64,
+    /// Tokens granted per window; at least 1.
+    pub limit: u32,
+    /// Tokens asked for; 0 asks nothing and is always admitted where the ceiling is not passed.
+    pub cost: u32,
+    pub course: Course,
+}
+
+impl Ask {
+    /// `cost` tokens out of `limit`, in a plain window ending at `end_ms`.
+    pub fn plain(end_ms: u64, limit: u32, cost: u32) -> Ask {
+        Ask { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, course: Course::Plain }
+    }
+
+    /// The moment from which on the window of this request is certainly over, so that a counter must
+    /// not be opened for it any more, Unix milliseconds.
+    pub fn closes_ms(&self, now_ms: u64) -> u64 {
+        match self.course {
+            Course::Plain | Course::Grid(_) => self.end_ms,
+            Course::Floating(_) => now_ms + 1,
+        }
+    }
+}
+
+/// What a counter has to say: how much is used, and when the window that is open ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Use {
-    pub used: u32,
+    /// Tokens used or owed; less than that is left of the ceiling.
+    pub used: u64,
     pub end_ms: u64,
 }
 
 impl Use {
     /// Whether `ask` still fits beside what is used.
     pub fn admits(self, ask: Ask) -> bool {
-        u64::from(self.used) + u64::from(ask.cost) <= u64::from(ask.limit)
+        self.used.max(ask.floor) + u64::from(ask.cost) <= ask.ceiling
     }
 }
 
 /// What is used in the window that `ask` falls into.
 ///
-/// A word of a later window than the one asked for belongs to a thread whose clock is ahead: the
-/// request counts in that later window. Rolling the word back would hand out the later window twice.
-pub fn usage(word: Word, ask: Ask) -> Use {
+/// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
+/// the request counts in that later window. Rolling the word back would hand out the later window twice.
+#[inline]
+pub fn usage(word: Word, ask: Ask, time: Time<'_>) -> Use {
+    if ask.course != Course::Plain {
+        return rolled(word, ask, time);
+    }
     if word.end_ms() >= ask.end_ms {
-        Use { used: word.count(), end_ms: word.end_ms() }
+        Use { used: u64::from(word.count()), end_ms: word.end_ms() }
     } else {
         Use { used: 0, end_ms: ask.end_ms }
     }
 }
 
-/// The word after `ask` was charged, or `None` if it does not fit. Words only ever roll forward.
-pub fn charged(word: Word, ask: Ask) -> Option<Word> {
-    let now = usage(word, ask);
-    now.admits(ask).then(|| Word::new(word.tag(), now.end_ms, now.used + ask.cost))
+/// As [`usage`], where windows hang together: a word that ends some windows from now says that
+/// those windows' grants are owed, and its count besides.
+#[inline(never)]
+fn rolled(word: Word, ask: Ask, time: Time<'_>) -> Use {
+    let fresh = Use { used: 0, end_ms: ask.end_ms };
+    let owed = |windows: u64| u64::from(word.count()).saturating_add(windows.saturating_mul(u64::from(ask.limit)));
+    match ask.course {
+        Course::Plain => fresh,
+        Course::Grid(_) if word.end_ms() < ask.end_ms => fresh,
+        Course::Grid(pace) => {
+            let windows = time.paces[usize::from(pace)].between(ask.end_ms, word.end_ms());
+            Use { used: owed(windows), end_ms: ask.end_ms }
+        }
+        Course::Floating(_) if word.end_ms() <= time.now_ms => fresh,
+        Course::Floating(pace) => {
+            let period_ms = match &time.paces[usize::from(pace)] {
+                Pace::Even { period_ms } => *period_ms,
+                // Listed windows stand in the calendar and do not float.
+                Pace::Listed(_) => return fresh,
+            };
+            let windows = (word.end_ms() - time.now_ms).div_ceil(period_ms) - 1;
+            // A window in which nothing is used is not open: the next request opens its own.
+            match owed(windows) {
+                0 => fresh,
+                used => Use { used, end_ms: word.end_ms() - windows * period_ms },
+            }
+        }
+    }
 }
 
-/// The word after `cost` was given back to the window ending at `end_ms`, or `None` if the word
-/// has moved on to another window, where nothing was taken.
-pub fn refunded(word: Word, tag: u64, end_ms: u64, cost: u32) -> Option<Word> {
-    (word.tag() == tag && word.end_ms() == end_ms).then(|| Word::new(tag, end_ms, word.count().saturating_sub(cost)))
+/// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
+/// does not fit. Plain words only ever roll forward.
+#[inline]
+pub fn charged(tag: u64, before: Use, ask: Ask, time: Time<'_>) -> Option<(Word, Use)> {
+    before.admits(ask).then(|| {
+        let after = Use { used: before.used.max(ask.floor) + u64::from(ask.cost), end_ms: before.end_ms };
+        (owing(tag, after, ask, time), after)
+    })
+}
+
+/// The word of a counter with so much used or owed: it ends when all but the last window's part is
+/// paid, and counts that part.
+#[inline]
+fn owing(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_>) -> Word {
+    match ask.course {
+        // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
+        Course::Plain => Word::new(tag, end_ms, used as u32),
+        Course::Grid(pace) | Course::Floating(pace) => {
+            let limit = u64::from(ask.limit);
+            let pace = &time.paces[usize::from(pace)];
+            // A debt that reaches beyond what a word can name is cut off there.
+            let windows = (used.saturating_sub(1) / limit).min(pace.between(end_ms, END_MAX_MS).saturating_sub(1));
+            let count = (used - windows * limit).min(limit);
+            Word::new(tag, pace.after(end_ms, windows), count as u32)
+        }
+    }
+}
+
+/// What was taken from a counter: enough to give it back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Taken {
+    pub tag: u64,
+    /// End of the window in which it was taken, Unix milliseconds.
+    pub end_ms: u64,
+    /// What was used or owed afterwards.
+    pub used: u64,
+    pub tokens: u64,
+}
+
+/// The word after `taken` was given back, or `None` if there is nothing to give it back to: the
+/// counter is another's, or the window it was taken from is over.
+pub fn refunded(word: Word, taken: Taken, ask: Ask, time: Time<'_>) -> Option<Word> {
+    if word.tag() != taken.tag || word.is_claim() {
+        return None;
+    }
+    let pace = match ask.course {
+        Course::Plain => {
+            let same = word.end_ms() == taken.end_ms;
+            let less = u64::from(word.count()).saturating_sub(taken.tokens);
+            return same.then(|| Word::new(word.tag(), word.end_ms(), less as u32));
+        }
+        Course::Grid(pace) | Course::Floating(pace) => &time.paces[usize::from(pace)],
+    };
+    if !word.is_live(time.now_ms) {
+        return None;
+    }
+    let ask = Ask { end_ms: pace.open(taken.end_ms, time.now_ms), ..ask };
+    let now = rolled(word, ask, time);
+    let passed = pace.between(taken.end_ms, now.end_ms);
+    // Windows that were opened anew do not stand where they stood when it was taken.
+    if pace.after(taken.end_ms, passed) != now.end_ms {
+        return None;
+    }
+    // Windows pay first what was taken first: so much of this is not paid by those that passed.
+    let unpaid = taken.used.saturating_sub(passed.saturating_mul(u64::from(ask.limit))).min(taken.tokens);
+    let less = now.used.saturating_sub(unpaid);
+    (unpaid > 0).then(|| owing(word.tag(), Use { used: less, ..now }, ask, time))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn charge(word: Word, ask: Ask, time: Time<'_>) -> Option<Word> {
+        charged(word.tag(), usage(word, ask, time), ask, time).map(|(word, _)| word)
+    }
+
+    fn plainly(word: Word, ask: Ask) -> Option<Word> {
+        charge(word, ask, Time::plain(0))
+    }
 
     #[test]
     fn fields_come_back_at_their_extremes() {
@@ -139,38 +278,104 @@ mod tests {
 
     #[test]
     fn the_largest_limit_is_used_to_the_last_token() {
-        let ask = Ask { end_ms: 60_000, limit: u32::MAX, cost: u32::MAX };
-        let full = charged(Word::new(1, 60_000, 0), ask).expect("fits exactly");
+        let ask = Ask::plain(60_000, u32::MAX, u32::MAX);
+        let full = plainly(Word::new(1, 60_000, 0), ask).expect("fits exactly");
         assert_eq!(full.count(), u32::MAX);
-        assert_eq!(charged(full, Ask { cost: 1, ..ask }), None);
-        assert!(charged(full, Ask { cost: 0, ..ask }).is_some());
+        assert_eq!(plainly(full, Ask { cost: 1, ..ask }), None);
+        assert!(plainly(full, Ask { cost: 0, ..ask }).is_some());
     }
 
     #[test]
     fn a_new_window_starts_at_nothing_used() {
-        let ask = Ask { end_ms: 120_000, limit: 5, cost: 1 };
-        assert_eq!(charged(Word::new(1, 60_000, 5), ask), Some(Word::new(1, 120_000, 1)));
+        assert_eq!(plainly(Word::new(1, 60_000, 5), Ask::plain(120_000, 5, 1)), Some(Word::new(1, 120_000, 1)));
     }
 
     #[test]
     fn a_late_thread_counts_in_the_later_window() {
-        let late = Ask { end_ms: 60_000, limit: 5, cost: 1 };
-        assert_eq!(charged(Word::new(1, 120_000, 4), late), Some(Word::new(1, 120_000, 5)));
-        assert_eq!(charged(Word::new(1, 120_000, 5), late), None);
+        let late = Ask::plain(60_000, 5, 1);
+        assert_eq!(plainly(Word::new(1, 120_000, 4), late), Some(Word::new(1, 120_000, 5)));
+        assert_eq!(plainly(Word::new(1, 120_000, 5), late), None);
     }
 
     #[test]
     fn a_refund_never_crosses_a_window() {
-        let word = Word::new(1, 120_000, 3);
-        assert_eq!(refunded(word, 1, 60_000, 1), None);
-        assert_eq!(refunded(word, 2, 120_000, 1), None);
-        assert_eq!(refunded(word, 1, 120_000, 1), Some(Word::new(1, 120_000, 2)));
+        let (word, ask) = (Word::new(1, 120_000, 3), Ask::plain(120_000, 5, 1));
+        let refund = |tag, end_ms| refunded(word, Taken { tag, end_ms, used: 3, tokens: 1 }, ask, Time::plain(0));
+        assert_eq!(refund(1, 60_000), None);
+        assert_eq!(refund(2, 120_000), None);
+        assert_eq!(refund(1, 120_000), Some(Word::new(1, 120_000, 2)));
     }
 
     #[test]
     fn a_limit_lowered_under_what_is_used_admits_nothing() {
-        let ask = Ask { end_ms: 60_000, limit: 3, cost: 1 };
-        assert_eq!(charged(Word::new(1, 60_000, 80), ask), None);
-        assert_eq!(charged(Word::new(1, 60_000, 80), Ask { cost: 0, ..ask }), None);
+        let ask = Ask::plain(60_000, 3, 1);
+        assert_eq!(plainly(Word::new(1, 60_000, 80), ask), None);
+        assert_eq!(plainly(Word::new(1, 60_000, 80), Ask { cost: 0, ..ask }), None);
+    }
+
+    const PACES: [Pace; 1] = [Pace::Even { period_ms: 100 }];
+
+    /// 100 in each window of 100 ms, of which 150 may accumulate.
+    fn rolling(end_ms: u64, cost: u32) -> Ask {
+        Ask { end_ms, ceiling: 150, floor: 0, limit: 100, cost, course: Course::Grid(0) }
+    }
+
+    fn time(now_ms: u64) -> Time<'static> {
+        Time { now_ms, paces: &PACES }
+    }
+
+    #[test]
+    fn what_is_owed_is_paid_window_by_window() {
+        let word = charge(Word::new(1, 100, 0), rolling(100, 150), time(50)).expect("a fresh key holds the capacity");
+        assert_eq!(word, Word::new(1, 200, 50));
+        for (end_ms, used) in [(100, 150), (200, 50), (300, 0)] {
+            assert_eq!(usage(word, rolling(end_ms, 1), time(end_ms - 1)), Use { used, end_ms });
+        }
+        assert_eq!(charge(word, rolling(100, 1), time(50)), None);
+        assert_eq!(charge(word, rolling(200, 100), time(150)), Some(Word::new(1, 300, 50)));
+    }
+
+    #[test]
+    fn a_refund_reaches_the_windows_to_come_and_no_other() {
+        let ask = Ask { ceiling: 350, ..rolling(100, 120) };
+        let first = charge(Word::new(1, 100, 0), Ask { cost: 100, ..ask }, time(50)).expect("fits");
+        let word = charge(first, ask, time(50)).expect("owed by the windows to come");
+        assert_eq!(word, Word::new(1, 300, 20));
+        let taken = Taken { tag: 1, end_ms: 100, used: 220, tokens: 120 };
+        assert_eq!(refunded(word, taken, ask, time(60)), Some(Word::new(1, 100, 100)));
+        // The window until 200 pays 100 of the first charge, the one until 300 what is left of the second.
+        assert_eq!(refunded(word, taken, ask, time(160)), Some(Word::new(1, 200, 0)));
+        assert_eq!(refunded(word, taken, ask, time(260)), Some(Word::new(1, 300, 0)));
+        assert_eq!(refunded(word, taken, ask, time(300)), None);
+    }
+
+    #[test]
+    fn a_window_floats_from_its_first_request_on() {
+        let ask = |now_ms: u64| Ask {
+            end_ms: now_ms + 100,
+            ceiling: 1,
+            floor: 0,
+            limit: 1,
+            cost: 1,
+            course: Course::Floating(0),
+        };
+        let word = charge(Word::new(1, 130, 0), ask(30), time(30)).expect("opens a window");
+        assert_eq!(word, Word::new(1, 130, 1));
+        assert_eq!(charge(word, ask(129), time(129)), None);
+        assert_eq!(charge(word, ask(131), time(131)), Some(Word::new(1, 231, 1)));
+        // Given back, the window is closed: the next request opens its own.
+        let taken = Taken { tag: 1, end_ms: 130, used: 1, tokens: 1 };
+        let empty = refunded(word, taken, ask(30), time(40)).expect("is open");
+        assert_eq!(charge(empty, ask(40), time(40)), Some(Word::new(1, 140, 1)));
+    }
+
+    #[test]
+    fn a_debt_ends_where_words_end() {
+        let ask = Ask { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
+        let mut word = Word::new(1, 100, 0);
+        for _ in 0..200 {
+            word = charge(word, ask, time(50)).expect("a debt has no ceiling");
+        }
+        assert!(word.end_ms() <= END_MAX_MS);
     }
 }

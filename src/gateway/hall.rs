@@ -20,7 +20,7 @@ use crate::http::fields;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::{LoopId, Registry};
-use crate::rule::book::Desk;
+use crate::rule::desk::Desk;
 use crate::timer::{Timer, Timers};
 use crate::upstream::exchange::Servers;
 use crate::upstream::pool::Pool;
@@ -34,7 +34,6 @@ pub struct Hall {
     owner: LoopId,
     registry: Arc<Registry>,
     view: RefCell<Rc<View>>,
-    scratch: RefCell<Scratch>,
 }
 
 /// Who is at the other end of a connection.
@@ -70,6 +69,7 @@ pub struct View {
     pub targets: Vec<Target>,
     pub access: Option<Sink>,
     pools: HashMap<(String, u16), Rc<Pool>>,
+    scratch: RefCell<Scratch>,
 }
 
 pub enum Target {
@@ -77,7 +77,7 @@ pub enum Target {
     Servers(Servers),
 }
 
-/// Buffers used again by every decision.
+/// Buffers used again by every decision with this view.
 #[derive(Default)]
 pub struct Scratch {
     pub desk: Desk,
@@ -100,7 +100,6 @@ impl Hall {
             timers: Rc::default(),
             complaints: Complaints::default(),
             view: RefCell::new(Rc::new(view)),
-            scratch: RefCell::default(),
             table,
             clock,
             owner,
@@ -110,11 +109,6 @@ impl Hall {
 
     pub fn view(&self) -> Rc<View> {
         Rc::clone(&self.view.borrow())
-    }
-
-    /// The buffers; to be given back before anything is waited for.
-    pub fn scratch(&self) -> RefMut<'_, Scratch> {
-        self.scratch.borrow_mut()
     }
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
@@ -140,7 +134,7 @@ impl View {
         known: &HashMap<(String, u16), Rc<Pool>>,
     ) -> View {
         let rules =
-            |slate: &Slate| slate.plan.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
+            |slate: &Slate| slate.roster.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
         let meter = |(lane, ready): (usize, &Lane)| {
             let names: Vec<&str> =
                 rules(snapshot.slate_of(ready)).iter().map(|entry| entry.rule.name.as_str()).collect();
@@ -167,6 +161,7 @@ impl View {
                 Target::Servers(Servers::new(servers.iter().map(&mut pool).collect(), meter, clock.clone()))
             }
         };
+        let desk = Desk::of_loop(owner as u32);
         View {
             meters: snapshot.lanes.iter().enumerate().map(meter).collect(),
             windows: snapshot.slates.iter().map(windows).collect(),
@@ -176,6 +171,12 @@ impl View {
             access,
             pools,
             snapshot,
+            scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),
         }
+    }
+
+    /// The buffers; to be given back before anything is waited for.
+    pub fn scratch(&self) -> RefMut<'_, Scratch> {
+        self.scratch.borrow_mut()
     }
 }

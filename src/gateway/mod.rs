@@ -1,7 +1,7 @@
 //! The hallway: the whole life of one request.
 //!
-//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests,
-//! `record` what is written down of a request, `complaints` how often the operator is told of
+//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn` the
+//! wait for a window to come, `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints` how often the operator is told of
 //! failures, `body` the body of an answer on its way out.
 
 use std::pin::Pin;
@@ -18,22 +18,26 @@ pub mod body;
 pub mod complaints;
 pub mod hall;
 pub mod record;
+pub mod settlement;
 pub mod snapshot;
+pub mod turn;
 
 use crate::clock::Moment;
 use crate::config::ForwardPath;
-use crate::count::charge::Verdict;
 use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Reply};
 use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
+use crate::rule::book::Judgement;
 use crate::upstream::echo;
 use crate::upstream::exchange::Outgoing;
 use body::{Body, Content};
 use hall::{Hall, Peer, Scratch, Target, View};
 use record::Record;
+use settlement::Settlement;
+use turn::Turn;
 
 /// A request on its way: what needs no upstream is answered at once, without a future.
 #[allow(clippy::large_enum_variant, reason = "the large one is there to save an allocation")]
@@ -45,7 +49,7 @@ pub enum Passing {
 
 /// What the rules made of a request.
 enum Decision {
-    Forward { lane: usize, stamp: Stamp },
+    Forward { lane: usize, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
     Refuse(Reply),
 }
 
@@ -59,11 +63,19 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let decision =
         if doubtful { Err(Fault::DOUBTFUL_LENGTH) } else { decide(hall, &view, peer, &mut parts, now, &mut record) };
     match decision {
-        Ok(Decision::Forward { lane, stamp }) => {
-            let peer = Rc::clone(peer);
+        Ok(Decision::Forward { lane, mut stamp, turn, settlement }) => {
+            let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             Passing::Forward(Box::pin(async move {
+                if let Some(turn) = turn {
+                    turn.come().await;
+                }
                 let mut answer = match forward(&view, &peer, lane, parts, body, &mut record).await {
-                    Ok(answer) => finish(answer, record),
+                    Ok(answer) => {
+                        if let Some(settlement) = settlement {
+                            stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
+                        }
+                        finish(answer, record)
+                    }
                     Err(fault) => fail(&fault, record),
                 };
                 // A request that was admitted has consumed, whatever became of it.
@@ -88,8 +100,8 @@ fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
 
 /// Finds the route, identifies the caller, charges, judges. Nothing is waited for.
 fn decide(
-    hall: &Hall,
-    view: &View,
+    hall: &Rc<Hall>,
+    view: &Rc<View>,
     peer: &Peer,
     parts: &mut Parts,
     now: Moment,
@@ -101,7 +113,7 @@ fn decide(
         "*" => return Err(Fault::NoRoute),
         path => path::normalize(path, snapshot.config.encoded_slash)?,
     };
-    let mut scratch = hall.scratch();
+    let mut scratch = view.scratch();
     let Scratch { desk, params, text } = &mut *scratch;
     let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path };
     let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
@@ -118,31 +130,40 @@ fn decide(
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
     };
-    desk.keys.clear();
+    desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {
-        desk.keys.push(match identity.of(&caller) {
+        desk.askers.push(match identity.of(&caller) {
             Ok(key) => key,
             // A rule that is only tried out refuses nobody, for whatever reason.
-            Err(_) if snapshot.book.is_shadow(&slate.plan, position) => {
+            Err(_) if snapshot.book.is_shadow(&slate.roster, position) => {
                 view.meters[lane_index].shadowed(position);
                 None
             }
             Err(fault) => return Err(fault),
         });
     }
-    let verdict = snapshot.book.judge(&slate.plan, &hall.table, now.unix_ms, desk);
+    let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
-    record.decision(lane.slate as usize, desk, verdict);
+    record.decision(lane.slate as usize, desk, &judgement);
     let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
-    if verdict != Verdict::Admitted {
-        let reply = reply::refusal(&snapshot.book, &slate.plan, desk, now.unix_ms, stamp);
+    if let Judgement::Refused = judgement {
+        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, now.unix_ms, stamp);
         return Ok(Decision::Refuse(reply));
     }
+    let turn = match judgement {
+        Judgement::Delayed { until_ms, wait } => {
+            let shares = desk.all_shares().collect();
+            let place = wait.map(|wait| wait.place);
+            Some(Box::new(Turn { until_ms, shares, place, hall: Rc::clone(hall), view: Rc::clone(view) }))
+        }
+        Judgement::Admitted | Judgement::Refused => None,
+    };
+    let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     fields::forward_request(&mut parts.headers, marks, &peer.text, &snapshot.key_fields);
     parts.uri = origin_form(&parts.uri, normalized)?;
-    Ok(Decision::Forward { lane: lane_index, stamp })
+    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement })
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.

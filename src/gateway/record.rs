@@ -12,11 +12,11 @@ use serde_json::{Map, Value, json};
 
 use super::hall::{Hall, View};
 use crate::clock::Moment;
-use crate::count::charge::Verdict;
 use crate::http::fault::Fault;
 use crate::http::reply::{self, CLIENT_GONE};
 use crate::metrics::meter::RouteMeter;
-use crate::rule::book::Desk;
+use crate::rule::book::Judgement;
+use crate::rule::desk::Desk;
 
 /// Of a host and of a path, in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
@@ -44,15 +44,19 @@ impl Record {
     }
 
     /// Tells the meters what the rules decided, on the request's own route.
-    pub fn decision(&mut self, slate: usize, desk: &Desk, verdict: Verdict) {
+    pub fn decision(&mut self, slate: usize, desk: &Desk, judgement: &Judgement) {
         let meter = self.meter();
-        match verdict {
-            Verdict::Admitted => {
-                for (position, _) in desk.keys.iter().enumerate().filter(|(_, key)| key.is_some()) {
-                    if desk.shadowed.contains(&position) { meter.shadowed(position) } else { meter.admitted(position) }
+        match judgement {
+            Judgement::Admitted | Judgement::Delayed { .. } => {
+                for (position, _) in desk.askers.iter().enumerate().filter(|(_, asker)| asker.is_some()) {
+                    match judgement {
+                        _ if desk.shadowed.contains(&position) => meter.shadowed(position),
+                        Judgement::Delayed { wait: Some(wait), .. } if wait.rule == position => meter.delayed(position),
+                        _ => meter.admitted(position),
+                    }
                 }
             }
-            Verdict::Refused | Verdict::Late => {
+            Judgement::Refused => {
                 let mut told = None;
                 for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
                     self.view.windows[slate].refused_by(line.rule, line.layer);
@@ -64,10 +68,13 @@ impl Record {
             }
         }
         if self.line.is_some() {
-            let plan = &self.view.snapshot.slates[slate].plan;
-            let name = |position: &usize| json!(self.view.snapshot.book.entries[plan.rules[*position]].rule.name);
-            let full =
-                desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full && verdict != Verdict::Admitted);
+            let rules = &self.view.snapshot.slates[slate].roster.rules;
+            let name = |position: &usize| json!(self.view.snapshot.book.entries[rules[*position]].rule.name);
+            let full = desk
+                .charges
+                .iter()
+                .zip(&desk.lines)
+                .filter(|(charge, _)| charge.full && matches!(judgement, Judgement::Refused));
             let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
             let shadowed: Vec<Value> = desk.shadowed.iter().map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use http::HeaderName;
 
+use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::caller::Identity;
 use crate::http::quota::Sheet;
 use crate::http::route::Router;
-use crate::rule::book::{Book, Plan};
+use crate::rule::book::{Book, Roster};
 use crate::rule::key::{OnMissing, Part, Seed};
 
 #[derive(Debug)]
@@ -40,15 +41,17 @@ pub struct Lane {
 /// A list of rules made ready; many routes share few of them, so those stay in the cache.
 #[derive(Debug)]
 pub struct Slate {
-    pub plan: Plan,
-    /// One for each rule of the plan.
+    pub roster: Roster,
+    /// One for each rule of the roster.
     pub identities: Vec<Identity>,
     pub sheet: Sheet,
+    /// The rules whose cost the answer tells.
+    pub terms: Vec<Term>,
 }
 
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
-        let book = Book::new(&config.rules, seed);
+        let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
         let mut slates = Vec::new();
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
@@ -79,10 +82,11 @@ impl Snapshot {
 
 impl Slate {
     fn new(book: &Book, config: &Config, route: &Route, seed: Seed) -> Slate {
-        let plan = book.plan(&route.rules);
+        let roster = book.roster(&route.rules);
         let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed);
         let identities = route.rules.iter().map(identity).collect();
-        Slate { identities, sheet: Sheet::new(book, &plan, &config.fields), plan }
+        let terms = Term::of(config, &route.rules);
+        Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms }
     }
 }
 

@@ -13,7 +13,10 @@ use http::header::{HeaderMap, HeaderName};
 use super::fault::Fault;
 use crate::config::Route;
 use crate::rule::book::Entry;
+use crate::rule::desk::Asker;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+use crate::rule::terms::Cost;
+use crate::rule::window::Windows;
 
 /// How the key of one rule is found in the requests of one route.
 #[derive(Debug)]
@@ -21,6 +24,14 @@ pub struct Identity {
     rule: String,
     key: Recipe,
     on_missing: OnAbsent,
+    cost: Price,
+}
+
+/// What a request costs under one rule, before the answer.
+#[derive(Debug)]
+enum Price {
+    Fixed(u32),
+    Told { name: HeaderName, default: u32, max: u32 },
 }
 
 #[derive(Debug)]
@@ -34,6 +45,8 @@ enum OnAbsent {
 #[derive(Debug)]
 struct Recipe {
     start: KeyHasher,
+    /// The same in a seed that all gateways have, where the key's windows start at random.
+    everywhere: Option<KeyHasher>,
     parts: Vec<Source>,
 }
 
@@ -75,26 +88,40 @@ enum Unknown<'a> {
 
 impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
-        let recipe = |variant: u8, parts: &[Part]| {
-            let mut start = KeyHasher::new(seed, entry.identity);
+        let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
+        let recipe = |fallback: bool, parts: &[Part]| {
             // Keeps the keys of a fallback apart from the rule's own, and from those of another.
-            let own = if variant == 0 { String::new() } else { format!("{parts:?}") };
-            start.part(variant, own.as_bytes());
-            Recipe { start, parts: parts.iter().map(|part| Source::new(part, route)).collect() }
+            let own = if fallback { format!("{parts:?}") } else { String::new() };
+            let start = |seed: Seed, rule: u64| {
+                let mut start = KeyHasher::new(seed, rule);
+                start.part(u8::from(fallback), own.as_bytes());
+                start
+            };
+            Recipe {
+                start: start(seed, entry.identity),
+                everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
+                parts: parts.iter().map(|part| Source::new(part, route)).collect(),
+            }
         };
         Identity {
             rule: entry.rule.name.clone(),
-            key: recipe(0, &entry.rule.key),
+            key: recipe(false, &entry.rule.key),
             on_missing: match &entry.rule.on_missing {
                 OnMissing::Never | OnMissing::Refuse => OnAbsent::Refuse,
                 OnMissing::Skip => OnAbsent::Skip,
-                OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(1, parts)),
+                OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
             },
+            cost: Price::new(&entry.rule.cost, route),
         }
     }
 
-    /// The caller's key under this rule; `None` if the rule does not apply to the request.
-    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<KeyHash>, Fault> {
+    /// Who asks under this rule; `None` if the rule does not apply to the request.
+    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Fault> {
+        let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
+        Ok(Some(Asker { key, offset, variant: 0, cost: self.cost.of(caller.headers, &self.rule)? }))
+    }
+
+    fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
         let fault = |unknown| match unknown {
             Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
             Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
@@ -109,13 +136,48 @@ impl Identity {
 }
 
 impl Recipe {
-    fn hash(&self, caller: &Caller<'_>) -> Result<KeyHash, Unknown<'_>> {
-        let mut hasher = self.start.clone();
-        for part in &self.parts {
-            part.feed(caller, &mut hasher)?;
-        }
-        Ok(hasher.finish())
+    /// The key, and the offset of its windows if they start at random.
+    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown<'_>> {
+        let hash = |start: &KeyHasher| {
+            let mut hasher = start.clone();
+            self.parts.iter().try_for_each(|part| part.feed(caller, &mut hasher))?;
+            Ok(hasher.finish())
+        };
+        let offset = self.everywhere.as_ref().map_or(Ok(0), |start| hash(start).map(|hash| hash.place))?;
+        Ok((hash(&self.start)?, offset))
     }
+}
+
+impl Price {
+    fn new(cost: &Cost, route: &Route) -> Price {
+        match (cost, route.cost) {
+            (Cost::Request { header, default, max }, _) => match HeaderName::from_bytes(header.as_bytes()) {
+                Ok(name) => Price::Told { name, default: *default, max: *max },
+                // The configuration has been checked: a name that is none never gets here.
+                Err(_) => Price::Fixed(*default),
+            },
+            (Cost::Fixed(_), Some(cost)) => Price::Fixed(cost),
+            (Cost::Fixed(cost) | Cost::Response { reserve: cost, .. }, _) => Price::Fixed(*cost),
+        }
+    }
+
+    fn of(&self, headers: &HeaderMap, rule: &str) -> Result<u32, Fault> {
+        let (name, default, max) = match self {
+            Price::Fixed(cost) => return Ok(*cost),
+            Price::Told { name, default, max } => (name, *default, *max),
+        };
+        let mut values = headers.get_all(name).iter();
+        let (Some(value), None) = (values.next(), values.next()) else {
+            return if headers.contains_key(name) { Err(cost_fault(rule, name, max)) } else { Ok(default) };
+        };
+        let text = value.to_str().ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+        let cost = text.and_then(|text| text.parse().ok()).filter(|cost| *cost <= max);
+        cost.ok_or_else(|| cost_fault(rule, name, max))
+    }
+}
+
+fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
+    Fault::Cost { rule: rule.to_owned(), field: field.to_string(), max }
 }
 
 impl Source {
@@ -188,8 +250,9 @@ where
 mod tests {
     use super::*;
     use crate::config::{PathPattern, Segment};
-    use crate::rule::book::{OnLimit, Rule};
+    use crate::rule::book::Book;
     use crate::rule::limit::Limit;
+    use crate::rule::terms::{OnLimit, Rule};
 
     const SEED: Seed = Seed(1, 2);
 
@@ -199,10 +262,13 @@ mod tests {
             key: key.to_vec(),
             on_missing,
             layers: vec![Limit::parse("1/minute").unwrap()],
-            cost: 1,
+            plans: vec![],
+            overrides: vec![],
+            cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
+            count_refused: false,
         };
-        Identity::new(&Entry::new(rule, SEED), &route(), SEED)
+        Identity::new(&Book::new(&[rule], [], SEED).entries[0], &route(), SEED)
     }
 
     fn route() -> Route {
@@ -215,10 +281,11 @@ mod tests {
             path: PathPattern { text: "/u/{id}".to_owned(), segments },
             upstream: 0,
             rules: vec![0],
+            cost: None,
         }
     }
 
-    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<KeyHash>, Fault> {
+    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
         let id = 3..5;
         identity.of(&Caller {
             address: address.parse().unwrap(),

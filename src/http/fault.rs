@@ -46,6 +46,12 @@ pub enum Fault {
         rule: String,
         part: String,
     },
+    /// The field that tells a request's cost does not, or tells too much.
+    Cost {
+        rule: String,
+        field: String,
+        max: u32,
+    },
     /// The client's body broke off or is malformed.
     Body,
     /// The client stopped sending its body.
@@ -79,6 +85,7 @@ impl Fault {
             | Fault::NoRoute
             | Fault::KeyMissing { .. }
             | Fault::KeyAmbiguous { .. }
+            | Fault::Cost { .. }
             | Fault::Body
             | Fault::BodyTimeout => Side::Client,
             Fault::Connect(_) | Fault::ConnectTimeout | Fault::Upstream(_) | Fault::ResponseTimeout => Side::Upstream,
@@ -100,6 +107,7 @@ impl Fault {
             | Fault::Method
             | Fault::Expectation
             | Fault::KeyAmbiguous { .. }
+            | Fault::Cost { .. }
             | Fault::Body
             | Fault::BodyTimeout
             | Fault::Panic => true,
@@ -123,7 +131,9 @@ impl Fault {
     pub fn for_operator(&self) -> String {
         match self {
             Fault::Connect(why) | Fault::Upstream(why) => format!("{self}: {why}"),
-            Fault::KeyMissing { rule, .. } | Fault::KeyAmbiguous { rule, .. } => format!("{self} (rule `{rule}`)"),
+            Fault::KeyMissing { rule, .. } | Fault::KeyAmbiguous { rule, .. } | Fault::Cost { rule, .. } => {
+                format!("{self} (rule `{rule}`)")
+            }
             other => other.to_string(),
         }
     }
@@ -143,6 +153,7 @@ impl fmt::Display for Fault {
             Fault::NoRoute => f.write_str("no route matches this request"),
             Fault::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             Fault::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
+            Fault::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
             Fault::Body => f.write_str("the body of the request broke off or is malformed"),
             Fault::BodyTimeout => f.write_str("the body of the request took too long"),
             Fault::Connect(_) => f.write_str("no upstream server could be reached"),

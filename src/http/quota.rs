@@ -10,8 +10,9 @@ use http::header::{Entry, HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::QuotaFields;
 use crate::count::charge::Charge;
-use crate::rule::book::{Book, Desk, Line, OnLimit, Plan};
-use crate::rule::window::Period;
+use crate::rule::book::{Book, Line, Roster};
+use crate::rule::desk::Desk;
+use crate::rule::window::Windows;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -28,29 +29,35 @@ pub struct Sheet {
 #[derive(Debug)]
 struct Row {
     line: Line,
+    /// Whether everyone has this layer, and not only some clients.
+    usual: bool,
     /// The name as a structured-field string, with what separates it from the item before.
     name: String,
     limit: u32,
-    period: Period,
+    /// What may accumulate; used is what is missing of it.
+    capacity: u64,
+    windows: Windows,
     ietf: bool,
     legacy: bool,
 }
 
 impl Sheet {
     /// Shadow rules are left out: a client that slowed down for them would be limited by them.
-    pub fn new(book: &Book, plan: &Plan, fields: &[QuotaFields]) -> Sheet {
+    pub fn new(book: &Book, roster: &Roster, fields: &[QuotaFields]) -> Sheet {
         let mut rows = Vec::new();
-        for (position, &index) in plan.rules.iter().enumerate() {
-            let rule = &book.entries[index].rule;
+        for (position, &index) in roster.rules.iter().enumerate() {
+            let entry = &book.entries[index];
             let style = fields[index];
-            if rule.on_limit == OnLimit::Shadow || style == QuotaFields::Off {
+            if entry.rule.is_shadow() || style == QuotaFields::Off {
                 continue;
             }
-            rows.extend(rule.layers.iter().enumerate().map(|(layer, limit)| Row {
+            rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| Row {
                 line: Line { rule: position, layer },
-                name: format!(", \"{}\"", rule.layer_name(layer)),
+                usual: entry.variant(0).contains(&layer),
+                name: format!(", \"{}\"", entry.layer_name(layer)),
                 limit: limit.tokens,
-                period: limit.period,
+                capacity: u64::from(limit.capacity.max(limit.tokens)),
+                windows: limit.windows.clone(),
                 ietf: matches!(style, QuotaFields::Ietf | QuotaFields::Both),
                 legacy: matches!(style, QuotaFields::Legacy | QuotaFields::Both),
             }));
@@ -62,9 +69,8 @@ impl Sheet {
     /// months differ in length.
     pub fn policy(&self) -> Option<HeaderValue> {
         let mut text = Vec::new();
-        for row in self.rows.iter().filter(|row| row.ietf) {
-            let Period::Fixed { ms } = row.period else { return None };
-            row.write_policy(ms, &mut text);
+        for row in self.rows.iter().filter(|row| row.ietf && row.usual) {
+            row.write_policy(row.windows.period_ms()?, &mut text);
         }
         list(&text)
     }
@@ -78,7 +84,7 @@ impl Sheet {
         for row in self.rows.iter().filter(|row| row.ietf) {
             match desk.answer(row.line) {
                 Some(charge) => row.write_state(charge, now_ms, text),
-                None => all = false,
+                None => all &= !row.usual,
             }
         }
         stamp.state = list(text);
@@ -95,9 +101,7 @@ impl Sheet {
         text.clear();
         for row in self.rows.iter().filter(|row| row.ietf) {
             if let Some(charge) = desk.answer(row.line) {
-                // The window before its end is the one that was counted.
-                let window = row.period.window_at(charge.usage.end_ms.saturating_sub(1));
-                row.write_policy(window.end_ms - window.start_ms, text);
+                row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
             }
         }
         list(text)
@@ -118,8 +122,8 @@ impl Sheet {
 }
 
 impl Row {
-    fn remaining(&self, charge: &Charge) -> u32 {
-        self.limit.saturating_sub(charge.usage.used)
+    fn remaining(&self, charge: &Charge) -> u64 {
+        self.capacity.saturating_sub(charge.usage.used)
     }
 
     /// A window under a second has no exact `w`; it is told as one second.
@@ -134,7 +138,7 @@ impl Row {
     fn write_state(&self, charge: &Charge, now_ms: u64, text: &mut Vec<u8>) {
         text.extend_from_slice(self.name.as_bytes());
         text.extend_from_slice(b";r=");
-        push_number(u64::from(self.remaining(charge)), text);
+        push_number(self.remaining(charge), text);
         text.extend_from_slice(b";t=");
         push_number(seconds_until(charge.usage.end_ms, now_ms), text);
     }
@@ -151,7 +155,7 @@ pub struct Stamp {
 #[derive(Debug)]
 struct Legacy {
     limit: u32,
-    remaining: u32,
+    remaining: u64,
     reset_s: u64,
 }
 

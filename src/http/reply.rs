@@ -9,7 +9,9 @@ use http::{Response, StatusCode};
 
 use super::fault::Fault;
 use super::quota::{Stamp, push_number, seconds_until};
-use crate::rule::book::{Book, Desk, Plan};
+use crate::count::charge::Charge;
+use crate::rule::book::{Book, Line, Roster};
+use crate::rule::desk::Desk;
 
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
@@ -27,9 +29,11 @@ pub type Reply = Response<Bytes>;
 
 /// What a refusal says: which layers were full, and when the last of them opens again. Written by
 /// hand, since a gateway under attack does little else.
-pub fn refusal(book: &Book, plan: &Plan, desk: &Desk, now_ms: u64, fields: Stamp) -> Reply {
+pub fn refusal(book: &Book, roster: &Roster, desk: &Desk, now_ms: u64, fields: Stamp) -> Reply {
     let full = || desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
-    let end_ms = full().map(|(charge, _)| charge.usage.end_ms).max().unwrap_or(0);
+    let entry = |line: &Line| &book.entries[roster.rules[line.rule]];
+    let opens = |(charge, line): (&Charge, &Line)| book.opens_ms(charge, entry(line), line.layer, now_ms);
+    let end_ms = full().filter_map(opens).max().unwrap_or(0);
     let retry_after_s = seconds_until(end_ms, now_ms).max(1);
 
     let mut body = Vec::with_capacity(384);
@@ -37,7 +41,7 @@ pub fn refusal(book: &Book, plan: &Plan, desk: &Desk, now_ms: u64, fields: Stamp
     for (i, (_, line)) in full().enumerate() {
         // Names of rules are checked to need no escape.
         body.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
-        body.extend_from_slice(book.entries[plan.rules[line.rule]].layer_name(line.layer).as_bytes());
+        body.extend_from_slice(entry(line).layer_name(line.layer).as_bytes());
         body.push(b'"');
     }
     body.extend_from_slice(b"], \"retry-after\": ");
@@ -76,7 +80,7 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::Target(_) | Fault::Host(_) | Fault::Path(_) | Fault::Framing(_) | Fault::Malformed | Fault::Body => {
             StatusCode::BAD_REQUEST
         }
-        Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } => StatusCode::BAD_REQUEST,
+        Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => StatusCode::BAD_REQUEST,
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
         Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,

@@ -316,6 +316,7 @@ mod tests {
             path: pattern(words[2]),
             upstream: 0,
             rules: Vec::new(),
+            cost: None,
         }
     }
 

@@ -104,7 +104,7 @@ impl Codes {
 pub struct RouteCells {
     pub duration: Histogram,
     /// For each rule of the route: admitted, refused, shadowed.
-    pub outcomes: SmallVec<[[Cell; 3]; 2]>,
+    pub outcomes: SmallVec<[[Cell; 4]; 2]>,
     pub codes: Codes,
 }
 

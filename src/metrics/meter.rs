@@ -57,7 +57,7 @@ pub static NAMES: [&Name; 13] = [
 ];
 
 /// What a rule can decide, in the order in which it is counted.
-pub const OUTCOMES: [&str; 3] = ["admitted", "refused", "shadowed"];
+pub const OUTCOMES: [&str; 4] = ["admitted", "refused", "delayed", "shadowed"];
 
 /// Counts what happens on one route, in one loop.
 #[derive(Debug)]
@@ -82,8 +82,12 @@ impl RouteMeter {
         self.0.outcomes[rule][1].add(1);
     }
 
-    pub fn shadowed(&self, rule: usize) {
+    pub fn delayed(&self, rule: usize) {
         self.0.outcomes[rule][2].add(1);
+    }
+
+    pub fn shadowed(&self, rule: usize) {
+        self.0.outcomes[rule][3].add(1);
     }
 }
 

@@ -1,72 +1,127 @@
 //! The rule book: which counters a request is charged in, and what the counters' answers mean.
 //!
-//! Rules go in as the operator wrote them and come out as plans, one per route: the layers of all
+//! Rules go in as the operator wrote them and come out as rosters, one per route: the layers of all
 //! its rules in the order in which they are charged. A decision fills a desk that is reused from
 //! request to request, so it allocates nothing. This file knows neither HTTP nor the clock.
 
-use super::key::{KeyHash, OnMissing, Part, Seed};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::desk::{Asker, Desk};
+use super::key::{Part, Seed};
 use super::limit::Limit;
-use super::window::{Period, Window};
-use crate::count::charge::{Charge, Verdict, decide};
+use super::terms::{Cost, OnLimit, Rule};
+use super::window::Windows;
+use crate::count::charge::{Charge, Verdict, look, take};
+use crate::count::pace::{Pace, Time};
+use crate::count::queue::{Place, Queue};
 use crate::count::region::Key;
+use crate::count::shard::Split;
 use crate::count::table::{Counter, Table};
-use crate::count::word::Ask;
+use crate::count::word::{Ask, Course};
 
-/// A rule as configured.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Rule {
-    pub name: String,
-    pub key: Vec<Part>,
-    pub on_missing: OnMissing,
-    pub layers: Vec<Limit>,
-    /// Tokens that one request consumes.
-    pub cost: u32,
-    pub on_limit: OnLimit,
+/// One layer made ready: what its counters are known by, and what is asked of them.
+#[derive(Debug)]
+pub struct Layer {
+    bits: u64,
+    /// Moves the counters of the layer away from those of the rule's other layers.
+    nearby: u64,
+    /// Position in [`Book::timelines`].
+    pub timeline: usize,
+    course: Course,
+    limit: u32,
+    /// What may accumulate.
+    pub capacity: u32,
+    /// What may be taken from windows to come.
+    pub reserve: u32,
+    shards: u32,
+    /// The narrow are charged before the wide.
+    rank: (bool, u32, u64),
 }
 
-/// What happens to a request that finds a layer full.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum OnLimit {
-    Refuse,
-    /// Decide and report, but never enforce.
-    Shadow,
-}
-
-impl Rule {
-    /// The name of a layer in answers and metrics: the rule's own where it has only one.
-    pub fn layer_name(&self, layer: usize) -> String {
-        match self.layers.as_slice() {
-            [_] => self.name.clone(),
-            layers => format!("{}-{}", self.name, layers[layer].period_text),
-        }
-    }
-
-    /// What the rule's counters are known by: its name and its key. A layer adds its period. The
-    /// limit is not part of it, so a changed limit applies to what was already counted.
-    fn identity(&self, seed: Seed) -> u64 {
-        seed.bits(&["rule", &self.name, &format!("{:?}", self.key)])
-    }
-}
-
-/// A rule made ready: what its layers' counters are known by.
+/// A rule made ready.
 #[derive(Debug)]
 pub struct Entry {
     pub rule: Rule,
     /// Hash prefix of every key of this rule.
     pub identity: u64,
-    layers: Vec<u64>,
+    /// The layers of everyone, then those of each plan and of each override.
+    layers: Vec<Layer>,
     names: Vec<String>,
+    variants: Vec<Range<usize>>,
+    /// Who waits because of this rule.
+    pub queue: Arc<Queue>,
+}
+
+/// A layer of a roster: the rule's position in the route's list, and the layer's in the entry.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Line {
+    pub rule: usize,
+    pub layer: usize,
+}
+
+/// The rules of one route, in the order of the configuration, and the order in which they charge.
+#[derive(Debug, Default)]
+pub struct Roster {
+    /// Positions in the book.
+    pub rules: Vec<usize>,
+    /// Layers that everyone has of the enforced rules, from the narrowest to the widest.
+    enforced: Vec<Line>,
+    /// Positions of the shadow rules.
+    shadows: Vec<usize>,
+    delays: bool,
+    counts_refused: bool,
+}
+
+/// What the rules say to a request.
+#[derive(Debug)]
+pub enum Judgement {
+    Admitted,
+    /// It has been charged, and may pass from this moment on.
+    Delayed {
+        until_ms: u64,
+        wait: Option<Wait>,
+    },
+    Refused,
+}
+
+/// A place among those who wait because of a rule.
+#[derive(Debug)]
+pub struct Wait {
+    /// The rule's position in the roster.
+    pub rule: usize,
+    pub place: Place,
+}
+
+/// All rules, made ready.
+#[derive(Debug, Default)]
+pub struct Book {
+    pub entries: Vec<Entry>,
+    /// The ways in which the layers divide time, each once.
+    pub timelines: Vec<Windows>,
+    /// The pace of each timeline.
+    paces: Vec<Pace>,
+}
+
+impl Layer {
+    /// What one request asks of this layer, in the window ending at `end_ms`.
+    #[inline]
+    pub(super) fn charge(&self, asker: Asker, end_ms: u64, own_shard: u32) -> Charge {
+        let place = asker.key.place.wrapping_add(self.nearby);
+        let counter = Counter { key: Key::new(place, asker.key.tag ^ self.bits), layer: self.bits };
+        let ceiling = u64::from(self.capacity);
+        let ask = Ask { end_ms, ceiling, floor: 0, limit: self.limit, cost: asker.cost, course: self.course };
+        let mut charge = Charge::new(counter, ask);
+        if self.shards > 1 {
+            charge.split = Split { shards: self.shards, own: own_shard % self.shards };
+        }
+        charge
+    }
 }
 
 impl Entry {
-    pub fn new(rule: Rule, seed: Seed) -> Entry {
-        let identity = rule.identity(seed);
-        let layers = rule
-            .layers
-            .iter()
-            .map(|limit| seed.bits(&["layer", &rule.name, &format!("{:?}", limit.period)]) ^ identity);
-        let names = (0..rule.layers.len()).map(|layer| rule.layer_name(layer)).collect();
-        Entry { identity, layers: layers.collect(), names, rule }
+    pub fn layer(&self, layer: usize) -> &Layer {
+        &self.layers[layer]
     }
 
     pub fn layer_name(&self, layer: usize) -> &str {
@@ -77,18 +132,26 @@ impl Entry {
         &self.names
     }
 
-    fn charge(&self, layer: usize, key: KeyHash, end_ms: u64) -> Charge {
-        let limit = &self.rule.layers[layer];
-        let place = key.place.wrapping_add(neighbourhood(limit.period).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let counter = Counter { key: Key::new(place, key.tag ^ self.layers[layer]), layer: self.layers[layer] };
-        Charge::new(counter, Ask { end_ms, limit: limit.tokens, cost: self.rule.cost })
+    /// The layers that a variant has, and their limits.
+    pub fn variant(&self, variant: usize) -> Range<usize> {
+        self.variants[variant].clone()
+    }
+
+    /// The variant for the clients of a plan; that of everyone, if the rule has none for them.
+    pub fn variant_of_plan(&self, plan: &str) -> usize {
+        self.rule.plans.iter().position(|known| known.name == plan).map_or(0, |position| 1 + position)
+    }
+
+    /// The variant of one of the rule's overrides.
+    pub fn variant_of_override(&self, position: usize) -> usize {
+        1 + self.rule.plans.len() + position
     }
 }
 
 /// Layers of similar periods share a bucket, and so a cache line; all of a rule's would crowd it. It
 /// depends on the period alone: where a layer stands among others must not move its counters.
-fn neighbourhood(period: Period) -> u64 {
-    match period.shortest_ms() {
+fn neighbourhood(usual_ms: u64) -> u64 {
+    match usual_ms {
         0..=10_000 => 0,
         10_001..=3_600_000 => 1,
         3_600_001..=604_800_000 => 2,
@@ -96,141 +159,205 @@ fn neighbourhood(period: Period) -> u64 {
     }
 }
 
-/// A layer of a plan: the rule's position in the route's list, and the layer's in the rule.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Line {
-    pub rule: usize,
-    pub layer: usize,
-}
-
-/// The rules of one route, in the order of the configuration, and the order in which they charge.
-#[derive(Debug, Default)]
-pub struct Plan {
-    /// Positions in the book.
-    pub rules: Vec<usize>,
-    /// Layers of the enforced rules, from the narrowest to the widest.
-    enforced: Vec<Line>,
-    /// Layers of each shadow rule.
-    shadows: Vec<Vec<Line>>,
-}
-
-/// All rules, made ready.
-#[derive(Debug, Default)]
-pub struct Book {
-    pub entries: Vec<Entry>,
-}
-
 impl Book {
-    pub fn new(rules: &[Rule], seed: Seed) -> Book {
-        Book { entries: rules.iter().map(|rule| Entry::new(rule.clone(), seed)).collect() }
-    }
-
-    /// The plan for a route that names these rules (positions in the book).
-    pub fn plan(&self, rules: &[usize]) -> Plan {
-        let lines = |position: usize| {
-            let layers = 0..self.entries[rules[position]].rule.layers.len();
-            layers.map(move |layer| Line { rule: position, layer })
-        };
-        let shadow = |position: &usize| self.entries[rules[*position]].rule.on_limit == OnLimit::Shadow;
-        let mut enforced: Vec<Line> = (0..rules.len()).filter(|p| !shadow(p)).flat_map(lines).collect();
-        // Narrow before wide: a counter of one client before the counter of all, a small limit
-        // before a large one. The narrow is likelier to be full, and a charge that must be given
-        // back is then one that few share.
-        enforced.sort_by_key(|line| {
-            let rule = &self.entries[rules[line.rule]].rule;
-            let limit = &rule.layers[line.layer];
-            (rule.key.contains(&Part::Global), limit.tokens, limit.period.shortest_ms())
-        });
-        let shadows = (0..rules.len()).filter(shadow).map(|position| lines(position).collect()).collect();
-        Plan { rules: rules.to_vec(), enforced, shadows }
-    }
-
-    /// Whether the rule at a position of the plan is only tried out.
-    pub fn is_shadow(&self, plan: &Plan, position: usize) -> bool {
-        self.entries[plan.rules[position]].rule.on_limit == OnLimit::Shadow
-    }
-
-    /// Decides a request. `desk.keys` holds, for every rule of the plan, the key that the request
-    /// has under it, or `None` where the rule does not apply.
-    pub fn judge<const W: usize>(&self, plan: &Plan, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> Verdict {
-        desk.shadowed.clear();
-        desk.charges.clear();
-        desk.lines.clear();
-        if self.settle(plan, &plan.enforced, table, now_ms, desk, 0) == Verdict::Refused {
-            return Verdict::Refused;
-        }
-        for lines in &plan.shadows {
-            let first = desk.lines.len();
-            if self.settle(plan, lines, table, now_ms, desk, first) == Verdict::Refused {
-                desk.shadowed.push(lines[0].rule);
+    /// A book of these rules. `routes` says which of them, by position, stand together on a route.
+    pub fn new<'a>(rules: &[Rule], routes: impl IntoIterator<Item = &'a [usize]>, seed: Seed) -> Book {
+        // Whoever waits takes a place in a window to come, in all layers of all rules of its route.
+        let mut ahead: Vec<bool> = rules.iter().map(|rule| matches!(rule.cost, Cost::Response { .. })).collect();
+        for route in routes {
+            if route.iter().any(|rule| rules[*rule].delays()) {
+                route.iter().for_each(|rule| ahead[*rule] = true);
             }
         }
-        Verdict::Admitted
+        let mut book = Book::default();
+        for (rule, ahead) in rules.iter().zip(ahead) {
+            let entry = book.make_ready(rule, ahead, seed);
+            book.entries.push(entry);
+        }
+        book
     }
 
-    /// Charges the given lines, all or none, on the desk from `first` on.
-    fn settle<const W: usize>(
+    fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {
+        // A rule's counters are known by its name and its key; a layer adds its windows. The limit
+        // is not part of it, so a changed limit applies to what was already counted.
+        let identity = seed.bits(&["rule", &rule.name, &format!("{:?}", rule.key)]);
+        let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
+        for variant in rule.variants() {
+            let first = layers.len();
+            for (i, limit) in variant.iter().enumerate() {
+                names.push(rule.layer_name(variant, i));
+                layers.push(self.layer(rule, limit, identity, ahead, seed));
+            }
+            variants.push(first..layers.len());
+        }
+        let most = match rule.on_limit {
+            OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
+            OnLimit::Refuse | OnLimit::Shadow => 0,
+        };
+        Entry { identity, layers, names, variants, queue: Queue::new(most), rule: rule.clone() }
+    }
+
+    fn layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> Layer {
+        let timeline = self.timelines.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
+            self.timelines.push(limit.windows.clone());
+            self.paces.push(limit.windows.pace());
+            self.timelines.len() - 1
+        });
+        let floating = matches!(limit.windows, Windows::FirstRequest { .. });
+        let pace = u16::try_from(timeline).unwrap_or(u16::MAX);
+        let course = match floating {
+            true => Course::Floating(pace),
+            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => Course::Grid(pace),
+            false => Course::Plain,
+        };
+        let usual_ms = limit.windows.usual_ms();
+        Layer {
+            bits: seed.bits(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
+            nearby: neighbourhood(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            timeline,
+            course,
+            limit: limit.tokens,
+            capacity: limit.capacity.max(limit.tokens),
+            reserve: limit.reserve,
+            shards: if course == Course::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
+            rank: (rule.key.contains(&Part::Global), limit.tokens, usual_ms),
+        }
+    }
+
+    /// The time of a decision by this book.
+    pub fn time(&self, now_ms: u64) -> Time<'_> {
+        Time { now_ms, paces: &self.paces }
+    }
+
+    /// The roster for a route that names these rules (positions in the book).
+    pub fn roster(&self, rules: &[usize]) -> Roster {
+        let rule = |position: usize| &self.entries[rules[position]].rule;
+        let mut roster = Roster {
+            rules: rules.to_vec(),
+            enforced: Vec::new(),
+            shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
+            delays: (0..rules.len()).any(|position| rule(position).delays()),
+            counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
+        };
+        let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
+        let mut lines: Vec<Line> = enforced.flat_map(|position| self.lines(&roster, position, 0)).collect();
+        self.sort(&roster, &mut lines);
+        roster.enforced = lines;
+        roster
+    }
+
+    /// The layers of one rule, as one of its variants has them.
+    fn lines(&self, roster: &Roster, position: usize, variant: usize) -> impl Iterator<Item = Line> + use<> {
+        self.entries[roster.rules[position]].variant(variant).map(move |layer| Line { rule: position, layer })
+    }
+
+    /// Narrow before wide: a counter of one client before the counter of all, a small limit before a
+    /// large one. The narrow is likelier to be full, and a charge that must be given back is then
+    /// one that few share.
+    fn sort(&self, roster: &Roster, lines: &mut [Line]) {
+        lines.sort_by_key(|line| self.layer_of(roster, *line).rank);
+    }
+
+    pub fn layer_of(&self, roster: &Roster, line: Line) -> &Layer {
+        self.entries[roster.rules[line.rule]].layer(line.layer)
+    }
+
+    /// Whether the rule at a position of the roster is only tried out.
+    pub fn is_shadow(&self, roster: &Roster, position: usize) -> bool {
+        self.entries[roster.rules[position]].rule.is_shadow()
+    }
+
+    /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
+    /// `None` where the rule does not apply.
+    pub fn judge<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> Judgement {
+        desk.clear();
+        let judgement = if desk.askers.iter().flatten().all(|asker| asker.variant == 0) {
+            self.decide(roster, &roster.enforced, table, now_ms, desk, true)
+        } else {
+            let lines = self.lines_of(roster, desk);
+            let judgement = self.decide(roster, &lines, table, now_ms, desk, true);
+            desk.own_lines = lines;
+            judgement
+        };
+        if !matches!(judgement, Judgement::Refused) {
+            self.try_out(roster, table, now_ms, desk);
+        }
+        judgement
+    }
+
+    /// The lines of a request whose windows are not everyone's, in the desk's own list.
+    fn lines_of(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
+        let mut lines = std::mem::take(&mut desk.own_lines);
+        lines.clear();
+        for (position, asker) in desk.askers.iter().enumerate() {
+            if let Some(asker) = asker.filter(|_| !self.is_shadow(roster, position)) {
+                lines.extend(self.lines(roster, position, asker.variant));
+            }
+        }
+        self.sort(roster, &mut lines);
+        lines
+    }
+
+    /// Looks at the counters of the enforced rules; nothing is charged.
+    pub fn look<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> bool {
+        desk.clear();
+        let lines = self.lines_of(roster, desk);
+        desk.put_down(self, roster, &lines, now_ms, 0);
+        let room = look(table, &mut desk.charges, self.time(now_ms));
+        desk.own_lines = lines;
+        room
+    }
+
+    /// Lets the shadow rules decide as well.
+    fn try_out<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) {
+        for position in &roster.shadows {
+            let Some(asker) = desk.askers[*position] else { continue };
+            let mut lines = std::mem::take(&mut desk.own_lines);
+            lines.clear();
+            lines.extend(self.lines(roster, *position, asker.variant));
+            if let Judgement::Refused = self.decide(roster, &lines, table, now_ms, desk, false) {
+                desk.shadowed.push(*position);
+            }
+            desk.own_lines = lines;
+        }
+    }
+
+    /// Charges the given lines, all or none, behind what is on the desk already.
+    fn decide<const W: usize>(
         &self,
-        plan: &Plan,
+        roster: &Roster,
         lines: &[Line],
         table: &Table<W>,
         mut now_ms: u64,
         desk: &mut Desk,
-        first: usize,
-    ) -> Verdict {
+        may_wait: bool,
+    ) -> Judgement {
+        let first = desk.charges.len();
         loop {
-            desk.charges.truncate(first);
-            desk.lines.truncate(first);
-            for line in lines {
-                if let Some(key) = desk.keys[line.rule] {
-                    let entry = &self.entries[plan.rules[line.rule]];
-                    let end_ms = desk.window_end_ms(entry.rule.layers[line.layer].period, now_ms);
-                    desk.charges.push(entry.charge(line.layer, key, end_ms));
-                    desk.lines.push(*line);
-                }
-            }
-            match decide(table, &mut desk.charges[first..], now_ms) {
+            desk.put_down(self, roster, lines, now_ms, first);
+            let time = self.time(now_ms);
+            let charges = &mut desk.charges[first..];
+            let verdict = match look(table, charges, time) {
+                true => take(table, charges, &mut desk.shares, time),
+                false => Verdict::Refused,
+            };
+            match verdict {
+                Verdict::Admitted => return Judgement::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
                 Verdict::Late => now_ms = now_ms.max(table.horizon_ms()),
-                verdict => return verdict,
+                Verdict::Refused => {
+                    if may_wait
+                        && (roster.delays || desk.reserve)
+                        && let Some(delayed) = self.postpone(roster, table, time, desk)
+                    {
+                        return delayed;
+                    }
+                    if roster.counts_refused {
+                        self.count_refusal(roster, table, time, desk, first);
+                    }
+                    return Judgement::Refused;
+                }
             }
         }
-    }
-}
-
-/// What one decision reads and writes; kept and used again by the next.
-#[derive(Debug, Default)]
-pub struct Desk {
-    /// Per rule of the plan, the request's key; filled by the caller.
-    pub keys: Vec<Option<KeyHash>>,
-    /// The counters asked, and their answers, in the order in which they were charged: first those
-    /// of enforced rules, then those of shadow rules.
-    pub charges: Vec<Charge>,
-    /// Which layer each of `charges` belongs to.
-    pub lines: Vec<Line>,
-    /// Positions of the shadow rules that would have refused the request.
-    pub shadowed: Vec<usize>,
-    /// The window last found at each place of `charges`: most requests fall into the same.
-    windows: Vec<(Period, Window)>,
-}
-
-impl Desk {
-    /// The end of the window that a charge about to be added falls into.
-    fn window_end_ms(&mut self, period: Period, now_ms: u64) -> u64 {
-        let at = self.charges.len();
-        match self.windows.get(at) {
-            Some((known, window)) if *known == period && window.contains(now_ms) => window.end_ms,
-            _ => {
-                let window = period.window_at(now_ms);
-                self.windows.truncate(at);
-                self.windows.push((period, window));
-                window.end_ms
-            }
-        }
-    }
-
-    /// The answer of one layer, or `None` if its rule does not apply to the request.
-    pub fn answer(&self, line: Line) -> Option<&Charge> {
-        self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])
     }
 }

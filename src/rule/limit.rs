@@ -2,16 +2,22 @@
 
 use std::fmt;
 
-use super::window::{Period, PeriodError};
+use super::window::{Period, PeriodError, Windows};
 
 /// One layer of a rule as the operator wrote it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Limit {
     /// Tokens granted at the start of each window.
     pub tokens: u32,
-    pub period: Period,
+    pub windows: Windows,
     /// The period as it was written: `minute`, `5m`. It names the layer.
     pub period_text: String,
+    /// What may accumulate, at least `tokens`: what a window does not use, later ones may.
+    pub capacity: u32,
+    /// Tokens that may be taken from windows to come.
+    pub reserve: u32,
+    /// Counters that this layer is split into, each with its part of `tokens`.
+    pub shards: u32,
 }
 
 impl Limit {
@@ -21,8 +27,11 @@ impl Limit {
         Limit::of(parse_tokens(tokens)?, period)
     }
 
+    /// A plain limit: windows are aligned to the epoch, and each stands for itself.
     pub fn of(tokens: u32, period: &str) -> Result<Limit, LimitError> {
-        Ok(Limit { tokens, period: Period::parse(period).map_err(LimitError::Period)?, period_text: period.to_owned() })
+        let windows = Period::parse(period).map_err(LimitError::Period)?.windows();
+        let period_text = period.to_owned();
+        Ok(Limit { tokens, windows, period_text, capacity: tokens, reserve: 0, shards: 1 })
     }
 }
 
@@ -66,8 +75,8 @@ mod tests {
     fn limits_are_read_as_written() {
         let limit = Limit::parse("2000/hour").unwrap();
         assert_eq!(
-            (limit.tokens, limit.period, limit.period_text.as_str()),
-            (2000, Period::Fixed { ms: 3_600_000 }, "hour")
+            (limit.tokens, limit.windows, limit.period_text.as_str()),
+            (2000, Windows::Even { period_ms: 3_600_000, offset_ms: 0 }, "hour")
         );
         assert_eq!(Limit::parse("4294967295/10ms").unwrap().tokens, u32::MAX);
         assert_eq!(Limit::parse("1_000/5m").unwrap().tokens, 1000);

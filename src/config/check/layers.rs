@@ -34,7 +34,7 @@ pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     let mut found: Vec<Limit> = Vec::new();
     for item in items {
         let Some(limit) = layer(&item, report) else { continue };
-        if let Some(other) = found.iter().find(|other| other.period == limit.period) {
+        if let Some(other) = found.iter().find(|other| other.windows == limit.windows) {
             let message = format!(
                 "`{}` is the same period as `{}`, which has a limit already",
                 limit.period_text, other.period_text

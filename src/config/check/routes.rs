@@ -7,8 +7,8 @@ use super::{Section, host, path, reach};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
 use crate::config::{EncodedSlash, PathPattern, QuotaFields, Route, Segment, Upstream};
-use crate::rule::book::Rule;
 use crate::rule::key::{OnMissing, Part};
+use crate::rule::terms::Rule;
 
 type Rules = Section<(Rule, QuotaFields)>;
 
@@ -81,6 +81,7 @@ fn draft(
             path: path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() }),
             upstream: upstream.unwrap_or(0),
             rules,
+            cost: None,
         },
     }
 }

@@ -7,8 +7,8 @@ use super::{FIELDS, Section, key, layers};
 use crate::config::QuotaFields;
 use crate::config::document::{Item, Later, Table};
 use crate::config::problem::{Report, shown};
-use crate::rule::book::{OnLimit, Rule};
 use crate::rule::key::OnMissing;
+use crate::rule::terms::{Cost, OnLimit, Rule};
 use toml::de::DeValue;
 
 const LATER: [Later; 10] = [
@@ -32,8 +32,11 @@ pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Se
             key: Vec::new(),
             on_missing: OnMissing::Skip,
             layers: Vec::new(),
-            cost: 1,
+            plans: Vec::new(),
+            overrides: Vec::new(),
+            cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
+            count_refused: false,
         };
         let fields = table.and_then(|table| read(&mut rule, table, report)).unwrap_or(fields);
         (rule, fields)
@@ -59,14 +62,15 @@ fn read(rule: &mut Rule, mut table: Table, report: &mut Report) -> Option<QuotaF
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
     let cost_span = cost.as_ref().map(|item| item.span.clone());
-    rule.cost = cost.and_then(|item| self::cost(&item, report)).unwrap_or(1);
+    let cost = cost.and_then(|item| self::cost(&item, report)).unwrap_or(1);
+    rule.cost = Cost::Fixed(cost);
     rule.layers = windows.map(|item| layers::layers(&item, report)).unwrap_or_default();
     rule.on_limit = on_limit.and_then(|item| self::on_limit(&item, report)).unwrap_or(OnLimit::Refuse);
 
     let smallest = rule.layers.iter().map(|limit| limit.tokens).min();
-    if let (Some(span), Some(smallest)) = (cost_span, smallest.filter(|smallest| *smallest < rule.cost)) {
+    if let (Some(span), Some(smallest)) = (cost_span, smallest.filter(|smallest| *smallest < cost)) {
         let message =
-            format!("a request that costs `{}` can never be admitted: the smallest limit is `{smallest}`", rule.cost);
+            format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
         report.problem(span, message, format!("write a cost of at most `{smallest}`, or raise the limit"));
     }
     fields
@@ -100,7 +104,7 @@ fn layer_names(rules: &Section<(Rule, QuotaFields)>, report: &mut Report) {
     let mut taken: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
-        let names: Vec<String> = (0..rule.layers.len()).map(|layer| rule.layer_name(layer)).collect();
+        let names: Vec<String> = (0..rule.layers.len()).map(|layer| rule.layer_name(&rule.layers, layer)).collect();
         if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "answers would call two layers {}: one of the rule {}, one of the rule {}",

@@ -87,6 +87,13 @@ impl Process {
         });
     }
 
+    /// As [`Process::reloaded`], where the change and the signal may each have caused a reload.
+    pub fn reloaded_at_least(&self, times: u64) {
+        eventually("the reload is counted", || {
+            self.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]) >= times
+        });
+    }
+
     pub fn wait(&mut self) -> ExitStatus {
         let mut status = None;
         eventually("the process ends", || {

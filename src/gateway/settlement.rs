@@ -1,0 +1,98 @@
+//! What a request cost, once its answer says so.
+//!
+//! A rule may learn the cost of a request from a field of the answer. Something is charged before;
+//! the rest when the fields arrive, or what was too much is given back. What the windows can not
+//! cover any more is owed, and those to come grant that much less.
+
+use std::rc::Rc;
+
+use http::{HeaderMap, HeaderName};
+
+use super::hall::{Hall, Scratch, View};
+use super::snapshot::Slate;
+use crate::config::Config;
+use crate::count::shard::Share;
+use crate::http::quota::Stamp;
+use crate::rule::desk::{Asker, Desk};
+use crate::rule::terms::Cost;
+
+/// A rule of a route whose cost the answer tells.
+#[derive(Debug)]
+pub struct Term {
+    /// Position of the rule in the roster.
+    position: usize,
+    field: HeaderName,
+    /// What was charged before.
+    reserve: u32,
+    /// No answer costs more.
+    max: u32,
+}
+
+impl Term {
+    /// The rules among these whose cost the answer tells.
+    pub fn of(config: &Config, rules: &[usize]) -> Vec<Term> {
+        let term = |(position, rule): (usize, &usize)| match &config.rules[*rule].cost {
+            Cost::Response { header, reserve, max } => {
+                let field = HeaderName::from_bytes(header.as_bytes()).ok()?;
+                Some(Term { position, field, reserve: *reserve, max: *max })
+            }
+            Cost::Fixed(_) | Cost::Request { .. } => None,
+        };
+        rules.iter().enumerate().filter_map(term).collect()
+    }
+
+    /// What an answer says that the request cost; `None` if it says nothing, or nothing clear.
+    fn told(&self, fields: &HeaderMap) -> Option<u32> {
+        let mut values = fields.get_all(&self.field).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return None };
+        let text = value.to_str().ok()?.trim();
+        let number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
+        // More digits than fit say more than the most.
+        number.then(|| text.parse().unwrap_or(self.max).min(self.max))
+    }
+}
+
+/// A request whose cost is not known yet.
+pub struct Settlement {
+    slate: usize,
+    askers: Vec<Option<Asker>>,
+    /// What was charged before, for each term of the slate.
+    reserved: Vec<Vec<Share>>,
+}
+
+impl Settlement {
+    /// Remembers what was decided on `desk`, if the slate has terms.
+    pub fn of(slate: &Slate, position: usize, desk: &Desk) -> Option<Box<Settlement>> {
+        if slate.terms.is_empty() {
+            return None;
+        }
+        let reserved = slate.terms.iter().map(|term| desk.shares_of(term.position).collect());
+        Some(Box::new(Settlement { slate: position, askers: desk.askers.clone(), reserved: reserved.collect() }))
+    }
+
+    /// Charges or gives back the difference; returns what is to be said of the limits afterwards.
+    pub fn settle(self, hall: &Rc<Hall>, view: &View, fields: &HeaderMap) -> Option<Stamp> {
+        let snapshot = &*view.snapshot;
+        let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
+        let now_ms = hall.clock.now().unix_ms;
+        let mut settled = false;
+        for (term, reserved) in slate.terms.iter().zip(&self.reserved) {
+            let (Some(asker), Some(cost)) = (self.askers[term.position], term.told(fields)) else { continue };
+            settled = true;
+            if cost > term.reserve {
+                let asker = Asker { cost: cost - term.reserve, ..asker };
+                book.overdraw(slate.roster.rules[term.position], asker, &hall.table, now_ms);
+            } else {
+                book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
+            }
+        }
+        if !settled {
+            return None;
+        }
+        let mut scratch = view.scratch();
+        let Scratch { desk, text, .. } = &mut *scratch;
+        desk.askers.clone_from(&self.askers);
+        book.look(&slate.roster, &hall.table, now_ms, desk);
+        Some(slate.sheet.render(desk, view.policies[self.slate].as_ref(), now_ms, text))
+    }
+}

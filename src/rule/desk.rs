@@ -1,0 +1,109 @@
+//! What one decision reads and writes; kept and used again by the next of the same book, so that none
+//! allocates.
+
+use super::book::{Book, Line, Roster};
+use super::key::KeyHash;
+use super::window::Window;
+use crate::count::charge::Charge;
+use crate::count::shard::Share;
+
+/// Who asks, under one rule, and for how much.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Asker {
+    pub key: KeyHash,
+    /// Where the key's windows start if they start at random, as a share of the period in units of 2^-64.
+    pub offset: u64,
+    /// Which of the rule's variants applies; 0: the windows of everyone.
+    pub variant: usize,
+    pub cost: u32,
+}
+
+#[derive(Debug, Default)]
+pub struct Desk {
+    /// Per rule of the roster, who asks; `None` where the rule does not apply. Filled by the caller.
+    pub askers: Vec<Option<Asker>>,
+    /// Whether tokens may be taken from windows to come, where a layer has some in reserve.
+    pub reserve: bool,
+    /// The shard that is asked first, where a counter is split: the event loop's number.
+    pub own_shard: u32,
+    /// The counters asked, and their answers, in the order in which they were charged: first those
+    /// of enforced rules, then those of shadow rules.
+    pub charges: Vec<Charge>,
+    /// Which layer each of `charges` belongs to.
+    pub lines: Vec<Line>,
+    /// What was charged of counters that are split.
+    pub shares: Vec<Share>,
+    /// Positions of the shadow rules that would have refused the request.
+    pub shadowed: Vec<usize>,
+    /// The window last found on each timeline: most requests fall into the same.
+    windows: Vec<Window>,
+    /// The lines of a request whose windows are not everyone's.
+    pub(super) own_lines: Vec<Line>,
+}
+
+impl Desk {
+    /// A desk for one of several event loops; each asks another shard first.
+    pub fn of_loop(own_shard: u32) -> Desk {
+        Desk { own_shard, ..Desk::default() }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.shadowed.clear();
+        self.charges.clear();
+        self.lines.clear();
+        self.shares.clear();
+    }
+
+    /// The answer of one layer, or `None` if it does not apply to the request.
+    pub fn answer(&self, line: Line) -> Option<&Charge> {
+        self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])
+    }
+
+    /// What was charged for the request in the layers of one rule, so that it can be taken back.
+    pub fn shares_of(&self, position: usize) -> impl Iterator<Item = Share> + '_ {
+        let of_rule = self.charges.iter().zip(&self.lines).filter(move |(_, line)| line.rule == position);
+        of_rule.filter_map(|(charge, _)| charge.share())
+    }
+
+    /// All that was charged for the request, so that it can be taken back.
+    pub fn all_shares(&self) -> impl Iterator<Item = Share> + '_ {
+        self.charges.iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    }
+
+    /// Puts down what the request asks of each of `lines`, from place `first` on.
+    #[inline]
+    pub(super) fn put_down(&mut self, book: &Book, roster: &Roster, lines: &[Line], now_ms: u64, first: usize) {
+        self.charges.truncate(first);
+        self.lines.truncate(first);
+        for line in lines {
+            if let Some(asker) = self.askers[line.rule] {
+                let entry = &book.entries[roster.rules[line.rule]];
+                let layer = entry.layer(line.layer);
+                let end_ms = match book.timelines[layer.timeline].are_shared() {
+                    true => self.window_end_ms(book, layer.timeline, now_ms),
+                    false => book.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms,
+                };
+                self.charges.push(layer.charge(asker, end_ms, self.own_shard));
+                self.lines.push(*line);
+            }
+        }
+    }
+
+    /// The end of the window that is open on a timeline which is the same for all keys.
+    #[inline]
+    fn window_end_ms(&mut self, book: &Book, timeline: usize, now_ms: u64) -> u64 {
+        match self.windows.get(timeline) {
+            Some(window) if window.contains(now_ms) => window.end_ms,
+            _ => self.find_window(book, timeline, now_ms),
+        }
+    }
+
+    #[inline(never)]
+    fn find_window(&mut self, book: &Book, timeline: usize, now_ms: u64) -> u64 {
+        if self.windows.len() < book.timelines.len() {
+            self.windows.resize(book.timelines.len(), Window::default());
+        }
+        self.windows[timeline] = book.timelines[timeline].window_at(now_ms, 0);
+        self.windows[timeline].end_ms
+    }
+}

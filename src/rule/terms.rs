@@ -1,0 +1,107 @@
+//! A rule as configured: who is counted, how much in which windows, and what happens at the limit.
+//!
+//! Plain data. What it means for a counter is worked out in `book`.
+
+use super::key::{OnMissing, Part};
+use super::limit::Limit;
+
+/// A rule as configured.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Rule {
+    pub name: String,
+    pub key: Vec<Part>,
+    pub on_missing: OnMissing,
+    pub layers: Vec<Limit>,
+    /// Other windows for the clients of a plan.
+    pub plans: Vec<Plan>,
+    /// Other windows for single keys.
+    pub overrides: Vec<Override>,
+    pub cost: Cost,
+    pub on_limit: OnLimit,
+    /// Whether a refused request consumes what is left.
+    pub count_refused: bool,
+}
+
+/// The windows that a rule has for the clients of a plan.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Plan {
+    pub name: String,
+    pub layers: Vec<Limit>,
+}
+
+/// The windows that a rule has for one key.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Override {
+    /// The values of the key's parts, in their order.
+    pub key: Vec<String>,
+    pub layers: Vec<Limit>,
+}
+
+/// Tokens that one request consumes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Cost {
+    Fixed(u32),
+    /// What a request field says, up to `max`; `default` where there is none.
+    Request {
+        header: String,
+        default: u32,
+        max: u32,
+    },
+    /// What a field of the answer says, up to `max`; `reserve` is charged beforehand, and is all
+    /// that is charged where the answer has no such field.
+    Response {
+        header: String,
+        reserve: u32,
+        max: u32,
+    },
+}
+
+/// What happens to a request that finds a layer full.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnLimit {
+    Refuse,
+    /// It waits for the next window, in which it takes its place now, but not longer than this; so
+    /// many may wait at a time.
+    Delay {
+        max_delay_ms: u64,
+        max_waiting: u32,
+    },
+    /// Decide and report, but never enforce.
+    Shadow,
+}
+
+impl Rule {
+    /// The name of a layer in answers and metrics: the rule's own where it has only one.
+    pub fn layer_name(&self, layers: &[Limit], layer: usize) -> String {
+        match layers {
+            [_] => self.name.clone(),
+            layers => format!("{}-{}", self.name, layers[layer].period_text),
+        }
+    }
+
+    /// The layers of everyone, then those of each plan, then those of each override.
+    pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
+        let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
+        let overrides = self.overrides.iter().map(|other| other.layers.as_slice());
+        std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
+    }
+
+    pub fn delays(&self) -> bool {
+        matches!(self.on_limit, OnLimit::Delay { .. })
+    }
+
+    pub fn is_shadow(&self) -> bool {
+        self.on_limit == OnLimit::Shadow
+    }
+}
+
+impl Cost {
+    /// What is charged before the answer, where no request says otherwise.
+    pub fn usual(&self) -> u32 {
+        match self {
+            Cost::Fixed(cost) => *cost,
+            Cost::Request { default, .. } => *default,
+            Cost::Response { reserve, .. } => *reserve,
+        }
+    }
+}

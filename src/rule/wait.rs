@@ -1,0 +1,178 @@
+//! What this window alone does not decide: waiting for one to come, refusals that count, costs that
+//! are known only afterwards, and when a refused request may come back.
+//!
+//! A request that waits takes its place at once, in every layer, in the window in which it will pass.
+//! Nobody overtakes it: what is left of the windows before is given up in these layers.
+
+use super::book::{Book, Entry, Judgement, Line, Roster, Wait};
+use super::desk::{Asker, Desk};
+use super::terms::OnLimit;
+use crate::count::charge::{Charge, Verdict, look, take};
+use crate::count::pace::Time;
+use crate::count::shard::Share;
+use crate::count::table::{Charged, Table};
+use crate::count::word::Ask;
+
+/// How often a request tries to take a place that another one took in between.
+const TRIES: u32 = 16;
+
+impl Book {
+    /// Charges a request that does not fit now in windows to come, if its rules let it wait.
+    #[cold]
+    pub(super) fn postpone<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        time: Time<'_>,
+        desk: &mut Desk,
+    ) -> Option<Judgement> {
+        let asked: Vec<Ask> = desk.charges.iter().map(|charge| charge.ask).collect();
+        let mut wait = None;
+        for _ in 0..TRIES {
+            let Some(until_ms) = self.turn(roster, time, desk) else { break };
+            if wait.is_none() {
+                // Of several rules that let it wait, the first holds the place.
+                let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
+                if let Some(line) = full.map(|(_, line)| *line).find(|line| self.entry(roster, *line).rule.delays()) {
+                    let Some(place) = self.entry(roster, line).queue.enter() else { break };
+                    wait = Some(Wait { rule: line.rule, place });
+                }
+            }
+            for (charge, line) in desk.charges.iter_mut().zip(&desk.lines) {
+                self.ask_for_then(charge, self.entry(roster, *line), *line, until_ms, time);
+            }
+            if take(table, &mut desk.charges, &mut desk.shares, time) == Verdict::Admitted {
+                desk.charges.iter_mut().for_each(|charge| charge.full = false);
+                return Some(Judgement::Delayed { until_ms, wait });
+            }
+            // Another request took a place: what is left now?
+            desk.charges.iter_mut().zip(&asked).for_each(|(charge, ask)| charge.ask = *ask);
+            if look(table, &mut desk.charges, time) {
+                desk.charges.iter_mut().for_each(|charge| charge.full = false);
+            }
+        }
+        // The answer tells of the windows as they are.
+        desk.charges.iter_mut().zip(asked).for_each(|(charge, ask)| charge.ask = ask);
+        None
+    }
+
+    /// When all counters of a request have room, if it may wait for that.
+    fn turn(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<u64> {
+        let mut until_ms = time.now_ms;
+        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+            let entry = self.entry(roster, *line);
+            let layer = entry.layer(line.layer);
+            let opens_ms = self.opens_ms(charge, entry, line.layer, time.now_ms)?;
+            match entry.rule.on_limit {
+                OnLimit::Delay { max_delay_ms, .. } if opens_ms - time.now_ms <= max_delay_ms => {}
+                OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
+                OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
+            }
+            until_ms = until_ms.max(opens_ms);
+        }
+        Some(until_ms)
+    }
+
+    /// Asks a counter for tokens of the window that is open at `until_ms`.
+    fn ask_for_then(&self, charge: &mut Charge, entry: &Entry, line: Line, until_ms: u64, time: Time<'_>) {
+        let layer = entry.layer(line.layer);
+        let pace = &time.paces[layer.timeline];
+        let end_ms = charge.usage.end_ms;
+        let windows = if until_ms < end_ms { 0 } else { pace.between(end_ms, pace.open(end_ms, until_ms)) };
+        let granted = windows.saturating_mul(u64::from(charge.ask.limit));
+        charge.ask.ceiling += granted;
+        if charge.full && layer.reserve > 0 {
+            // Tokens of this window and of those to come are one account, up to the reserve.
+            charge.ask.ceiling = charge.ask.ceiling.min(u64::from(layer.capacity) + u64::from(layer.reserve));
+        } else {
+            charge.ask.floor = granted;
+        }
+    }
+
+    /// When a counter that had no room will have some, if nobody else asks; `None` if it never will.
+    pub fn opens_ms(&self, charge: &Charge, entry: &Entry, layer: usize, now_ms: u64) -> Option<u64> {
+        let missing = (charge.usage.used + u64::from(charge.ask.cost)).saturating_sub(charge.ask.ceiling);
+        if u64::from(charge.ask.cost) > charge.ask.ceiling {
+            return None;
+        }
+        match missing.div_ceil(u64::from(charge.ask.limit)) {
+            0 => Some(now_ms),
+            windows => {
+                Some(self.time(now_ms).paces[entry.layer(layer).timeline].after(charge.usage.end_ms, windows - 1))
+            }
+        }
+    }
+
+    fn entry(&self, roster: &Roster, line: Line) -> &Entry {
+        &self.entries[roster.rules[line.rule]]
+    }
+
+    /// Lets a refused request consume what is left, in the layers of the rules that say so.
+    #[cold]
+    pub(super) fn count_refusal<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        time: Time<'_>,
+        desk: &mut Desk,
+        first: usize,
+    ) {
+        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
+            if self.entry(roster, *line).rule.count_refused {
+                consume(charge, table, time);
+            }
+        }
+    }
+
+    /// Charges what a request turned out to cost beside what it was charged before, whatever is left:
+    /// what is too much is owed, and the windows to come grant that much less.
+    #[cold]
+    pub fn overdraw<const W: usize>(&self, position: usize, asker: Asker, table: &Table<W>, mut now_ms: u64) {
+        let entry = &self.entries[position];
+        for layer in entry.variant(asker.variant) {
+            loop {
+                let ready = entry.layer(layer);
+                let end_ms = self.timelines[ready.timeline].window_at(now_ms, asker.offset).end_ms;
+                let mut charge = ready.charge(asker, end_ms, 0);
+                charge.ask.ceiling = u64::MAX;
+                match table.charge(charge.counter, charge.ask, self.time(now_ms), None) {
+                    Charged::Paid(..) | Charged::Full(_) => break,
+                    Charged::Late => now_ms = now_ms.max(table.horizon_ms()),
+                }
+            }
+        }
+    }
+
+    /// Gives back what was charged, or the last `tokens` of it.
+    #[cold]
+    pub fn give_back<const W: usize>(&self, shares: &[Share], tokens: u32, table: &Table<W>, now_ms: u64) {
+        for share in shares.iter().rev() {
+            table.refund(share.paid.last(tokens), share.ask, self.time(now_ms));
+        }
+    }
+}
+
+/// Takes what is left of a counter, up to the cost. A window that is not open is not opened.
+fn consume<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>) {
+    for _ in 0..TRIES {
+        let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
+        let cost = charge.ask.cost.min(u32::try_from(left).unwrap_or(u32::MAX));
+        if cost == 0 || (charge.usage.used == 0 && charge.is_floating()) {
+            return;
+        }
+        let ask = Ask { cost, ..charge.ask };
+        if charge.split.shards > 1 {
+            charge.split.charge(table, charge.counter, ask, time, &mut Vec::new());
+            charge.usage.used += u64::from(cost);
+            return;
+        }
+        match table.charge(charge.counter, ask, time, None) {
+            Charged::Paid(_, usage) => {
+                charge.usage = usage;
+                return;
+            }
+            Charged::Full(usage) => charge.usage = usage,
+            Charged::Late => return,
+        }
+    }
+}
