@@ -51,7 +51,13 @@ impl Split {
     }
 
     /// What is used of all shards together, and when their window ends.
-    pub fn look<const W: usize>(self, table: &Table<W>, whole: Counter, ask: Ask, time: Time<'_>) -> Use {
+    pub fn look<const W: usize, const PLAIN: bool>(
+        self,
+        table: &Table<W>,
+        whole: Counter,
+        ask: Ask,
+        time: Time<'_, PLAIN>,
+    ) -> Use {
         let mut sum = Use { used: ask.ceiling, end_ms: ask.end_ms };
         for shard in self.order() {
             let part = self.part(shard, ask);
@@ -64,12 +70,12 @@ impl Split {
 
     /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
     /// was charged where, even if it is not enough.
-    pub fn charge<const W: usize>(
+    pub fn charge<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
         ask: Ask,
-        time: Time<'_>,
+        time: Time<'_, PLAIN>,
         shares: &mut Vec<Share>,
     ) -> Taking {
         let mut left = ask.cost;
