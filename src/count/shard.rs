@@ -59,12 +59,16 @@ impl Split {
         time: Time<'_, PLAIN>,
     ) -> Use {
         let mut sum = Use { used: ask.ceiling, end_ms: ask.end_ms };
+        let mut used = 0;
         for shard in self.order() {
             let part = self.part(shard, ask);
             let (usage, _) = table.look(Split::counter(shard, whole), part, time);
             sum.used -= part.ceiling.saturating_sub(usage.used);
             sum.end_ms = sum.end_ms.max(usage.end_ms);
+            used += usage.used;
         }
+        // After the limit was lowered, a shard may have used more than its part is now.
+        sum.used = sum.used.max(used);
         sum
     }
 
