@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
-use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read};
+use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read, read_with};
 use transom::rule::key::{OnMissing, Part};
 use transom::rule::terms::{Cost, OnLimit};
 
@@ -25,7 +25,12 @@ fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
 
 fn good(name: &str) -> Config {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name);
-    read(&fs::read_to_string(file).unwrap()).unwrap()
+    read_file(&file, &fs::read_to_string(&file).unwrap()).unwrap()
+}
+
+/// Reads a file with those that it names beside it.
+fn read_file(file: &Path, text: &str) -> Result<Config, Vec<Problem>> {
+    read_with(text, &|path| fs::read(file.with_file_name(path)))
 }
 
 /// Lines that only one side has, as `diff` would mark them.
@@ -43,7 +48,7 @@ fn every_good_file_is_accepted() {
     assert!(files.len() >= 8);
     for file in files {
         let text = fs::read_to_string(&file).unwrap();
-        if let Err(problems) = read(&text) {
+        if let Err(problems) = read_file(&file, &text) {
             panic!("{}", render(&problems, &file.display().to_string(), &text));
         }
     }
@@ -58,7 +63,7 @@ fn every_bad_file_is_refused_with_exactly_its_message() {
     for file in &files {
         let text = fs::read_to_string(file).unwrap();
         let name = file.file_name().unwrap().to_str().unwrap();
-        let problems = read(&text).expect_err(name);
+        let problems = read_file(file, &text).expect_err(name);
         let found = render(&problems, name, &text);
         let beside = file.with_extension("txt");
         if update {

@@ -3,7 +3,8 @@
 pub mod check;
 pub mod run;
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::Path;
 
 use crate::config::{self, Config, problem};
@@ -18,6 +19,9 @@ pub enum Exit {
     BadConfig,
 }
 
+/// No file that a configuration names is larger; what is, is another.
+const FILE_MAX_BYTES: u64 = 1024 * 1024;
+
 /// Reads a configuration file; what is wrong with it comes as text for the operator.
 pub fn read(path: &Path) -> Result<Config, String> {
     let name = path.display().to_string();
@@ -28,7 +32,19 @@ pub fn read(path: &Path) -> Result<Config, String> {
         Ok(text) => text,
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
-    config::read(text).map_err(|problems| problem::render(&problems, &name, text))
+    // Wherever the gateway is started from, the same files are meant.
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let config = config::read_with(text, &|file| read_file(&folder.join(file)));
+    config.map_err(|problems| problem::render(&problems, &name, text))
+}
+
+fn read_file(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > FILE_MAX_BYTES {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 1 MiB"));
+    }
+    Ok(bytes)
 }
 
 fn not_utf8(name: &str, bytes: &[u8], at: usize) -> String {

@@ -12,10 +12,11 @@ use toml::de::DeTable;
 
 use super::document::{Item, Later, Table, nearest, syntax};
 use super::problem::{Problem, Report, Span, listed, shown};
-use super::{AccessLog, Config, Counters, EncodedSlash, ForwardPath, QuotaFields, Timeouts};
+use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts};
 use crate::rule::window::duration_ms;
 
 mod host;
+mod jwt;
 mod key;
 mod layers;
 mod listen;
@@ -46,18 +47,18 @@ const COUNTERS_LATER: [Later; 3] = [
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// Reads a configuration, or returns everything that is wrong with it.
-pub fn config(text: &str) -> Result<Config, Vec<Problem>> {
+pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = syntax::sound(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
-    let config = file(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
+    let config = file(Table::new(document.get_ref(), 0..0, "the file"), files, &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => Ok(config),
         problems => Err(problems),
     }
 }
 
-fn file(mut top: Table, report: &mut Report) -> Config {
+fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
     let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
@@ -69,11 +70,14 @@ fn file(mut top: Table, report: &mut Report) -> Config {
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let access_log = access_log(top.get("access_log"), report);
+    let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
     let misspelt = top.finish(&TOP_LATER, report);
 
+    jwt::weigh(jwt.as_ref(), rules.as_ref(), &misspelt, report);
+    let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
@@ -87,6 +91,7 @@ fn file(mut top: Table, report: &mut Report) -> Config {
         counters,
         timeouts,
         access_log,
+        jwt,
         encoded_slash,
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),

@@ -7,6 +7,8 @@
 use std::fmt::Write;
 use std::ops::Range;
 
+use super::secret::Secrets;
+
 /// Where something stands in the text, in bytes.
 pub type Span = Range<usize>;
 
@@ -77,6 +79,11 @@ impl<'t> Report<'t> {
     pub fn into_problems(mut self) -> Vec<Problem> {
         self.problems.sort_by_key(|problem| problem.span.start);
         self.problems.dedup();
+        let secrets = Secrets::find(self.text);
+        for problem in &mut self.problems {
+            secrets.untold(&mut problem.message);
+            secrets.untold(&mut problem.fix);
+        }
         self.problems
     }
 
@@ -132,6 +139,7 @@ pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) ->
 
 /// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
 pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
+    let text = &Secrets::find(text).covered();
     let starts = line_starts(text);
     let mut sorted: Vec<&Problem> = problems.iter().collect();
     sorted.sort_by_key(|problem| (problem.line, problem.column));

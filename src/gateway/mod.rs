@@ -127,8 +127,11 @@ fn decide(
         method: &parts.method,
         path: &path,
         params,
+        uri: &parts.uri,
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
+        tokens: &view.tokens,
+        unix_ms: now.unix_ms,
     };
     desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {

@@ -4,19 +4,25 @@
 //! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
 //! that is given twice is refused: the upstream might believe the other one.
 
+use std::borrow::Cow;
 use std::net::IpAddr;
 use std::ops::Range;
 
-use http::Method;
 use http::header::{HeaderMap, HeaderName};
+use http::{Method, Uri};
 
+use super::escapes::Malformed;
 use super::fault::Fault;
+use super::query::Given;
+use super::{bearer, cookie, query};
 use crate::config::Route;
 use crate::rule::book::Entry;
 use crate::rule::desk::Asker;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use crate::rule::terms::Cost;
 use crate::rule::window::Windows;
+use crate::token::Invalid;
+use crate::token::checker::Checker;
 
 /// How the key of one rule is found in the requests of one route.
 #[derive(Debug)]
@@ -48,6 +54,8 @@ struct Recipe {
     /// The same in a seed that all gateways have, where the key's windows start at random.
     everywhere: Option<KeyHasher>,
     parts: Vec<Source>,
+    /// What the parts are called; only needed where one is wrong.
+    names: Vec<String>,
 }
 
 /// Where a part is found.
@@ -58,8 +66,14 @@ enum Source {
         v6_prefix: u8,
     },
     Header(HeaderName),
-    /// The parameter's position in the route's path; `None`: this route has none of that name.
-    Param(String, Option<usize>),
+    Cookie(String),
+    Query(String),
+    /// By the name of the claim.
+    Jwt(String),
+    /// By the parameter's position in the route's path.
+    Param(usize),
+    /// No request of the route has it.
+    Nowhere,
     Host,
     Method,
     Path,
@@ -76,14 +90,30 @@ pub struct Caller<'a> {
     pub path: &'a str,
     /// Where in `path` the values of the route's parameters stand.
     pub params: &'a [Range<usize>],
+    /// The target as it came, for its query.
+    pub uri: &'a Uri,
     pub headers: &'a HeaderMap,
     pub route: &'a str,
+    /// Says which tokens are genuine.
+    pub tokens: &'a Checker,
+    pub unix_ms: u64,
 }
 
 /// Why a key could not be made.
-enum Unknown<'a> {
-    Missing(&'a Source),
-    Ambiguous(&'a Source),
+struct Unknown {
+    /// Of the part.
+    position: usize,
+    lack: Lack,
+}
+
+/// Why a part could not be had.
+enum Lack {
+    Missing,
+    Ambiguous,
+    /// More than one Authorization, whichever claim of its token is asked for.
+    Authorizations,
+    Escape,
+    Token(Invalid),
 }
 
 impl Identity {
@@ -101,6 +131,7 @@ impl Identity {
                 start: start(seed, entry.identity),
                 everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
                 parts: parts.iter().map(|part| Source::new(part, route)).collect(),
+                names: parts.iter().map(Part::to_string).collect(),
             }
         };
         Identity {
@@ -122,29 +153,58 @@ impl Identity {
     }
 
     fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
-        let fault = |unknown| match unknown {
-            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
-            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
+        let unknown = match self.key.hash(caller) {
+            Ok(key) => return Ok(Some(key)),
+            Err(unknown) => unknown,
         };
-        match (self.key.hash(caller), &self.on_missing) {
-            (Ok(key), _) => Ok(Some(key)),
-            (Err(Unknown::Missing(_)), OnAbsent::Skip) => Ok(None),
-            (Err(Unknown::Missing(_)), OnAbsent::Fallback(key)) => key.hash(caller).map(Some).map_err(fault),
-            (Err(unknown), _) => Err(fault(unknown)),
+        match (&unknown.lack, &self.on_missing) {
+            (Lack::Missing, OnAbsent::Skip) => Ok(None),
+            (Lack::Missing, OnAbsent::Fallback(key)) => {
+                key.hash(caller).map(Some).map_err(|unknown| self.fault(key, &unknown))
+            }
+            _ => Err(self.fault(&self.key, &unknown)),
+        }
+    }
+
+    #[cold]
+    fn fault(&self, recipe: &Recipe, unknown: &Unknown) -> Fault {
+        let (rule, part) = (self.rule.clone(), recipe.names[unknown.position].clone());
+        match unknown.lack {
+            Lack::Missing => Fault::KeyMissing { rule, part },
+            Lack::Ambiguous => Fault::KeyAmbiguous { rule, part },
+            Lack::Authorizations => Fault::KeyAmbiguous { rule, part: String::from("authorization") },
+            Lack::Escape => Fault::Query("the query contains a `%` without two hex digits"),
+            Lack::Token(invalid) => Fault::Token(invalid),
         }
     }
 }
 
 impl Recipe {
     /// The key, and the offset of its windows if they start at random.
-    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown<'_>> {
-        let hash = |start: &KeyHasher| {
-            let mut hasher = start.clone();
-            self.parts.iter().try_for_each(|part| part.feed(caller, &mut hasher))?;
-            Ok(hasher.finish())
+    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
+        let offset = match &self.everywhere {
+            Some(start) => self.hash_from(start, caller)?.place,
+            None => 0,
         };
-        let offset = self.everywhere.as_ref().map_or(Ok(0), |start| hash(start).map(|hash| hash.place))?;
-        Ok((hash(&self.start)?, offset))
+        Ok((self.hash_from(&self.start, caller)?, offset))
+    }
+
+    fn hash_from(&self, start: &KeyHasher, caller: &Caller<'_>) -> Result<KeyHash, Unknown> {
+        let mut hasher = start.clone();
+        let mut missing = None;
+        for (position, part) in self.parts.iter().enumerate() {
+            match part.feed(caller, &mut hasher) {
+                Ok(()) => {}
+                // That one part is missing does not excuse another that is wrong: a token that is
+                // not valid is refused whatever else the key is made of.
+                Err(Lack::Missing) => missing = missing.or(Some(position)),
+                Err(lack) => return Err(Unknown { position, lack }),
+            }
+        }
+        match missing {
+            Some(position) => Err(Unknown { position, lack: Lack::Missing }),
+            None => Ok(hasher.finish()),
+        }
     }
 }
 
@@ -184,13 +244,14 @@ impl Source {
     fn new(part: &Part, route: &Route) -> Source {
         match part {
             Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
-            // The configuration has been checked: a name that is none never gets here.
-            Part::Header(name) => match HeaderName::from_bytes(name.as_bytes()) {
-                Ok(name) => Source::Header(name),
-                Err(_) => Source::Param(name.clone(), None),
-            },
+            // The configuration has been checked; what can be no name is in no request.
+            Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).map_or(Source::Nowhere, Source::Header),
+            Part::Cookie(name) => Source::Cookie(name.clone()),
+            Part::Query(name) => Source::Query(name.clone()),
+            Part::Jwt(claim) => Source::Jwt(claim.clone()),
             Part::Param(name) => {
-                Source::Param(name.clone(), route.path.param_names().iter().position(|known| known == name))
+                let position = route.path.param_names().iter().position(|known| known == name);
+                position.map_or(Source::Nowhere, Source::Param)
             }
             Part::Host => Source::Host,
             Part::Method => Source::Method,
@@ -200,17 +261,7 @@ impl Source {
         }
     }
 
-    fn name(&self) -> String {
-        match self {
-            Source::Header(name) => format!("header:{name}"),
-            Source::Param(name, _) => format!("param:{name}"),
-            Source::Ip { .. } | Source::Host | Source::Method | Source::Path | Source::Route | Source::Global => {
-                String::new()
-            }
-        }
-    }
-
-    fn feed<'s>(&'s self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Unknown<'s>> {
+    fn feed(&self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Lack> {
         match self {
             Source::Ip { v4_prefix, v6_prefix } => match caller.address.to_canonical() {
                 IpAddr::V4(v4) => hasher.part(1, &prefix(v4.to_bits(), 32 - *v4_prefix).to_be_bytes()),
@@ -220,21 +271,43 @@ impl Source {
                 let mut values = caller.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
                     (Some(value), None) if !value.is_empty() => hasher.part(3, value.as_bytes()),
-                    (None, _) | (Some(_), None) => return Err(Unknown::Missing(self)),
-                    (Some(_), Some(_)) => return Err(Unknown::Ambiguous(self)),
+                    (None, _) | (Some(_), None) => return Err(Lack::Missing),
+                    (Some(_), Some(_)) => return Err(Lack::Ambiguous),
                 }
             }
-            Source::Param(_, position) => {
-                let range = position.and_then(|position| caller.params.get(position)).ok_or(Unknown::Missing(self))?;
+            Source::Param(position) => {
+                let range = caller.params.get(*position).ok_or(Lack::Missing)?;
                 hasher.part(4, caller.path[range.clone()].as_bytes());
             }
+            Source::Nowhere => return Err(Lack::Missing),
             Source::Host => hasher.part(5, caller.host.as_bytes()),
             Source::Method => hasher.part(6, caller.method.as_str().as_bytes()),
             Source::Path => hasher.part(7, caller.path.as_bytes()),
             Source::Route => hasher.part(8, caller.route.as_bytes()),
             Source::Global => hasher.part(9, b""),
+            Source::Cookie(name) => hasher.part(10, &once(cookie::named(caller.headers, name))?),
+            Source::Query(name) => {
+                let query = caller.uri.query().unwrap_or_default();
+                hasher.part(11, &once(query::parameter(query, name).map_err(|Malformed| Lack::Escape)?)?);
+            }
+            Source::Jwt(claim) => {
+                let token = bearer::token(caller.headers).map_err(|bearer::Twice| Lack::Authorizations)?;
+                let take = |value: &str| hasher.part(12, value.as_bytes());
+                let token = token.ok_or(Lack::Missing)?;
+                if !caller.tokens.claim(token, claim, caller.unix_ms, take).map_err(Lack::Token)? {
+                    return Err(Lack::Missing);
+                }
+            }
         }
         Ok(())
+    }
+}
+
+fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, Lack> {
+    match given {
+        Given::Once(value) => Ok(value),
+        Given::Nothing => Err(Lack::Missing),
+        Given::Twice => Err(Lack::Ambiguous),
     }
 }
 
@@ -253,6 +326,7 @@ mod tests {
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
     use crate::rule::terms::{OnLimit, Rule};
+    use crate::token::Trust;
 
     const SEED: Seed = Seed(1, 2);
 
@@ -293,8 +367,11 @@ mod tests {
             method: &Method::GET,
             path: "/u/77",
             params: std::slice::from_ref(&id),
+            uri: &Uri::from_static("/u/77?token=a%20b"),
             headers,
             route: "route",
+            tokens: &Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0)),
+            unix_ms: 0,
         })
     }
 
