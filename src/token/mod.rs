@@ -152,6 +152,21 @@ mod tests {
     }
 
     #[test]
+    fn a_token_has_one_spelling() {
+        for (header, signature) in TOKENS {
+            let token = format!("{header}.{PAYLOAD}.{signature}");
+            for at in 0..token.len() {
+                for other in
+                    ["", ".", "=", "A", "B", "_", "%", " "].into_iter().filter(|other| *other != &token[at..=at])
+                {
+                    let changed = format!("{}{other}{}", &token[..at], &token[at + 1..]);
+                    assert!(verify(&changed).is_err(), "{changed}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn an_algorithm_that_no_key_has_is_refused() {
         for algorithm in ["none", "None", "", "hs256", "HS512", "RS512", "PS256", "ES384", "Ed25519"] {
             let header = URL_SAFE_NO_PAD.encode(format!(r#"{{"alg":"{algorithm}"}}"#));

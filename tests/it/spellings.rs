@@ -83,11 +83,10 @@ fn what_is_given_twice_or_can_not_be_read_is_refused() {
 
 #[test]
 fn an_absent_or_empty_value_is_a_missing_key() {
-    for (key, targets) in [("query:token", ["/a", "/a?", "/a?token", "/a?token=", "/a?Token=x", "/a?a=token"])] {
-        for target in targets {
-            gateway(key, "refuse").get(target).expect(400);
-            assert_eq!(gateway(key, "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
-        }
+    for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?Token=x", "/a?a=token"] {
+        let answer = gateway("query:token", "refuse").get(target).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request lacks `query:token`");
+        assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
     }
     for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "Session=a; a=session")]] {
         let answer = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);

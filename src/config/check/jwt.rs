@@ -244,3 +244,23 @@ fn first_use<'d>(rules: &Item<'d>) -> Option<Word<'d>> {
         .filter(|word| word.text.strip_prefix("jwt:").is_some_and(|claim| !claim.is_empty()))
         .min_by_key(|word| word.span.start)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_text_loses_its_line_end() {
+        for (bytes, secret) in [
+            (&b"text\n"[..], &b"text"[..]),
+            (b"text\r\n", b"text"),
+            (b"text", b"text"),
+            (b"text\n\n", b"text\n\n"),
+            (b"\x80\x01\n", b"\x80\x01\n"),
+            (b"\x01\n", b"\x01\n"),
+            (b"", b""),
+        ] {
+            assert_eq!(without_line_end(bytes), secret);
+        }
+    }
+}
