@@ -194,6 +194,8 @@ pub struct Guard {
     until: Option<Pin<Box<Sleep>>>,
     shut: bool,
     at_end: bool,
+    /// Bytes of a next request are known to wait, behind which nothing can be seen.
+    ahead_of_turn: bool,
 }
 
 impl Guard {
@@ -207,6 +209,7 @@ impl Guard {
             until: None,
             shut: false,
             at_end: false,
+            ahead_of_turn: false,
         }
     }
 
@@ -239,6 +242,21 @@ impl Guard {
         Poll::Ready(Ok(()))
     }
 
+    /// Notices a client that goes away while its answer is made; wakes the task when it does. hyper
+    /// would read to find out, into a buffer that it has to allocate for that.
+    fn poll_hung_up(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.ahead_of_turn {
+            return Poll::Pending;
+        }
+        let mut scratch = [0; 1];
+        if ready!(self.stream.0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)))? > 0 {
+            self.ahead_of_turn = true;
+            return Poll::Pending;
+        }
+        self.at_end = true;
+        Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()))
+    }
+
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let until = self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
         let mut scratch = [0; 4096];
@@ -263,6 +281,7 @@ impl AsyncRead for Guard {
         let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
         let came = buffer.filled().len() > before;
         this.at_end |= !came;
+        this.ahead_of_turn = false;
         if came && !this.stage.busy.get() {
             this.stage.hear(&buffer.filled()[before..]);
         }
@@ -307,6 +326,8 @@ impl AsyncWrite for Guard {
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
             this.stage.flushed();
+        } else if let Poll::Ready(gone) = this.poll_hung_up(cx) {
+            return Poll::Ready(gone);
         }
         Poll::Ready(Ok(()))
     }

@@ -38,6 +38,8 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)
+        // The guard looks for clients that go away.
+        .half_close(true)
         .max_buf_size(HEAD_MAX_BYTES)
         .serve_connection(TokioIo::new(Guard::new(stream, Rc::clone(&stage))), door);
     let mut connection = std::pin::pin!(connection);
