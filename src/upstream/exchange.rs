@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use http::header::TRANSFER_ENCODING;
 use http::request::Parts;
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
+use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
 use hyper::ext::on_informational;
 
@@ -46,13 +46,24 @@ pub enum Outgoing {
 struct Count<'a> {
     meter: &'a UpstreamMeter,
     server: usize,
-    outcome: UpstreamOutcome,
+    /// `None` if nothing was sent.
+    outcome: Option<UpstreamOutcome>,
 }
 
 impl Drop for Count<'_> {
     fn drop(&mut self) {
-        self.meter.ended(self.server, self.outcome);
+        if let Some(outcome) = self.outcome {
+            self.meter.ended(self.server, outcome);
+        }
     }
+}
+
+/// What it takes to make a request without a body once more. hyper keeps what it is given, so this is
+/// put aside before; a list, because a map costs more to copy than all else here together.
+struct Spare {
+    method: Method,
+    uri: Uri,
+    fields: Vec<(HeaderName, HeaderValue)>,
 }
 
 impl Servers {
@@ -76,50 +87,60 @@ impl Servers {
         timer: &Timer,
         interim: Option<Arc<Interim>>,
     ) -> Result<Response<Download>, Fault> {
-        let progress = Rc::new(Progress::default());
-        let (body, has_body) = match body {
-            Outgoing::Empty => (Upload::Empty, false),
-            Outgoing::Streaming(body) => (Upload::Client { body, progress: Rc::clone(&progress) }, true),
+        let (body, progress) = match body {
+            Outgoing::Empty => (Upload::Empty, None),
+            Outgoing::Streaming(body) => {
+                let progress = Rc::new(Progress::default());
+                (Upload::Client { body, progress: Rc::clone(&progress) }, Some(progress))
+            }
         };
-        let may_repeat = !has_body && is_idempotent(&parts.method);
-        let mut request = Request::from_parts(parts, body);
-        if let Some(interim) = interim {
-            on_informational(&mut request, move |answer| {
-                let reason = answer.status().canonical_reason().unwrap_or("");
-                interim.put(answer.status().as_u16(), reason, answer.headers());
-            });
-        }
+        let may_repeat = progress.is_none() && is_idempotent(&parts.method);
+        let mut request = with_interim(Request::from_parts(parts, body), &interim);
         let first = self.turn();
         let mut fresh = false;
         loop {
-            let (server, mut connection, reused) = self.connection(first, fresh, limits).await?;
-            let spare = (may_repeat && reused).then(|| copy(&request));
-            let mut count = Count { meter: &self.meter, server, outcome: UpstreamOutcome::Canceled };
+            let idle = if fresh { None } else { self.idle(first) };
+            let (server, mut connection, reused) = match idle {
+                Some(connection) => (first, connection, true),
+                None => Box::pin(self.connection(first, fresh, limits)).await?,
+            };
+            let spare = (may_repeat && reused).then(|| Spare::of(&request));
+            let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
             let started = self.clock.instant();
-            let answer = within(limits.response_head, timer, &progress, connection.send(request)).await;
+            let answer = within(limits.response_head, timer, progress.as_deref(), connection.send(request)).await;
             match answer {
                 Ok(Ok(response)) if is_clear(&response) => {
-                    count.outcome = UpstreamOutcome::Answered;
-                    self.meter.answered_in(self.clock.instant().duration_since(started));
+                    count.outcome = Some(UpstreamOutcome::Answered);
+                    let answered = self.clock.instant();
+                    self.meter.answered_in(answered.duration_since(started));
+                    connection.idle_since = Some(answered);
                     let pool = Rc::clone(&self.pools[server]);
                     return Ok(response.map(|body| Download::new(body, connection, pool)));
                 }
                 Ok(Ok(_unclear)) => {
-                    count.outcome = UpstreamOutcome::Failed;
+                    count.outcome = Some(UpstreamOutcome::Failed);
                     return Err(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
                 }
                 Err(fault) => {
                     if fault == Fault::ResponseTimeout {
-                        count.outcome = UpstreamOutcome::TimedOut;
+                        count.outcome = Some(UpstreamOutcome::TimedOut);
                     }
                     return Err(fault);
                 }
                 Ok(Err(mut error)) => {
-                    if progress.failed.get() {
+                    if progress.as_ref().is_some_and(|progress| progress.failed.get()) {
                         return Err(Fault::Body);
                     }
-                    count.outcome = UpstreamOutcome::Failed;
-                    let again = if fresh { None } else { error.take_message().or_else(|| repeatable(&error, spare)) };
+                    let unsent = if fresh { None } else { error.take_message() };
+                    if reused && let Some(unsent) = unsent {
+                        // The server closed the connection while it was idle. There may be others.
+                        count.outcome = None;
+                        request = unsent;
+                        continue;
+                    }
+                    count.outcome = Some(UpstreamOutcome::Failed);
+                    let spare = spare.filter(|_| ended_early(error.error()));
+                    let again = unsent.or_else(|| spare.map(|spare| with_interim(spare.request(), &interim)));
                     request = again.ok_or_else(|| Fault::Upstream(describe(error)))?;
                     // The second try, and the last, is on a connection of its own.
                     fresh = true;
@@ -135,6 +156,16 @@ impl Servers {
         turn
     }
 
+    /// Whether a server could not be connected to lately, and there are others to ask first.
+    fn is_shunned(&self, server: usize) -> bool {
+        self.pools.len() > 1 && self.pools[server].is_shunned()
+    }
+
+    /// An idle connection to a server: the usual case, for which nothing need be waited for.
+    fn idle(&self, server: usize) -> Option<Box<Connection>> {
+        if self.is_shunned(server) { None } else { self.pools[server].take() }
+    }
+
     /// A connection to the first server from `first` on that takes one, and whether it was idle.
     /// Servers that could not be connected to lately come last.
     async fn connection(
@@ -145,7 +176,7 @@ impl Servers {
     ) -> Result<(usize, Box<Connection>, bool), Fault> {
         let mut last = None;
         let in_turn = || (0..self.pools.len()).map(|offset| (first + offset) % self.pools.len());
-        let shunned = |server: &usize| self.pools.len() > 1 && self.pools[*server].is_shunned();
+        let shunned = |server: &usize| self.is_shunned(*server);
         for server in in_turn().filter(|server| !shunned(server)).chain(in_turn().filter(shunned)) {
             let pool = &self.pools[server];
             if let Some(connection) = if fresh { None } else { pool.take() } {
@@ -175,21 +206,38 @@ fn is_idempotent(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
-fn copy(request: &Request<Upload>) -> Request<Upload> {
-    let mut copy = Request::new(Upload::Empty);
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = Version::HTTP_11;
-    *copy.headers_mut() = request.headers().clone();
-    *copy.extensions_mut() = request.extensions().clone();
-    copy
+impl Spare {
+    fn of(request: &Request<Upload>) -> Spare {
+        let mut fields = Vec::with_capacity(request.headers().len());
+        fields.extend(request.headers().iter().map(|(name, value)| (name.clone(), value.clone())));
+        Spare { method: request.method().clone(), uri: request.uri().clone(), fields }
+    }
+
+    fn request(self) -> Request<Upload> {
+        let mut request = Request::new(Upload::Empty);
+        *request.method_mut() = self.method;
+        *request.uri_mut() = self.uri;
+        for (name, value) in self.fields {
+            request.headers_mut().append(name, value);
+        }
+        request
+    }
 }
 
-/// The spare copy, if the connection ended before a byte of the answer came.
-fn repeatable(error: &SendError, spare: Option<Request<Upload>>) -> Option<Request<Upload>> {
-    let error = error.error();
-    let closed = error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error);
-    spare.filter(|_| closed)
+/// Asks hyper for informational answers, and where to put them.
+fn with_interim(mut request: Request<Upload>, interim: &Option<Arc<Interim>>) -> Request<Upload> {
+    if let Some(interim) = interim.clone() {
+        on_informational(&mut request, move |answer| {
+            let reason = answer.status().canonical_reason().unwrap_or("");
+            interim.put(answer.status().as_u16(), reason, answer.headers());
+        });
+    }
+    request
+}
+
+/// Whether the connection ended before a byte of the answer came.
+fn ended_early(error: &hyper::Error) -> bool {
+    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
 }
 
 fn is_reset(error: &hyper::Error) -> bool {
@@ -213,7 +261,7 @@ fn describe(error: SendError) -> String {
 async fn within<T>(
     limit: Duration,
     timer: &Timer,
-    progress: &Progress,
+    progress: Option<&Progress>,
     answer: impl Future<Output = T>,
 ) -> Result<T, Fault> {
     let mut answer = std::pin::pin!(answer);
@@ -222,11 +270,11 @@ async fn within<T>(
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
             return Poll::Ready(Ok(answer));
         }
-        if progress.moved.take() {
+        if progress.is_some_and(|progress| progress.moved.take()) {
             timer.arm(limit);
         }
         match timer.poll_up(cx) {
-            true if progress.starved.get() => Poll::Ready(Err(Fault::BodyTimeout)),
+            true if progress.is_some_and(|progress| progress.starved.get()) => Poll::Ready(Err(Fault::BodyTimeout)),
             true => Poll::Ready(Err(Fault::ResponseTimeout)),
             false => Poll::Pending,
         }
