@@ -13,6 +13,7 @@ use http::{Method, Version};
 
 use super::fault::Fault;
 use super::fields::Marks;
+use crate::config::byte_set;
 
 /// What the gate found out on the way.
 #[derive(Debug)]
@@ -85,20 +86,19 @@ fn host_field(parts: &Parts) -> Result<Option<&str>, Fault> {
 
 /// `host[:port]` as text, or `None`: RFC 3986's reg-name or IP literal, no user information.
 fn valid_authority(host: &HeaderValue) -> Option<&str> {
-    let text = std::str::from_utf8(host.as_bytes()).ok()?;
+    let text = host.to_str().ok()?;
     let (name, port) = split_port(text);
     let port_is_fine = port.is_none_or(|port| port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()));
     let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !name.is_empty() && name.bytes().all(is_reg_name),
+        None => !name.is_empty() && name.bytes().all(|byte| REG_NAME[usize::from(byte)]),
     };
     (port_is_fine && name_is_fine).then_some(text)
 }
 
 /// unreserved, pct-encoded or sub-delims (RFC 3986, section 3.2.2).
-fn is_reg_name(byte: u8) -> bool {
-    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'%' | b'!' | b'$' | b'&'..=b',' | b';' | b'=')
-}
+const REG_NAME: [bool; 256] =
+    byte_set(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~%!$&'()*+,;=");
 
 /// Splits at the last colon that is not part of an IP literal.
 fn split_port(authority: &str) -> (&str, Option<&str>) {

@@ -8,7 +8,6 @@ use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -48,7 +47,7 @@ pub struct Stage {
     /// What was said instead of hyper.
     refused: RefCell<Option<Fault>>,
     /// Informational answers that wait to be sent.
-    interim: Arc<Interim>,
+    interim: Rc<Interim>,
     phase: Cell<Phase>,
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
@@ -80,7 +79,7 @@ impl Stage {
             begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
-            interim: Arc::default(),
+            interim: Rc::default(),
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
@@ -89,7 +88,7 @@ impl Stage {
         Rc::new(stage)
     }
 
-    pub fn interim(&self) -> &Arc<Interim> {
+    pub fn interim(&self) -> &Rc<Interim> {
         &self.interim
     }
 
@@ -120,7 +119,7 @@ impl Stage {
         head.extend_from_slice(bytes);
     }
 
-    /// Whether a head that came with this request gives both chunks and a length for its body. hyper
+    /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
     /// leaves the length out, so only the bytes can tell. They are kept of what came while nothing
     /// was under way; behind that, what RFC 9112, section 6.3 says holds: the chunks count, and the
     /// connection is closed.

@@ -7,6 +7,7 @@
 
 use std::future::poll_fn;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
@@ -20,8 +21,10 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
+use super::herald::{Herald, Hints};
 use super::relay::Relay;
 use super::upload::Upload;
+use crate::interim::Interim;
 use crate::wire::Wire;
 
 /// Read-buffer limit, and so the largest answer head that is accepted.
@@ -30,7 +33,8 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 pub struct Connection {
     sender: SendRequest<Upload>,
     /// `None` once the connection is closed.
-    driver: Option<http1::Connection<TokioIo<Wire>, Upload>>,
+    driver: Option<http1::Connection<TokioIo<Herald>, Upload>>,
+    hints: Rc<Hints>,
     relay: Arc<Relay>,
     /// Of the relay; what the driver is given to wake.
     waker: Waker,
@@ -47,11 +51,12 @@ pub type SendError = TrySendError<Request<Upload>>;
 impl Connection {
     /// Makes a connection of a connected socket.
     pub async fn new(stream: TcpStream) -> hyper::Result<Connection> {
-        let (sender, driver) =
-            http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(TokioIo::new(Wire(stream))).await?;
+        let hints = Rc::new(Hints::default());
+        let io = TokioIo::new(Herald::new(Wire(stream), Rc::clone(&hints)));
+        let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection { sender, driver: Some(driver), relay, waker, plain: true, idle_since: None })
+        Ok(Connection { sender, driver: Some(driver), hints, relay, waker, plain: true, idle_since: None })
     }
 
     /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
@@ -98,16 +103,22 @@ impl Connection {
         self.plain || self.is_ready()
     }
 
-    /// Sends a request and waits for the head of its answer. A connection that the server has closed
+    /// Sends a request and waits for the head of its answer; informational answers before it go to
+    /// `interim`. A connection that the server has closed
     /// gives the request back: hyper looks for that before it writes.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
-    pub async fn send(&mut self, request: Request<Upload>) -> Result<Response<Incoming>, SendError> {
+    pub async fn send(
+        &mut self,
+        request: Box<Request<Upload>>,
+        interim: Option<Rc<Interim>>,
+    ) -> Result<Response<Incoming>, SendError> {
+        self.hints.listen(interim);
         self.plain = request.body().is_end_stream();
         if !self.sender.is_ready() {
             self.drive(Waker::noop());
         }
         self.relay.rest();
-        let mut answer = std::pin::pin!(self.sender.try_send_request(request));
+        let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
         poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
     }
 }

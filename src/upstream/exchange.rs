@@ -7,15 +7,12 @@
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use http::header::TRANSFER_ENCODING;
-use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
-use hyper::ext::on_informational;
 
 use super::connection::{Connection, SendError};
 use super::download::Download;
@@ -34,12 +31,6 @@ pub struct Servers {
     next: Cell<usize>,
     meter: UpstreamMeter,
     clock: Clock,
-}
-
-/// A request's body, and whether there is one.
-pub enum Outgoing {
-    Empty,
-    Streaming(Incoming),
 }
 
 /// Counts a request as given up if it is dropped before it ended otherwise.
@@ -78,24 +69,17 @@ impl Servers {
         HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("upstream"))
     }
 
-    /// Sends a request to one of the servers and returns the head of its answer.
+    /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
+    /// because it is large, and handed from one future to the next.
     pub async fn exchange(
         &self,
-        parts: Parts,
-        body: Outgoing,
+        mut request: Box<Request<Upload>>,
         limits: &Timeouts,
         timer: &Timer,
-        interim: Option<Arc<Interim>>,
+        interim: Option<Rc<Interim>>,
     ) -> Result<Response<Download>, Fault> {
-        let (body, progress) = match body {
-            Outgoing::Empty => (Upload::Empty, None),
-            Outgoing::Streaming(body) => {
-                let progress = Rc::new(Progress::default());
-                (Upload::Client { body, progress: Rc::clone(&progress) }, Some(progress))
-            }
-        };
-        let may_repeat = progress.is_none() && is_idempotent(&parts.method);
-        let mut request = with_interim(Request::from_parts(parts, body), &interim);
+        let progress = request.body().progress();
+        let may_repeat = progress.is_none() && is_idempotent(request.method());
         let first = self.turn();
         let mut fresh = false;
         loop {
@@ -107,7 +91,9 @@ impl Servers {
             let spare = (may_repeat && reused).then(|| Spare::of(&request));
             let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
             let started = self.clock.instant();
-            let answer = within(limits.response_head, timer, progress.as_deref(), connection.send(request)).await;
+            let answer =
+                within(limits.response_head, timer, progress.as_deref(), connection.send(request, interim.clone()))
+                    .await;
             match answer {
                 Ok(Ok(response)) if is_clear(&response) => {
                     count.outcome = Some(UpstreamOutcome::Answered);
@@ -135,13 +121,13 @@ impl Servers {
                     if reused && let Some(unsent) = unsent {
                         // The server closed the connection while it was idle. There may be others.
                         count.outcome = None;
-                        request = unsent;
+                        request = Box::new(unsent);
                         continue;
                     }
                     count.outcome = Some(UpstreamOutcome::Failed);
                     let spare = spare.filter(|_| ended_early(error.error()));
-                    let again = unsent.or_else(|| spare.map(|spare| with_interim(spare.request(), &interim)));
-                    request = again.ok_or_else(|| Fault::Upstream(describe(error)))?;
+                    let again = unsent.or_else(|| spare.map(|spare| spare.request()));
+                    request = Box::new(again.ok_or_else(|| Fault::Upstream(describe(error)))?);
                     // The second try, and the last, is on a connection of its own.
                     fresh = true;
                 }
@@ -196,7 +182,9 @@ impl Servers {
 
 /// Whether an answer can be passed on as it is: no other protocol follows, and no coding but chunks.
 fn is_clear(response: &Response<Incoming>) -> bool {
-    let mut codings = response.headers().get_all(TRANSFER_ENCODING).iter();
+    // Known names compare as numbers, so this is less than a look-up in the map.
+    let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
+    let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();
     response.status() != StatusCode::SWITCHING_PROTOCOLS
         && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
 }
@@ -222,17 +210,6 @@ impl Spare {
         }
         request
     }
-}
-
-/// Asks hyper for informational answers, and where to put them.
-fn with_interim(mut request: Request<Upload>, interim: &Option<Arc<Interim>>) -> Request<Upload> {
-    if let Some(interim) = interim.clone() {
-        on_informational(&mut request, move |answer| {
-            let reason = answer.status().canonical_reason().unwrap_or("");
-            interim.put(answer.status().as_u16(), reason, answer.headers());
-        });
-    }
-    request
 }
 
 /// Whether the connection ended before a byte of the answer came.
