@@ -21,7 +21,7 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
-use super::herald::{Herald, Hints};
+use super::herald::{Hearsay, Herald};
 use super::relay::Relay;
 use super::upload::Upload;
 use crate::interim::Interim;
@@ -34,7 +34,7 @@ pub struct Connection {
     sender: SendRequest<Upload>,
     /// `None` once the connection is closed.
     driver: Option<http1::Connection<TokioIo<Herald>, Upload>>,
-    hints: Rc<Hints>,
+    hearsay: Rc<Hearsay>,
     relay: Arc<Relay>,
     /// Of the relay; what the driver is given to wake.
     waker: Waker,
@@ -51,12 +51,12 @@ pub type SendError = TrySendError<Request<Upload>>;
 impl Connection {
     /// Makes a connection of a connected socket.
     pub async fn new(stream: TcpStream) -> hyper::Result<Connection> {
-        let hints = Rc::new(Hints::default());
-        let io = TokioIo::new(Herald::new(Wire(stream), Rc::clone(&hints)));
+        let hearsay = Rc::new(Hearsay::default());
+        let io = TokioIo::new(Herald::new(Wire(stream), Rc::clone(&hearsay)));
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection { sender, driver: Some(driver), hints, relay, waker, plain: true, idle_since: None })
+        Ok(Connection { sender, driver: Some(driver), hearsay, relay, waker, plain: true, idle_since: None })
     }
 
     /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
@@ -92,6 +92,11 @@ impl Connection {
         self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
     }
 
+    /// The last request once more, if it was sent with `keeps`.
+    pub fn sent(&self) -> Option<Request<Upload>> {
+        self.hearsay.request()
+    }
+
     /// Whether a request can be sent right now. Notices a connection that the server has closed.
     pub fn is_ready(&mut self) -> bool {
         self.drive(Waker::noop());
@@ -104,15 +109,16 @@ impl Connection {
     }
 
     /// Sends a request and waits for the head of its answer; informational answers before it go to
-    /// `interim`. A connection that the server has closed
-    /// gives the request back: hyper looks for that before it writes.
+    /// `interim`. If `keeps`, what was sent can be had once more. A connection that the server has
+    /// closed gives the request back: hyper looks for that before it writes.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
         request: Box<Request<Upload>>,
+        keeps: bool,
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Incoming>, SendError> {
-        self.hints.listen(interim);
+        self.hearsay.listen(keeps, interim);
         self.plain = request.body().is_end_stream();
         if !self.sender.is_ready() {
             self.drive(Waker::noop());

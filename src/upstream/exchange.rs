@@ -6,12 +6,13 @@
 
 use std::cell::Cell;
 use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
 use http::header::TRANSFER_ENCODING;
-use http::{HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
 use super::connection::{Connection, SendError};
@@ -49,14 +50,6 @@ impl Drop for Count<'_> {
     }
 }
 
-/// What it takes to make a request without a body once more. hyper keeps what it is given, so this is
-/// put aside before; a list, because a map costs more to copy than all else here together.
-struct Spare {
-    method: Method,
-    uri: Uri,
-    fields: Vec<(HeaderName, HeaderValue)>,
-}
-
 impl Servers {
     pub fn new(pools: Vec<Rc<Pool>>, meter: UpstreamMeter, clock: Clock) -> Servers {
         Servers { pools, next: Cell::new(0), meter, clock }
@@ -88,12 +81,13 @@ impl Servers {
                 Some(connection) => (first, connection, true),
                 None => Box::pin(self.connection(first, fresh, limits)).await?,
             };
-            let spare = (may_repeat && reused).then(|| Spare::of(&request));
+            let spare = may_repeat && reused;
             let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
             let started = self.clock.instant();
-            let answer =
-                within(limits.response_head, timer, progress.as_deref(), connection.send(request, interim.clone()))
-                    .await;
+            let answer = {
+                let sending = pin!(connection.send(request, spare, interim.clone()));
+                within(limits.response_head, timer, progress.as_deref(), sending).await
+            };
             match answer {
                 Ok(Ok(response)) if is_clear(&response) => {
                     count.outcome = Some(UpstreamOutcome::Answered);
@@ -125,8 +119,7 @@ impl Servers {
                         continue;
                     }
                     count.outcome = Some(UpstreamOutcome::Failed);
-                    let spare = spare.filter(|_| ended_early(error.error()));
-                    let again = unsent.or_else(|| spare.map(|spare| spare.request()));
+                    let again = if spare && ended_early(error.error()) { connection.sent() } else { unsent };
                     request = Box::new(again.ok_or_else(|| Fault::Upstream(describe(error)))?);
                     // The second try, and the last, is on a connection of its own.
                     fresh = true;
@@ -194,24 +187,6 @@ fn is_idempotent(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
-impl Spare {
-    fn of(request: &Request<Upload>) -> Spare {
-        let mut fields = Vec::with_capacity(request.headers().len());
-        fields.extend(request.headers().iter().map(|(name, value)| (name.clone(), value.clone())));
-        Spare { method: request.method().clone(), uri: request.uri().clone(), fields }
-    }
-
-    fn request(self) -> Request<Upload> {
-        let mut request = Request::new(Upload::Empty);
-        *request.method_mut() = self.method;
-        *request.uri_mut() = self.uri;
-        for (name, value) in self.fields {
-            request.headers_mut().append(name, value);
-        }
-        request
-    }
-}
-
 /// Whether the connection ended before a byte of the answer came.
 fn ended_early(error: &hyper::Error) -> bool {
     error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
@@ -239,9 +214,8 @@ async fn within<T>(
     limit: Duration,
     timer: &Timer,
     progress: Option<&Progress>,
-    answer: impl Future<Output = T>,
+    mut answer: Pin<&mut impl Future<Output = T>>,
 ) -> Result<T, Fault> {
-    let mut answer = std::pin::pin!(answer);
     timer.arm(limit);
     let answer = poll_fn(|cx| {
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {

@@ -1,40 +1,73 @@
-//! The socket of an upstream connection, overheard for informational answers (1xx).
+//! The socket of an upstream connection, overheard: what goes out, in case it must be said again, and
+//! informational answers (1xx) that come in.
 //!
-//! hyper reads and skips them. It would tell of them, too, but wants a closure in a map of its own for
-//! every request, of which hardly one ever gets such an answer. Here it costs a look at the first
-//! bytes of an answer.
+//! hyper keeps the request it is given. For the rare second try, the bytes of a head are put aside as
+//! it is sent, which costs less than a copy of the request. And hyper reads and skips informational
+//! answers. It would tell of them, too, but wants a closure in a map of its own for every request, of
+//! which hardly one ever gets such an answer. Here it costs a look at the first bytes of an answer.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
+use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::upload::Upload;
 use crate::interim::Interim;
 use crate::wire::Wire;
 
 /// Of a head; longer ones are not passed on.
 const HEAD_MAX_BYTES: usize = 16 * 1024;
-const FIELDS_MAX: usize = 100;
+const FIELDS_MAX: usize = 128;
+/// Room for the next head that a connection keeps.
+const HEAD_KEPT_BYTES: usize = 1024;
 /// How an informational answer begins; `?` is any byte.
 const START: &[u8] = b"HTTP/1.? 1";
 
 /// What a connection and its socket know together.
 #[derive(Debug, Default)]
-pub struct Hints {
-    /// Who is told, until the final answer begins.
+pub struct Hearsay {
+    /// Whether the next head that is sent is put aside.
+    keeps: Cell<bool>,
+    sent: RefCell<Vec<u8>>,
+    /// Who is told of informational answers, until the final answer begins.
     listener: RefCell<Option<Rc<Interim>>>,
-    /// A head as far as it has come.
+    /// Such an answer as far as it has come.
     head: RefCell<Vec<u8>>,
 }
 
-impl Hints {
-    /// What comes next is the answer to a request of this listener.
-    pub fn listen(&self, listener: Option<Rc<Interim>>) {
+impl Hearsay {
+    /// What comes next is a request, put aside if `keeps`, and the answer to it, for this listener.
+    pub fn listen(&self, keeps: bool, listener: Option<Rc<Interim>>) {
+        self.keeps.set(keeps);
         self.head.borrow_mut().clear();
         self.listener.replace(listener);
+    }
+
+    /// The request that was put aside. It had no body.
+    pub fn request(&self) -> Option<Request<Upload>> {
+        let sent = self.sent.borrow();
+        let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
+        let mut head = httparse::Request::new(&mut fields);
+        head.parse(&sent).ok()?;
+        let mut request = Request::builder().method(head.method?).uri(head.path?);
+        for field in head.headers {
+            request = request.header(field.name, field.value);
+        }
+        request.body(Upload::Empty).ok()
+    }
+
+    /// hyper hands over a head as one piece, and again from where it could not be sent.
+    fn say(&self, bytes: &[u8]) {
+        if self.keeps.take() {
+            let mut sent = self.sent.borrow_mut();
+            sent.clear();
+            sent.shrink_to(HEAD_KEPT_BYTES);
+            sent.extend_from_slice(bytes);
+        }
     }
 
     fn hear(&self, bytes: &[u8]) {
@@ -85,12 +118,12 @@ fn pass_on(bytes: &[u8], interim: &Interim) -> Option<usize> {
 #[derive(Debug)]
 pub struct Herald {
     stream: Wire,
-    hints: Rc<Hints>,
+    hearsay: Rc<Hearsay>,
 }
 
 impl Herald {
-    pub fn new(stream: Wire, hints: Rc<Hints>) -> Herald {
-        Herald { stream, hints }
+    pub fn new(stream: Wire, hearsay: Rc<Hearsay>) -> Herald {
+        Herald { stream, hearsay }
     }
 }
 
@@ -98,13 +131,14 @@ impl AsyncRead for Herald {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer));
-        self.hints.hear(&buffer.filled()[before..]);
+        self.hearsay.hear(&buffer.filled()[before..]);
         Poll::Ready(read)
     }
 }
 
 impl AsyncWrite for Herald {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.hearsay.say(bytes);
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
@@ -113,6 +147,9 @@ impl AsyncWrite for Herald {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        if let Some(head) = slices.first() {
+            self.hearsay.say(head);
+        }
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
@@ -137,10 +174,22 @@ mod tests {
     const TOLD: &str = "HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n";
     const FINAL: &str = "HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 103 Body\r\n\r\n";
 
+    #[test]
+    fn a_request_is_put_aside_as_it_is_sent() {
+        let hearsay = Hearsay::default();
+        hearsay.listen(true, None);
+        hearsay.say(b"DELETE /a?b HTTP/1.1\r\nhost: a\r\nx: 1\r\nx: 2\r\n\r\n");
+        hearsay.say(b"the rest of it");
+        let request = hearsay.request().unwrap();
+        assert_eq!((request.method().as_str(), request.uri().to_string().as_str()), ("DELETE", "/a?b"));
+        let fields: Vec<_> = request.headers().iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
+        assert_eq!(fields, [("host", &b"a"[..]), ("x", b"1"), ("x", b"2")]);
+    }
+
     fn heard(pieces: &[&[u8]]) -> String {
-        let (hints, interim) = (Hints::default(), Rc::new(Interim::default()));
-        hints.listen(Some(Rc::clone(&interim)));
-        pieces.iter().for_each(|piece| hints.hear(piece));
+        let (hearsay, interim) = (Hearsay::default(), Rc::new(Interim::default()));
+        hearsay.listen(false, Some(Rc::clone(&interim)));
+        pieces.iter().for_each(|piece| hearsay.hear(piece));
         String::from_utf8(interim.take().unwrap_or_default().to_vec()).unwrap()
     }
 
