@@ -144,7 +144,9 @@ fn decide(
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     fields::forward_request(&mut parts.headers, marks, &peer.text, &snapshot.key_fields);
-    parts.uri = origin_form(&parts.uri, normalized)?;
+    if normalized.is_some() || parts.uri.authority().is_some() {
+        parts.uri = origin_form(&parts.uri, normalized)?;
+    }
     Ok(Decision::Forward { lane: lane_index, stamp })
 }
 
