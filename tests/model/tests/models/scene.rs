@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use loom::thread;
 use transom_model::modelled::charge::{Charge, Verdict, decide};
+use transom_model::modelled::pace::Time;
 use transom_model::modelled::region::Key;
 use transom_model::modelled::table::{Charged, Counter, Paid, Table};
 use transom_model::modelled::word::Ask;
@@ -67,7 +68,7 @@ pub fn hit<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, end_m
 
 /// As [`hit`], with what is needed to give it back.
 pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, now_ms: u64) -> (Got, Option<Paid>) {
-    match t.charge(c, Ask { end_ms, limit, cost: 1 }, now_ms, None) {
+    match t.charge(c, Ask::plain(end_ms, limit, 1), Time::plain(now_ms), None) {
         Charged::Paid(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
         Charged::Full(_) => (Got::Full, None),
         Charged::Late => (Got::Late, None),
@@ -75,15 +76,20 @@ pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, no
 }
 
 /// What is used of `counter` in the window ending at `end_ms` or the later one that is open, and when that ends.
-pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u32, u64) {
-    let (used, _) = table.look(counter, Ask { end_ms, limit: 1, cost: 1 });
+pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u64, u64) {
+    let (used, _) = table.look(counter, Ask::plain(end_ms, 1, 1), Time::plain(0));
     (used.used, used.end_ms)
+}
+
+/// Gives back one token that was charged by [`pay`].
+pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Paid>) {
+    paid.into_iter().for_each(|paid| table.refund(paid, Ask::plain(0, 1, 1), Time::plain(0)));
 }
 
 /// One request of one token on several counters: each with its limit and the end of its window.
 pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> Verdict {
-    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask { end_ms, limit, cost: 1 });
-    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), now_ms)
+    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask::plain(end_ms, limit, 1));
+    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), &mut Vec::new(), Time::plain(now_ms))
 }
 
 /// How many of `got` were counted in the window ending at `end_ms`.
