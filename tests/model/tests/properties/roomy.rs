@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_model::real::charge::Verdict;
-use transom_model::real::pace::Time;
-use transom_model::real::table::Table;
-use transom_model::real::word::{Ask, Taken, Word, charged, refunded, usage};
+use transom_model::count::charge::Verdict;
+use transom_model::count::pace::Time;
+use transom_model::count::table::Table;
+use transom_model::count::word::{Ask, Taken, Word, charged, refunded, usage};
 
 use crate::oracle::{Oracle, Stand, Wish};
 use crate::scene::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};

@@ -3,11 +3,11 @@
 //! It asserts nothing; it turns an action into charges and says what came of it.
 
 use proptest::prelude::*;
-use transom_model::real::charge::{Charge, Verdict, decide};
-use transom_model::real::pace::Time;
-use transom_model::real::region::Key;
-use transom_model::real::table::{Counter, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::{Charge, Verdict, decide};
+use transom_model::count::pace::Time;
+use transom_model::count::region::Key;
+use transom_model::count::table::{Counter, Table};
+use transom_model::count::word::Ask;
 
 use crate::oracle::Wish;
 

@@ -3,10 +3,10 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
-use transom_model::real::charge::Verdict;
-use transom_model::real::pace::Time;
-use transom_model::real::table::{Charged, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::Verdict;
+use transom_model::count::pace::Time;
+use transom_model::count::table::{Charged, Table};
+use transom_model::count::word::Ask;
 
 use crate::oracle::{Oracle, Wish};
 use crate::scene::{Action, Clocks, START_MS, actions, ask, costs, counter, limits, play, wishes};

@@ -9,11 +9,11 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_model::real::charge::{Charge, Verdict, decide};
-use transom_model::real::pace::Time;
-use transom_model::real::region::Key;
-use transom_model::real::table::{Counter, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::{Charge, Verdict, decide};
+use transom_model::count::pace::Time;
+use transom_model::count::region::Key;
+use transom_model::count::table::{Counter, Table};
+use transom_model::count::word::Ask;
 
 const THREADS: u64 = 8;
 /// Two layers of three rules each: length of their windows, and tokens in them.
