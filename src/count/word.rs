@@ -232,7 +232,8 @@ pub fn refunded(word: Word, taken: Taken, ask: Ask, time: Time<'_>) -> Option<Wo
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
-    let less = |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
+    let less =
+        |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
     let pace = match ask.course {
         Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
         Course::Grid(pace) | Course::Floating(pace) => &time.paces[usize::from(pace)],
