@@ -147,7 +147,7 @@ fn decide(
     record.decision(lane.slate as usize, desk, &judgement);
     let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
     if let Judgement::Refused = judgement {
-        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, now.unix_ms, stamp);
+        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now.unix_ms, stamp);
         return Ok(Decision::Refuse(reply));
     }
     let turn = match judgement {
