@@ -123,3 +123,83 @@ fn span(limit: &Limit) -> String {
         _ => limit.period_text.clone(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::read;
+
+    fn told(rules: &str, names: &str) -> Vec<String> {
+        let text = format!(
+            "[upstreams.u]\nbuiltin = \"echo\"\n{rules}\n[[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [{names}]\n"
+        );
+        lines(&read(&text).unwrap_or_else(|problems| panic!("{problems:?}")))
+    }
+
+    /// What is told of a rule for itself.
+    fn of(rule: &str) -> Vec<String> {
+        told(&format!("[rules.r]\nkey = \"ip\"\n{rule}"), "\"r\"")
+    }
+
+    #[test]
+    fn the_worst_around_a_boundary_is_told() {
+        for (rule, expected) in [
+            ("windows = [\"5/minute\"]", "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute"),
+            ("windows = [\"5/second\"]", "r: 5/second: at most 10 requests in a moment around the end of a second"),
+            (
+                "windows = [\"100/5m\"]\ncost = 4",
+                "r: 100/5m: at most 200 tokens in 2 seconds around the end of a window of 5m",
+            ),
+            (
+                "windows = [{ limit = 100, period = \"hour\", capacity = 150 }]",
+                "r: 100/hour: at most 250 requests in 2 seconds around the end of an hour",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]",
+                "r: 5/minute: at most 9 requests in 2 seconds around the end of a minute",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"minute\", start = \"random\" }]",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"month\", timezone = \"Europe/Paris\" }, \
+                 { limit = 2, period = \"day\", timezone = \"Europe/Paris\" }]",
+                "r: 5/month + 2/day: at most 4 requests in 2 seconds around the end of a day, 10 in any 28 days",
+            ),
+            ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, at a cost of 0"),
+            (
+                "windows = [\"5/minute\"]\non_limit = \"shadow\"",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; in shadow, so nothing is refused",
+            ),
+        ] {
+            assert_eq!(of(rule), [expected], "{rule}");
+        }
+    }
+
+    #[test]
+    fn a_layer_that_never_refuses_is_told_of_only_where_that_is_certain() {
+        let windows = "windows = [\"2000/hour\", \"33/minute\"]";
+        let first =
+            "r: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour";
+        let note = "r: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time";
+        assert_eq!(of(windows), [first, note]);
+        assert_eq!(of(&format!("{windows}\ncount_refused = true")), [first]);
+        assert_eq!(of(&format!("{windows}\non_limit = \"delay\"\nmax_delay = \"1s\"")), [first]);
+        assert_eq!(of(&format!("{windows}\ncost = {{ response-header = \"x-cost\" }}")).len(), 1);
+        assert_eq!(of("windows = [\"1980/hour\", \"33/minute\"]").len(), 2);
+        assert_eq!(of("windows = [\"1979/hour\", \"33/minute\"]").len(), 1);
+        let floating = "windows = [{ limit = 1980, period = \"hour\", start = \"first-request\" }, \"33/minute\"]";
+        assert_eq!(of(floating).len(), 1);
+    }
+
+    #[test]
+    fn what_other_rules_and_routes_change_is_seen() {
+        let rules = "[rules.r]\nkey = \"ip\"\nwindows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]\n\
+                     [rules.d]\nkey = \"ip\"\nwindows = [\"1/hour\"]\non_limit = \"delay\"\nmax_delay = \"1s\"";
+        assert!(told(rules, "\"r\"")[0].contains("at most 9 requests"));
+        assert!(told(rules, "\"r\"")[1].ends_with("; on no route, so nothing is counted"));
+        // Who waits for the other rule may go away, and gives back what opened the window.
+        assert!(told(rules, "\"r\", \"d\"")[0].contains("at most 10 requests"));
+    }
+}
