@@ -50,13 +50,14 @@ impl Split {
         Counter { key, layer: whole.layer ^ bits }
     }
 
-    /// What is used of all shards together, and when their window ends.
+    /// What is used of all shards together, and when their window ends. A shard may be used beyond
+    /// its part, where the limit was lowered since: the others have that much less to give.
     pub fn look<const W: usize>(self, table: &Table<W>, whole: Counter, ask: Ask, time: Time<'_>) -> Use {
-        let mut sum = Use { used: ask.ceiling, end_ms: ask.end_ms };
+        let mut sum = Use { used: 0, end_ms: ask.end_ms };
         for shard in self.order() {
             let part = self.part(shard, ask);
             let (usage, _) = table.look(Split::counter(shard, whole), part, time);
-            sum.used -= part.ceiling.saturating_sub(usage.used);
+            sum.used += usage.used;
             sum.end_ms = sum.end_ms.max(usage.end_ms);
         }
         sum

@@ -236,3 +236,26 @@ fn one_loop_alone_gets_what_all_shards_have() {
     gateway.advance_s(HOUR_S);
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 24);
 }
+
+#[test]
+fn a_limit_lowered_under_way_applies_to_what_all_shards_counted() {
+    // A rule that costs nothing shows, through its own limit, which configuration answered.
+    let toml = |limit: u32, shards: u32| {
+        format!(
+            "{}[rules.probe]\nkey = \"global\"\ncost = 0\nwindows = [\"{limit}/hour\"]\n\
+             [[routes]]\npath = \"/probe\"\nupstream = \"u\"\nrules = [\"probe\"]\n",
+            split(limit, shards, 1).replace("workers = 4", "workers = 1")
+        )
+    };
+    let mut gateway = Gateway::start(&toml(1000, 10));
+    let mut client = gateway.client();
+    (0..300).for_each(|_| drop(client.get("/a").expect(200)));
+    for (limit, shards, left) in [(200, 10, 0), (320, 10, 20), (330, 16, 10)] {
+        gateway.reload(&toml(limit, shards));
+        eventually("the new limit is known", || {
+            items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == u64::from(limit)
+        });
+        (0..left).for_each(|_| drop(client.get("/a").expect(200)));
+        client.get("/a").expect(429);
+    }
+}
