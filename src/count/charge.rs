@@ -8,6 +8,7 @@
 
 use super::pace::Time;
 use super::shard::{Share, Split, Taking};
+use super::sync::{Ordering, fence};
 use super::table::{Charged, Counter, Paid, Table};
 use super::word::{Ask, Course, Use};
 
@@ -21,13 +22,16 @@ pub struct Charge {
     pub usage: Use,
     /// After [`decide`] refused: whether this counter had no room.
     pub full: bool,
+    /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
+    beyond: bool,
     hint: Option<usize>,
     paid: Option<Paid>,
 }
 
 impl Charge {
     pub fn new(counter: Counter, ask: Ask) -> Charge {
-        Charge { counter, ask, split: Split::WHOLE, usage: Use::default(), full: false, hint: None, paid: None }
+        let usage = Use::default();
+        Charge { counter, ask, split: Split::WHOLE, usage, full: false, beyond: false, hint: None, paid: None }
     }
 
     /// Whether it is a request that opens the window.
@@ -68,7 +72,7 @@ pub fn look<const W: usize>(table: &Table<W>, charges: &mut [Charge], time: Time
     let mut room = true;
     for charge in charges {
         if charge.split.shards > 1 {
-            charge.usage = charge.split.look(table, charge.counter, charge.ask, time);
+            (charge.usage, charge.beyond) = charge.split.look(table, charge.counter, charge.ask, time);
         } else {
             (charge.usage, charge.hint) = table.look(charge.counter, charge.ask, time);
         }
@@ -123,10 +127,19 @@ fn take_shares<const W: usize>(table: &Table<W>, charge: &Charge, shares: &mut V
     let Charge { ask, split, counter, usage, .. } = *charge;
     match (split.charge(table, counter, ask, time, shares), shares.last()) {
         (Taking::Enough, Some(share)) => {
+            if charge.beyond {
+                // Ordering: the charge stands before, the look after, for every thread that takes what
+                // is left; so of two that take the same at least one sees both, and steps back.
+                fence(Ordering::SeqCst);
+                let (after, _) = split.look(table, counter, ask, time);
+                if after.used > ask.ceiling {
+                    return Charged::Full(Use { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
+                }
+            }
             Charged::Paid(share.paid, Use { used: usage.used + u64::from(ask.cost), ..usage })
         }
         (Taking::Late, _) => Charged::Late,
-        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time)),
+        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time).0),
     }
 }
 
