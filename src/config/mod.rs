@@ -2,19 +2,22 @@
 //!
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
-//! or a problem) and `problem` (what is wrong, where, and the fix). This room opens no file and
-//! knows no socket.
+//! or a problem) and `problem` (what is wrong, where, and the fix). `clients` is what a second file
+//! says. This room opens no file and knows no socket: what other files hold is handed in.
 
+use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::rule::terms::Rule;
 
 pub mod check;
+pub mod clients;
 pub mod document;
 pub mod problem;
 
+use clients::Clients;
 use problem::Problem;
 
 /// Everything that `gateway.toml` says.
@@ -26,6 +29,8 @@ pub struct Config {
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub access_log: Option<AccessLog>,
+    /// Who is on which plan.
+    pub clients: Option<Clients>,
     /// What a path with an encoded slash means.
     pub encoded_slash: EncodedSlash,
     /// Which path goes upstream.
@@ -187,7 +192,16 @@ pub enum Segment {
     Rest(String),
 }
 
-/// Reads a configuration, or returns everything that is wrong with it.
+/// What a file holds that the configuration names.
+pub type Files<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
+
+/// Reads a configuration that names no other files to read, or returns everything that is wrong
+/// with it.
 pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
-    check::config(text)
+    read_with(text, &|_path| Err(io::Error::from(io::ErrorKind::Unsupported)))
+}
+
+/// Reads a configuration and the files that it names, or returns everything that is wrong.
+pub fn read_with(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
+    check::config(text, files)
 }

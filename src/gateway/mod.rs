@@ -4,6 +4,7 @@
 //! wait for a window to come, `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints` how often the operator is told of
 //! failures, `body` the body of an answer on its way out.
 
+use std::cell::OnceCell;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -129,6 +130,8 @@ fn decide(
         params,
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
+        clients: snapshot.clients.as_ref(),
+        plan: OnceCell::new(),
     };
     desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {

@@ -11,6 +11,8 @@ use http::HeaderName;
 use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::caller::Identity;
+use crate::http::clients::Clients;
+use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
@@ -21,11 +23,13 @@ pub struct Snapshot {
     pub config: Config,
     pub router: Router,
     pub book: Book,
+    /// Who is known by name.
+    pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
     pub lanes: Vec<Lane>,
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
-    /// Fields that some rule counts by: no Connection field can strip them.
+    /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
 }
 
@@ -52,20 +56,23 @@ pub struct Slate {
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
+        let clients = config.clients.as_ref().map(Clients::new);
+        let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
         let mut slates = Vec::new();
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
             // Where a parameter stands in the path is part of how a key is found.
             let slate = *known.entry((&route.rules, route.path.param_names())).or_insert_with(|| {
-                slates.push(Slate::new(&book, &config, route, seed));
+                slates.push(Slate::new(&book, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
         }
         let key_fields = key_fields(&config);
         let router = Router::new(&config.routes);
-        Arc::new(Snapshot { router, lanes, slates, key_fields, book, config })
+        Arc::new(Snapshot { router, lanes, slates, key_fields, clients, book, config })
     }
 }
 
@@ -81,9 +88,9 @@ impl Snapshot {
 }
 
 impl Slate {
-    fn new(book: &Book, config: &Config, route: &Route, seed: Seed) -> Slate {
+    fn new(book: &Book, config: &Config, route: &Route, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Slate {
         let roster = book.roster(&route.rules);
-        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed);
+        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
         let terms = Term::of(config, &route.rules);
         Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms }
@@ -92,6 +99,12 @@ impl Slate {
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
     let mut names = HashSet::new();
+    let clients = config.clients.as_ref();
+    for part in clients.into_iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten() {
+        if let Part::Header(name) = part {
+            names.extend(HeaderName::from_bytes(name.as_bytes()));
+        }
+    }
     for rule in &config.rules {
         let fallback: &[Part] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
         for part in rule.key.iter().chain(fallback) {

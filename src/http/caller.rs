@@ -4,12 +4,16 @@
 //! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
 //! that is given twice is refused: the upstream might believe the other one.
 
+use std::cell::OnceCell;
 use std::net::IpAddr;
 use std::ops::Range;
+use std::sync::Arc;
 
 use http::Method;
 use http::header::{HeaderMap, HeaderName};
 
+use super::clients::{Clients, PlanId};
+use super::exceptions::{self, Exceptions, Standing};
 use super::fault::Fault;
 use crate::config::Route;
 use crate::rule::book::Entry;
@@ -25,6 +29,7 @@ pub struct Identity {
     key: Recipe,
     on_missing: OnAbsent,
     cost: Price,
+    exceptions: Option<Arc<Exceptions>>,
 }
 
 /// What a request costs under one rule, before the answer.
@@ -52,7 +57,7 @@ struct Recipe {
 
 /// Where a part is found.
 #[derive(Debug)]
-enum Source {
+pub enum Source {
     Ip {
         v4_prefix: u8,
         v6_prefix: u8,
@@ -78,10 +83,13 @@ pub struct Caller<'a> {
     pub params: &'a [Range<usize>],
     pub headers: &'a HeaderMap,
     pub route: &'a str,
+    pub clients: Option<&'a Clients>,
+    /// The plan that the client is on; looked up when a rule first asks for it.
+    pub plan: OnceCell<Option<PlanId>>,
 }
 
 /// Why a key could not be made.
-enum Unknown<'a> {
+pub enum Unknown<'a> {
     Missing(&'a Source),
     Ambiguous(&'a Source),
 }
@@ -90,17 +98,12 @@ impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
         let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
         let recipe = |fallback: bool, parts: &[Part]| {
-            // Keeps the keys of a fallback apart from the rule's own, and from those of another.
-            let own = if fallback { format!("{parts:?}") } else { String::new() };
-            let start = |seed: Seed, rule: u64| {
-                let mut start = KeyHasher::new(seed, rule);
-                start.part(u8::from(fallback), own.as_bytes());
-                start
-            };
+            let start = |seed: Seed, rule: u64| start(seed, rule, fallback.then_some(parts));
+            let params = route.path.param_names();
             Recipe {
                 start: start(seed, entry.identity),
                 everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
-                parts: parts.iter().map(|part| Source::new(part, route)).collect(),
+                parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
             }
         };
         Identity {
@@ -112,20 +115,68 @@ impl Identity {
                 OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
             },
             cost: Price::new(&entry.rule.cost, route),
+            exceptions: None,
         }
+    }
+
+    /// With the exceptions of the rule.
+    pub fn with(self, exceptions: Option<Arc<Exceptions>>) -> Identity {
+        Identity { exceptions, ..self }
+    }
+
+    /// The exceptions of a rule; for all its identities.
+    pub fn exceptions(entry: &Entry, clients: Option<&Clients>, seed: Seed) -> Option<Exceptions> {
+        Exceptions::new(entry, &start(seed, entry.identity, None), clients)
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
     pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Fault> {
+        if self.exceptions.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
+            return Ok(None);
+        }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
-        Ok(Some(Asker { key, offset, variant: 0, cost: self.cost.of(caller.headers, &self.rule)? }))
+        let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
+            None => 0,
+            Some(standing) => match standing? {
+                Standing::Exempt => return Ok(None),
+                Standing::Variant(variant) => variant,
+            },
+        };
+        Ok(Some(Asker { key, offset, variant, cost: self.cost.of(caller.headers, &self.rule)? }))
+    }
+
+    /// How the rule treats a key; the plan of the client matters only where the key itself does not.
+    fn standing(&self, exceptions: &Exceptions, key: KeyHash, caller: &Caller<'_>) -> Result<Standing, Fault> {
+        if exceptions.has_keys() {
+            let key = exceptions.by_digest.as_ref().map_or(Some(key), |start| self.key.digest(start, caller));
+            if let Some(standing) = key.and_then(|key| exceptions.of_key(key)) {
+                return Ok(standing);
+            }
+        }
+        let plan = if exceptions.has_plans() { self.plan_of(caller)? } else { None };
+        Ok(Standing::Variant(exceptions.variant_of(plan)))
+    }
+
+    /// The plan of the client; looked up once for all rules of the request.
+    fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, Fault> {
+        let Some(clients) = caller.clients else { return Ok(None) };
+        if let Some(plan) = caller.plan.get() {
+            return Ok(*plan);
+        }
+        let plan = clients.plan_of(caller).map_err(|unknown| self.fault(&unknown))?;
+        Ok(*caller.plan.get_or_init(|| plan))
+    }
+
+    #[cold]
+    fn fault(&self, unknown: &Unknown<'_>) -> Fault {
+        match unknown {
+            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
+            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
+        }
     }
 
     fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
-        let fault = |unknown| match unknown {
-            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
-            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
-        };
+        let fault = |unknown| self.fault(&unknown);
         match (self.key.hash(caller), &self.on_missing) {
             (Ok(key), _) => Ok(Some(key)),
             (Err(Unknown::Missing(_)), OnAbsent::Skip) => Ok(None),
@@ -135,16 +186,34 @@ impl Identity {
     }
 }
 
+/// The hash of a key as far as it does not depend on a request.
+fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+    // Keeps the keys of a fallback apart from the rule's own, and from those of another.
+    let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
+    let mut start = KeyHasher::new(seed, rule);
+    start.part(u8::from(fallback.is_some()), own.as_bytes());
+    start
+}
+
 impl Recipe {
     /// The key, and the offset of its windows if they start at random.
     fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown<'_>> {
         let hash = |start: &KeyHasher| {
             let mut hasher = start.clone();
-            self.parts.iter().try_for_each(|part| part.feed(caller, &mut hasher))?;
+            self.parts.iter().try_for_each(|part| part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)))?;
             Ok(hasher.finish())
         };
         let offset = self.everywhere.as_ref().map_or(Ok(0), |start| hash(start).map(|hash| hash.place))?;
         Ok((hash(&self.start)?, offset))
+    }
+
+    /// The hash of the parts' digests, by which secret keys are found; `None` if a part is missing.
+    fn digest(&self, start: &KeyHasher, caller: &Caller<'_>) -> Option<KeyHash> {
+        let mut hasher = start.clone();
+        for part in &self.parts {
+            part.feed(caller, &mut |kind, bytes| exceptions::feed(&mut hasher, kind, bytes, true)).ok()?;
+        }
+        Some(hasher.finish())
     }
 }
 
@@ -181,7 +250,8 @@ fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
 }
 
 impl Source {
-    fn new(part: &Part, route: &Route) -> Source {
+    /// `params` are the names of the route's parameters.
+    pub fn new(part: &Part, params: &[&str]) -> Source {
         match part {
             Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
             // The configuration has been checked: a name that is none never gets here.
@@ -189,9 +259,7 @@ impl Source {
                 Ok(name) => Source::Header(name),
                 Err(_) => Source::Param(name.clone(), None),
             },
-            Part::Param(name) => {
-                Source::Param(name.clone(), route.path.param_names().iter().position(|known| known == name))
-            }
+            Part::Param(name) => Source::Param(name.clone(), params.iter().position(|known| known == name)),
             Part::Host => Source::Host,
             Part::Method => Source::Method,
             Part::Path => Source::Path,
@@ -210,31 +278,51 @@ impl Source {
         }
     }
 
-    fn feed<'s>(&'s self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Unknown<'s>> {
+    /// Hands on the part of a request, and of what kind it is.
+    pub fn feed<'s>(&'s self, caller: &Caller<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), Unknown<'s>> {
         match self {
-            Source::Ip { v4_prefix, v6_prefix } => match caller.address.to_canonical() {
-                IpAddr::V4(v4) => hasher.part(1, &prefix(v4.to_bits(), 32 - *v4_prefix).to_be_bytes()),
-                IpAddr::V6(v6) => hasher.part(2, &prefix(v6.to_bits(), 128 - *v6_prefix).to_be_bytes()),
-            },
+            Source::Ip { v4_prefix, v6_prefix } => address(caller.address, *v4_prefix, *v6_prefix, take),
             Source::Header(name) => {
                 let mut values = caller.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
-                    (Some(value), None) if !value.is_empty() => hasher.part(3, value.as_bytes()),
+                    (Some(value), None) if !value.is_empty() => take(3, value.as_bytes()),
                     (None, _) | (Some(_), None) => return Err(Unknown::Missing(self)),
                     (Some(_), Some(_)) => return Err(Unknown::Ambiguous(self)),
                 }
             }
             Source::Param(_, position) => {
                 let range = position.and_then(|position| caller.params.get(position)).ok_or(Unknown::Missing(self))?;
-                hasher.part(4, caller.path[range.clone()].as_bytes());
+                take(4, caller.path[range.clone()].as_bytes());
             }
-            Source::Host => hasher.part(5, caller.host.as_bytes()),
-            Source::Method => hasher.part(6, caller.method.as_str().as_bytes()),
-            Source::Path => hasher.part(7, caller.path.as_bytes()),
-            Source::Route => hasher.part(8, caller.route.as_bytes()),
-            Source::Global => hasher.part(9, b""),
+            Source::Host => take(5, caller.host.as_bytes()),
+            Source::Method => take(6, caller.method.as_str().as_bytes()),
+            Source::Path => take(7, caller.path.as_bytes()),
+            Source::Route => take(8, caller.route.as_bytes()),
+            Source::Global => take(9, b""),
         }
         Ok(())
+    }
+}
+
+/// Hands on as much of an address as is counted.
+pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => take(1, &prefix(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
+        IpAddr::V6(v6) => take(2, &prefix(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
+    }
+}
+
+/// The kind of a part, as [`Source::feed`] tells it; addresses are of two, and tell it themselves.
+pub fn kind(part: &Part) -> u8 {
+    match part {
+        Part::Ip { .. } => 1,
+        Part::Header(_) => 3,
+        Part::Param(_) => 4,
+        Part::Host => 5,
+        Part::Method => 6,
+        Part::Path => 7,
+        Part::Route => 8,
+        Part::Global => 9,
     }
 }
 
@@ -247,31 +335,35 @@ where
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::config::{PathPattern, Segment};
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
-    use crate::rule::terms::{OnLimit, Rule};
+    use crate::rule::terms::{Exemptions, OnLimit, Rule};
 
-    const SEED: Seed = Seed(1, 2);
+    pub const SEED: Seed = Seed(1, 2);
 
     fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
-        let rule = Rule {
+        Identity::new(&Book::new(&[rule(key, on_missing)], [], SEED).entries[0], &route(), SEED)
+    }
+
+    pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
+        Rule {
             name: "r".to_owned(),
             key: key.to_vec(),
             on_missing,
             layers: vec![Limit::parse("1/minute").unwrap()],
             plans: vec![],
             overrides: vec![],
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
-        };
-        Identity::new(&Book::new(&[rule], [], SEED).entries[0], &route(), SEED)
+        }
     }
 
-    fn route() -> Route {
+    pub fn route() -> Route {
         let segments = vec![Segment::Literal("u".to_owned()), Segment::Param("id".to_owned())];
         Route {
             name: "route".to_owned(),
@@ -285,7 +377,7 @@ mod tests {
         }
     }
 
-    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
+    pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
         let id = 3..5;
         identity.of(&Caller {
             address: address.parse().unwrap(),
@@ -295,6 +387,8 @@ mod tests {
             params: std::slice::from_ref(&id),
             headers,
             route: "route",
+            clients: None,
+            plan: OnceCell::new(),
         })
     }
 

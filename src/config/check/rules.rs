@@ -3,25 +3,23 @@
 //! What a single rule says is checked here; whether its key exists on the routes that use it is seen
 //! only there (`routes`).
 
-use super::{FIELDS, Section, key, layers};
+use std::collections::BTreeSet;
+
+use toml::de::DeValue;
+
+use super::{FIELDS, Section, exceptions, key, layers};
 use crate::config::QuotaFields;
 use crate::config::document::{Item, Later, Table};
 use crate::config::problem::{Report, shown};
 use crate::rule::key::OnMissing;
-use crate::rule::terms::{Cost, OnLimit, Rule};
-use toml::de::DeValue;
+use crate::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 
-const LATER: [Later; 10] = [
+const LATER: [Later; 5] = [
     ("count_refused", "remove it; a refused request consumes nothing"),
     ("max_delay", "remove it; a request over the limit is refused at once"),
-    ("exemptions", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("exempt", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("plan", "remove it; write a rule for each plan, and a route for each that uses it"),
     ("status", "remove it; a refusal is 429"),
     ("body", "remove it; a refusal has a problem document"),
     ("content_type", "remove it; a refusal has a problem document"),
-    ("overrides", "remove it; write a rule for each limit, and a route for each that uses it"),
 ];
 
 pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Section<(Rule, QuotaFields)> {
@@ -34,6 +32,7 @@ pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Se
             layers: Vec::new(),
             plans: Vec::new(),
             overrides: Vec::new(),
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
@@ -57,6 +56,11 @@ fn read(rule: &mut Rule, mut table: Table, report: &mut Report) -> Option<QuotaF
     let windows = table.require("windows", "write `windows = [\"33/minute\"]`");
     let cost = table.get("cost");
     let on_limit = table.get("on_limit");
+    let exceptions = exceptions::Settings {
+        plans: table.get("plans"),
+        overrides: table.get("overrides"),
+        exemptions: table.get("exemptions"),
+    };
     let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
     let misspelt = table.finish(&LATER, report);
 
@@ -65,9 +69,10 @@ fn read(rule: &mut Rule, mut table: Table, report: &mut Report) -> Option<QuotaF
     let cost = cost.and_then(|item| self::cost(&item, report)).unwrap_or(1);
     rule.cost = Cost::Fixed(cost);
     rule.layers = windows.map(|item| layers::layers(&item, report)).unwrap_or_default();
+    exceptions.read(rule, report);
     rule.on_limit = on_limit.and_then(|item| self::on_limit(&item, report)).unwrap_or(OnLimit::Refuse);
 
-    let smallest = rule.layers.iter().map(|limit| limit.tokens).min();
+    let smallest = rule.variants().flatten().map(|limit| limit.tokens).min();
     if let (Some(span), Some(smallest)) = (cost_span, smallest.filter(|smallest| *smallest < cost)) {
         let message =
             format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
@@ -104,7 +109,8 @@ fn layer_names(rules: &Section<(Rule, QuotaFields)>, report: &mut Report) {
     let mut taken: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
-        let names: Vec<String> = (0..rule.layers.len()).map(|layer| rule.layer_name(&rule.layers, layer)).collect();
+        let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
         if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "answers would call two layers {}: one of the rule {}, one of the rule {}",

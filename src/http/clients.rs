@@ -1,0 +1,85 @@
+//! Who a client is, among those that are known, and which plan it is on.
+//!
+//! A request is looked up by its API key, then by its subject, then by the most specific network that
+//! its address is in; the first that is known decides. Everything is looked up in maps that were made
+//! at load, so it costs the same for one client and for a hundred thousand, and allocates nothing. Keys
+//! are known by their digests alone: see `rule::digest`.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::caller::{Caller, Source, Unknown};
+use crate::config::clients::{Client, Clients as Configured};
+use crate::rule::digest::Digest;
+use crate::rule::key::Part;
+use crate::rule::network::Networks;
+
+/// No API key is longer, so what is longer need not be digested.
+const KEY_MAX_BYTES: usize = 4096;
+
+/// The position of a plan in [`Clients::plans`].
+pub type PlanId = u32;
+
+/// The clients file made ready.
+#[derive(Debug)]
+pub struct Clients {
+    /// The plans that some client is on, by name.
+    pub plans: Vec<String>,
+    api_key: Option<Source>,
+    by_key: HashMap<Digest, PlanId>,
+    subject: Option<Source>,
+    by_subject: HashMap<Box<[u8]>, PlanId>,
+    by_network: Networks<PlanId>,
+}
+
+impl Clients {
+    pub fn new(configured: &Configured) -> Clients {
+        let plans: BTreeSet<&str> = configured.list.iter().map(|client| client.plan.as_str()).collect();
+        let plans: Vec<String> = plans.into_iter().map(str::to_owned).collect();
+        // Every plan is there: it was put there above.
+        let id = |client: &Client| plans.binary_search(&client.plan).unwrap_or_default() as PlanId;
+        let all = || configured.list.iter().map(|client| (client, id(client)));
+        // A part that only some route has names no client.
+        let source = |part: &Option<Part>| part.as_ref().map(|part| Source::new(part, &[]));
+        Clients {
+            api_key: source(&configured.api_key),
+            by_key: all().flat_map(|(client, plan)| client.api_keys.iter().map(move |key| (*key, plan))).collect(),
+            subject: source(&configured.subject),
+            by_subject: all()
+                .flat_map(|(client, plan)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), plan)))
+                .collect(),
+            by_network: Networks::new(
+                all().flat_map(|(client, plan)| client.networks.iter().map(move |network| (*network, plan))),
+            ),
+            plans,
+        }
+    }
+
+    /// The plan of whoever sent a request; `None`: it is nobody who is known.
+    pub fn plan_of<'s>(&'s self, caller: &Caller<'_>) -> Result<Option<PlanId>, Unknown<'s>> {
+        let by_key = |key: &[u8]| match key.len() {
+            0..=KEY_MAX_BYTES => self.by_key.get(&Digest::of(key)),
+            _ => None,
+        };
+        if let Some(plan) = found(self.api_key.as_ref(), caller, by_key)? {
+            return Ok(Some(plan));
+        }
+        if let Some(plan) = found(self.subject.as_ref(), caller, |subject| self.by_subject.get(subject))? {
+            return Ok(Some(plan));
+        }
+        Ok(self.by_network.of(caller.address))
+    }
+}
+
+/// What is known of the value that a request has in a place, if it has one there.
+fn found<'s>(
+    source: Option<&'s Source>,
+    caller: &Caller<'_>,
+    known: impl Fn(&[u8]) -> Option<&'s PlanId>,
+) -> Result<Option<PlanId>, Unknown<'s>> {
+    let Some(source) = source else { return Ok(None) };
+    let mut plan = None;
+    match source.feed(caller, &mut |_kind, value| plan = known(value).copied()) {
+        Ok(()) | Err(Unknown::Missing(_)) => Ok(plan),
+        Err(unknown) => Err(unknown),
+    }
+}
