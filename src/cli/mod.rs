@@ -1,6 +1,7 @@
-//! The commands: `run` and `check`.
+//! The commands: `run`, `check` and `clients`.
 
 pub mod check;
+pub mod clients;
 pub mod run;
 
 use std::cell::RefCell;
