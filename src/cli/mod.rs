@@ -23,7 +23,7 @@ pub enum Exit {
 }
 
 /// No file that a configuration names is larger; what is, is another.
-const FILE_MAX_BYTES: u64 = 64 * 1024 * 1024;
+const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
 
 /// Reads a configuration file and those that it names; what is wrong with them comes as text for the
 /// operator. All of them are watched from then on.
@@ -59,7 +59,7 @@ fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > FILE_MAX_BYTES {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 64 MiB"));
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 16 MiB"));
     }
     Ok(bytes)
 }

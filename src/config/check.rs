@@ -19,6 +19,7 @@ use clients::Plans;
 mod clients;
 mod exceptions;
 mod host;
+mod jwt;
 mod key;
 mod layers;
 mod listen;
@@ -67,12 +68,15 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let access_log = access_log(top.get("access_log"), report);
+    let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
     let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
     let misspelt = top.finish(&[], report);
 
+    jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
+    let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
@@ -90,6 +94,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         timeouts,
         access_log,
         clients,
+        jwt,
         encoded_slash,
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),

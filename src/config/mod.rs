@@ -2,8 +2,9 @@
 //!
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
-//! or a problem) and `problem` (what is wrong, where, and the fix). `clients` is what a second file
-//! says. This room opens no file and knows no socket: what other files hold is handed in.
+//! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
+//! shown). `clients` is what a second file says. This room opens no file and knows no socket: what
+//! other files hold is handed in.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,11 +12,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::rule::terms::Rule;
+use crate::token::Trust;
 
 pub mod check;
 pub mod clients;
 pub mod document;
 pub mod problem;
+pub mod secret;
 
 use clients::Clients;
 use problem::Problem;
@@ -31,6 +34,8 @@ pub struct Config {
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
+    /// Whose tokens are believed, where a rule counts by a claim.
+    pub jwt: Option<Trust>,
     /// What a path with an encoded slash means.
     pub encoded_slash: EncodedSlash,
     /// Which path goes upstream.

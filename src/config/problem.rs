@@ -8,6 +8,8 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::secret::Secrets;
+
 /// Where something stands in the text, in bytes.
 pub type Span = Range<usize>;
 
@@ -93,6 +95,11 @@ impl<'t> Report<'t> {
     pub fn into_problems(mut self) -> Vec<Problem> {
         self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
         self.problems.dedup();
+        let secrets = Secrets::find(self.text);
+        for problem in &mut self.problems {
+            secrets.untold(&mut problem.message);
+            secrets.untold(&mut problem.fix);
+        }
         self.problems
     }
 
@@ -149,6 +156,7 @@ pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) ->
 /// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
 /// `text` is that of the file of this name; of other files no lines are shown.
 pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
+    let text = &Secrets::find(text).covered();
     let starts = line_starts(text);
     let mut out = String::new();
     let (own, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());

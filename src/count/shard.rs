@@ -51,25 +51,35 @@ impl Split {
     }
 
     /// What is used of all shards together, and when their window ends.
-    pub fn look<const W: usize>(self, table: &Table<W>, whole: Counter, ask: Ask, time: Time<'_>) -> Use {
+    pub fn look<const W: usize, const PLAIN: bool>(
+        self,
+        table: &Table<W>,
+        whole: Counter,
+        ask: Ask,
+        time: Time<'_, PLAIN>,
+    ) -> Use {
         let mut sum = Use { used: ask.ceiling, end_ms: ask.end_ms };
+        let mut used = 0;
         for shard in self.order() {
             let part = self.part(shard, ask);
             let (usage, _) = table.look(Split::counter(shard, whole), part, time);
             sum.used -= part.ceiling.saturating_sub(usage.used);
             sum.end_ms = sum.end_ms.max(usage.end_ms);
+            used += usage.used;
         }
+        // After the limit was lowered, a shard may have used more than its part is now.
+        sum.used = sum.used.max(used);
         sum
     }
 
     /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
     /// was charged where, even if it is not enough.
-    pub fn charge<const W: usize>(
+    pub fn charge<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
         ask: Ask,
-        time: Time<'_>,
+        time: Time<'_, PLAIN>,
         shares: &mut Vec<Share>,
     ) -> Taking {
         let mut left = ask.cost;

@@ -114,11 +114,25 @@ impl Ask {
 
     /// The moment from which on the window of this request is certainly over, so that a counter must
     /// not be opened for it any more, Unix milliseconds.
-    pub fn closes_ms(&self, now_ms: u64) -> u64 {
-        match self.course {
+    #[inline]
+    pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
+        match self.course_in(time) {
             Course::Plain | Course::Grid(_) => self.end_ms,
-            Course::Floating(_) => now_ms + 1,
+            Course::Floating(_) => time.now_ms + 1,
         }
+    }
+
+    /// Its course in a decision that may know that all are plain.
+    #[inline]
+    pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> Course {
+        debug_assert!(!PLAIN || self.course == Course::Plain);
+        if PLAIN { Course::Plain } else { self.course }
+    }
+
+    /// What was used, or is counted as used.
+    #[inline]
+    fn start<const PLAIN: bool>(&self, used: u64) -> u64 {
+        if PLAIN { used } else { used.max(self.floor) }
     }
 }
 
@@ -132,6 +146,7 @@ pub struct Use {
 
 impl Use {
     /// Whether `ask` still fits beside what is used.
+    #[inline]
     pub fn admits(self, ask: Ask) -> bool {
         self.used.max(ask.floor) + u64::from(ask.cost) <= ask.ceiling
     }
@@ -142,8 +157,8 @@ impl Use {
 /// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
 /// the request counts in that later window. Rolling the word back would hand out the later window twice.
 #[inline]
-pub fn usage(word: Word, ask: Ask, time: Time<'_>) -> Use {
-    if ask.course != Course::Plain {
+pub fn usage<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
+    if ask.course_in(time) != Course::Plain {
         return rolled(word, ask, time);
     }
     if word.end_ms() >= ask.end_ms {
@@ -156,7 +171,7 @@ pub fn usage(word: Word, ask: Ask, time: Time<'_>) -> Use {
 /// As [`usage`], where windows hang together: a word that ends some windows from now says that
 /// those windows' grants are owed, and its count besides.
 #[inline(never)]
-fn rolled(word: Word, ask: Ask, time: Time<'_>) -> Use {
+fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
     let fresh = Use { used: 0, end_ms: ask.end_ms };
     let owed = |windows: u64| u64::from(word.count()).saturating_add(windows.saturating_mul(u64::from(ask.limit)));
     match ask.course {
@@ -186,18 +201,17 @@ fn rolled(word: Word, ask: Ask, time: Time<'_>) -> Use {
 /// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
 /// does not fit. Plain words only ever roll forward.
 #[inline]
-pub fn charged(tag: u64, before: Use, ask: Ask, time: Time<'_>) -> Option<(Word, Use)> {
-    before.admits(ask).then(|| {
-        let after = Use { used: before.used.max(ask.floor) + u64::from(ask.cost), end_ms: before.end_ms };
-        (owing(tag, after, ask, time), after)
-    })
+pub fn charged<const PLAIN: bool>(tag: u64, before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Option<(Word, Use)> {
+    let used = ask.start::<PLAIN>(before.used) + u64::from(ask.cost);
+    let after = Use { used, end_ms: before.end_ms };
+    (used <= ask.ceiling).then(|| (owing(tag, after, ask, time), after))
 }
 
 /// The word of a counter with so much used or owed: it ends when all but the last window's part is
 /// paid, and counts that part.
 #[inline]
-fn owing(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_>) -> Word {
-    match ask.course {
+fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_, PLAIN>) -> Word {
+    match ask.course_in(time) {
         // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
         Course::Plain => Word::new(tag, end_ms, used as u32),
         Course::Grid(pace) | Course::Floating(pace) => {
@@ -224,11 +238,11 @@ pub struct Taken {
 
 /// The word after `taken` was given back, or `None` if there is nothing to give it back to: the
 /// counter is another's, or the window it was taken from is over.
-pub fn refunded(word: Word, taken: Taken, ask: Ask, time: Time<'_>) -> Option<Word> {
+pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Time<'_, PLAIN>) -> Option<Word> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
-    let pace = match ask.course {
+    let pace = match ask.course_in(time) {
         Course::Plain => {
             let same = word.end_ms() == taken.end_ms;
             let less = u64::from(word.count()).saturating_sub(taken.tokens);

@@ -128,8 +128,11 @@ fn decide(
         method: &parts.method,
         path: &path,
         params,
+        uri: &parts.uri,
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
+        tokens: &view.tokens,
+        unix_ms: now.unix_ms,
         clients: snapshot.clients.as_ref(),
         plan: OnceCell::new(),
     };

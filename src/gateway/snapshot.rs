@@ -3,7 +3,7 @@
 //! A snapshot never changes. A reload makes a new one; requests that are under way keep the one they
 //! started with.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use http::HeaderName;
@@ -16,7 +16,8 @@ use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
-use crate::rule::key::{OnMissing, Part, Seed};
+use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
+use crate::token::checker::Checker;
 
 #[derive(Debug)]
 pub struct Snapshot {
@@ -29,6 +30,10 @@ pub struct Snapshot {
     pub lanes: Vec<Lane>,
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
+    /// Claims that some rule counts by, or that name a client.
+    claims: Vec<String>,
+    /// What hashes of tokens start from.
+    token_hash: KeyHasher,
     /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
 }
@@ -71,12 +76,19 @@ impl Snapshot {
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
         }
         let key_fields = key_fields(&config);
+        let claims = claims(&config);
+        let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
-        Arc::new(Snapshot { router, lanes, slates, key_fields, clients, book, config })
+        Arc::new(Snapshot { router, lanes, slates, claims, token_hash, key_fields, clients, book, config })
     }
 }
 
 impl Snapshot {
+    /// What says which tokens are genuine; one for each loop. Without keys, none is.
+    pub fn checker(&self) -> Checker {
+        Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hash.clone())
+    }
+
     pub fn slate_of(&self, lane: &Lane) -> &Slate {
         &self.slates[lane.slate as usize]
     }
@@ -98,20 +110,27 @@ impl Slate {
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
-    let mut names = HashSet::new();
-    let clients = config.clients.as_ref();
-    for part in clients.into_iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten() {
-        if let Part::Header(name) = part {
-            names.extend(HeaderName::from_bytes(name.as_bytes()));
-        }
-    }
-    for rule in &config.rules {
+    let names = parts(config).filter_map(|part| match part {
+        Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).ok(),
+        _ => None,
+    });
+    names.collect::<HashSet<_>>().into_iter().collect()
+}
+
+fn claims(config: &Config) -> Vec<String> {
+    let names = parts(config).filter_map(|part| match part {
+        Part::Jwt(claim) => Some(claim.clone()),
+        _ => None,
+    });
+    names.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// All that some rule counts by, or that names a client.
+fn parts(config: &Config) -> impl Iterator<Item = &Part> {
+    let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
+    let keys = config.rules.iter().flat_map(|rule| {
         let fallback: &[Part] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
-        for part in rule.key.iter().chain(fallback) {
-            if let Part::Header(name) = part {
-                names.extend(HeaderName::from_bytes(name.as_bytes()));
-            }
-        }
-    }
-    names.into_iter().collect()
+        rule.key.iter().chain(fallback)
+    });
+    keys.chain(clients)
 }

@@ -9,18 +9,20 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
 
-use http::Method;
 use http::header::{HeaderMap, HeaderName};
+use http::{Method, Uri};
 
 use super::clients::{Clients, PlanId};
 use super::exceptions::{self, Exceptions, Standing};
 use super::fault::Fault;
+use super::part::{Lack, Source};
 use crate::config::Route;
 use crate::rule::book::Entry;
 use crate::rule::desk::Asker;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use crate::rule::terms::Cost;
 use crate::rule::window::Windows;
+use crate::token::checker::Checker;
 
 /// How the key of one rule is found in the requests of one route.
 #[derive(Debug)]
@@ -53,23 +55,8 @@ struct Recipe {
     /// The same in a seed that all gateways have, where the key's windows start at random.
     everywhere: Option<KeyHasher>,
     parts: Vec<Source>,
-}
-
-/// Where a part is found.
-#[derive(Debug)]
-pub enum Source {
-    Ip {
-        v4_prefix: u8,
-        v6_prefix: u8,
-    },
-    Header(HeaderName),
-    /// The parameter's position in the route's path; `None`: this route has none of that name.
-    Param(String, Option<usize>),
-    Host,
-    Method,
-    Path,
-    Route,
-    Global,
+    /// What the parts are called; only needed where one is wrong.
+    names: Vec<String>,
 }
 
 /// What of a request keys are made of.
@@ -81,17 +68,23 @@ pub struct Caller<'a> {
     pub path: &'a str,
     /// Where in `path` the values of the route's parameters stand.
     pub params: &'a [Range<usize>],
+    /// The target as it came, for its query.
+    pub uri: &'a Uri,
     pub headers: &'a HeaderMap,
     pub route: &'a str,
+    /// Says which tokens are genuine.
+    pub tokens: &'a Checker,
+    pub unix_ms: u64,
     pub clients: Option<&'a Clients>,
     /// The plan that the client is on; looked up when a rule first asks for it.
     pub plan: OnceCell<Option<PlanId>>,
 }
 
 /// Why a key could not be made.
-pub enum Unknown<'a> {
-    Missing(&'a Source),
-    Ambiguous(&'a Source),
+struct Unknown {
+    /// Of the part.
+    position: usize,
+    lack: Lack,
 }
 
 impl Identity {
@@ -104,6 +97,7 @@ impl Identity {
                 start: start(seed, entry.identity),
                 everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
                 parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
+                names: parts.iter().map(Part::to_string).collect(),
             }
         };
         Identity {
@@ -163,25 +157,33 @@ impl Identity {
         if let Some(plan) = caller.plan.get() {
             return Ok(*plan);
         }
-        let plan = clients.plan_of(caller).map_err(|unknown| self.fault(&unknown))?;
+        let plan = clients.plan_of(caller).map_err(|(part, lack)| self.fault(part, &lack))?;
         Ok(*caller.plan.get_or_init(|| plan))
     }
 
-    #[cold]
-    fn fault(&self, unknown: &Unknown<'_>) -> Fault {
-        match unknown {
-            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
-            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
+    fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
+        let unknown = match self.key.hash(caller) {
+            Ok(key) => return Ok(Some(key)),
+            Err(unknown) => unknown,
+        };
+        match (&unknown.lack, &self.on_missing) {
+            (Lack::Missing, OnAbsent::Skip) => Ok(None),
+            (Lack::Missing, OnAbsent::Fallback(key)) => {
+                key.hash(caller).map(Some).map_err(|unknown| self.fault(key.name(&unknown), &unknown.lack))
+            }
+            _ => Err(self.fault(self.key.name(&unknown), &unknown.lack)),
         }
     }
 
-    fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
-        let fault = |unknown| self.fault(&unknown);
-        match (self.key.hash(caller), &self.on_missing) {
-            (Ok(key), _) => Ok(Some(key)),
-            (Err(Unknown::Missing(_)), OnAbsent::Skip) => Ok(None),
-            (Err(Unknown::Missing(_)), OnAbsent::Fallback(key)) => key.hash(caller).map(Some).map_err(fault),
-            (Err(unknown), _) => Err(fault(unknown)),
+    #[cold]
+    fn fault(&self, part: &str, lack: &Lack) -> Fault {
+        let (rule, part) = (self.rule.clone(), part.to_owned());
+        match *lack {
+            Lack::Missing => Fault::KeyMissing { rule, part },
+            Lack::Ambiguous => Fault::KeyAmbiguous { rule, part },
+            Lack::Authorizations => Fault::KeyAmbiguous { rule, part: String::from("authorization") },
+            Lack::Escape => Fault::Query("the query contains a `%` without two hex digits"),
+            Lack::Token(invalid) => Fault::Token(invalid),
         }
     }
 }
@@ -196,15 +198,36 @@ fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
 }
 
 impl Recipe {
+    /// What the part is called that could not be had.
+    fn name(&self, unknown: &Unknown) -> &str {
+        &self.names[unknown.position]
+    }
+
     /// The key, and the offset of its windows if they start at random.
-    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown<'_>> {
-        let hash = |start: &KeyHasher| {
-            let mut hasher = start.clone();
-            self.parts.iter().try_for_each(|part| part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)))?;
-            Ok(hasher.finish())
+    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
+        let offset = match &self.everywhere {
+            Some(start) => self.hash_from(start, caller)?.place,
+            None => 0,
         };
-        let offset = self.everywhere.as_ref().map_or(Ok(0), |start| hash(start).map(|hash| hash.place))?;
-        Ok((hash(&self.start)?, offset))
+        Ok((self.hash_from(&self.start, caller)?, offset))
+    }
+
+    fn hash_from(&self, start: &KeyHasher, caller: &Caller<'_>) -> Result<KeyHash, Unknown> {
+        let mut hasher = start.clone();
+        let mut missing = None;
+        for (position, part) in self.parts.iter().enumerate() {
+            match part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)) {
+                Ok(()) => {}
+                // That one part is missing does not excuse another that is wrong: a token that is
+                // not valid is refused whatever else the key is made of.
+                Err(Lack::Missing) => missing = missing.or(Some(position)),
+                Err(lack) => return Err(Unknown { position, lack }),
+            }
+        }
+        match missing {
+            Some(position) => Err(Unknown { position, lack: Lack::Missing }),
+            None => Ok(hasher.finish()),
+        }
     }
 
     /// The hash of the parts' digests, by which secret keys are found; `None` if a part is missing.
@@ -249,91 +272,6 @@ fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
     Fault::Cost { rule: rule.to_owned(), field: field.to_string(), max }
 }
 
-impl Source {
-    /// `params` are the names of the route's parameters.
-    pub fn new(part: &Part, params: &[&str]) -> Source {
-        match part {
-            Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
-            // The configuration has been checked: a name that is none never gets here.
-            Part::Header(name) => match HeaderName::from_bytes(name.as_bytes()) {
-                Ok(name) => Source::Header(name),
-                Err(_) => Source::Param(name.clone(), None),
-            },
-            Part::Param(name) => Source::Param(name.clone(), params.iter().position(|known| known == name)),
-            Part::Host => Source::Host,
-            Part::Method => Source::Method,
-            Part::Path => Source::Path,
-            Part::Route => Source::Route,
-            Part::Global => Source::Global,
-        }
-    }
-
-    fn name(&self) -> String {
-        match self {
-            Source::Header(name) => format!("header:{name}"),
-            Source::Param(name, _) => format!("param:{name}"),
-            Source::Ip { .. } | Source::Host | Source::Method | Source::Path | Source::Route | Source::Global => {
-                String::new()
-            }
-        }
-    }
-
-    /// Hands on the part of a request, and of what kind it is.
-    pub fn feed<'s>(&'s self, caller: &Caller<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), Unknown<'s>> {
-        match self {
-            Source::Ip { v4_prefix, v6_prefix } => address(caller.address, *v4_prefix, *v6_prefix, take),
-            Source::Header(name) => {
-                let mut values = caller.headers.get_all(name).iter();
-                match (values.next(), values.next()) {
-                    (Some(value), None) if !value.is_empty() => take(3, value.as_bytes()),
-                    (None, _) | (Some(_), None) => return Err(Unknown::Missing(self)),
-                    (Some(_), Some(_)) => return Err(Unknown::Ambiguous(self)),
-                }
-            }
-            Source::Param(_, position) => {
-                let range = position.and_then(|position| caller.params.get(position)).ok_or(Unknown::Missing(self))?;
-                take(4, caller.path[range.clone()].as_bytes());
-            }
-            Source::Host => take(5, caller.host.as_bytes()),
-            Source::Method => take(6, caller.method.as_str().as_bytes()),
-            Source::Path => take(7, caller.path.as_bytes()),
-            Source::Route => take(8, caller.route.as_bytes()),
-            Source::Global => take(9, b""),
-        }
-        Ok(())
-    }
-}
-
-/// Hands on as much of an address as is counted.
-pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
-    match address.to_canonical() {
-        IpAddr::V4(v4) => take(1, &prefix(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
-        IpAddr::V6(v6) => take(2, &prefix(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
-    }
-}
-
-/// The kind of a part, as [`Source::feed`] tells it; addresses are of two, and tell it themselves.
-pub fn kind(part: &Part) -> u8 {
-    match part {
-        Part::Ip { .. } => 1,
-        Part::Header(_) => 3,
-        Part::Param(_) => 4,
-        Part::Host => 5,
-        Part::Method => 6,
-        Part::Path => 7,
-        Part::Route => 8,
-        Part::Global => 9,
-    }
-}
-
-/// Clears the last `host_bits` bits of an address.
-fn prefix<T>(bits: T, host_bits: u8) -> T
-where
-    T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
-{
-    if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
-}
-
 #[cfg(test)]
 pub mod tests {
     use super::*;
@@ -341,6 +279,7 @@ pub mod tests {
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
     use crate::rule::terms::{Exemptions, OnLimit, Rule};
+    use crate::token::Trust;
 
     pub const SEED: Seed = Seed(1, 2);
 
@@ -385,8 +324,11 @@ pub mod tests {
             method: &Method::GET,
             path: "/u/77",
             params: std::slice::from_ref(&id),
+            uri: &Uri::from_static("/u/77?token=a%20b"),
             headers,
             route: "route",
+            tokens: &Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0)),
+            unix_ms: 0,
             clients: None,
             plan: OnceCell::new(),
         })

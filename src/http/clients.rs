@@ -7,14 +7,15 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::caller::{Caller, Source, Unknown};
+use super::caller::Caller;
+use super::part::{Lack, Source};
 use crate::config::clients::{Client, Clients as Configured};
 use crate::rule::digest::Digest;
 use crate::rule::key::Part;
 use crate::rule::network::Networks;
 
 /// No API key is longer, so what is longer need not be digested.
-const KEY_MAX_BYTES: usize = 4096;
+pub const SECRET_MAX_BYTES: usize = 4096;
 
 /// The position of a plan in [`Clients::plans`].
 pub type PlanId = u32;
@@ -24,11 +25,19 @@ pub type PlanId = u32;
 pub struct Clients {
     /// The plans that some client is on, by name.
     pub plans: Vec<String>,
-    api_key: Option<Source>,
+    api_key: Option<Place>,
     by_key: HashMap<Digest, PlanId>,
-    subject: Option<Source>,
+    subject: Option<Place>,
     by_subject: HashMap<Box<[u8]>, PlanId>,
     by_network: Networks<PlanId>,
+}
+
+/// Where a client is named in a request.
+#[derive(Debug)]
+struct Place {
+    source: Source,
+    /// Only needed where something is wrong with it.
+    name: String,
 }
 
 impl Clients {
@@ -39,11 +48,13 @@ impl Clients {
         let id = |client: &Client| plans.binary_search(&client.plan).unwrap_or_default() as PlanId;
         let all = || configured.list.iter().map(|client| (client, id(client)));
         // A part that only some route has names no client.
-        let source = |part: &Option<Part>| part.as_ref().map(|part| Source::new(part, &[]));
+        let place = |part: &Option<Part>| {
+            part.as_ref().map(|part| Place { source: Source::new(part, &[]), name: part.to_string() })
+        };
         Clients {
-            api_key: source(&configured.api_key),
+            api_key: place(&configured.api_key),
             by_key: all().flat_map(|(client, plan)| client.api_keys.iter().map(move |key| (*key, plan))).collect(),
-            subject: source(&configured.subject),
+            subject: place(&configured.subject),
             by_subject: all()
                 .flat_map(|(client, plan)| client.subjects.iter().map(move |subject| (subject.as_bytes().into(), plan)))
                 .collect(),
@@ -54,10 +65,11 @@ impl Clients {
         }
     }
 
-    /// The plan of whoever sent a request; `None`: it is nobody who is known.
-    pub fn plan_of<'s>(&'s self, caller: &Caller<'_>) -> Result<Option<PlanId>, Unknown<'s>> {
+    /// The plan of whoever sent a request; `None`: it is nobody who is known. What is wrong with the
+    /// request comes with the name of the part that it is about.
+    pub fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, (&str, Lack)> {
         let by_key = |key: &[u8]| match key.len() {
-            0..=KEY_MAX_BYTES => self.by_key.get(&Digest::of(key)),
+            0..=SECRET_MAX_BYTES => self.by_key.get(&Digest::of(key)),
             _ => None,
         };
         if let Some(plan) = found(self.api_key.as_ref(), caller, by_key)? {
@@ -72,14 +84,14 @@ impl Clients {
 
 /// What is known of the value that a request has in a place, if it has one there.
 fn found<'s>(
-    source: Option<&'s Source>,
+    place: Option<&'s Place>,
     caller: &Caller<'_>,
     known: impl Fn(&[u8]) -> Option<&'s PlanId>,
-) -> Result<Option<PlanId>, Unknown<'s>> {
-    let Some(source) = source else { return Ok(None) };
+) -> Result<Option<PlanId>, (&'s str, Lack)> {
+    let Some(place) = place else { return Ok(None) };
     let mut plan = None;
-    match source.feed(caller, &mut |_kind, value| plan = known(value).copied()) {
-        Ok(()) | Err(Unknown::Missing(_)) => Ok(plan),
-        Err(unknown) => Err(unknown),
+    match place.source.feed(caller, &mut |_kind, value| plan = known(value).copied()) {
+        Ok(()) | Err(Lack::Missing) => Ok(plan),
+        Err(lack) => Err((&place.name, lack)),
     }
 }

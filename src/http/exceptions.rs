@@ -9,8 +9,8 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use foldhash::fast::RandomState;
 
-use super::caller::{address, kind};
-use super::clients::{Clients, PlanId};
+use super::clients::{Clients, PlanId, SECRET_MAX_BYTES};
+use super::part::{address, kind};
 use crate::rule::book::Entry;
 use crate::rule::digest::Digest;
 use crate::rule::key::{KeyHash, KeyHasher, Part};
@@ -103,9 +103,10 @@ fn hash(start: &KeyHasher, parts: &[Part], values: &[Value], digests: bool) -> K
     hasher.finish()
 }
 
-/// Adds a part of a key, or its digest.
+/// Adds a part of a key, or its digest. What is too long for a secret is no secret that is known, so
+/// it need not be digested.
 pub fn feed(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
-    match digest {
+    match digest && bytes.len() <= SECRET_MAX_BYTES {
         true => hasher.part(kind, Digest::of(bytes).bytes()),
         false => hasher.part(kind, bytes),
     }

@@ -72,15 +72,26 @@ pub fn fault(fault: &Fault) -> Reply {
             .headers_mut()
             .insert(header::ALLOW, HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
     }
+    if let Fault::Token(_) = fault {
+        // RFC 6750, section 3.
+        reply
+            .headers_mut()
+            .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer error=\"invalid_token\""));
+    }
     reply
 }
 
 pub fn fault_status(fault: &Fault) -> StatusCode {
     match fault {
-        Fault::Target(_) | Fault::Host(_) | Fault::Path(_) | Fault::Framing(_) | Fault::Malformed | Fault::Body => {
-            StatusCode::BAD_REQUEST
-        }
+        Fault::Target(_)
+        | Fault::Host(_)
+        | Fault::Path(_)
+        | Fault::Query(_)
+        | Fault::Framing(_)
+        | Fault::Malformed
+        | Fault::Body => StatusCode::BAD_REQUEST,
         Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => StatusCode::BAD_REQUEST,
+        Fault::Token(_) => StatusCode::UNAUTHORIZED,
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
         Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,

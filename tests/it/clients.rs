@@ -1,13 +1,14 @@
 //! Who has other windows than everyone, or none: plans, overrides, exemptions, and the clients file.
 
+use serde_json::json;
 use transom::rule::digest::Digest;
 
 use crate::world::client::{Answer, Client};
-use crate::world::eventually;
 use crate::world::gateway::Gateway;
-use crate::world::one_rule;
+use crate::world::issuer::Issuer;
 use crate::world::process::Process;
 use crate::world::quota::{items, remaining};
+use crate::world::{Scratch, eventually, one_rule};
 
 const SECTION: &str =
     "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"header:x-user\"\n";
@@ -56,7 +57,7 @@ fn a_plan_is_found_by_the_digest_of_an_api_key() {
         with_key(&gateway, "def").expect(200);
     }
     let refused = with_key(&gateway, "def").expect(429);
-    assert_eq!(refused.problem()["violated-policies"], serde_json::json!(["r-day"]));
+    assert_eq!(refused.problem()["violated-policies"], json!(["r-day"]));
     with_key(&gateway, "abc").expect(200);
 }
 
@@ -99,6 +100,27 @@ fn a_key_goes_before_a_subject_and_a_subject_before_a_network() {
         let twice = gateway.get_with("/a", &[(name, "abc"), (name, "bob")]).expect(400);
         assert!(twice.text().contains(&name.to_lowercase()) && !twice.text().contains("abc"), "{}", twice.text());
     }
+}
+
+#[test]
+fn a_plan_is_found_by_what_a_genuine_token_says() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let section = format!("{}{}", issuer.keys(&scratch), SECTION.replace("header:x-user", "jwt:sub"));
+    let gateway = Gateway::start_with(
+        &by_key("").replace(SECTION, &section),
+        &(client("acme", "gold", "subjects = [\"user-17\"]") + &client("beta", "silver", &key("def"))),
+    );
+    let ask = |sub: &str, key: &str| {
+        let token = issuer.token("HS256", &json!({ "sub": sub }));
+        let fields = [("Authorization", format!("Bearer {token}")), ("X-API-Key", key.to_owned())];
+        gateway.get_with("/a", &fields.each_ref().map(|(name, value)| (*name, value.as_str())))
+    };
+    assert_eq!(limits(&ask("user-17", "unknown").expect(200)), [100]);
+    assert_eq!(limits(&ask("user-18", "unknown").expect(200)), [10]);
+    assert_eq!(limits(&ask("user-17", "def").expect(200)), [50, 5], "the key goes before the subject");
+    assert_eq!(limits(&gateway.get("/a").expect(200)), [10]);
+    let forged = Issuer::new().token("HS256", &json!({ "sub": "user-17" }));
+    gateway.get_with("/a", &[("Authorization", &format!("Bearer {forged}"))]).expect(401);
 }
 
 #[test]

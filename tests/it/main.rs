@@ -30,6 +30,8 @@ mod malformed;
 mod passing;
 mod reload;
 mod retry;
+mod spellings;
 mod stalls;
 mod startup;
 mod surprises;
+mod tokens;

@@ -38,7 +38,7 @@ pub fn clients(item: Option<Item>, plans: &Plans, files: Files, report: &mut Rep
     let subject = table.get("subject");
     table.finish(&[], report);
     let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", report));
-    let subject = subject.map(|item| part(&item, "\"header:x-user\"", report));
+    let subject = subject.map(|item| part(&item, "\"jwt:sub\"", report));
     let file = file.and_then(|item| item.text("\"clients.toml\"", report))?;
     let path = PathBuf::from(file.text);
     let bytes = match files(&path) {
@@ -63,9 +63,9 @@ pub fn clients(item: Option<Item>, plans: &Plans, files: Files, report: &mut Rep
 /// Where a client is named in a request.
 fn part(item: &Item, example: &str, report: &mut Report) -> Option<Part> {
     let word = item.text(example, report)?;
-    let part = key::named(&word, report)?;
+    let part = key::only(&word, report)?;
     match part {
-        Part::Header(_) => return Some(part),
+        Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => return Some(part),
         Part::Ip { .. } | Part::Param(_) | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => {}
     }
     let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
@@ -183,7 +183,7 @@ impl Reader<'_> {
             claim(&mut self.taken.subjects, word.text.to_owned(), client, "subject", &word, report);
             subjects.push(word.text.to_owned());
         }
-        in_vain(item, self.subjects, "subject", "\"header:x-user\"", report);
+        in_vain(item, self.subjects, "subject", "\"jwt:sub\"", report);
         subjects
     }
 

@@ -190,7 +190,13 @@ fn example(part: &Part) -> &'static str {
         Part::Host => "api.example.com",
         Part::Method => "GET",
         Part::Path => "/login",
-        Part::Header(_) | Part::Param(_) | Part::Route | Part::Global => "VALUE",
+        Part::Header(_)
+        | Part::Cookie(_)
+        | Part::Query(_)
+        | Part::Jwt(_)
+        | Part::Param(_)
+        | Part::Route
+        | Part::Global => "VALUE",
     }
 }
 
@@ -214,6 +220,7 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
     let fix = match part {
         Part::Header(_) if text.is_empty() || text.trim() != text => "a field has a value, without blanks around it",
         Part::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove what can not be seen",
+        Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) if text.is_empty() => "write its value; an empty one is none",
         Part::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
             "write the host's name alone, in lower case"
         }
@@ -223,6 +230,9 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         Part::Path if !text.starts_with('/') => "write the path as it is matched, such as `/login`",
         Part::Ip { .. }
         | Part::Header(_)
+        | Part::Cookie(_)
+        | Part::Query(_)
+        | Part::Jwt(_)
         | Part::Param(_)
         | Part::Host
         | Part::Method

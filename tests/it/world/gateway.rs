@@ -1,6 +1,7 @@
 //! A gateway in this process, with a clock that only the test moves.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use transom::clock::Clock;
@@ -95,8 +96,11 @@ impl Drop for Gateway {
 /// Reads a configuration; ports are the system's to choose unless it says otherwise.
 fn read(toml: &str, clients: &str) -> Config {
     let toml = with_listen(toml);
-    config::read_with(&toml, &|_| Ok(clients.as_bytes().to_vec()))
-        .unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+    let files = |path: &Path| match path.to_str() {
+        Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
+        _ => std::fs::read(path),
+    };
+    config::read_with(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
 }
 
 pub fn with_listen(toml: &str) -> String {
