@@ -47,7 +47,7 @@ const ATOMICS: [(&str, &str); 7] = [
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
-    ("interim.rs", "hyper wants what it calls to be shared between threads"),
+    ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];

@@ -238,32 +238,32 @@ pub struct Taken {
 
 /// The word after `taken` was given back, or `None` if there is nothing to give it back to: the
 /// counter is another's, or the window it was taken from is over.
+///
+/// Where windows hang together, others may have been promised places behind it, each in a certain window.
+/// Theirs must not move to an earlier one, which would leave their own window to be given out twice: so
+/// unless nobody came after it, only what was taken of the last window with places comes back.
 pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Time<'_, PLAIN>) -> Option<Word> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
+    let less =
+        |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
     let pace = match ask.course_in(time) {
-        Course::Plain => {
-            let same = word.end_ms() == taken.end_ms;
-            let less = u64::from(word.count()).saturating_sub(taken.tokens);
-            return same.then(|| Word::new(word.tag(), word.end_ms(), less as u32));
-        }
+        Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
         Course::Grid(pace) | Course::Floating(pace) => &time.paces[usize::from(pace)],
     };
     if !word.is_live(time.now_ms) {
         return None;
     }
-    let ask = Ask { end_ms: pace.open(taken.end_ms, time.now_ms), ..ask };
-    let now = rolled(word, ask, time);
-    let passed = pace.between(taken.end_ms, now.end_ms);
-    // Windows that were opened anew do not stand where they stood when it was taken.
-    if pace.after(taken.end_ms, passed) != now.end_ms {
-        return None;
+    let at = |used: u64| owing(word.tag(), Use { used, end_ms: taken.end_ms }, ask, time);
+    if word == at(taken.used) {
+        return Some(at(taken.used.saturating_sub(taken.tokens)));
     }
-    // Windows pay first what was taken first: so much of this is not paid by those that passed.
-    let unpaid = taken.used.saturating_sub(passed.saturating_mul(u64::from(ask.limit))).min(taken.tokens);
-    let less = now.used.saturating_sub(unpaid);
-    (unpaid > 0).then(|| owing(word.tag(), Use { used: less, ..now }, ask, time))
+    let windows = pace.between(taken.end_ms, word.end_ms());
+    // Windows that were opened anew do not stand where they stood when it was taken.
+    let aligned = pace.after(taken.end_ms, windows) == word.end_ms();
+    let of_last = taken.used.saturating_sub(windows.saturating_mul(u64::from(ask.limit))).min(taken.tokens);
+    (aligned && of_last > 0).then(|| less(of_last))
 }
 
 #[cfg(test)]
@@ -349,18 +349,53 @@ mod tests {
         assert_eq!(charge(word, rolling(200, 100), time(150)), Some(Word::new(1, 300, 50)));
     }
 
+    /// A charge, and what is needed to give it back.
+    fn taken(word: Word, ask: Ask, time: Time<'_>) -> (Word, Taken) {
+        let before = usage(word, ask, time);
+        let (word, after) = charged(1, before, ask, time).expect("fits");
+        (word, Taken { tag: 1, end_ms: after.end_ms, used: after.used, tokens: after.used - before.used })
+    }
+
     #[test]
     fn a_refund_reaches_the_windows_to_come_and_no_other() {
         let ask = Ask { ceiling: 350, ..rolling(100, 120) };
         let first = charge(Word::new(1, 100, 0), Ask { cost: 100, ..ask }, time(50)).expect("fits");
-        let word = charge(first, ask, time(50)).expect("owed by the windows to come");
-        assert_eq!(word, Word::new(1, 300, 20));
-        let taken = Taken { tag: 1, end_ms: 100, used: 220, tokens: 120 };
-        assert_eq!(refunded(word, taken, ask, time(60)), Some(Word::new(1, 100, 100)));
-        // The window until 200 pays 100 of the first charge, the one until 300 what is left of the second.
-        assert_eq!(refunded(word, taken, ask, time(160)), Some(Word::new(1, 200, 0)));
-        assert_eq!(refunded(word, taken, ask, time(260)), Some(Word::new(1, 300, 0)));
+        let (word, taken) = taken(first, ask, time(50));
+        assert_eq!((word, taken.used), (Word::new(1, 300, 20), 220));
+        // Nobody came after it: as if it had never been.
+        for now_ms in [60, 160, 260] {
+            assert_eq!(refunded(word, taken, ask, time(now_ms)), Some(first));
+        }
+        // Somebody holds a place behind it, which must stay in its window.
+        assert_eq!(refunded(Word::new(1, 300, 30), taken, ask, time(60)), Some(Word::new(1, 300, 10)));
+        assert_eq!(refunded(Word::new(1, 400, 30), taken, ask, time(60)), None);
         assert_eq!(refunded(word, taken, ask, time(300)), None);
+    }
+
+    #[test]
+    fn a_refund_never_frees_a_place_in_the_window_of_another() {
+        // Two places in the two windows to come; the first is given up, and the second stays where it is.
+        let place = |granted| Ask { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
+        let full = charge(Word::new(1, 100, 0), place(0), time(50)).expect("fits");
+        let (word, first) = taken(full, place(100), time(50));
+        let (word, second) = taken(word, place(200), time(50));
+        assert_eq!(word, Word::new(1, 300, 100));
+        assert_eq!(refunded(word, first, place(100), time(60)), None);
+        let word = refunded(word, second, place(200), time(60)).expect("is the last");
+        assert_eq!(usage(word, place(0), time(60)), Use { used: 200, end_ms: 100 });
+        // What had to be given up for a place is there again when the place is given up, if nobody came after.
+        let (word, lifted) = taken(Word::new(1, 100, 60), Ask { cost: 10, ..place(100) }, time(50));
+        assert_eq!((word, lifted.tokens), (Word::new(1, 200, 10), 50));
+        assert_eq!(refunded(word, lifted, place(100), time(60)), Some(Word::new(1, 100, 60)));
+    }
+
+    #[test]
+    fn a_late_refund_never_rewinds() {
+        let (word, early) = taken(Word::new(1, 100, 50), rolling(100, 30), time(50));
+        assert_eq!(word, Word::new(1, 100, 80));
+        let later = charge(word, rolling(200, 10), time(100)).expect("a new window");
+        assert_eq!(later, Word::new(1, 200, 10));
+        assert_eq!(refunded(later, early, rolling(100, 30), time(99)), None);
     }
 
     #[test]

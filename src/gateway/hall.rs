@@ -45,11 +45,11 @@ pub struct Peer {
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
-    pub interim: Arc<Interim>,
+    pub interim: Rc<Interim>,
 }
 
 impl Peer {
-    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Arc<Interim>) -> Peer {
+    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Rc<Interim>) -> Peer {
         Peer { address, text: fields::address(address), timer, interim }
     }
 }

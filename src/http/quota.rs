@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use http::header::{Entry, HeaderMap, HeaderName, HeaderValue};
+use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::QuotaFields;
 use crate::count::charge::Charge;
@@ -188,9 +188,9 @@ impl Stamp {
             }
         }
         if let Some(legacy) = self.legacy {
-            headers.insert(LEGACY_LIMIT, HeaderValue::from(legacy.limit));
-            headers.insert(LEGACY_REMAINING, HeaderValue::from(legacy.remaining));
-            headers.insert(LEGACY_RESET, HeaderValue::from(legacy.reset_s));
+            headers.insert(LEGACY_LIMIT, number(u64::from(legacy.limit)));
+            headers.insert(LEGACY_REMAINING, number(legacy.remaining));
+            headers.insert(LEGACY_RESET, number(legacy.reset_s));
         }
     }
 }
@@ -199,6 +199,11 @@ impl Stamp {
 fn list(items: &[u8]) -> Option<HeaderValue> {
     // Rule names are checked to be plain ASCII, so what was written is a value.
     items.strip_prefix(b", ").and_then(|text| HeaderValue::from_bytes(text).ok())
+}
+
+/// A number as a field value. `From` would allocate twice for it.
+pub fn number(number: u64) -> HeaderValue {
+    HeaderValue::from_str(itoa::Buffer::new().format(number)).unwrap_or(const { HeaderValue::from_static("0") })
 }
 
 /// Writes a number in decimal digits.
@@ -213,21 +218,19 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
 
 /// Sets a list field, or adds to it behind what the upstream said.
 fn join(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
-    let mut known = match headers.entry(name) {
-        Entry::Occupied(known) => known,
-        Entry::Vacant(place) => {
-            place.insert(value);
-            return;
-        }
-    };
+    // Seldom is there one, and looking through the names is less than hashing ours.
+    if !headers.keys().any(|known| *known == name) {
+        headers.insert(name, value);
+        return;
+    }
     let mut joined = Vec::new();
-    for known in known.iter() {
+    for known in headers.get_all(&name) {
         joined.extend_from_slice(known.as_bytes());
         joined.extend_from_slice(b", ");
     }
     joined.extend_from_slice(value.as_bytes());
     // Both halves came out of a parser or a renderer of values.
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
-        known.insert(joined);
+        headers.insert(name, joined);
     }
 }

@@ -8,7 +8,7 @@ use http::header::{self, HeaderMap, HeaderValue};
 use http::{Response, StatusCode};
 
 use super::fault::Fault;
-use super::quota::{Stamp, push_number, seconds_until};
+use super::quota::{Stamp, number, push_number, seconds_until};
 use crate::count::charge::Charge;
 use crate::rule::book::{Book, Line, Roster};
 use crate::rule::desk::Desk;
@@ -28,29 +28,42 @@ pub const CLIENT_GONE: u16 = 499;
 pub type Reply = Response<Bytes>;
 
 /// What a refusal says: which layers were full, and when the last of them opens again. Written by
-/// hand, since a gateway under attack does little else.
-pub fn refusal(book: &Book, roster: &Roster, desk: &Desk, now_ms: u64, fields: Stamp) -> Reply {
+/// hand, since a gateway under attack does little else: `text` is a buffer to work in, `headers` the
+/// request's map, used again. The length is left to whoever sends it.
+pub fn refusal(
+    book: &Book,
+    roster: &Roster,
+    desk: &Desk,
+    now_ms: u64,
+    fields: Stamp,
+    text: &mut Vec<u8>,
+    mut headers: HeaderMap,
+) -> Reply {
     let full = || desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
     let entry = |line: &Line| &book.entries[roster.rules[line.rule]];
     let opens = |(charge, line): (&Charge, &Line)| book.opens_ms(charge, entry(line), line.layer, now_ms);
     let end_ms = full().filter_map(opens).max().unwrap_or(0);
     let retry_after_s = seconds_until(end_ms, now_ms).max(1);
 
-    let mut body = Vec::with_capacity(384);
-    body.extend_from_slice(REFUSAL_START);
+    text.clear();
+    text.extend_from_slice(REFUSAL_START);
     for (i, (_, line)) in full().enumerate() {
         // Names of rules are checked to need no escape.
-        body.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
-        body.extend_from_slice(entry(line).layer_name(line.layer).as_bytes());
-        body.push(b'"');
+        text.extend_from_slice(if i == 0 { b"\"" } else { b", \"" });
+        text.extend_from_slice(entry(line).layer_name(line.layer).as_bytes());
+        text.push(b'"');
     }
-    body.extend_from_slice(b"], \"retry-after\": ");
-    push_number(retry_after_s, &mut body);
-    body.extend_from_slice(b"}\n");
+    text.extend_from_slice(b"], \"retry-after\": ");
+    push_number(retry_after_s, text);
+    text.extend_from_slice(b"}\n");
 
-    let mut reply = answer(StatusCode::TOO_MANY_REQUESTS, PROBLEM_JSON, body);
-    reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(retry_after_s));
-    fields.put(reply.headers_mut());
+    headers.clear();
+    headers.insert(header::CONTENT_TYPE, PROBLEM_JSON);
+    headers.insert(header::RETRY_AFTER, number(retry_after_s));
+    fields.put(&mut headers);
+    let mut reply = Response::new(Bytes::copy_from_slice(text));
+    *reply.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+    *reply.headers_mut() = headers;
     reply
 }
 
@@ -135,7 +148,7 @@ fn answer(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>)
     let body = body.into();
     let mut headers = HeaderMap::with_capacity(8);
     headers.insert(header::CONTENT_TYPE, content_type);
-    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
+    headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
     let mut reply = Response::new(body);
     *reply.status_mut() = status;
     *reply.headers_mut() = headers;

@@ -4,8 +4,14 @@
 
 #[path = "../../../src/count/charge.rs"]
 pub mod charge;
+#[path = "../../../src/count/pace.rs"]
+pub mod pace;
+#[path = "../../../src/count/queue.rs"]
+pub mod queue;
 #[path = "../../../src/count/region.rs"]
 pub mod region;
+#[path = "../../../src/count/shard.rs"]
+pub mod shard;
 pub mod sync;
 #[path = "../../../src/count/table.rs"]
 pub mod table;

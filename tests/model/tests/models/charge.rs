@@ -23,8 +23,8 @@ fn seated() -> Arc<Table<1>> {
     table
 }
 
-fn admitted(verdicts: &[Verdict]) -> u32 {
-    verdicts.iter().filter(|&&verdict| verdict == Verdict::Admitted).count() as u32
+fn admitted(verdicts: &[Verdict]) -> u64 {
+    verdicts.iter().filter(|&&verdict| verdict == Verdict::Admitted).count() as u64
 }
 
 /// A refusal that is seen at the first look touches nothing: whoever asks for the other counter's

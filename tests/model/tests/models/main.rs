@@ -3,10 +3,15 @@
 //!
 //! `region` proves that a key has one counter, `table` what a charge, a refund and a full table
 //! promise, `spill` what a key that did not fit keeps to, `charge` what a request on several counters
-//! promises. Every model also names outcomes that must have occurred, so that none proves nothing.
+//! promises. `rolling` adds windows that hang together, `floating` those that a request opens, `places`
+//! requests that wait, `shards` counters that are split. Every model also names outcomes that must have occurred, so that none proves nothing.
 
 mod charge;
+mod floating;
+mod places;
 mod region;
+mod rolling;
 mod scene;
+mod shards;
 mod spill;
 mod table;

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use transom_model::modelled::region::{Key, Region, Seat};
-use transom_model::modelled::word::{Ask, Word, charged};
+use transom_model::modelled::pace::Time;
+use transom_model::modelled::region::{Key, Opening, Region, Seat};
+use transom_model::modelled::word::{Ask, Word, charged, usage};
 
 use crate::scene::{explore, race};
 
@@ -15,11 +16,13 @@ const M: Key = Key { place: u64::MAX, tag: 3 };
 /// Seats `key` and adds one token to its counter: what a table does, without what it adds.
 /// Returns the end of the window counted in; 0 if the region was full, 1 if it was too late.
 fn add<const W: usize>(region: &Region<W>, key: Key, end_ms: u64, now_ms: u64) -> u64 {
+    let (ask, time) = (Ask::plain(end_ms, 9, 1), Time::plain(now_ms));
     loop {
-        match region.seat(key, end_ms, now_ms, || false) {
+        match region.seat(key, Opening { end_ms, closes_ms: end_ms }, now_ms, || false) {
             Seat::At(index, mut word) => {
                 while word.tag() == key.tag && !word.is_claim() {
-                    let next = charged(word, Ask { end_ms, limit: 9, cost: 1 }).expect("the limit is never reached");
+                    let before = usage(word, ask, time);
+                    let (next, _) = charged(key.tag, before, ask, time).expect("the limit is never reached");
                     match region.swap(index, word, next) {
                         Ok(()) => return next.end_ms(),
                         Err(changed) => word = changed,

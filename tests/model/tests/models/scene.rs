@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use loom::thread;
 use transom_model::modelled::charge::{Charge, Verdict, decide};
+use transom_model::modelled::pace::{Pace, Time};
 use transom_model::modelled::region::Key;
 use transom_model::modelled::table::{Charged, Counter, Paid, Table};
-use transom_model::modelled::word::Ask;
+use transom_model::modelled::word::{Ask, Course};
 
 /// Runs `model` in every interleaving with at most so many preemptions, and returns all outcomes.
 pub fn explore<T: Ord + Send + 'static>(preemptions: usize, model: fn() -> T) -> BTreeSet<T> {
@@ -67,23 +68,76 @@ pub fn hit<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, end_m
 
 /// As [`hit`], with what is needed to give it back.
 pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, now_ms: u64) -> (Got, Option<Paid>) {
-    match t.charge(c, Ask { end_ms, limit, cost: 1 }, now_ms, None) {
+    take(t, c, Ask::plain(end_ms, limit, 1), now_ms)
+}
+
+/// Windows of 100 ms that hang together.
+static PACES: [Pace; 1] = [Pace::Even { period_ms: 100 }];
+
+/// The time of a decision on windows of 100 ms.
+pub fn time(now_ms: u64) -> Time<'static> {
+    Time { now_ms, paces: &PACES }
+}
+
+/// Asks for one token in the window on the grid of 100 ms that is open, out of `limit` in each, of which
+/// `capacity` may accumulate.
+pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> Ask {
+    let end_ms = (now_ms / 100 + 1) * 100;
+    Ask { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, course: Course::Grid(0) }
+}
+
+/// Asks for a place in the window that comes `windows` after the one that is open.
+pub fn place(now_ms: u64, limit: u32, windows: u64) -> Ask {
+    let granted = windows * u64::from(limit);
+    Ask { floor: granted, ..rolling(now_ms, limit, u64::from(limit) + granted) }
+}
+
+/// Asks for one token in a window of 100 ms that the first request opens.
+pub fn floating(now_ms: u64, limit: u32) -> Ask {
+    let course = Course::Floating(0);
+    Ask { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, course }
+}
+
+/// Charges what is asked, and tells what is needed to give it back.
+pub fn take<const W: usize>(t: &Table<W>, c: Counter, ask: Ask, now_ms: u64) -> (Got, Option<Paid>) {
+    match t.charge(c, ask, time(now_ms), None) {
         Charged::Paid(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
         Charged::Full(_) => (Got::Full, None),
         Charged::Late => (Got::Late, None),
     }
 }
 
+/// Whether what is asked was granted.
+pub fn took<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64) -> bool {
+    take(table, counter, ask, now_ms).1.is_some()
+}
+
+/// Charges what is asked, and gives it back at a later time.
+pub fn take_and_return<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64, later_ms: u64) {
+    let (_, paid) = take(table, counter, ask, now_ms);
+    paid.into_iter().for_each(|paid| table.refund(paid, ask, time(later_ms)));
+}
+
+/// What is used or owed of `counter`, as who asks for it sees it.
+pub fn owed<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64) -> u64 {
+    table.look(counter, ask, time(now_ms)).0.used
+}
+
 /// What is used of `counter` in the window ending at `end_ms` or the later one that is open, and when that ends.
-pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u32, u64) {
-    let (used, _) = table.look(counter, Ask { end_ms, limit: 1, cost: 1 });
+pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u64, u64) {
+    let (used, _) = table.look(counter, Ask::plain(end_ms, 1, 1), Time::plain(0));
     (used.used, used.end_ms)
+}
+
+/// Gives back one token that was charged by [`pay`].
+pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Paid>) {
+    paid.into_iter().for_each(|paid| table.refund(paid, Ask::plain(0, 1, 1), Time::plain(0)));
 }
 
 /// One request of one token on several counters: each with its limit and the end of its window.
 pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> Verdict {
-    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask { end_ms, limit, cost: 1 });
-    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), now_ms)
+    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask::plain(end_ms, limit, 1));
+    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), &mut Vec::new(), Time::plain(now_ms))
 }
 
 /// How many of `got` were counted in the window ending at `end_ms`.

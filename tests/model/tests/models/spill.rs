@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use transom_model::modelled::table::{Counter, Table};
 
-use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, used};
+use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
 
 /// The keys of these models. `k` and `m` share a spill counter; `l` has another one.
 fn k() -> Counter {
@@ -122,7 +122,7 @@ fn a_spill_counter_that_rolled_on_is_not_taken_for_an_unused_one() {
                     // Its clock is so far behind that it sees no free slot, but its window is the next one:
                     // a rule whose windows are offset from the sitter's.
                     let (got, paid) = pay(t, m(), 1, 200, 55);
-                    paid.into_iter().for_each(|paid| t.refund(paid));
+                    unpay(t, paid);
                     got
                 },
             ],

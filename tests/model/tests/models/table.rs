@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use transom_model::modelled::pace::Time;
 use transom_model::modelled::table::{Counter, Table};
 use transom_model::modelled::word::Ask;
 
-use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, used};
+use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
 
 fn k() -> Counter {
     counter(1)
@@ -94,7 +95,7 @@ fn a_refund_never_crosses_a_window() {
                 |t| {
                     let (got, paid) = pay(t, k(), 3, 100, 99);
                     // A thread whose window is over when it comes to make the counter has nothing to give back.
-                    paid.into_iter().for_each(|paid| t.refund(paid));
+                    unpay(t, paid);
                     got
                 },
                 |t| hit(t, k(), 3, 200, 100),
@@ -117,7 +118,7 @@ fn a_refund_never_crosses_into_another_key() {
             [
                 |t| {
                     let (got, paid) = pay(t, k(), 1, 100, 99);
-                    paid.into_iter().for_each(|paid| t.refund(paid));
+                    unpay(t, paid);
                     got
                 },
                 |t| hit(t, l(), 1, 200, 100),
@@ -148,9 +149,9 @@ fn two_keys_never_share_a_count_when_one_takes_the_slot_of_the_other() {
             &table,
             [
                 |t| {
-                    let ask = Ask { end_ms: 100, limit: 2, cost: 1 };
-                    let (_, hint) = t.look(k(), ask);
-                    format!("{:?}", t.charge(k(), ask, 60, hint)).split('(').next().expect("a name").to_owned()
+                    let (ask, time) = (Ask::plain(100, 2, 1), Time::plain(60));
+                    let (_, hint) = t.look(k(), ask, time);
+                    format!("{:?}", t.charge(k(), ask, time, hint)).split('(').next().expect("a name").to_owned()
                 },
                 |t| format!("{:?}", hit(t, l(), 1, 200, 150)),
             ],

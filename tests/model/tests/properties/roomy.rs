@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_model::real::charge::Verdict;
-use transom_model::real::table::Table;
-use transom_model::real::word::{Ask, Word, charged, refunded};
+use transom_model::count::charge::Verdict;
+use transom_model::count::pace::Time;
+use transom_model::count::table::Table;
+use transom_model::count::word::{Ask, Taken, Word, charged, refunded, usage};
 
 use crate::oracle::{Oracle, Stand, Wish};
 use crate::scene::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};
@@ -16,8 +17,8 @@ fn table() -> Table {
 
 /// What the table says is used of a counter.
 fn stand(table: &Table, wish: &Wish, now_ms: u64) -> Stand {
-    let (used, _) = table.look(counter(wish.id), ask(wish, now_ms));
-    Stand { end_ms: used.end_ms, used: used.used.into() }
+    let (used, _) = table.look(counter(wish.id), ask(wish, now_ms), Time::plain(now_ms));
+    Stand { end_ms: used.end_ms, used: used.used }
 }
 
 proptest! {
@@ -38,7 +39,7 @@ proptest! {
                     continue;
                 }
                 let after = oracle.stand(wish, now_ms);
-                prop_assert_eq!(Stand { end_ms: charge.usage.end_ms, used: charge.usage.used.into() }, after);
+                prop_assert_eq!(Stand { end_ms: charge.usage.end_ms, used: charge.usage.used }, after);
                 prop_assert_eq!(stand(&table, wish, now_ms), after);
                 let full = before[i].used + u64::from(wish.cost) > u64::from(wish.limit);
                 prop_assert_eq!(charge.full, full, "{:?}", charge);
@@ -122,7 +123,9 @@ proptest! {
         tag in 1..4u64, end_ms in 1..4u64, count in 0..9u32, paid_tag in 1..4u64, paid_end_ms in 1..4u64, cost in 0..9u32,
     ) {
         let word = Word::new(tag, end_ms, count);
-        match refunded(word, paid_tag, paid_end_ms, cost) {
+        let (ask, time) = (Ask::plain(paid_end_ms, 20, cost), Time::plain(0));
+        let taken = |tag, end_ms| Taken { tag, end_ms, used: 20, tokens: cost.into() };
+        match refunded(word, taken(paid_tag, paid_end_ms), ask, time) {
             Some(less) => {
                 prop_assert_eq!((paid_tag, paid_end_ms), (tag, end_ms));
                 prop_assert_eq!(less, Word::new(tag, end_ms, count.saturating_sub(cost)));
@@ -130,9 +133,8 @@ proptest! {
             None => prop_assert_ne!((paid_tag, paid_end_ms), (tag, end_ms)),
         }
         // Paying and giving back in one window changes nothing; a payment in a later one moves the word on.
-        let ask = Ask { end_ms: paid_end_ms, limit: 20, cost };
-        let paid = charged(word, ask).expect("fits");
-        let back = refunded(paid, tag, paid.end_ms(), cost).expect("is still in that window");
+        let (paid, _) = charged(tag, usage(word, ask, time), ask, time).expect("fits");
+        let back = refunded(paid, taken(tag, paid.end_ms()), ask, time).expect("is still in that window");
         prop_assert_eq!(back, if paid_end_ms > end_ms { Word::new(tag, paid_end_ms, 0) } else { word });
     }
 

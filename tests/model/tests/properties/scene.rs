@@ -3,10 +3,11 @@
 //! It asserts nothing; it turns an action into charges and says what came of it.
 
 use proptest::prelude::*;
-use transom_model::real::charge::{Charge, Verdict, decide};
-use transom_model::real::region::Key;
-use transom_model::real::table::{Counter, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::{Charge, Verdict, decide};
+use transom_model::count::pace::Time;
+use transom_model::count::region::Key;
+use transom_model::count::table::{Counter, Table};
+use transom_model::count::word::Ask;
 
 use crate::oracle::Wish;
 
@@ -86,7 +87,7 @@ pub fn play<const W: usize>(table: &Table<W>, wishes: &[Wish], mut now_ms: u64) 
     loop {
         let mut charges: Vec<Charge> =
             wishes.iter().map(|wish| Charge::new(counter(wish.id), ask(wish, now_ms))).collect();
-        let verdict = decide(table, &mut charges, now_ms);
+        let verdict = decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
         if verdict != Verdict::Late {
             return Answer { verdict, now_ms, charges };
         }
@@ -96,7 +97,7 @@ pub fn play<const W: usize>(table: &Table<W>, wishes: &[Wish], mut now_ms: u64) 
 }
 
 pub fn ask(wish: &Wish, now_ms: u64) -> Ask {
-    Ask { end_ms: wish.end_ms(now_ms), limit: wish.limit, cost: wish.cost }
+    Ask::plain(wish.end_ms(now_ms), wish.limit, wish.cost)
 }
 
 /// The counter of an identity, hashed; the thousands are its layer.

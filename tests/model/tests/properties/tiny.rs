@@ -3,9 +3,10 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
-use transom_model::real::charge::Verdict;
-use transom_model::real::table::{Charged, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::Verdict;
+use transom_model::count::pace::Time;
+use transom_model::count::table::{Charged, Table};
+use transom_model::count::word::Ask;
 
 use crate::oracle::{Oracle, Wish};
 use crate::scene::{Action, Clocks, START_MS, actions, ask, costs, counter, limits, play, wishes};
@@ -77,17 +78,17 @@ proptest! {
         let (mut seated, mut groups) = (HashMap::<u64, u32>::new(), HashMap::<u64, u32>::new());
         let (mut spilled, mut refused_outright) = (HashSet::new(), HashSet::new());
         for id in demand {
-            let (counter, ask) = (counter(id), Ask { end_ms: 100, limit, cost: 1 });
+            let (counter, ask) = (counter(id), Ask::plain(100, limit, 1));
             let group = counter.key.tag % 64;
             let spilled_before = table.spilled_total();
-            let answer = table.charge(counter, ask, 50, None);
-            let own = table.look(counter, ask).1.is_some();
+            let answer = table.charge(counter, ask, Time::plain(50), None);
+            let own = table.look(counter, ask, Time::plain(50)).1.is_some();
             match answer {
                 Charged::Paid(_, used) if own => {
                     prop_assert!(!spilled.contains(&id) && table.spilled_total() == spilled_before);
                     let count = seated.entry(id).or_default();
                     *count += 1;
-                    prop_assert_eq!((used.used, used.end_ms), (*count, 100));
+                    prop_assert_eq!((used.used, used.end_ms), (u64::from(*count), 100));
                     prop_assert!(*count <= limit);
                 }
                 Charged::Paid(_, used) => {
@@ -96,13 +97,13 @@ proptest! {
                     spilled.insert(id);
                     let count = groups.entry(group).or_default();
                     *count += 1;
-                    prop_assert_eq!((used.used, used.end_ms), (*count, 100));
-                    prop_assert_eq!(u64::from(table.look(counter, ask).0.used), u64::from(*count));
+                    prop_assert_eq!((used.used, used.end_ms), (u64::from(*count), 100));
+                    prop_assert_eq!(table.look(counter, ask, Time::plain(50)).0.used, u64::from(*count));
                     prop_assert!(*count <= limit);
                 }
                 Charged::Full(_) if own => prop_assert_eq!(seated.get(&id), Some(&limit)),
                 Charged::Full(used) => {
-                    prop_assert_eq!((used.used, table.spilled_total()), (limit, spilled_before));
+                    prop_assert_eq!((used.used, table.spilled_total()), (limit.into(), spilled_before));
                     match groups.get(&group) {
                         Some(&count) => prop_assert_eq!(count, limit),
                         None => prop_assert!(!refused_outright.insert(group) || groups.len() >= 2),
@@ -121,10 +122,10 @@ proptest! {
     fn a_spilled_key_gets_no_counter_of_its_own(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
         let table = Table::<1>::with_buckets(1, 1);
         let (sitter, key) = (counter(1), counter(2));
-        let seated = table.charge(sitter, Ask { end_ms: 60, limit: 1, cost: 1 }, 50, None);
+        let seated = table.charge(sitter, Ask::plain(60, 1, 1), Time::plain(50), None);
         prop_assert!(matches!(seated, Charged::Paid(..)), "the table is empty");
         let hit = |now_ms, end_ms| {
-            let answer = table.charge(key, Ask { end_ms, limit, cost: 1 }, now_ms, None);
+            let answer = table.charge(key, Ask::plain(end_ms, limit, 1), Time::plain(now_ms), None);
             u32::from(matches!(answer, Charged::Paid(..)))
         };
         let admitted: u32 = (0..first).map(|_| hit(50, 100)).chain((0..again).map(|_| hit(70, 100))).sum();
@@ -138,7 +139,7 @@ proptest! {
     #[test]
     fn a_window_given_away_is_not_opened_again(actions in actions(12, Just(1u32)), buckets in 1..4usize) {
         let (table, mut clocks) = (Table::<1>::with_buckets(buckets, 1), Clocks::new());
-        let mut counts: HashMap<(u64, u64), u32> = HashMap::new();
+        let mut counts: HashMap<(u64, u64), u64> = HashMap::new();
         for action in &actions {
             let now_ms = clocks.moved(action);
             let wish = Wish { id: action.client, window_ms: 10, limit: 1000, cost: 1 };

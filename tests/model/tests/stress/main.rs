@@ -9,10 +9,11 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_model::real::charge::{Charge, Verdict, decide};
-use transom_model::real::region::Key;
-use transom_model::real::table::{Counter, Table};
-use transom_model::real::word::Ask;
+use transom_model::count::charge::{Charge, Verdict, decide};
+use transom_model::count::pace::Time;
+use transom_model::count::region::Key;
+use transom_model::count::table::{Counter, Table};
+use transom_model::count::word::Ask;
 
 const THREADS: u64 = 8;
 /// Two layers of three rules each: length of their windows, and tokens in them.
@@ -65,10 +66,10 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
             let charge = |&rule: &u64| {
                 let (window_ms, limit) = RULES[rule as usize];
                 let cost = 1 + (dice >> 56 & 1) as u32;
-                Charge::new(counter(rule, client_of(rule)), Ask { end_ms: end_ms(window_ms, now_ms), limit, cost })
+                Charge::new(counter(rule, client_of(rule)), Ask::plain(end_ms(window_ms, now_ms), limit, cost))
             };
             let mut charges: Vec<Charge> = rules.iter().map(charge).collect();
-            match decide(scene.table, &mut charges, now_ms) {
+            match decide(scene.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
                 Verdict::Admitted => {
                     for (&rule, charge) in rules.iter().zip(&charges) {
                         let at = (rule * 1000 + client_of(rule), charge.usage.end_ms);
@@ -127,10 +128,10 @@ fn counts_equal_what_was_admitted() {
     let mut checked = 0;
     for (id, (end_ms, tokens)) in last {
         let (rule, client) = (id / 1000, id % 1000);
-        let (used, _) = table.look(counter(rule, client), Ask { end_ms, limit: 1, cost: 1 });
+        let (used, _) = table.look(counter(rule, client), Ask::plain(end_ms, 1, 1), Time::plain(0));
         // The slot of a window that is over may have gone to another counter.
         if end_ms > table.horizon_ms() {
-            assert_eq!((u64::from(used.used), used.end_ms), (tokens, end_ms), "rule {rule} of client {client}");
+            assert_eq!((used.used, used.end_ms), (tokens, end_ms), "rule {rule} of client {client}");
             checked += 1;
         }
     }
@@ -165,8 +166,10 @@ fn admitted<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, per_
         let work = |_| {
             scope.spawn(|| {
                 start.wait();
-                let ask = Ask { end_ms: 1000, limit, cost: 1 };
-                let hit = |_: &u32| decide(table, &mut [Charge::new(counter, ask)], 500) == Verdict::Admitted;
+                let (ask, time) = (Ask::plain(1000, limit, 1), Time::plain(500));
+                let hit = |_: &u32| {
+                    decide(table, &mut [Charge::new(counter, ask)], &mut Vec::new(), time) == Verdict::Admitted
+                };
                 (0..per_thread).filter(hit).count() as u32
             })
         };
@@ -215,9 +218,11 @@ fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
                     // Half of the threads ask for the key, the others keep its two slots changing hands.
                     let asked = if thread.is_multiple_of(2) { counter(0, 0) } else { counter(0, thread) };
                     let now_ms = 10 * round + thread;
-                    let ask = Ask { end_ms: end_ms(10, now_ms), limit: 1, cost: 1 };
+                    let ask = Ask::plain(end_ms(10, now_ms), 1, 1);
                     let mut charges = [Charge::new(asked, ask)];
-                    if decide(table, &mut charges, now_ms) == Verdict::Admitted && thread.is_multiple_of(2) {
+                    if decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) == Verdict::Admitted
+                        && thread.is_multiple_of(2)
+                    {
                         let window = charges[0].usage.end_ms / 10;
                         assert_eq!(granted[window as usize].fetch_add(1, Ordering::Relaxed), 0);
                     }
