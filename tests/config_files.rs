@@ -13,8 +13,9 @@ use transom::config::problem::{Problem, render};
 use transom::config::{
     AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Refusal, Segment, Target, read, read_with,
 };
+use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
-use transom::rule::terms::{Cost, OnLimit};
+use transom::rule::terms::{Cost, OnLimit, Value};
 use transom::rule::window::Windows;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
@@ -27,13 +28,14 @@ fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
 }
 
 fn good(name: &str) -> Config {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name);
-    read_file(&file, &fs::read_to_string(&file).unwrap()).unwrap()
+    read_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name)).1.unwrap()
 }
 
-/// Reads a file with those that it names beside it.
-fn read_file(file: &Path, text: &str) -> Result<Config, Vec<Problem>> {
-    read_with(text, &|path| fs::read(file.with_file_name(path)))
+/// Reads a file and those that it names, which lie beside it.
+fn read_file(file: &Path) -> (String, Result<Config, Vec<Problem>>) {
+    let text = fs::read_to_string(file).unwrap();
+    let read = read_with(&text, &|other| fs::read(file.with_file_name(other)));
+    (text, read)
 }
 
 /// Lines that only one side has, as `diff` would mark them.
@@ -50,8 +52,8 @@ fn every_good_file_is_accepted() {
     let files = files("good", "toml");
     assert!(files.len() >= 8);
     for file in files {
-        let text = fs::read_to_string(&file).unwrap();
-        if let Err(problems) = read_file(&file, &text) {
+        let (text, read) = read_file(&file);
+        if let Err(problems) = read {
             panic!("{}", render(&problems, &file.display().to_string(), &text));
         }
     }
@@ -64,9 +66,9 @@ fn every_bad_file_is_refused_with_exactly_its_message() {
     assert!(files.len() >= 40);
     let mut failures = String::new();
     for file in &files {
-        let text = fs::read_to_string(file).unwrap();
+        let (text, read) = read_file(file);
         let name = file.file_name().unwrap().to_str().unwrap();
-        let problems = read_file(file, &text).expect_err(name);
+        let problems = read.expect_err(name);
         let found = render(&problems, name, &text);
         let beside = file.with_extension("txt");
         if update {
@@ -205,6 +207,60 @@ fn routes_are_named_by_as_much_as_tells_them_apart() {
 fn the_file_of_the_readme_is_read() {
     let config = good("first-minutes.toml");
     assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
+}
+
+#[test]
+fn plans_overrides_and_exemptions_are_read_as_written() {
+    let config = good("plans.toml");
+    let rule = &config.rules[0];
+    let plans: Vec<_> = rule.plans.iter().map(|plan| (plan.name.as_str(), plan.layers.len())).collect();
+    assert_eq!(plans, [("gold", 2), ("silver", 1)]);
+    let clear = |text: &str| Value::Clear(text.to_owned());
+    let secret = Value::Digest(Digest::of(b"s3cret"));
+    let keys: Vec<_> = rule.overrides.iter().map(|other| (other.key.as_slice(), other.layers[0].tokens)).collect();
+    assert_eq!(keys, [(&[clear("alice")][..], 5000), (&[secret][..], 1)]);
+    let networks: Vec<_> = rule.exemptions.networks.iter().map(ToString::to_string).collect();
+    assert_eq!(networks, ["10.0.0.0/8", "2001:db8::/32", "192.0.2.1/32"]);
+    assert_eq!(rule.exemptions.keys, [[clear("internal-monitor")], [clear("other:monitor")]]);
+    // All addresses that are counted as one are meant.
+    assert_eq!(config.rules[1].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
+
+    let clients = config.clients.unwrap();
+    assert_eq!(clients.api_key, Some(Part::Header("x-api-key".into())));
+    let names: Vec<_> = clients.list.iter().map(|client| (client.name.as_str(), client.plan.as_str())).collect();
+    assert_eq!(names, [("acme", "gold"), ("beta", "silver"), ("gamma.example", "gold")]);
+    let acme = &clients.list[0];
+    assert_eq!(
+        (acme.api_keys.as_slice(), acme.subjects.as_slice()),
+        (&[Digest::of(b"abc")][..], &["user-17".into()][..])
+    );
+    assert_eq!(acme.networks[0].to_string(), "203.0.113.0/24");
+}
+
+#[test]
+fn a_key_in_clear_is_not_shown_to_whoever_reads_the_message() {
+    for (name, key) in [("clients-file", "hunter2"), ("clients-broken", "hunter2")] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");
+        let (text, read) = read_file(&folder.join(format!("{name}.toml")));
+        let of_clients = fs::read_to_string(folder.join(format!("clients/{}.toml", &name[8..]))).unwrap();
+        assert!(of_clients.contains(key));
+        let found = render(&read.unwrap_err(), "gateway.toml", &text);
+        assert!(!found.contains(key), "{found}");
+    }
+}
+
+#[test]
+fn no_clients_file_panics_when_it_is_cut_short() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
+    for (gateway, clients) in [("good/plans", "good/clients/plans"), ("bad/clients-broken", "bad/clients/file")] {
+        let text = fs::read_to_string(folder.join(format!("{gateway}.toml"))).unwrap();
+        let of_clients = fs::read(folder.join(format!("{clients}.toml"))).unwrap();
+        for end in 0..of_clients.len() {
+            if let Err(problems) = read_with(&text, &|_| Ok(of_clients[..end].to_vec())) {
+                assert!(render(&problems, "gateway.toml", &text).contains("clients/"), "{problems:?}");
+            }
+        }
+    }
 }
 
 fn places_are_inside(text: &str, problems: &[Problem]) {

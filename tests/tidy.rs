@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 18] = [
-    ("cli", &["clock", "config", "metrics", "reload", "run"]),
+    ("cli", &["clock", "config", "metrics", "reload", "rule", "run"]),
     ("run", &["access", "admin", "clock", "config", "count", "gateway", "listen", "metrics", "rule"]),
     ("listen", &["gateway", "http", "interim", "timer", "wire"]),
     (

@@ -5,9 +5,10 @@ use std::path::Path;
 
 use super::{Exit, read};
 use crate::config::outlook;
+use crate::reload::Watch;
 
 pub fn check(path: &Path) -> Exit {
-    match read(path) {
+    match read(path, &mut Watch::default()) {
         Ok(config) => {
             let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
             println!("{}: fine: {routes} routes, {rules} rules, {upstreams} upstreams", path.display());

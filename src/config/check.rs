@@ -15,9 +15,12 @@ use super::problem::{Problem, Report, Span, listed, shown};
 use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts};
 use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
+use clients::Plans;
 
 mod calendar;
+mod clients;
 mod cost;
+mod exceptions;
 mod host;
 mod jwt;
 mod key;
@@ -36,11 +39,6 @@ const FIELDS: [(&str, QuotaFields); 4] = [
     ("legacy", QuotaFields::Legacy),
     ("both", QuotaFields::Both),
     ("off", QuotaFields::Off),
-];
-
-const TOP_LATER: [Later; 2] = [
-    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("exemptions", "remove it; put a route without rules before those that shall not be counted"),
 ];
 
 const COUNTERS_LATER: [Later; 3] = [
@@ -81,16 +79,20 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
+    let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
-    let misspelt = top.finish(&TOP_LATER, report);
+    let misspelt = top.finish(&[], report);
 
-    jwt::weigh(jwt.as_ref(), rules.as_ref(), &misspelt, report);
+    jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
     let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
     rules.complete &= !misspelt.contains(&"rules");
     let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
+
+    let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
+    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
 
     let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
     let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
@@ -100,6 +102,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         counters,
         timeouts,
         access_log,
+        clients,
         jwt,
         encoded_slash,
         forward_path: forward_path.unwrap_or(ForwardPath::Original),

@@ -3,8 +3,8 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown); `outlook` says what its rules amount to. This room opens no file but the time-zone
-//! database, and knows no socket: what other files hold is handed in.
+//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,11 +15,13 @@ use crate::rule::terms::Rule;
 use crate::token::Trust;
 
 pub mod check;
+pub mod clients;
 pub mod document;
 pub mod outlook;
 pub mod problem;
 pub mod secret;
 
+use clients::Clients;
 use problem::Problem;
 
 /// Everything that `gateway.toml` says.
@@ -31,6 +33,8 @@ pub struct Config {
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub access_log: Option<AccessLog>,
+    /// Who is on which plan.
+    pub clients: Option<Clients>,
     /// Whose tokens are believed, where a rule counts by a claim.
     pub jwt: Option<Trust>,
     /// What a path with an encoded slash means.

@@ -4,6 +4,7 @@
 //! wait for a window to come, `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints` how often the operator is told of
 //! failures, `body` the body of an answer on its way out.
 
+use std::cell::OnceCell;
 use std::pin::Pin;
 use std::rc::Rc;
 
@@ -134,6 +135,8 @@ fn decide(
         route: snapshot.name_of(lane_index),
         tokens: &view.tokens,
         unix_ms: now.unix_ms,
+        clients: snapshot.clients.as_ref(),
+        plan: OnceCell::new(),
     };
     desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {

@@ -11,6 +11,8 @@ use http::HeaderName;
 use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::caller::Identity;
+use crate::http::clients::Clients;
+use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
 use crate::http::reply::Form;
 use crate::http::route::Router;
@@ -25,15 +27,17 @@ pub struct Snapshot {
     pub book: Book,
     /// What refusals look like; one for each rule of the book.
     pub forms: Vec<Form>,
+    /// Who is known by name.
+    pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
     pub lanes: Vec<Lane>,
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
-    /// Claims that some rule counts by.
+    /// Claims that some rule counts by, or that name a client.
     claims: Vec<String>,
     /// What hashes of tokens start from.
     token_hash: KeyHasher,
-    /// Fields that some rule counts by: no Connection field can strip them.
+    /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
 }
 
@@ -60,13 +64,16 @@ pub struct Slate {
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
+        let clients = config.clients.as_ref().map(Clients::new);
+        let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
         let mut slates = Vec::new();
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
             // Where a parameter stands in the path is part of how a key is found; the cost may be the route's own.
             let slate = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                slates.push(Slate::new(&book, &config, route, seed));
+                slates.push(Slate::new(&book, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
@@ -76,7 +83,7 @@ impl Snapshot {
         let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
         let forms = config.refusals.iter().map(Form::new).collect();
-        Arc::new(Snapshot { router, forms, lanes, slates, claims, token_hash, key_fields, book, config })
+        Arc::new(Snapshot { router, forms, lanes, slates, claims, token_hash, key_fields, clients, book, config })
     }
 }
 
@@ -97,9 +104,9 @@ impl Snapshot {
 }
 
 impl Slate {
-    fn new(book: &Book, config: &Config, route: &Route, seed: Seed) -> Slate {
+    fn new(book: &Book, config: &Config, route: &Route, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Slate {
         let roster = book.roster(&route.rules);
-        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed);
+        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
         let terms = Term::of(config, &route.rules);
         Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms }
@@ -122,10 +129,12 @@ fn claims(config: &Config) -> Vec<String> {
     names.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// All that some rule counts by.
+/// All that some rule counts by, or that names a client.
 fn parts(config: &Config) -> impl Iterator<Item = &Part> {
-    config.rules.iter().flat_map(|rule| {
+    let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
+    let keys = config.rules.iter().flat_map(|rule| {
         let fallback: &[Part] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
         rule.key.iter().chain(fallback)
-    })
+    });
+    keys.chain(clients)
 }

@@ -4,24 +4,24 @@
 //! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
 //! that is given twice is refused: the upstream might believe the other one.
 
-use std::borrow::Cow;
+use std::cell::OnceCell;
 use std::net::IpAddr;
 use std::ops::Range;
+use std::sync::Arc;
 
 use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 
-use super::escapes::Malformed;
+use super::clients::{Clients, PlanId};
+use super::exceptions::{self, Exceptions, Standing};
 use super::fault::Fault;
-use super::query::Given;
-use super::{bearer, cookie, query};
+use super::part::{Lack, Source};
 use crate::config::Route;
 use crate::rule::book::Entry;
 use crate::rule::desk::Asker;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use crate::rule::terms::Cost;
 use crate::rule::window::Windows;
-use crate::token::Invalid;
 use crate::token::checker::Checker;
 
 /// How the key of one rule is found in the requests of one route.
@@ -31,6 +31,7 @@ pub struct Identity {
     key: Recipe,
     on_missing: OnAbsent,
     cost: Price,
+    exceptions: Option<Arc<Exceptions>>,
 }
 
 /// What a request costs under one rule, before the answer.
@@ -58,29 +59,6 @@ struct Recipe {
     names: Vec<String>,
 }
 
-/// Where a part is found.
-#[derive(Debug)]
-enum Source {
-    Ip {
-        v4_prefix: u8,
-        v6_prefix: u8,
-    },
-    Header(HeaderName),
-    Cookie(String),
-    Query(String),
-    /// By the name of the claim.
-    Jwt(String),
-    /// By the parameter's position in the route's path.
-    Param(usize),
-    /// No request of the route has it.
-    Nowhere,
-    Host,
-    Method,
-    Path,
-    Route,
-    Global,
-}
-
 /// What of a request keys are made of.
 pub struct Caller<'a> {
     pub address: IpAddr,
@@ -97,6 +75,9 @@ pub struct Caller<'a> {
     /// Says which tokens are genuine.
     pub tokens: &'a Checker,
     pub unix_ms: u64,
+    pub clients: Option<&'a Clients>,
+    /// The plan that the client is on; looked up when a rule first asks for it.
+    pub plan: OnceCell<Option<PlanId>>,
 }
 
 /// Why a key could not be made.
@@ -106,31 +87,16 @@ struct Unknown {
     lack: Lack,
 }
 
-/// Why a part could not be had.
-enum Lack {
-    Missing,
-    Ambiguous,
-    /// More than one Authorization, whichever claim of its token is asked for.
-    Authorizations,
-    Escape,
-    Token(Invalid),
-}
-
 impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
         let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
         let recipe = |fallback: bool, parts: &[Part]| {
-            // Keeps the keys of a fallback apart from the rule's own, and from those of another.
-            let own = if fallback { format!("{parts:?}") } else { String::new() };
-            let start = |seed: Seed, rule: u64| {
-                let mut start = KeyHasher::new(seed, rule);
-                start.part(u8::from(fallback), own.as_bytes());
-                start
-            };
+            let start = |seed: Seed, rule: u64| start(seed, rule, fallback.then_some(parts));
+            let params = route.path.param_names();
             Recipe {
                 start: start(seed, entry.identity),
                 everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
-                parts: parts.iter().map(|part| Source::new(part, route)).collect(),
+                parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
                 names: parts.iter().map(Part::to_string).collect(),
             }
         };
@@ -143,13 +109,56 @@ impl Identity {
                 OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
             },
             cost: Price::new(&entry.rule.cost, route),
+            exceptions: None,
         }
+    }
+
+    /// With the exceptions of the rule.
+    pub fn with(self, exceptions: Option<Arc<Exceptions>>) -> Identity {
+        Identity { exceptions, ..self }
+    }
+
+    /// The exceptions of a rule; for all its identities.
+    pub fn exceptions(entry: &Entry, clients: Option<&Clients>, seed: Seed) -> Option<Exceptions> {
+        Exceptions::new(entry, &start(seed, entry.identity, None), clients)
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
     pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Fault> {
+        if self.exceptions.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
+            return Ok(None);
+        }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
-        Ok(Some(Asker { key, offset, variant: 0, cost: self.cost.of(caller.headers, &self.rule)? }))
+        let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
+            None => 0,
+            Some(standing) => match standing? {
+                Standing::Exempt => return Ok(None),
+                Standing::Variant(variant) => variant,
+            },
+        };
+        Ok(Some(Asker { key, offset, variant, cost: self.cost.of(caller.headers, &self.rule)? }))
+    }
+
+    /// How the rule treats a key; the plan of the client matters only where the key itself does not.
+    fn standing(&self, exceptions: &Exceptions, key: KeyHash, caller: &Caller<'_>) -> Result<Standing, Fault> {
+        if exceptions.has_keys() {
+            let key = exceptions.by_digest.as_ref().map_or(Some(key), |start| self.key.digest(start, caller));
+            if let Some(standing) = key.and_then(|key| exceptions.of_key(key)) {
+                return Ok(standing);
+            }
+        }
+        let plan = if exceptions.has_plans() { self.plan_of(caller)? } else { None };
+        Ok(Standing::Variant(exceptions.variant_of(plan)))
+    }
+
+    /// The plan of the client; looked up once for all rules of the request.
+    fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, Fault> {
+        let Some(clients) = caller.clients else { return Ok(None) };
+        if let Some(plan) = caller.plan.get() {
+            return Ok(*plan);
+        }
+        let plan = clients.plan_of(caller).map_err(|(part, lack)| self.fault(part, &lack))?;
+        Ok(*caller.plan.get_or_init(|| plan))
     }
 
     fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
@@ -160,16 +169,16 @@ impl Identity {
         match (&unknown.lack, &self.on_missing) {
             (Lack::Missing, OnAbsent::Skip) => Ok(None),
             (Lack::Missing, OnAbsent::Fallback(key)) => {
-                key.hash(caller).map(Some).map_err(|unknown| self.fault(key, &unknown))
+                key.hash(caller).map(Some).map_err(|unknown| self.fault(key.name(&unknown), &unknown.lack))
             }
-            _ => Err(self.fault(&self.key, &unknown)),
+            _ => Err(self.fault(self.key.name(&unknown), &unknown.lack)),
         }
     }
 
     #[cold]
-    fn fault(&self, recipe: &Recipe, unknown: &Unknown) -> Fault {
-        let (rule, part) = (self.rule.clone(), recipe.names[unknown.position].clone());
-        match unknown.lack {
+    fn fault(&self, part: &str, lack: &Lack) -> Fault {
+        let (rule, part) = (self.rule.clone(), part.to_owned());
+        match *lack {
             Lack::Missing => Fault::KeyMissing { rule, part },
             Lack::Ambiguous => Fault::KeyAmbiguous { rule, part },
             Lack::Authorizations => Fault::KeyAmbiguous { rule, part: String::from("authorization") },
@@ -179,7 +188,21 @@ impl Identity {
     }
 }
 
+/// The hash of a key as far as it does not depend on a request.
+fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+    // Keeps the keys of a fallback apart from the rule's own, and from those of another.
+    let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
+    let mut start = KeyHasher::new(seed, rule);
+    start.part(u8::from(fallback.is_some()), own.as_bytes());
+    start
+}
+
 impl Recipe {
+    /// What the part is called that could not be had.
+    fn name(&self, unknown: &Unknown) -> &str {
+        &self.names[unknown.position]
+    }
+
     /// The key, and the offset of its windows if they start at random.
     fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
         let offset = match &self.everywhere {
@@ -193,7 +216,7 @@ impl Recipe {
         let mut hasher = start.clone();
         let mut missing = None;
         for (position, part) in self.parts.iter().enumerate() {
-            match part.feed(caller, &mut hasher) {
+            match part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)) {
                 Ok(()) => {}
                 // That one part is missing does not excuse another that is wrong: a token that is
                 // not valid is refused whatever else the key is made of.
@@ -205,6 +228,15 @@ impl Recipe {
             Some(position) => Err(Unknown { position, lack: Lack::Missing }),
             None => Ok(hasher.finish()),
         }
+    }
+
+    /// The hash of the parts' digests, by which secret keys are found; `None` if a part is missing.
+    fn digest(&self, start: &KeyHasher, caller: &Caller<'_>) -> Option<KeyHash> {
+        let mut hasher = start.clone();
+        for part in &self.parts {
+            part.feed(caller, &mut |kind, bytes| exceptions::feed(&mut hasher, kind, bytes, true)).ok()?;
+        }
+        Some(hasher.finish())
     }
 }
 
@@ -240,112 +272,37 @@ fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
     Fault::Cost { rule: rule.to_owned(), field: field.to_string(), max }
 }
 
-impl Source {
-    fn new(part: &Part, route: &Route) -> Source {
-        match part {
-            Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
-            // The configuration has been checked; what can be no name is in no request.
-            Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).map_or(Source::Nowhere, Source::Header),
-            Part::Cookie(name) => Source::Cookie(name.clone()),
-            Part::Query(name) => Source::Query(name.clone()),
-            Part::Jwt(claim) => Source::Jwt(claim.clone()),
-            Part::Param(name) => {
-                let position = route.path.param_names().iter().position(|known| known == name);
-                position.map_or(Source::Nowhere, Source::Param)
-            }
-            Part::Host => Source::Host,
-            Part::Method => Source::Method,
-            Part::Path => Source::Path,
-            Part::Route => Source::Route,
-            Part::Global => Source::Global,
-        }
-    }
-
-    fn feed(&self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Lack> {
-        match self {
-            Source::Ip { v4_prefix, v6_prefix } => match caller.address.to_canonical() {
-                IpAddr::V4(v4) => hasher.part(1, &prefix(v4.to_bits(), 32 - *v4_prefix).to_be_bytes()),
-                IpAddr::V6(v6) => hasher.part(2, &prefix(v6.to_bits(), 128 - *v6_prefix).to_be_bytes()),
-            },
-            Source::Header(name) => {
-                let mut values = caller.headers.get_all(name).iter();
-                match (values.next(), values.next()) {
-                    (Some(value), None) if !value.is_empty() => hasher.part(3, value.as_bytes()),
-                    (None, _) | (Some(_), None) => return Err(Lack::Missing),
-                    (Some(_), Some(_)) => return Err(Lack::Ambiguous),
-                }
-            }
-            Source::Param(position) => {
-                let range = caller.params.get(*position).ok_or(Lack::Missing)?;
-                hasher.part(4, caller.path[range.clone()].as_bytes());
-            }
-            Source::Nowhere => return Err(Lack::Missing),
-            Source::Host => hasher.part(5, caller.host.as_bytes()),
-            Source::Method => hasher.part(6, caller.method.as_str().as_bytes()),
-            Source::Path => hasher.part(7, caller.path.as_bytes()),
-            Source::Route => hasher.part(8, caller.route.as_bytes()),
-            Source::Global => hasher.part(9, b""),
-            Source::Cookie(name) => hasher.part(10, &once(cookie::named(caller.headers, name))?),
-            Source::Query(name) => {
-                let query = caller.uri.query().unwrap_or_default();
-                hasher.part(11, &once(query::parameter(query, name).map_err(|Malformed| Lack::Escape)?)?);
-            }
-            Source::Jwt(claim) => {
-                let token = bearer::token(caller.headers).map_err(|bearer::Twice| Lack::Authorizations)?;
-                let take = |value: &str| hasher.part(12, value.as_bytes());
-                let token = token.ok_or(Lack::Missing)?;
-                if !caller.tokens.claim(token, claim, caller.unix_ms, take).map_err(Lack::Token)? {
-                    return Err(Lack::Missing);
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, Lack> {
-    match given {
-        Given::Once(value) => Ok(value),
-        Given::Nothing => Err(Lack::Missing),
-        Given::Twice => Err(Lack::Ambiguous),
-    }
-}
-
-/// Clears the last `host_bits` bits of an address.
-fn prefix<T>(bits: T, host_bits: u8) -> T
-where
-    T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
-{
-    if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
-}
-
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::config::{PathPattern, Segment};
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
-    use crate::rule::terms::{OnLimit, Rule};
+    use crate::rule::terms::{Exemptions, OnLimit, Rule};
     use crate::token::Trust;
 
-    const SEED: Seed = Seed(1, 2);
+    pub const SEED: Seed = Seed(1, 2);
 
     fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
-        let rule = Rule {
+        Identity::new(&Book::new(&[rule(key, on_missing)], [], SEED).entries[0], &route(), SEED)
+    }
+
+    pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
+        Rule {
             name: "r".to_owned(),
             key: key.to_vec(),
             on_missing,
             layers: vec![Limit::parse("1/minute").unwrap()],
             plans: vec![],
             overrides: vec![],
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
-        };
-        Identity::new(&Book::new(&[rule], [], SEED).entries[0], &route(), SEED)
+        }
     }
 
-    fn route() -> Route {
+    pub fn route() -> Route {
         let segments = vec![Segment::Literal("u".to_owned()), Segment::Param("id".to_owned())];
         Route {
             name: "route".to_owned(),
@@ -359,7 +316,7 @@ mod tests {
         }
     }
 
-    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
+    pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
         let id = 3..5;
         identity.of(&Caller {
             address: address.parse().unwrap(),
@@ -372,6 +329,8 @@ mod tests {
             route: "route",
             tokens: &Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0)),
             unix_ms: 0,
+            clients: None,
+            plan: OnceCell::new(),
         })
     }
 

@@ -87,7 +87,7 @@ impl Seed {
 }
 
 /// The hash of a key under one rule: it names one counter in each of the rule's layers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyHash {
     pub place: u64,
     pub tag: u64,

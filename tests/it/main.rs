@@ -13,6 +13,8 @@ mod admin;
 mod answers;
 mod bodies;
 mod cancel;
+mod client_orders;
+mod clients;
 mod clock;
 mod cost;
 mod delay;

@@ -210,10 +210,10 @@ fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> 
     words.into_iter().map(|word| word.text.to_owned()).collect()
 }
 
-/// Reports keys that nobody asks for, and a rule that asks for some where there are none. `misspelt`:
-/// keys of the file that others were taken for.
-pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, misspelt: &[&str], report: &mut Report) {
-    match (jwt, rules.and_then(first_use)) {
+/// Reports keys that nobody asks for, and a rule or the clients that ask for some where there are
+/// none. `misspelt`: keys of the file that others were taken for.
+pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, clients: Option<&Item>, misspelt: &[&str], report: &mut Report) {
+    match (jwt, first_use(rules, clients)) {
         (None, Some(word)) if !misspelt.contains(&"jwt") => {
             let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", shown(word.text));
             let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
@@ -227,11 +227,14 @@ pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, misspelt: &[&str], report
     }
 }
 
-/// The first part of a rule's key that is a claim.
-fn first_use<'d>(rules: &Item<'d>) -> Option<Word<'d>> {
-    let DeValue::Table(rules) = rules.value else { return None };
-    let keys = rules.values().filter_map(|rule| rule.get_ref().as_table()?.get("key"));
-    let words = keys.flat_map(|key| match key.get_ref() {
+/// The first claim that a rule counts by, or that names a client.
+fn first_use<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<Word<'d>> {
+    let table = |item: &Item<'d>| if let DeValue::Table(table) = item.value { Some(table) } else { None };
+    let rules = rules.and_then(table).into_iter().flat_map(|rules| rules.values());
+    let keys = rules.filter_map(|rule| rule.get_ref().as_table()?.get("key"));
+    let clients = clients.and_then(table);
+    let named = ["api_key", "subject"].into_iter().filter_map(|key| clients?.get(key));
+    let words = keys.chain(named).flat_map(|key| match key.get_ref() {
         DeValue::String(text) => vec![Word { text, span: key.span() }],
         DeValue::Array(items) => {
             let texts =

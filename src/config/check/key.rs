@@ -137,6 +137,13 @@ fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
     (parts.len() == words.len()).then_some(parts)
 }
 
+/// A part without what rules say about addresses, for settings that are no rule's.
+pub fn only(word: &Word, report: &mut Report) -> Option<Part> {
+    part(word.text, &Part::Ip { v4_prefix: 32, v6_prefix: 128 })
+        .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
+        .ok()
+}
+
 /// One part, or message and fix.
 fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
     let no_part = || format!("{} is no part of a key", shown(text));

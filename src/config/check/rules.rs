@@ -3,22 +3,16 @@
 //! What a single rule says is checked here; whether its key exists on the routes that use it is seen
 //! only there (`routes`).
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::{DAY_MS, FIELDS, Section, cost, duration, key, layers, refusal};
-use crate::config::document::{Item, Later, Table};
+use super::{DAY_MS, FIELDS, Section, cost, duration, exceptions, key, layers, refusal};
+use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, shown};
 use crate::config::{QuotaFields, Refusal};
 use crate::rule::key::OnMissing;
-use crate::rule::terms::{Cost, OnLimit, Rule};
-
-const LATER: [Later; 5] = [
-    ("exemptions", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("exempt", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("plan", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("overrides", "remove it; write a rule for each limit, and a route for each that uses it"),
-];
+use crate::rule::limit::Limit;
+use crate::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 
 /// How many requests may wait because of a rule that does not say.
 const WAITING: u32 = 1000;
@@ -40,6 +34,7 @@ pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Se
             layers: Vec::new(),
             plans: Vec::new(),
             overrides: Vec::new(),
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
@@ -69,16 +64,23 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, report: &mut Repor
         AtLimit { on_limit: table.get("on_limit"), delay: table.get("max_delay"), waiting: table.get("max_waiting") };
     let count_refused = table.get("count_refused");
     let refusal = refusal::Settings::of(&mut table);
+    let exceptions = exceptions::Settings {
+        plans: table.get("plans"),
+        overrides: table.get("overrides"),
+        exemptions: table.get("exemptions"),
+    };
     let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
-    let misspelt = table.finish(&LATER, report);
+    let misspelt = table.finish(&[], report);
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
     let shards = windows.as_ref().map(|item| item.span.clone());
     rule.layers = windows.as_ref().map(|item| layers::layers(item, report)).unwrap_or_default();
-    rule.cost = cost.and_then(|item| cost::cost(&item, &rule.layers, report)).unwrap_or(Cost::Fixed(1));
+    exceptions.read(rule, report);
+    let all: Vec<Limit> = rule.variants().flatten().cloned().collect();
+    rule.cost = cost.and_then(|item| cost::cost(&item, &all, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
     rule.count_refused = count_refused.and_then(|item| item.flag(report)).unwrap_or(false);
-    if let (Some(span), true) = (shards, rule.layers.iter().any(|limit| limit.shards > 1)) {
+    if let (Some(span), true) = (shards, all.iter().any(|limit| limit.shards > 1)) {
         let other = match (&rule.cost, rule.on_limit) {
             (Cost::Response { .. }, _) => Some("a cost that the answer tells"),
             (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
@@ -144,7 +146,8 @@ fn layer_names(rules: &Section<(Rule, Looks)>, report: &mut Report) {
     let mut taken: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
-        let names: Vec<String> = (0..rule.layers.len()).map(|layer| rule.layer_name(&rule.layers, layer)).collect();
+        let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
         if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "answers would call two layers {}: one of the rule {}, one of the rule {}",
