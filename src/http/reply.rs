@@ -103,6 +103,8 @@ pub fn refusal(
     let body = match &form.body {
         Shape::Own { content_type, body } => {
             headers.insert(header::CONTENT_TYPE, content_type.clone());
+            // An empty body has no length of its own in the answer to HEAD.
+            headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
             body.clone()
         }
         Shape::Problem { wait, never } => {
