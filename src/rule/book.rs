@@ -345,7 +345,9 @@ impl Book {
             match verdict {
                 Verdict::Admitted => return Judgement::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
-                Verdict::Late => now_ms = now_ms.max(table.horizon_ms()),
+                Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                // There is no later time than the last that a counter can name.
+                Verdict::Late => return Judgement::Refused,
                 Verdict::Refused => {
                     if may_wait
                         && (roster.delays || desk.reserve)

@@ -10,9 +10,10 @@ use transom_model::count::table::Table;
 use transom_model::rule::book::Judgement;
 use transom_model::rule::limit::Limit;
 use transom_model::rule::terms::{Cost, Rule};
+use transom_model::rule::window::Windows;
 
 use crate::oracle::{Oracle, Wish};
-use crate::scene::{Event, Gateway, START_MS, What, events, rules};
+use crate::scene::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};
 
 /// Tokens that passed or will pass, by the end of the window in which they do.
 #[derive(Default)]
@@ -125,19 +126,19 @@ proptest! {
         never_over(Table::<2>::with_buckets(3, 2), &strict(rules), &events)?;
     }
 
-    /// A client that never asks for more than one token of one rule: request by request, a table that is too
-    /// small has never admitted more than the plain limiter in the same window.
+    /// Clients that ask for one token of one layer: a table that is too small has never admitted more of them
+    /// in a window than the plain limiter. Windows that float are other windows where keys are counted together.
     #[test]
     fn a_tiny_table_is_never_more_lax_than_the_plain_limiter(
         rules in rules(), demand in prop::collection::vec((0..4u64, 0..30u64), 1..150), buckets in 1..4usize,
     ) {
-        let rules: Vec<Rule> = strict(rules).into_iter().take(1).collect();
+        let rules = strict(rules);
         let layers = rules[0].layers.iter().take(1).map(|layer| Limit { capacity: layer.tokens, ..layer.clone() });
-        let simple = crate::scene::rule("simple", layers.collect());
+        let simple = rule("simple", layers.collect());
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
-        let floats = !gateway.book.timelines[0].are_shared();
+        let floats = matches!(gateway.book.timelines[0], Windows::FirstRequest { .. });
         for (client, moves_ms) in demand {
             now_ms += moves_ms;
             let (_, wish) = gateway.wishes(client, &[Some(1)], None).remove(0);
@@ -149,5 +150,31 @@ proptest! {
             *sum += u32::from(admitted);
             prop_assert!(floats || *sum <= plain[&at]);
         }
+    }
+}
+
+/// Two keys share a counter, and their windows end at different moments: the later one's does not wipe out
+/// what the earlier one has used.
+#[test]
+fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
+    for capacity in [2, 3] {
+        let random = limit(2, Windows::Random { period_ms: 100 });
+        let sitter = rule("sitter", vec![plain(1, 1_000_000)]);
+        let rules = [rule("random", vec![Limit { capacity, ..random }]), sitter];
+        let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1));
+        assert!(matches!(gateway.judge(0, &[None, Some(1)], 0), Judgement::Admitted), "it has the only slot");
+        let group = |gateway: &Gateway<1>, client| gateway.asker(0, client, 1).key.tag;
+        let end_ms = |gateway: &Gateway<1>, client| gateway.wishes(client, &[Some(1), None], None)[0].1.end_ms(1000);
+        let alike = |one: u64, other: u64| (one ^ other) >> 10 & 63 == 0;
+        let pairs = (0..200).flat_map(|one| (0..200).map(move |other| (one, other)));
+        let mut pairs = pairs.filter(|(one, other)| {
+            let same = alike(group(&gateway, *one), group(&gateway, *other));
+            same && end_ms(&gateway, *one) < end_ms(&gateway, *other)
+        });
+        let (early, late) = pairs.next().expect("some of them share a counter");
+        let last_ms = end_ms(&gateway, early) - 1;
+        let mut passes = |client| !matches!(gateway.judge(client, &[Some(1), None], last_ms), Judgement::Refused);
+        assert!((0..capacity).all(|_| passes(early)), "they have room for that");
+        assert!(!passes(late) && !passes(early), "what was used is used");
     }
 }
