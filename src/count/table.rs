@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use super::pace::Time;
 use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
-use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, refunded, usage};
+use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, refunded, usage, usage_of_many};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
@@ -169,7 +169,7 @@ impl<const W: usize> Table<W> {
         if self.spills(ask, time)
             && let Found::Counter(_, word) = self.spill.find(counter.spill())
         {
-            let usage = usage(word, ask, time);
+            let usage = usage_of_many(word, ask, time);
             if !usage.admits(ask) {
                 self.count_spill_refusal();
             }
@@ -253,14 +253,14 @@ impl<const W: usize> Table<W> {
         ask: Ask,
         time: Time<'_, PLAIN>,
     ) -> Option<Charged> {
+        let spilled = std::ptr::eq(region, &self.spill);
         while word.tag() == key.tag && !word.is_claim() {
-            let before = usage(word, ask, time);
+            let before = if spilled { usage_of_many(word, ask, time) } else { usage(word, ask, time) };
             let Some((next, after)) = charged(word.tag(), before, ask, time) else {
                 return Some(Charged::Full(before));
             };
             match region.swap(index, word, next) {
                 Ok(()) => {
-                    let spilled = std::ptr::eq(region, &self.spill);
                     let tokens = after.used - before.used;
                     let taken = Taken { tag: key.tag, end_ms: after.end_ms, used: after.used, tokens };
                     return Some(Charged::Paid(Paid { slot: Slot::new(spilled, index), taken }, after));
@@ -330,9 +330,8 @@ impl<const W: usize> Table<W> {
             }
         }
         // Ordering: read after the slots, as in `Region::confirm`: if the key had a counter for the window
-        // charged and lost it to another key, its slot was read in its new hands, and the horizon with it.
-        let closes_ms = if let Course::Floating(_) = ask.course { window.closes_ms } else { paid.taken.end_ms };
-        if closes_ms <= self.own.horizon_ms() {
+        // asked for and lost it to another key, its slot was read in its new hands, and the horizon with it.
+        if window.closes_ms <= self.own.horizon_ms() {
             self.refund(paid, ask, time);
             return Some(Charged::Late);
         }

@@ -168,12 +168,18 @@ pub fn usage<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> 
     }
 }
 
+/// What so many windows grant. Under another limit than they were owed at they may come to any number; it is
+/// cut off where a cost beside it still fits a `u64`.
+pub fn granted(windows: u64, limit: u32) -> u64 {
+    windows.saturating_mul(u64::from(limit)).min(u64::MAX >> 1)
+}
+
 /// As [`usage`], where windows hang together: a word that ends some windows from now says that
 /// those windows' grants are owed, and its count besides.
 #[inline(never)]
 fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
     let fresh = Use { used: 0, end_ms: ask.end_ms };
-    let owed = |windows: u64| u64::from(word.count()).saturating_add(windows.saturating_mul(u64::from(ask.limit)));
+    let owed = |windows: u64| u64::from(word.count()) + granted(windows, ask.limit);
     match ask.course {
         Course::Plain => fresh,
         Course::Grid(_) if word.end_ms() < ask.end_ms => fresh,
@@ -195,6 +201,17 @@ fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use
                 used => Use { used, end_ms: word.end_ms() - windows * period_ms },
             }
         }
+    }
+}
+
+/// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
+/// one of them used is counted until nobody's window is open any more.
+pub fn usage_of_many(word: Word, ask: Ask, time: Time<'_>) -> Use {
+    match ask.course {
+        Course::Plain | Course::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
+            Use { used: u64::from(word.count()), end_ms: ask.end_ms }
+        }
+        Course::Plain | Course::Grid(_) | Course::Floating(_) => usage(word, ask, time),
     }
 }
 
@@ -262,7 +279,7 @@ pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Tim
     let windows = pace.between(taken.end_ms, word.end_ms());
     // Windows that were opened anew do not stand where they stood when it was taken.
     let aligned = pace.after(taken.end_ms, windows) == word.end_ms();
-    let of_last = taken.used.saturating_sub(windows.saturating_mul(u64::from(ask.limit))).min(taken.tokens);
+    let of_last = taken.used.saturating_sub(granted(windows, ask.limit)).min(taken.tokens);
     (aligned && of_last > 0).then(|| less(of_last))
 }
 

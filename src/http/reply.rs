@@ -95,9 +95,9 @@ pub fn refusal(
             longest = (opens_ms, roster.rules[line.rule]);
         }
     }
-    let (opens_ms, rule) = longest;
-    let form = &forms[rule];
-    let retry_after_s = opens_ms.map(|opens_ms| seconds_until(opens_ms, now_ms).max(1));
+    let form = &forms[longest.1];
+    let again_ms = book.again_ms(roster, desk, now_ms);
+    let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1));
 
     headers.clear();
     let body = match &form.body {

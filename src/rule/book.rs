@@ -165,10 +165,11 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 impl Book {
     /// A book of these rules. `routes` says which of them, by position, stand together on a route.
     pub fn new<'a>(rules: &[Rule], routes: impl IntoIterator<Item = &'a [usize]>, seed: Seed) -> Book {
-        // Whoever waits takes a place in a window to come, in all layers of all rules of its route.
-        let mut ahead: Vec<bool> = rules.iter().map(|rule| matches!(rule.cost, Cost::Response { .. })).collect();
+        // Whoever waits, or reserves, takes a place in a window to come, in all layers of all rules of its route.
+        let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. });
+        let mut ahead: Vec<bool> = rules.iter().map(|rule| owes(rule) || rule.delays() || rule.reserves()).collect();
         for route in routes {
-            if route.iter().any(|rule| rules[*rule].delays()) {
+            if route.iter().any(|rule| rules[*rule].delays() || rules[*rule].reserves()) {
                 route.iter().for_each(|rule| ahead[*rule] = true);
             }
         }
@@ -350,7 +351,9 @@ impl Book {
             match verdict {
                 Verdict::Admitted => return Judgement::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
-                Verdict::Late => now_ms = now_ms.max(table.horizon_ms()),
+                Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                // There is no later time than the last that a counter can name.
+                Verdict::Late => return Judgement::Refused,
                 Verdict::Refused if roster.plain => return Judgement::Refused,
                 Verdict::Refused => {
                     if may_wait

@@ -120,6 +120,11 @@ impl Rule {
         matches!(self.on_limit, OnLimit::Delay { .. })
     }
 
+    /// Whether tokens of windows to come may be taken in any layer.
+    pub fn reserves(&self) -> bool {
+        self.variants().flatten().any(|limit| limit.reserve > 0)
+    }
+
     pub fn is_shadow(&self) -> bool {
         self.on_limit == OnLimit::Shadow
     }

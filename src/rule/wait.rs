@@ -11,7 +11,7 @@ use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::Share;
 use crate::count::table::{Charged, Table};
-use crate::count::word::Ask;
+use crate::count::word::{Ask, granted};
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -79,8 +79,8 @@ impl Book {
         let pace = &time.paces[layer.timeline];
         let end_ms = charge.usage.end_ms;
         let windows = if until_ms < end_ms { 0 } else { pace.between(end_ms, pace.open(end_ms, until_ms)) };
-        let granted = windows.saturating_mul(u64::from(charge.ask.limit));
-        charge.ask.ceiling += granted;
+        let granted = granted(windows, charge.ask.limit);
+        charge.ask.ceiling = charge.ask.ceiling.saturating_add(granted);
         if charge.full && layer.reserve > 0 {
             // Tokens of this window and of those to come are one account, up to the reserve.
             charge.ask.ceiling = charge.ask.ceiling.min(u64::from(layer.capacity) + u64::from(layer.reserve));
@@ -101,6 +101,16 @@ impl Book {
                 Some(self.time(now_ms).paces[entry.layer(layer).timeline].after(charge.usage.end_ms, windows - 1))
             }
         }
+    }
+
+    /// When a request that was just refused would be admitted if nobody else asked, Unix milliseconds; `None`
+    /// if it never would. Not only the counters that refused it have a say: where refusals consume, they may
+    /// have taken the last of another.
+    pub fn again_ms(&self, roster: &Roster, desk: &Desk, now_ms: u64) -> Option<u64> {
+        let lines = desk.charges.iter().zip(&desk.lines);
+        let mut opens =
+            lines.map(|(charge, line)| self.opens_ms(charge, self.entry(roster, *line), line.layer, now_ms));
+        opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
     fn entry(&self, roster: &Roster, line: Line) -> &Entry {
@@ -137,7 +147,9 @@ impl Book {
                 charge.ask.ceiling = u64::MAX;
                 match table.charge(charge.counter, charge.ask, self.time(now_ms), None) {
                     Charged::Paid(..) | Charged::Full(_) => break,
-                    Charged::Late => now_ms = now_ms.max(table.horizon_ms()),
+                    Charged::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                    // There is no later time than the last.
+                    Charged::Late => break,
                 }
             }
         }

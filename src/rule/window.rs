@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::count::pace::Pace;
+use crate::count::word::END_MAX_MS;
 
 /// The shortest period that a limit may have.
 pub const PERIOD_MIN_MS: u64 = 10;
@@ -81,7 +82,10 @@ impl Calendar {
     fn window_at(&self, now_ms: u64) -> Window {
         let next = self.ends.partition_point(|end| *end <= now_ms);
         let end = |i: usize| self.ends.get(i).copied();
-        Window { start_ms: next.checked_sub(1).and_then(end).unwrap_or(0), end_ms: end(next).unwrap_or(u64::MAX) }
+        Window {
+            start_ms: next.checked_sub(1).and_then(end).unwrap_or(0),
+            end_ms: end(next).unwrap_or(END_MAX_MS).min(END_MAX_MS),
+        }
     }
 }
 
@@ -100,14 +104,17 @@ impl Window {
 
 impl Windows {
     /// The window that the moment `now_ms` falls into. `offset` stands for the key's own offset,
-    /// as a share of the period in units of 2^-64. Where a request opens its window, it starts now.
+    /// as a share of the period in units of 2^-64. Where a request opens its window, it starts now. The
+    /// last window ends at [`END_MAX_MS`].
     pub fn window_at(&self, now_ms: u64, offset: u64) -> Window {
         match self {
             Windows::Even { period_ms, offset_ms } => even(now_ms, *period_ms, *offset_ms),
             Windows::Random { period_ms } => {
                 even(now_ms, *period_ms, ((u128::from(offset) * u128::from(*period_ms)) >> 64) as u64)
             }
-            Windows::FirstRequest { period_ms } => Window { start_ms: now_ms, end_ms: now_ms + period_ms },
+            Windows::FirstRequest { period_ms } => {
+                Window { start_ms: now_ms, end_ms: (now_ms + period_ms).min(END_MAX_MS) }
+            }
             Windows::Calendar(calendar) => calendar.window_at(now_ms),
         }
     }
@@ -169,7 +176,7 @@ impl fmt::Display for Windows {
 fn even(now_ms: u64, period_ms: u64, offset_ms: u64) -> Window {
     // The grid has no beginning: a time before the offset lies in one of its windows as well.
     let into = (now_ms + period_ms - offset_ms % period_ms) % period_ms;
-    Window { start_ms: now_ms.saturating_sub(into), end_ms: now_ms + period_ms - into }
+    Window { start_ms: now_ms.saturating_sub(into), end_ms: (now_ms + period_ms - into).min(END_MAX_MS) }
 }
 
 impl Period {

@@ -1,0 +1,23 @@
+//! Properties of the rule book: random rules and random clocks, compared with a limiter that is plainly
+//! right, and what users were promised, row by row.
+//!
+//! `exact` holds that one gateway whose table has room is that limiter exactly; `bounds` what no table, clock
+//! or order of events may exceed; `promises` the timelines that users know from other limiters; `waiting`
+//! what requests that wait and refusals that count do; `extremes` the largest and smallest numbers.
+
+mod bounds;
+mod exact;
+mod extremes;
+mod oracle;
+mod promises;
+mod scene;
+mod waiting;
+
+/// How many cases each property tries; `PROPTEST_CASES` asks for more.
+fn config() -> proptest::test_runner::Config {
+    let mut config = proptest::test_runner::Config { failure_persistence: None, ..Default::default() };
+    if std::env::var_os("PROPTEST_CASES").is_none() {
+        config.cases = 2000;
+    }
+    config
+}
