@@ -10,10 +10,13 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
-use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read, read_with};
+use transom::config::{
+    AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Refusal, Segment, Target, read, read_with,
+};
 use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
 use transom::rule::terms::{Cost, OnLimit, Value};
+use transom::rule::window::Windows;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);
@@ -132,6 +135,53 @@ fn everything_is_read_as_written() {
         [Segment::Literal("users".into()), Segment::Param("id".into()), Segment::Rest("rest".into())]
     );
     assert_eq!((route.upstream, route.rules.as_slice()), (1, [0, 2].as_slice()));
+}
+
+#[test]
+fn the_language_of_rules_is_read_as_written() {
+    let config = good("language.toml");
+    let rule = |name: &str| config.rules.iter().find(|rule| rule.name == name).unwrap();
+    let windows = |name: &str| rule(name).layers.iter().map(|limit| limit.windows.to_string()).collect::<Vec<_>>();
+    assert_eq!(
+        windows("starts"),
+        [
+            "2000ms from the first request",
+            "86400000ms from 61200000ms",
+            "86400000ms from 63000250ms",
+            "86400000ms at random",
+            "86400000ms"
+        ]
+    );
+    assert_eq!(windows("places"), ["day Europe/Paris", "week Europe/Paris", "604800000ms", "month Europe/Paris"]);
+    assert_eq!(
+        windows("utc"),
+        ["86400000ms", "604800000ms from 345600000ms", "month"],
+        "as without a zone, but for weeks"
+    );
+    let list = |name: &str| match &rule(name).layers[0].windows {
+        Windows::Calendar(calendar) => calendar.ends.clone(),
+        other => panic!("{other}"),
+    };
+    assert!(std::sync::Arc::ptr_eq(&list("places"), &list("same-places")) && list("places").len() > 51_000);
+
+    let accounts = &rule("accounts").layers;
+    assert_eq!(
+        (accounts[0].capacity, accounts[0].reserve, accounts[1].capacity, accounts[1].reserve),
+        (150, 0, 1000, 200)
+    );
+    let told = |header: &str| header.to_owned();
+    assert_eq!(rule("accounts").cost, Cost::Request { header: told("x-cost"), default: 2, max: 150 });
+    assert_eq!(rule("settled").cost, Cost::Response { header: told("x-cost"), reserve: 10, max: 1000 });
+    assert_eq!(
+        (rule("split").layers[0].shards, &rule("split").cost, config.routes[0].cost),
+        (10, &Cost::Fixed(3), Some(5))
+    );
+    assert_eq!(rule("patient").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
+    assert!(rule("patient").count_refused && !rule("settled").count_refused);
+    let refusal = |name: &str| &config.refusals[config.rules.iter().position(|rule| rule.name == name).unwrap()];
+    assert_eq!((refusal("settled").status, refusal("patient").status), (Some(503), None));
+    assert_eq!(refusal("patient").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
+    assert_eq!(refusal("split"), &Refusal::default());
 }
 
 #[test]

@@ -13,21 +13,26 @@ use toml::de::DeTable;
 use super::document::{Item, Later, Table, nearest, syntax};
 use super::problem::{Problem, Report, Span, listed, shown};
 use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts};
+use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
 use clients::Plans;
 
+mod calendar;
 mod clients;
+mod cost;
 mod exceptions;
 mod host;
 mod jwt;
 mod key;
-mod layers;
+pub mod layers;
 mod listen;
 mod path;
 mod reach;
+mod refusal;
 mod routes;
 mod rules;
 mod upstreams;
+mod window;
 
 const FIELDS: [(&str, QuotaFields); 4] = [
     ("ietf", QuotaFields::Ietf),
@@ -49,9 +54,12 @@ pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = syntax::sound(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
-    let config = file(Table::new(document.get_ref(), 0..0, "the file"), files, &mut report);
+    let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, &mut report);
     match report.into_problems() {
-        problems if problems.is_empty() => Ok(config),
+        problems if problems.is_empty() => {
+            calendar::complete(&mut config.rules);
+            Ok(config)
+        }
         problems => Err(problems),
     }
 }
@@ -86,7 +94,8 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
 
-    let (rules, fields) = rules.into_values().into_iter().unzip();
+    let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
+    let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
     Config {
         listen,
         workers: workers.map(|workers| workers as usize),
@@ -100,6 +109,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         upstreams: upstreams.into_values(),
         rules,
         fields,
+        refusals,
         routes,
     }
 }

@@ -3,8 +3,8 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says. This room opens no file and knows no socket: what
-//! other files hold is handed in.
+//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,6 +17,7 @@ use crate::token::Trust;
 pub mod check;
 pub mod clients;
 pub mod document;
+pub mod outlook;
 pub mod problem;
 pub mod secret;
 
@@ -44,6 +45,8 @@ pub struct Config {
     pub rules: Vec<Rule>,
     /// Which fields tell a client about a rule, per rule, in the order of `rules`.
     pub fields: Vec<QuotaFields>,
+    /// What refusals by a rule look like, per rule, in the order of `rules`.
+    pub refusals: Vec<Refusal>,
     pub routes: Vec<Route>,
 }
 
@@ -106,6 +109,22 @@ pub enum QuotaFields {
     Legacy,
     Both,
     Off,
+}
+
+/// What a refusal by a rule looks like, where the rule says so.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Refusal {
+    /// From 400 to 599.
+    pub status: Option<u16>,
+    /// Instead of the problem document.
+    pub body: Option<Body>,
+}
+
+/// A body and its media type, which is sound as a field's value.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Body {
+    pub text: String,
+    pub content_type: String,
 }
 
 #[derive(Clone, PartialEq, Debug)]

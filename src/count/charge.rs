@@ -8,6 +8,7 @@
 
 use super::pace::Time;
 use super::shard::{Share, Split, Taking};
+use super::sync::{Ordering, fence};
 use super::table::{Charged, Counter, Paid, Seen, Slot, Table};
 use super::word::{Ask, Course, Use};
 
@@ -21,6 +22,8 @@ pub struct Charge {
     pub usage: Use,
     /// After [`decide`] refused: whether this counter had no room.
     pub full: bool,
+    /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
+    beyond: bool,
     hint: Option<Seen>,
     /// Where it was charged, if it was, and by how much that raised what is used. Small, because it
     /// is written for every counter of every request and read for hardly any.
@@ -36,6 +39,7 @@ impl Charge {
             split: Split::WHOLE,
             usage: Use::default(),
             full: false,
+            beyond: false,
             hint: None,
             slot: None,
             tokens: 0,
@@ -85,7 +89,7 @@ pub fn look<const W: usize, const PLAIN: bool>(
     let mut room = true;
     for charge in charges {
         if !PLAIN && charge.split.shards > 1 {
-            charge.usage = charge.split.look(table, charge.counter, charge.ask, time);
+            (charge.usage, charge.beyond) = charge.split.look(table, charge.counter, charge.ask, time);
         } else {
             (charge.usage, charge.hint) = table.look(charge.counter, charge.ask, time);
         }
@@ -155,10 +159,19 @@ fn take_shares<const W: usize, const PLAIN: bool>(
     let Charge { ask, split, counter, usage, .. } = *charge;
     match (split.charge(table, counter, ask, time, shares), shares.last()) {
         (Taking::Enough, Some(share)) => {
+            if charge.beyond {
+                // Ordering: the charge stands before, the look after, for every thread that takes what
+                // is left; so of two that take the same at least one sees both, and steps back.
+                fence(Ordering::SeqCst);
+                let (after, _) = split.look(table, counter, ask, time);
+                if after.used > ask.ceiling {
+                    return Charged::Full(Use { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
+                }
+            }
             Charged::Paid(share.paid, Use { used: usage.used + u64::from(ask.cost), ..usage })
         }
         (Taking::Late, _) => Charged::Late,
-        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time)),
+        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time).0),
     }
 }
 

@@ -155,8 +155,8 @@ fn decide(
     record.decision(lane.slate as usize, desk, &judgement);
     let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
     if let Judgement::Refused = judgement {
-        let map = std::mem::take(&mut parts.headers);
-        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, now.unix_ms, stamp, text, map);
+        let (now_ms, map) = (now.unix_ms, std::mem::take(&mut parts.headers));
+        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
         return Ok(Decision::Refuse(reply));
     }
     let turn = match judgement {

@@ -14,6 +14,7 @@ use crate::http::caller::Identity;
 use crate::http::clients::Clients;
 use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
+use crate::http::reply::Form;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
 use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
@@ -24,6 +25,8 @@ pub struct Snapshot {
     pub config: Config,
     pub router: Router,
     pub book: Book,
+    /// What refusals look like; one for each rule of the book.
+    pub forms: Vec<Form>,
     /// Who is known by name.
     pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
@@ -68,8 +71,8 @@ impl Snapshot {
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
-            // Where a parameter stands in the path is part of how a key is found.
-            let slate = *known.entry((&route.rules, route.path.param_names())).or_insert_with(|| {
+            // Where a parameter stands in the path is part of how a key is found; the cost may be the route's own.
+            let slate = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
                 slates.push(Slate::new(&book, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
@@ -79,7 +82,8 @@ impl Snapshot {
         let claims = claims(&config);
         let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
-        Arc::new(Snapshot { router, lanes, slates, claims, token_hash, key_fields, clients, book, config })
+        let forms = config.refusals.iter().map(Form::new).collect();
+        Arc::new(Snapshot { router, forms, lanes, slates, claims, token_hash, key_fields, clients, book, config })
     }
 }
 
