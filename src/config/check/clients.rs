@@ -22,6 +22,7 @@ use crate::rule::network::Network;
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
 const ADD: &str = "transom clients add NAME --plan PLAN --generate-key";
 const BROKEN: &str = "this is no TOML";
+const TWICE: &str = "this name is there twice";
 const BROKEN_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
 
 /// The plans that rules define.
@@ -97,9 +98,10 @@ impl Reader<'_> {
         report.broken = flaws.broken;
         for flaw in flaws.into_problems() {
             // Most flaws are told by showing what is written there.
-            let (message, fix) = match flaw.message.contains('`') {
-                true => (BROKEN.to_owned(), BROKEN_FIX.to_owned()),
-                false => (flaw.message, flaw.fix),
+            let (message, fix) = match flaw.message.as_str() {
+                message if message.contains("is already defined") => (TWICE.to_owned(), flaw.fix),
+                message if message.contains('`') => (BROKEN.to_owned(), BROKEN_FIX.to_owned()),
+                _ => (flaw.message, flaw.fix),
             };
             report.problem(flaw.span, message, fix);
         }
