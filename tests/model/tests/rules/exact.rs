@@ -132,7 +132,7 @@ impl Game {
         let (table, time) = (&self.gateway.table, self.gateway.book.time(self.now_ms));
         let usage = match charge.split.shards {
             1 => table.look(charge.counter, ask, time).0,
-            _ => charge.split.look(table, charge.counter, ask, time),
+            _ => charge.split.look(table, charge.counter, ask, time).0,
         };
         Account { left: i128::from(wish.limit.capacity) - i128::from(usage.used), end_ms: usage.end_ms }
     }
