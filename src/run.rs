@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use crate::access::{Sink, Writer};
 use crate::admin::{self, Office};
@@ -27,6 +27,7 @@ use crate::count::table::Table;
 use crate::count::word::END_MAX_MS;
 use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
+use crate::http::decision::Counsel;
 use crate::listen::drain::Drain;
 use crate::listen::socket;
 use crate::metrics::Registry;
@@ -117,6 +118,8 @@ pub struct Gateway {
     orders: Vec<UnboundedSender<Order>>,
     loops: Vec<JoinHandle<()>>,
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    /// Who answers the decision API, by the configuration that is in force.
+    counsel: watch::Sender<Option<Arc<Counsel>>>,
     access: Option<Sink>,
     writers: Vec<Writer>,
 }
@@ -142,6 +145,7 @@ impl Gateway {
             orders: Vec::new(),
             loops: Vec::new(),
             office: None,
+            counsel: watch::Sender::default(),
             access: None,
             writers: Vec::new(),
             config: config.clone(),
@@ -149,11 +153,14 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        if let Some(address) = config.listen.admin {
-            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready };
+        let admin = config.listen.admin;
+        let snapshot = Snapshot::new(config, seed);
+        gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
+        if let Some(address) = admin {
+            let counsel = gateway.counsel.subscribe();
+            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready, counsel };
             gateway.start_office(address, office)?;
         }
-        let snapshot = Snapshot::new(config, seed);
         for (id, listeners) in listeners.into_iter().enumerate() {
             let (orders, inbox) = unbounded_channel();
             let (table, clock, registry) = (Arc::clone(&table), clock.clone(), Arc::clone(&gateway.registry));
@@ -196,6 +203,7 @@ impl Gateway {
         }
         self.config = config.clone();
         let snapshot = Snapshot::new(config, self.seed);
+        self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         for orders in &self.orders {
             // A loop that is gone has panicked, which was reported then.
             let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), self.access.clone()));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 18] = [
     ("cli", &["clock", "config", "metrics", "reload", "rule", "run"]),
-    ("run", &["access", "admin", "clock", "config", "count", "gateway", "listen", "metrics", "rule"]),
+    ("run", &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule"]),
     ("listen", &["gateway", "http", "interim", "timer", "wire"]),
     (
         "gateway",

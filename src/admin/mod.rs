@@ -1,4 +1,4 @@
-//! The admin address: `/metrics`, `/healthz`, `/readyz`.
+//! The admin address: `/metrics`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
 //!
 //! It has a thread of its own, so that a scrape takes no time from requests.
 
@@ -10,15 +10,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::header::{HOST, HeaderMap, ORIGIN};
 use http::{Method, Request, Response};
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::count::table::Table;
+use crate::http::decision::{Counsel, Unanswered, Verb};
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::metrics::Registry;
@@ -27,6 +31,7 @@ use crate::metrics::page::{Reading, render};
 
 /// Until a request's head is there, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+const QUESTION_MAX_BYTES: usize = 64 * 1024;
 
 /// What the admin pages tell of.
 pub struct Office {
@@ -35,6 +40,8 @@ pub struct Office {
     pub clock: Clock,
     /// Whether new clients should be sent here; down before anything else when the gateway drains.
     pub ready: Arc<AtomicBool>,
+    /// Who answers the decision API.
+    pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
 }
 
 /// Serves the admin pages until the task is dropped.
@@ -44,7 +51,7 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
         match listener.accept().await {
             Ok((stream, _peer)) => {
                 let office = Rc::clone(&office);
-                let service = service_fn(move |request| std::future::ready(answer(&office, &request)));
+                let service = service_fn(move |request| answer(Rc::clone(&office), request));
                 let connection = http1::Builder::new()
                     .timer(TokioTimer::new())
                     .header_read_timeout(HEAD_TIMEOUT)
@@ -60,8 +67,48 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
     }
 }
 
-fn answer<B>(office: &Office, request: &Request<B>) -> Result<Response<Full<Bytes>>, Infallible> {
-    Ok(page(office, request).map(Full::new))
+async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    let verb = match request.uri().path() {
+        "/v1/limit" => Verb::Limit,
+        "/v1/check" => Verb::Check,
+        "/v1/reset" => Verb::Reset,
+        "/v1/value" => Verb::Value,
+        _ => return Ok(page(&office, &request).map(Full::new)),
+    };
+    Ok(decide(&office, verb, request).await.map(Full::new))
+}
+
+/// One question to the decision API.
+async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Reply {
+    if request.method() != Method::POST {
+        let mut reply = reply::fault(&Fault::Method);
+        reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
+        return reply;
+    }
+    if is_foreign(request.headers()) {
+        return reply::unanswered(&Unanswered::Foreign);
+    }
+    let question = Limited::new(request.into_body(), QUESTION_MAX_BYTES).collect();
+    let text = match tokio::time::timeout(HEAD_TIMEOUT, question).await {
+        Ok(Ok(text)) => text.to_bytes(),
+        Ok(Err(_too_long_or_broken)) => return reply::unanswered(&Unanswered::TooLong),
+        Err(_elapsed) => return reply::unanswered(&Unanswered::TooSlow),
+    };
+    let counsel = office.counsel.borrow().clone();
+    // There is one before the first question can come.
+    let Some(counsel) = counsel else { return reply::not_ready(String::from("starting\n")) };
+    match counsel.answer(verb, &text, &office.table, office.clock.now().unix_ms) {
+        Ok(answer) => reply::json(format!("{answer}\n")),
+        Err(why) => reply::unanswered(&why),
+    }
+}
+
+/// Whether a browser says that a page of another origin asks: anybody's page can have it send a POST
+/// to an address that only this machine reaches.
+fn is_foreign(fields: &HeaderMap) -> bool {
+    let Some(origin) = fields.get(ORIGIN) else { return false };
+    let authority = origin.to_str().ok().and_then(|origin| origin.split_once("://")).map(|(_, authority)| authority);
+    authority.is_none() || authority != fields.get(HOST).and_then(|host| host.to_str().ok())
 }
 
 fn page<B>(office: &Office, request: &Request<B>) -> Reply {

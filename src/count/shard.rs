@@ -36,6 +36,11 @@ impl Split {
         (0..self.shards).map(move |i| (self.own + i) % self.shards)
     }
 
+    /// All counters, where the whole is `whole`.
+    pub fn counters(self, whole: Counter) -> impl Iterator<Item = Counter> {
+        (0..self.shards).map(move |shard| Split::counter(shard, whole))
+    }
+
     /// What a shard grants of what is asked of all.
     fn part(self, shard: u32, ask: Ask) -> Ask {
         let limit = ask.limit / self.shards + u32::from(shard < ask.limit % self.shards);

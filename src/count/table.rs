@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use super::pace::Time;
 use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
-use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, refunded, usage, usage_of_many};
+use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, forgotten, refunded, usage, usage_of_many};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
@@ -338,6 +338,16 @@ impl<const W: usize> Table<W> {
         // Ordering: relaxed; a statistic.
         self.spilled_total.fetch_add(1, Ordering::Relaxed);
         Some(answer)
+    }
+
+    /// Forgets what a counter of its own has used and owes. A spill counter is not one key's to forget.
+    pub fn forget(&self, counter: Counter, ask: Ask, time: Time<'_>) {
+        while let Found::Counter(index, word) = self.own.find(counter.key) {
+            let unused = forgotten(word, ask, time);
+            if word == unused || self.own.swap(index, word, unused).is_ok() {
+                return;
+            }
+        }
     }
 
     /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was

@@ -242,6 +242,12 @@ fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time:
     }
 }
 
+/// The word of the same counter with nothing used or owed.
+pub fn forgotten(word: Word, ask: Ask, time: Time<'_>) -> Word {
+    let now = usage(word, ask, time);
+    owing(word.tag(), Use { used: 0, ..now }, ask, time)
+}
+
 /// What was taken from a counter: enough to give it back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Taken {

@@ -17,10 +17,11 @@ use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
 use crate::http::fields;
+use crate::http::quota::Stamp;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::{LoopId, Registry};
-use crate::rule::desk::Desk;
+use crate::rule::desk::{Asker, Desk};
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
@@ -177,6 +178,17 @@ impl View {
             snapshot,
             scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),
         }
+    }
+
+    /// What is to be said of the limits now, to somebody who was charged before.
+    pub fn stamp(&self, slate: usize, askers: &[Option<Asker>], table: &Table, now_ms: u64) -> Stamp {
+        let Slate { roster, sheet, .. } = &self.snapshot.slates[slate];
+        let mut scratch = self.scratch();
+        let Scratch { desk, text, .. } = &mut *scratch;
+        desk.askers.clear();
+        desk.askers.extend_from_slice(askers);
+        self.snapshot.book.look(roster, table, now_ms, desk);
+        sheet.render(desk, self.policies[slate].as_ref(), now_ms, text)
     }
 
     /// The buffers; to be given back before anything is waited for.

@@ -66,7 +66,7 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
             let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
-                    turn.come().await;
+                    stamp = turn.come().await;
                 }
                 let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
                     Ok(answer) => {
@@ -163,7 +163,9 @@ fn decide(
         Judgement::Delayed { until_ms, wait } => {
             let shares = desk.all_shares().collect();
             let place = wait.map(|wait| wait.place);
-            Some(Box::new(Turn { until_ms, shares, place, hall: Rc::clone(hall), view: Rc::clone(view) }))
+            let (slate, askers) = (lane.slate as usize, desk.askers.clone());
+            let (hall, view) = (Rc::clone(hall), Rc::clone(view));
+            Some(Box::new(Turn { until_ms, slate, askers, shares, place, hall, view }))
         }
         Judgement::Admitted | Judgement::Refused => None,
     };

@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use http::{HeaderMap, HeaderName};
 
-use super::hall::{Hall, Scratch, View};
+use super::hall::{Hall, View};
 use super::snapshot::Slate;
 use crate::config::Config;
 use crate::count::shard::Share;
@@ -86,13 +86,6 @@ impl Settlement {
                 book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
             }
         }
-        if !settled {
-            return None;
-        }
-        let mut scratch = view.scratch();
-        let Scratch { desk, text, .. } = &mut *scratch;
-        desk.askers.clone_from(&self.askers);
-        book.look(&slate.roster, &hall.table, now_ms, desk);
-        Some(slate.sheet.render(desk, view.policies[self.slate].as_ref(), now_ms, text))
+        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, now_ms))
     }
 }

@@ -12,6 +12,7 @@ use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::caller::Identity;
 use crate::http::clients::Clients;
+use crate::http::decision::Counsel;
 use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
 use crate::http::reply::Form;
@@ -24,7 +25,9 @@ use crate::token::checker::Checker;
 pub struct Snapshot {
     pub config: Config,
     pub router: Router,
-    pub book: Book,
+    pub book: Arc<Book>,
+    /// Answers those who ask without a request.
+    pub counsel: Arc<Counsel>,
     /// What refusals look like; one for each rule of the book.
     pub forms: Vec<Form>,
     /// Who is known by name.
@@ -64,6 +67,7 @@ pub struct Slate {
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
+        let book = Arc::new(book);
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
         let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
@@ -78,12 +82,25 @@ impl Snapshot {
             });
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
         }
+        let counsel = Arc::new(Counsel::new(&book, &exceptions, seed));
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
         let forms = config.refusals.iter().map(Form::new).collect();
-        Arc::new(Snapshot { router, forms, lanes, slates, claims, token_hash, key_fields, clients, book, config })
+        Arc::new(Snapshot {
+            router,
+            forms,
+            lanes,
+            slates,
+            claims,
+            token_hash,
+            key_fields,
+            clients,
+            counsel,
+            book,
+            config,
+        })
     }
 }
 

@@ -6,6 +6,8 @@ use std::time::Duration;
 use super::hall::{Hall, View};
 use crate::count::queue::Place;
 use crate::count::shard::Share;
+use crate::http::quota::Stamp;
+use crate::rule::desk::Asker;
 
 /// The wall clock may be set while a request waits, so it looks again after so long.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -14,6 +16,9 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// what was charged.
 pub struct Turn {
     pub until_ms: u64,
+    /// Position of the slate that was decided by.
+    pub slate: usize,
+    pub askers: Vec<Option<Asker>>,
     /// What was charged; empty once the turn has come.
     pub shares: Vec<Share>,
     pub hall: Rc<Hall>,
@@ -23,16 +28,19 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// Waits until the window is open.
-    pub async fn come(mut self) {
+    /// Waits until the window is open. Returns what is to be said of the limits then.
+    pub async fn come(mut self) -> Stamp {
+        let mut now_ms;
         loop {
-            let left_ms = self.until_ms.saturating_sub(self.hall.clock.now().unix_ms);
+            now_ms = self.hall.clock.now().unix_ms;
+            let left_ms = self.until_ms.saturating_sub(now_ms);
             if left_ms == 0 {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(left_ms).min(LOOK_AGAIN)).await;
         }
         self.shares.clear();
+        self.view.stamp(self.slate, &self.askers, &self.hall.table, now_ms)
     }
 }
 

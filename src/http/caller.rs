@@ -189,7 +189,7 @@ impl Identity {
 }
 
 /// The hash of a key as far as it does not depend on a request.
-fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+pub fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
     // Keeps the keys of a fallback apart from the rule's own, and from those of another.
     let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
     let mut start = KeyHasher::new(seed, rule);

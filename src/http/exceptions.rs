@@ -5,7 +5,7 @@
 //! exemption or an override by the key's value goes before the plan of a client.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use foldhash::fast::RandomState;
 
@@ -88,19 +88,25 @@ impl Exceptions {
 fn hash(start: &KeyHasher, parts: &[Part], values: &[Value], digests: bool) -> KeyHash {
     let mut hasher = start.clone();
     for (part, value) in parts.iter().zip(values) {
-        match (part, value) {
-            (Part::Ip { v4_prefix, v6_prefix }, Value::Clear(text)) => {
-                // The configuration has been checked: what is no address never gets here.
-                let parsed = text.parse().unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-                address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| {
-                    feed(&mut hasher, kind, bytes, digests);
-                });
-            }
-            (_, Value::Clear(text)) => feed(&mut hasher, kind(part), text.as_bytes(), digests),
-            (_, Value::Digest(digest)) => hasher.part(kind(part), digest.bytes()),
+        match value {
+            // The configuration has been checked: what is no address never gets here.
+            Value::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
+            Value::Digest(digest) => hasher.part(kind(part), digest.bytes()),
         }
     }
     hasher.finish()
+}
+
+/// Adds a part of a key that was given as a text; `None` if it is no address where there has to be one.
+pub fn feed_text(hasher: &mut KeyHasher, part: &Part, text: &str, digest: bool) -> Option<()> {
+    match part {
+        Part::Ip { v4_prefix, v6_prefix } => {
+            let parsed = text.parse().ok()?;
+            address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed(hasher, kind, bytes, digest));
+        }
+        _ => feed(hasher, kind(part), text.as_bytes(), digest),
+    }
+    Some(())
 }
 
 /// Adds a part of a key, or its digest. What is too long for a secret is no secret that is known, so

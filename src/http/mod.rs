@@ -12,6 +12,7 @@ pub mod bearer;
 pub mod caller;
 pub mod clients;
 pub mod cookie;
+pub mod decision;
 pub mod escapes;
 pub mod exceptions;
 pub mod fault;

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::{Response, StatusCode};
 
+use super::decision::Unanswered;
 use super::fault::Fault;
 use super::quota::{Stamp, number, push_number, seconds_until};
 use crate::config::Refusal;
@@ -139,13 +140,7 @@ pub fn refusal(
 /// What the client is told of a fault.
 pub fn fault(fault: &Fault) -> Reply {
     let status = fault_status(fault);
-    let body = serde_json::json!({
-        "type": "about:blank",
-        "title": status.canonical_reason().unwrap_or("Error"),
-        "status": status.as_u16(),
-        "detail": fault.to_string(),
-    });
-    let mut reply = answer(status, PROBLEM_JSON, body.to_string());
+    let mut reply = problem(status, &fault.to_string());
     if fault.closes_connection() {
         reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
@@ -184,6 +179,28 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::ConnectTimeout | Fault::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
         Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
+}
+
+/// Why the decision API has no answer.
+pub fn unanswered(why: &Unanswered) -> Reply {
+    let (status, detail) = match why {
+        Unanswered::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("there is no rule `{name}`")),
+        Unanswered::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
+        Unanswered::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
+        Unanswered::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+        Unanswered::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
+    };
+    problem(status, &detail)
+}
+
+fn problem(status: StatusCode, detail: &str) -> Reply {
+    let body = serde_json::json!({
+        "type": "about:blank",
+        "title": status.canonical_reason().unwrap_or("Error"),
+        "status": status.as_u16(),
+        "detail": detail,
+    });
+    answer(status, PROBLEM_JSON, body.to_string())
 }
 
 /// The fault that a status of hyper's own answers stands for.

@@ -254,6 +254,18 @@ impl Book {
         roster
     }
 
+    /// A roster of one rule, for those who ask it without a request: it decides also if it is a shadow
+    /// rule, and nobody waits.
+    pub fn roster_alone(&self, rule: usize) -> Roster {
+        let mut roster = self.roster(&[rule]);
+        roster.shadows.clear();
+        roster.delays = false;
+        let mut lines: Vec<Line> = self.lines(&roster, 0, 0).collect();
+        self.sort(&roster, &mut lines);
+        roster.enforced = lines;
+        roster
+    }
+
     /// The layers of one rule, as one of its variants has them.
     fn lines(&self, roster: &Roster, position: usize, variant: usize) -> impl Iterator<Item = Line> + use<> {
         self.entries[roster.rules[position]].variant(variant).map(move |layer| Line { rule: position, layer })
@@ -298,7 +310,7 @@ impl Book {
         let mut lines = std::mem::take(&mut desk.own_lines);
         lines.clear();
         for (position, asker) in desk.askers.iter().enumerate() {
-            if let Some(asker) = asker.filter(|_| !self.is_shadow(roster, position)) {
+            if let Some(asker) = asker.filter(|_| !roster.shadows.contains(&position)) {
                 lines.extend(self.lines(roster, position, asker.variant));
             }
         }

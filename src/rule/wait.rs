@@ -113,6 +113,18 @@ impl Book {
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
+    /// Forgets what was used and owed in the counters that are on the desk. What was counted together
+    /// with other keys, because the table was full, stays.
+    #[cold]
+    pub fn forget<const W: usize>(&self, table: &Table<W>, now_ms: u64, desk: &Desk) {
+        for charge in &desk.charges {
+            charge
+                .split
+                .counters(charge.counter)
+                .for_each(|counter| table.forget(counter, charge.ask, self.time(now_ms)));
+        }
+    }
+
     fn entry(&self, roster: &Roster, line: Line) -> &Entry {
         &self.entries[roster.rules[line.rule]]
     }

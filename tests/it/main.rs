@@ -17,6 +17,7 @@ mod client_orders;
 mod clients;
 mod clock;
 mod cost;
+mod decision_api;
 mod delay;
 mod drain;
 mod exactness;

@@ -1,0 +1,226 @@
+//! Decisions for those who ask without a request: may this key pass this rule, and what has it used?
+//!
+//! The question and the answer are JSON; the counters are those of the requests. This file knows no
+//! socket: it is handed the text of a question and the time.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use super::exceptions::{Exceptions, Standing};
+use super::quota::seconds_until;
+use crate::count::table::Table;
+use crate::rule::book::{Book, Entry, Judgement, Roster};
+use crate::rule::desk::{Asker, Desk};
+use crate::rule::key::{KeyHash, KeyHasher, Part, Seed};
+use crate::rule::window::Windows;
+
+/// What is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verb {
+    /// Decide and consume.
+    Limit,
+    /// Decide only.
+    Check,
+    /// Forget the key.
+    Reset,
+    /// Read only.
+    Value,
+}
+
+/// Why there is no answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Unanswered {
+    /// No rule is called so.
+    UnknownRule(String),
+    /// The question is malformed.
+    Malformed(String),
+    TooLong,
+    TooSlow,
+    /// A page of another origin asks, in the browser of somebody who can reach the admin address.
+    Foreign,
+}
+
+/// All rules, each for itself, for those who ask by name and key.
+#[derive(Debug)]
+pub struct Counsel {
+    book: Arc<Book>,
+    rules: Vec<Ready>,
+}
+
+#[derive(Debug)]
+struct Ready {
+    roster: Roster,
+    /// The hash of a key before its parts.
+    start: KeyHasher,
+    /// The same in the seed that says where windows start at random.
+    everywhere: Option<KeyHasher>,
+    exceptions: Option<Arc<Exceptions>>,
+}
+
+/// A question, read.
+struct Question {
+    rule: usize,
+    key: Vec<String>,
+    cost: Option<u32>,
+    reserve: bool,
+}
+
+impl Counsel {
+    /// `exceptions` has one place for each rule of the book.
+    pub fn new(book: &Arc<Book>, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Counsel {
+        let ready = |(rule, entry): (usize, &Entry)| {
+            let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
+            let everywhere =
+                || super::caller::start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]), None);
+            Ready {
+                roster: book.roster_alone(rule),
+                start: super::caller::start(seed, entry.identity, None),
+                everywhere: random.then(everywhere),
+                exceptions: exceptions[rule].clone(),
+            }
+        };
+        Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book) }
+    }
+
+    /// Answers a question in JSON.
+    pub fn answer(&self, verb: Verb, text: &[u8], table: &Table, now_ms: u64) -> Result<Value, Unanswered> {
+        let question = self.read(text)?;
+        let (ready, entry) = (&self.rules[question.rule], &self.book.entries[question.rule]);
+        let Some(asker) = self.asker(&question)? else {
+            // The rule does not count this key.
+            return Ok(json!({
+                "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [],
+            }));
+        };
+        let mut desk = Desk::default();
+        desk.askers.push(Some(asker));
+        desk.reserve = question.reserve;
+        let (allowed, again_ms) = match verb {
+            Verb::Limit => match self.book.judge(&ready.roster, table, now_ms, &mut desk) {
+                Judgement::Admitted => (true, Some(now_ms)),
+                Judgement::Delayed { until_ms, .. } => (true, Some(until_ms)),
+                Judgement::Refused => (false, self.book.again_ms(&ready.roster, &desk, now_ms)),
+            },
+            Verb::Check | Verb::Value => {
+                let room = self.book.look(&ready.roster, table, now_ms, &mut desk);
+                (room, self.book.again_ms(&ready.roster, &desk, now_ms))
+            }
+            Verb::Reset => {
+                self.book.look(&ready.roster, table, now_ms, &mut desk);
+                self.book.forget(table, now_ms, &desk);
+                (self.book.look(&ready.roster, table, now_ms, &mut desk), Some(now_ms))
+            }
+        };
+        Ok(told(entry, &desk, allowed, again_ms, now_ms))
+    }
+
+    fn read(&self, text: &[u8]) -> Result<Question, Unanswered> {
+        let malformed = |why: &str| Unanswered::Malformed(why.to_owned());
+        let question: Map<String, Value> =
+            serde_json::from_slice(text).map_err(|_| malformed("the question is not a JSON object"))?;
+        let known = ["rule", "key", "cost", "reserve"];
+        if let Some(other) = question.keys().find(|name| !known.contains(&name.as_str())) {
+            let other: String = other.chars().take(64).collect();
+            return Err(Unanswered::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
+        }
+        let Some(Value::String(name)) = question.get("rule") else { return Err(malformed("`rule` is not a text")) };
+        let rule = self.book.entries.iter().position(|entry| entry.rule.name == *name);
+        let rule = rule.ok_or_else(|| Unanswered::UnknownRule(name.chars().take(64).collect()))?;
+        let text = |value: &Value| match value {
+            Value::String(text) if !text.is_empty() => Some(text.clone()),
+            _ => None,
+        };
+        let key = match question.get("key") {
+            None | Some(Value::Null) => Some(Vec::new()),
+            Some(Value::Array(parts)) => parts.iter().map(text).collect(),
+            Some(value) => text(value).map(|text| vec![text]),
+        };
+        let key = key.ok_or_else(|| malformed("`key` is neither a text nor a list of texts, none of them empty"))?;
+        let cost = match question.get("cost") {
+            None | Some(Value::Null) => None,
+            Some(cost) => {
+                let cost = cost.as_u64().and_then(|cost| u32::try_from(cost).ok());
+                Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
+            }
+        };
+        let reserve = match question.get("reserve") {
+            None | Some(Value::Null) => false,
+            Some(Value::Bool(reserve)) => *reserve,
+            Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
+        };
+        Ok(Question { rule, key, cost, reserve })
+    }
+
+    /// Who asks; `None` if the rule does not count that key.
+    fn asker(&self, question: &Question) -> Result<Option<Asker>, Unanswered> {
+        let (ready, rule) = (&self.rules[question.rule], &self.book.entries[question.rule].rule);
+        // One counter for all has no key, or any.
+        let parts: &[Part] = if rule.key == [Part::Global] { &[] } else { &rule.key };
+        if parts.len() != question.key.len() && !parts.is_empty() {
+            let names: Vec<String> = parts.iter().map(Part::to_string).collect();
+            return Err(Unanswered::Malformed(format!("the key of this rule has the parts `{}`", names.join("`, `"))));
+        }
+        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, Unanswered> {
+            let mut hasher = start.clone();
+            for (part, value) in rule.key.iter().zip(question.key.iter().chain(std::iter::repeat(&String::new()))) {
+                super::exceptions::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
+                    Unanswered::Malformed(String::from("the key is no address where the rule counts by `ip`"))
+                })?;
+            }
+            Ok(hasher.finish())
+        };
+        let key = hash(&ready.start, false)?;
+        let offset = match &ready.everywhere {
+            Some(start) => hash(start, false)?.place,
+            None => 0,
+        };
+        let mut variant = 0;
+        if let Some(exceptions) = ready.exceptions.as_ref().filter(|exceptions| exceptions.has_keys()) {
+            let known = match &exceptions.by_digest {
+                Some(start) => hash(start, true)?,
+                None => key,
+            };
+            match exceptions.of_key(known) {
+                Some(Standing::Exempt) => return Ok(None),
+                Some(Standing::Variant(of_key)) => variant = of_key,
+                None => {}
+            }
+        }
+        Ok(Some(Asker { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.usual()) }))
+    }
+}
+
+/// The answer: at its top stands the layer nearest its limit.
+fn told(entry: &Entry, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+    let seconds = |ms: u64| seconds_until(ms, now_ms);
+    let mut windows: Vec<(u64, u64, Map<String, Value>)> = Vec::new();
+    for (charge, line) in desk.charges.iter().zip(&desk.lines) {
+        let remaining = u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used);
+        let mut window = Map::new();
+        window.insert("name".to_owned(), json!(entry.layer_name(line.layer)));
+        window.insert("count".to_owned(), json!(charge.usage.used));
+        window.insert("limit".to_owned(), json!(charge.ask.limit));
+        window.insert("remaining".to_owned(), json!(remaining));
+        window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
+        windows.push((remaining, charge.usage.end_ms, window));
+    }
+    let mut answer = Map::new();
+    answer.insert("allowed".to_owned(), json!(allowed));
+    let nearest = windows.iter().min_by_key(|(remaining, end_ms, _)| (*remaining, std::cmp::Reverse(*end_ms)));
+    if let Some((_, _, nearest)) = nearest {
+        answer.extend(
+            nearest.iter().filter(|(name, _)| *name != "name").map(|(name, value)| (name.clone(), value.clone())),
+        );
+    }
+    // What costs more than there ever is will never be allowed.
+    let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
+    answer.insert("retry_after".to_owned(), json!(retry_after));
+    // In the order of the configuration, not in that of the charges.
+    let order = |line: usize| desk.lines.iter().map(|line| line.layer).nth(line);
+    let mut places: Vec<usize> = (0..windows.len()).collect();
+    places.sort_by_key(|place| order(*place));
+    let list: Vec<Value> = places.into_iter().map(|place| Value::Object(windows[place].2.clone())).collect();
+    answer.insert("windows".to_owned(), Value::Array(list));
+    Value::Object(answer)
+}
