@@ -41,6 +41,11 @@ pub struct Paid {
 }
 
 impl Paid {
+    /// End of the window in which it was charged, Unix milliseconds.
+    pub fn end_ms(self) -> u64 {
+        self.taken.end_ms
+    }
+
     /// The last `tokens` of it, or all.
     pub fn last(self, tokens: u32) -> Paid {
         Paid { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }

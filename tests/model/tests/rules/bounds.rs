@@ -87,8 +87,13 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                 let mut passes = Vec::new();
                 for (line, wish) in gateway.wishes(event.client, costs, None) {
                     let charge = gateway.desk.answer(line).expect("the layer was asked");
-                    let end_ms = charge.usage.end_ms;
                     let pace = wish.limit.windows.pace();
+                    // Keys that share a counter share its windows as well; what is asked for is its own.
+                    let (own_ms, end_ms) = (charge.ask.end_ms, charge.usage.end_ms);
+                    let end_ms = match &wish.limit.windows {
+                        Windows::Random { period_ms } => own_ms + (end_ms - own_ms) / period_ms * period_ms,
+                        _ => end_ms,
+                    };
                     let passes_in = until_ms.map_or(end_ms, |until_ms| pace.open(end_ms, until_ms));
                     ledger.add(&wish, passes_in, wish.cost.into());
                     passes.push((wish, passes_in));
