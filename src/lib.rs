@@ -6,7 +6,7 @@
 //! | floor | rooms |
 //! | --- | --- |
 //! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
-//! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`] |
+//! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`], [`token`] |
 //! | ground: pure, no clock | [`rule`], [`count`] |
 //!
 //! The way of a request: `listen::serve` → `gateway` → `upstream` → out. Everything else is a call
@@ -27,5 +27,6 @@ pub mod reload;
 pub mod rule;
 pub mod run;
 pub mod timer;
+pub mod token;
 pub mod upstream;
 pub mod wire;

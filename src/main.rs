@@ -26,6 +26,8 @@ enum Command {
     Run(File),
     /// Say whether a configuration is good, or everything that is wrong with it
     Check(File),
+    /// Say who is known by name, and on which plan
+    Clients(cli::clients::Arguments),
 }
 
 #[derive(clap::Args)]
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
         Command::Check(file) => cli::check::check(&file.config),
+        Command::Clients(arguments) => cli::clients::clients(&arguments),
     };
     match exit {
         Exit::Fine => ExitCode::SUCCESS,

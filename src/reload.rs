@@ -1,17 +1,16 @@
-//! When the configuration is read again: the file changed, or the process was told to.
+//! When the configuration is read again: a file of it changed, or the process was told to.
 //!
-//! The file is looked at once a second. That sees every way of changing it, also a directory that is
+//! The files are looked at once a second. That sees every way of changing it, also a directory that is
 //! swapped under a symbolic link, and works on every file system.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// What a file looked like when it was last read.
-#[derive(Debug)]
+/// The files that a configuration was read from, and what they looked like then.
+#[derive(Debug, Default)]
 pub struct Watch {
-    path: PathBuf,
-    seen: Option<Look>,
+    seen: Vec<(PathBuf, Option<Look>)>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -22,17 +21,26 @@ struct Look {
 }
 
 impl Watch {
-    pub fn new(path: &Path) -> Watch {
-        Watch { path: path.to_owned(), seen: look(path) }
+    /// Notes what a file looks like, from now on to be watched. It is to be read after that: what
+    /// changes in between is then noticed.
+    pub fn note(&mut self, path: &Path) {
+        let now = look(path);
+        match self.seen.iter_mut().find(|(known, _)| known == path) {
+            Some((_, seen)) => *seen = now,
+            None => self.seen.push((path.to_owned(), now)),
+        }
     }
 
-    /// Whether the file has changed since it was last asked about. A file that is gone for a moment,
-    /// while an editor replaces it, has not.
+    /// Whether a file has changed since it was last noted or asked about. A file that is gone for a
+    /// moment, while an editor replaces it, has not.
     pub fn changed(&mut self) -> bool {
-        let now = look(&self.path);
-        let changed = now.is_some() && now != self.seen;
-        if changed {
-            self.seen = now;
+        let mut changed = false;
+        for (path, seen) in &mut self.seen {
+            let now = look(path);
+            if now.is_some() && now != *seen {
+                *seen = now;
+                changed = true;
+            }
         }
         changed
     }
@@ -52,7 +60,8 @@ mod tests {
     fn a_change_is_seen_once_and_a_gap_is_not_one() {
         let path = std::env::temp_dir().join(format!("transom-watch-{}", std::process::id()));
         fs::write(&path, "a").unwrap();
-        let mut watch = Watch::new(&path);
+        let mut watch = Watch::default();
+        watch.note(&path);
         assert!(!watch.changed());
         fs::write(&path, "ab").unwrap();
         assert!(watch.changed());
@@ -61,6 +70,9 @@ mod tests {
         assert!(!watch.changed());
         fs::write(&path, "abc").unwrap();
         assert!(watch.changed());
+        fs::write(&path, "abcd").unwrap();
+        watch.note(&path);
+        assert!(!watch.changed());
         fs::remove_file(&path).unwrap();
     }
 }

@@ -66,7 +66,7 @@ impl Timers {
 impl Timer {
     /// Arms the timer for so long from now, whatever it was armed for before.
     pub fn arm(&self, limit: Duration) {
-        let ticks = limit.as_millis().div_ceil(TICK.as_millis()) as u64;
+        let ticks = whole_ms(limit).div_ceil(whole_ms(TICK));
         // The tick that is under way is not a whole one.
         self.due.set(self.timers.tick.get() + ticks + 1);
     }
@@ -86,6 +86,11 @@ impl Timer {
         }
         false
     }
+}
+
+/// Milliseconds without the detour over 128 bits.
+const fn whole_ms(duration: Duration) -> u64 {
+    duration.as_secs() * 1000 + duration.subsec_millis() as u64
 }
 
 #[cfg(test)]

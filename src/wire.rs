@@ -8,6 +8,7 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use smallvec::SmallVec;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -38,13 +39,10 @@ impl AsyncWrite for Wire {
         match slices {
             [only] => stream.poll_write(cx, only),
             several if total <= COPY_MAX_BYTES => {
-                let mut together = [0; COPY_MAX_BYTES];
-                let mut end = 0;
-                for slice in several {
-                    together[end..end + slice.len()].copy_from_slice(slice);
-                    end += slice.len();
-                }
-                stream.poll_write(cx, &together[..end])
+                // An array would have to be zeroed first.
+                let mut together = SmallVec::<[u8; COPY_MAX_BYTES]>::new();
+                several.iter().for_each(|slice| together.extend_from_slice(slice));
+                stream.poll_write(cx, &together)
             }
             several => stream.poll_write_vectored(cx, several),
         }

@@ -10,9 +10,13 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
-use transom::config::{AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Segment, Target, read};
+use transom::config::{
+    AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Refusal, Segment, Target, read, read_with,
+};
+use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
-use transom::rule::terms::{Cost, OnLimit};
+use transom::rule::terms::{Cost, OnLimit, Value};
+use transom::rule::window::Windows;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);
@@ -24,8 +28,14 @@ fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
 }
 
 fn good(name: &str) -> Config {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name);
-    read(&fs::read_to_string(file).unwrap()).unwrap()
+    read_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/good").join(name)).1.unwrap()
+}
+
+/// Reads a file and those that it names, which lie beside it.
+fn read_file(file: &Path) -> (String, Result<Config, Vec<Problem>>) {
+    let text = fs::read_to_string(file).unwrap();
+    let read = read_with(&text, &|other| fs::read(file.with_file_name(other)));
+    (text, read)
 }
 
 /// Lines that only one side has, as `diff` would mark them.
@@ -42,8 +52,8 @@ fn every_good_file_is_accepted() {
     let files = files("good", "toml");
     assert!(files.len() >= 8);
     for file in files {
-        let text = fs::read_to_string(&file).unwrap();
-        if let Err(problems) = read(&text) {
+        let (text, read) = read_file(&file);
+        if let Err(problems) = read {
             panic!("{}", render(&problems, &file.display().to_string(), &text));
         }
     }
@@ -56,9 +66,9 @@ fn every_bad_file_is_refused_with_exactly_its_message() {
     assert!(files.len() >= 40);
     let mut failures = String::new();
     for file in &files {
-        let text = fs::read_to_string(file).unwrap();
+        let (text, read) = read_file(file);
         let name = file.file_name().unwrap().to_str().unwrap();
-        let problems = read(&text).expect_err(name);
+        let problems = read.expect_err(name);
         let found = render(&problems, name, &text);
         let beside = file.with_extension("txt");
         if update {
@@ -128,6 +138,53 @@ fn everything_is_read_as_written() {
 }
 
 #[test]
+fn the_language_of_rules_is_read_as_written() {
+    let config = good("language.toml");
+    let rule = |name: &str| config.rules.iter().find(|rule| rule.name == name).unwrap();
+    let windows = |name: &str| rule(name).layers.iter().map(|limit| limit.windows.to_string()).collect::<Vec<_>>();
+    assert_eq!(
+        windows("starts"),
+        [
+            "2000ms from the first request",
+            "86400000ms from 61200000ms",
+            "86400000ms from 63000250ms",
+            "86400000ms at random",
+            "86400000ms"
+        ]
+    );
+    assert_eq!(windows("places"), ["day Europe/Paris", "week Europe/Paris", "604800000ms", "month Europe/Paris"]);
+    assert_eq!(
+        windows("utc"),
+        ["86400000ms", "604800000ms from 345600000ms", "month"],
+        "as without a zone, but for weeks"
+    );
+    let list = |name: &str| match &rule(name).layers[0].windows {
+        Windows::Calendar(calendar) => calendar.ends.clone(),
+        other => panic!("{other}"),
+    };
+    assert!(std::sync::Arc::ptr_eq(&list("places"), &list("same-places")) && list("places").len() > 51_000);
+
+    let accounts = &rule("accounts").layers;
+    assert_eq!(
+        (accounts[0].capacity, accounts[0].reserve, accounts[1].capacity, accounts[1].reserve),
+        (150, 0, 1000, 200)
+    );
+    let told = |header: &str| header.to_owned();
+    assert_eq!(rule("accounts").cost, Cost::Request { header: told("x-cost"), default: 2, max: 150 });
+    assert_eq!(rule("settled").cost, Cost::Response { header: told("x-cost"), reserve: 10, max: 1000 });
+    assert_eq!(
+        (rule("split").layers[0].shards, &rule("split").cost, config.routes[0].cost),
+        (10, &Cost::Fixed(3), Some(5))
+    );
+    assert_eq!(rule("patient").on_limit, OnLimit::Delay { max_delay_ms: 2000, max_waiting: 50 });
+    assert!(rule("patient").count_refused && !rule("settled").count_refused);
+    let refusal = |name: &str| &config.refusals[config.rules.iter().position(|rule| rule.name == name).unwrap()];
+    assert_eq!((refusal("settled").status, refusal("patient").status), (Some(503), None));
+    assert_eq!(refusal("patient").body.as_ref().unwrap().content_type, "text/plain; charset=utf-8");
+    assert_eq!(refusal("split"), &Refusal::default());
+}
+
+#[test]
 fn routes_are_named_by_as_much_as_tells_them_apart() {
     let names: Vec<String> = good("names.toml").routes.into_iter().map(|route| route.name).collect();
     assert_eq!(
@@ -150,6 +207,60 @@ fn routes_are_named_by_as_much_as_tells_them_apart() {
 fn the_file_of_the_readme_is_read() {
     let config = good("first-minutes.toml");
     assert_eq!(config.rules[0].layers.iter().map(|limit| limit.tokens).collect::<Vec<_>>(), [2000, 33]);
+}
+
+#[test]
+fn plans_overrides_and_exemptions_are_read_as_written() {
+    let config = good("plans.toml");
+    let rule = &config.rules[0];
+    let plans: Vec<_> = rule.plans.iter().map(|plan| (plan.name.as_str(), plan.layers.len())).collect();
+    assert_eq!(plans, [("gold", 2), ("silver", 1)]);
+    let clear = |text: &str| Value::Clear(text.to_owned());
+    let secret = Value::Digest(Digest::of(b"s3cret"));
+    let keys: Vec<_> = rule.overrides.iter().map(|other| (other.key.as_slice(), other.layers[0].tokens)).collect();
+    assert_eq!(keys, [(&[clear("alice")][..], 5000), (&[secret][..], 1)]);
+    let networks: Vec<_> = rule.exemptions.networks.iter().map(ToString::to_string).collect();
+    assert_eq!(networks, ["10.0.0.0/8", "2001:db8::/32", "192.0.2.1/32"]);
+    assert_eq!(rule.exemptions.keys, [[clear("internal-monitor")], [clear("other:monitor")]]);
+    // All addresses that are counted as one are meant.
+    assert_eq!(config.rules[1].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
+
+    let clients = config.clients.unwrap();
+    assert_eq!(clients.api_key, Some(Part::Header("x-api-key".into())));
+    let names: Vec<_> = clients.list.iter().map(|client| (client.name.as_str(), client.plan.as_str())).collect();
+    assert_eq!(names, [("acme", "gold"), ("beta", "silver"), ("gamma.example", "gold")]);
+    let acme = &clients.list[0];
+    assert_eq!(
+        (acme.api_keys.as_slice(), acme.subjects.as_slice()),
+        (&[Digest::of(b"abc")][..], &["user-17".into()][..])
+    );
+    assert_eq!(acme.networks[0].to_string(), "203.0.113.0/24");
+}
+
+#[test]
+fn a_key_in_clear_is_not_shown_to_whoever_reads_the_message() {
+    for (name, key) in [("clients-file", "hunter2"), ("clients-broken", "hunter2")] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/bad");
+        let (text, read) = read_file(&folder.join(format!("{name}.toml")));
+        let of_clients = fs::read_to_string(folder.join(format!("clients/{}.toml", &name[8..]))).unwrap();
+        assert!(of_clients.contains(key));
+        let found = render(&read.unwrap_err(), "gateway.toml", &text);
+        assert!(!found.contains(key), "{found}");
+    }
+}
+
+#[test]
+fn no_clients_file_panics_when_it_is_cut_short() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
+    for (gateway, clients) in [("good/plans", "good/clients/plans"), ("bad/clients-broken", "bad/clients/file")] {
+        let text = fs::read_to_string(folder.join(format!("{gateway}.toml"))).unwrap();
+        let of_clients = fs::read(folder.join(format!("{clients}.toml"))).unwrap();
+        for end in 0..of_clients.len() {
+            if let Err(problems) = read_with(&text, &|_| Ok(of_clients[..end].to_vec())) {
+                assert!(render(&problems, "gateway.toml", &text).contains("clients/"), "{problems:?}");
+            }
+        }
+    }
 }
 
 fn places_are_inside(text: &str, problems: &[Problem]) {

@@ -9,11 +9,14 @@ use std::path::{Path, PathBuf};
 
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
-const ROOMS: [(&str, &[&str]); 17] = [
-    ("cli", &["clock", "config", "metrics", "reload", "run"]),
+const ROOMS: [(&str, &[&str]); 18] = [
+    ("cli", &["clock", "config", "metrics", "reload", "rule", "run"]),
     ("run", &["access", "admin", "clock", "config", "count", "gateway", "listen", "metrics", "rule"]),
     ("listen", &["gateway", "http", "interim", "timer", "wire"]),
-    ("gateway", &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "upstream"]),
+    (
+        "gateway",
+        &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "token", "upstream"],
+    ),
     ("upstream", &["clock", "config", "http", "interim", "metrics", "timer", "wire"]),
     ("admin", &["clock", "count", "http", "metrics"]),
     ("access", &["config", "metrics"]),
@@ -23,14 +26,15 @@ const ROOMS: [(&str, &[&str]); 17] = [
     ("interim", &[]),
     ("wire", &[]),
     ("clock", &[]),
-    ("http", &["config", "count", "rule"]),
-    ("config", &["rule"]),
+    ("http", &["config", "count", "rule", "token"]),
+    ("config", &["rule", "token"]),
+    ("token", &["rule"]),
     ("rule", &["count"]),
     ("count", &[]),
 ];
 
 /// Rooms of the floors that do no I/O, and of the one that knows nothing of HTTP either.
-const FIRST_FLOOR: [&str; 2] = ["http", "config"];
+const FIRST_FLOOR: [&str; 3] = ["http", "config", "token"];
 const GROUND_FLOOR: [&str; 2] = ["rule", "count"];
 
 /// Files that may name what others may not, and why.
@@ -43,7 +47,7 @@ const ATOMICS: [(&str, &str); 7] = [
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
-    ("interim.rs", "hyper wants what it calls to be shared between threads"),
+    ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];

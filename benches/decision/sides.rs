@@ -18,7 +18,7 @@ use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom::rule::limit::Limit;
-use transom::rule::terms::{Cost, OnLimit, Rule};
+use transom::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
 /// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.
@@ -41,6 +41,7 @@ impl Transom {
             layers: windows.iter().map(|text| Limit::parse(text).expect("a window")).collect(),
             plans: Vec::new(),
             overrides: Vec::new(),
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,

@@ -1,12 +1,16 @@
-//! The commands: `run` and `check`.
+//! The commands: `run`, `check` and `clients`.
 
 pub mod check;
+pub mod clients;
 pub mod run;
 
-use std::fs;
-use std::path::Path;
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 use crate::config::{self, Config, problem};
+use crate::reload::Watch;
 
 /// What a command ends with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -18,17 +22,46 @@ pub enum Exit {
     BadConfig,
 }
 
-/// Reads a configuration file; what is wrong with it comes as text for the operator.
-pub fn read(path: &Path) -> Result<Config, String> {
+/// No file that a configuration names is larger; what is, is another.
+const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Reads a configuration file and those that it names; what is wrong with them comes as text for the
+/// operator. All of them are watched from then on.
+pub fn read(path: &Path, watch: &mut Watch) -> Result<Config, String> {
+    let watch = RefCell::new(watch);
+    read_by(path, &|path| {
+        watch.borrow_mut().note(path);
+        read_file(path)
+    })
+}
+
+/// Reads a configuration from files that `files` reads.
+fn read_by(path: &Path, files: config::Files) -> Result<Config, String> {
     let name = path.display().to_string();
-    let bytes = fs::read(path).map_err(|error| {
+    let bytes = files(path).map_err(|error| {
         format!("{name}:1:1: can not read the file: {error}\n  fix: name a file with `--config FILE`\n")
     })?;
     let text = match std::str::from_utf8(&bytes) {
         Ok(text) => text,
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
-    config::read(text).map_err(|problems| problem::render(&problems, &name, text))
+    let config = config::read_with(text, &|file| files(&beside(path, file)));
+    config.map_err(|problems| problem::render(&problems, &name, text))
+}
+
+/// Where a file lies that a configuration names: wherever the gateway is started from, the same one
+/// is meant.
+fn beside(config: &Path, file: &Path) -> PathBuf {
+    config.parent().unwrap_or(Path::new("")).join(file)
+}
+
+fn read_file(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > FILE_MAX_BYTES {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 16 MiB"));
+    }
+    Ok(bytes)
 }
 
 fn not_utf8(name: &str, bytes: &[u8], at: usize) -> String {

@@ -1,5 +1,5 @@
 //! `transom run`: serves until it is told to stop; reads the configuration again when told to, or
-//! when the file changes.
+//! when a file of it changes.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -15,12 +15,12 @@ use crate::metrics::meter::ReloadMeter;
 use crate::reload::Watch;
 use crate::run::Gateway;
 
-/// How often the configuration file is looked at.
+/// How often the files of the configuration are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub fn run(path: &Path) -> Exit {
-    let mut watch = Watch::new(path);
-    let config = match read(path) {
+    let mut watch = Watch::default();
+    let config = match read(path, &mut watch) {
         Ok(config) => config,
         Err(problems) => {
             eprint!("{problems}");
@@ -64,7 +64,7 @@ fn say(error: &dyn Error) {
     eprintln!("transom: {text}");
 }
 
-/// Waits for signals and for changes of the file.
+/// Waits for signals and for changes of the files.
 async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Result<()> {
     let meter = ReloadMeter::new(&gateway.registry);
     let mut terminate = signal(SignalKind::terminate())?;
@@ -85,11 +85,11 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
                 // What is read now need not be read again for having changed.
                 watch.changed();
                 gateway.reopen_access_log();
-                reload(&mut gateway, path, &meter);
+                reload(&mut gateway, path, watch, &meter);
             }
             () = tokio::time::sleep(LOOK) => {
                 if watch.changed() {
-                    reload(&mut gateway, path, &meter);
+                    reload(&mut gateway, path, watch, &meter);
                 }
             }
         }
@@ -108,9 +108,9 @@ fn tell(line: &str) {
     let _ = writeln!(io::stdout(), "{line}");
 }
 
-/// Takes over the file as it is now; a bad one leaves everything as it was.
-fn reload(gateway: &mut Gateway, path: &Path, meter: &ReloadMeter) {
-    match read(path) {
+/// Takes over the files as they are now; a bad one leaves everything as it was.
+fn reload(gateway: &mut Gateway, path: &Path, watch: &mut Watch, meter: &ReloadMeter) {
+    match read(path, watch) {
         Ok(config) => match gateway.reload(config) {
             Ok(()) => {
                 meter.applied();

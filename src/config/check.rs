@@ -12,29 +12,33 @@ use toml::de::DeTable;
 
 use super::document::{Item, Later, Table, nearest, syntax};
 use super::problem::{Problem, Report, Span, listed, shown};
-use super::{AccessLog, Config, Counters, EncodedSlash, ForwardPath, QuotaFields, Timeouts};
+use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts};
+use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
+use clients::Plans;
 
+mod calendar;
+mod clients;
+mod cost;
+mod exceptions;
 mod host;
+mod jwt;
 mod key;
-mod layers;
+pub mod layers;
 mod listen;
 mod path;
 mod reach;
+mod refusal;
 mod routes;
 mod rules;
 mod upstreams;
+mod window;
 
 const FIELDS: [(&str, QuotaFields); 4] = [
     ("ietf", QuotaFields::Ietf),
     ("legacy", QuotaFields::Legacy),
     ("both", QuotaFields::Both),
     ("off", QuotaFields::Off),
-];
-
-const TOP_LATER: [Later; 2] = [
-    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("exemptions", "remove it; put a route without rules before those that shall not be counted"),
 ];
 
 const COUNTERS_LATER: [Later; 3] = [
@@ -46,18 +50,21 @@ const COUNTERS_LATER: [Later; 3] = [
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// Reads a configuration, or returns everything that is wrong with it.
-pub fn config(text: &str) -> Result<Config, Vec<Problem>> {
+pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = syntax::sound(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
-    let config = file(Table::new(document.get_ref(), 0..0, "the file"), &mut report);
+    let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, &mut report);
     match report.into_problems() {
-        problems if problems.is_empty() => Ok(config),
+        problems if problems.is_empty() => {
+            calendar::complete(&mut config.rules);
+            Ok(config)
+        }
         problems => Err(problems),
     }
 }
 
-fn file(mut top: Table, report: &mut Report) -> Config {
+fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
     let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
@@ -69,29 +76,40 @@ fn file(mut top: Table, report: &mut Report) -> Config {
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let access_log = access_log(top.get("access_log"), report);
+    let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
     let rules = top.get("rules");
+    let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
-    let misspelt = top.finish(&TOP_LATER, report);
+    let misspelt = top.finish(&[], report);
 
+    jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
+    let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
     rules.complete &= !misspelt.contains(&"rules");
     let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
 
-    let (rules, fields) = rules.into_values().into_iter().unzip();
+    let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
+    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
+
+    let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
+    let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
     Config {
         listen,
         workers: workers.map(|workers| workers as usize),
         counters,
         timeouts,
         access_log,
+        clients,
+        jwt,
         encoded_slash,
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),
         rules,
         fields,
+        refusals,
         routes,
     }
 }

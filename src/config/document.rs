@@ -163,6 +163,16 @@ impl<'d> Item<'d> {
         }
     }
 
+    pub fn flag(&self, report: &mut Report) -> Option<bool> {
+        match self.value {
+            DeValue::Boolean(flag) => Some(*flag),
+            DeValue::String(text) if ["true", "false"].contains(&text.as_ref()) => {
+                self.wrong_type("a boolean", &format!("write `{text}` without quotes"), report)
+            }
+            _ => self.wrong_type("a boolean", "write `true` or `false`", report),
+        }
+    }
+
     /// One of a few words.
     pub fn choice<T: Copy>(&self, choices: &[(&str, T)], report: &mut Report) -> Option<T> {
         let words = || choices.iter().map(|(word, _)| *word);

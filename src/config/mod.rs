@@ -2,19 +2,26 @@
 //!
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
-//! or a problem) and `problem` (what is wrong, where, and the fix). This room opens no file and
-//! knows no socket.
+//! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
+//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
+use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::rule::terms::Rule;
+use crate::token::Trust;
 
 pub mod check;
+pub mod clients;
 pub mod document;
+pub mod outlook;
 pub mod problem;
+pub mod secret;
 
+use clients::Clients;
 use problem::Problem;
 
 /// Everything that `gateway.toml` says.
@@ -26,6 +33,10 @@ pub struct Config {
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub access_log: Option<AccessLog>,
+    /// Who is on which plan.
+    pub clients: Option<Clients>,
+    /// Whose tokens are believed, where a rule counts by a claim.
+    pub jwt: Option<Trust>,
     /// What a path with an encoded slash means.
     pub encoded_slash: EncodedSlash,
     /// Which path goes upstream.
@@ -34,6 +45,8 @@ pub struct Config {
     pub rules: Vec<Rule>,
     /// Which fields tell a client about a rule, per rule, in the order of `rules`.
     pub fields: Vec<QuotaFields>,
+    /// What refusals by a rule look like, per rule, in the order of `rules`.
+    pub refusals: Vec<Refusal>,
     pub routes: Vec<Route>,
 }
 
@@ -96,6 +109,22 @@ pub enum QuotaFields {
     Legacy,
     Both,
     Off,
+}
+
+/// What a refusal by a rule looks like, where the rule says so.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Refusal {
+    /// From 400 to 599.
+    pub status: Option<u16>,
+    /// Instead of the problem document.
+    pub body: Option<Body>,
+}
+
+/// A body and its media type, which is sound as a field's value.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Body {
+    pub text: String,
+    pub content_type: String,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -187,7 +216,16 @@ pub enum Segment {
     Rest(String),
 }
 
-/// Reads a configuration, or returns everything that is wrong with it.
+/// What a file holds that the configuration names.
+pub type Files<'f> = &'f dyn Fn(&Path) -> io::Result<Vec<u8>>;
+
+/// Reads a configuration that names no other files to read, or returns everything that is wrong
+/// with it.
 pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
-    check::config(text)
+    read_with(text, &|_path| Err(io::Error::from(io::ErrorKind::Unsupported)))
+}
+
+/// Reads a configuration and the files that it names, or returns everything that is wrong.
+pub fn read_with(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
+    check::config(text, files)
 }

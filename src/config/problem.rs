@@ -6,6 +6,9 @@
 
 use std::fmt::Write;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::secret::Secrets;
 
 /// Where something stands in the text, in bytes.
 pub type Span = Range<usize>;
@@ -18,6 +21,8 @@ const LINE_CHARS: usize = 120;
 /// One thing that is wrong.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
+    /// The file, if it is not the one that was read first but one that it names; as it is named there.
+    pub file: Option<PathBuf>,
     /// Bytes of the text that are meant; never outside of it, never within a character.
     pub span: Span,
     /// From 1.
@@ -32,6 +37,8 @@ pub struct Problem {
 /// All that is wrong with one text.
 pub struct Report<'t> {
     text: &'t str,
+    /// As in [`Problem::file`]. What such a file says is kept to itself: it may be a secret.
+    file: Option<PathBuf>,
     line_starts: Vec<usize>,
     problems: Vec<Problem>,
     /// Some of the text is no TOML and was left out, so what seems absent may be in there.
@@ -40,14 +47,25 @@ pub struct Report<'t> {
 
 impl<'t> Report<'t> {
     pub fn new(text: &'t str) -> Report<'t> {
-        Report { text, line_starts: line_starts(text), problems: Vec::new(), broken: false }
+        Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), broken: false }
+    }
+
+    /// For a file that the first one names.
+    pub fn of_other(text: &'t str, file: &Path) -> Report<'t> {
+        Report { file: Some(file.to_owned()), ..Report::new(text) }
+    }
+
+    /// Takes over what is wrong with a file that this one names.
+    pub fn absorb(&mut self, other: Report) {
+        self.problems.extend(other.problems);
     }
 
     pub fn problem(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
         let span = self.clamp(span);
         let line = self.line(span.start);
         let column = self.text[self.line_starts[line - 1]..span.start].chars().count() + 1;
-        self.problems.push(Problem { span, line, column, message: message.into(), fix: fix.into() });
+        let (file, message, fix) = (self.file.clone(), message.into(), fix.into());
+        self.problems.push(Problem { file, span, line, column, message, fix });
     }
 
     /// Like `problem`, for what would also look so if a part of the file could not be read: then it
@@ -63,9 +81,9 @@ impl<'t> Report<'t> {
         self.line_starts.partition_point(|start| *start <= offset).max(1)
     }
 
-    /// A piece of the text as it was written.
+    /// A piece of the text as it was written, to be shown.
     pub fn written(&self, span: Span) -> &'t str {
-        &self.text[self.clamp(span)]
+        if self.file.is_some() { "…" } else { &self.text[self.clamp(span)] }
     }
 
     /// How many problems there are so far.
@@ -75,8 +93,13 @@ impl<'t> Report<'t> {
 
     /// The problems, by their place.
     pub fn into_problems(mut self) -> Vec<Problem> {
-        self.problems.sort_by_key(|problem| problem.span.start);
+        self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
         self.problems.dedup();
+        let secrets = Secrets::find(self.text);
+        for problem in &mut self.problems {
+            secrets.untold(&mut problem.message);
+            secrets.untold(&mut problem.fix);
+        }
         self.problems
     }
 
@@ -131,27 +154,54 @@ pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) ->
 }
 
 /// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
+/// `text` is that of the file of this name; of other files no lines are shown.
 pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
+    let text = &Secrets::find(text).covered();
     let starts = line_starts(text);
-    let mut sorted: Vec<&Problem> = problems.iter().collect();
-    sorted.sort_by_key(|problem| (problem.line, problem.column));
     let mut out = String::new();
-    for problem in sorted {
-        // Writing to a string cannot fail.
-        let _ = writeln!(out, "{file_name}:{}:{}: {}", problem.line, problem.column, problem.message);
+    let (own, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
+    for problem in sorted(own) {
         let start = starts.get(problem.line.saturating_sub(1)).copied().unwrap_or(text.len());
         let line = text[start..].split('\n').next().unwrap_or("");
-        let (excerpt, carets) = excerpt(line, problem);
-        if !excerpt.trim().is_empty() {
-            let number = problem.line.to_string();
-            let gutter = " ".repeat(number.len());
-            let _ = writeln!(out, "  {number} | {excerpt}\n  {gutter} | {carets}");
-        }
-        let _ = writeln!(out, "  fix: {}\n", problem.fix);
+        write(problem, file_name, Some(line), &mut out);
     }
-    let plural = if problems.len() == 1 { "problem" } else { "problems" };
-    let _ = writeln!(out, "{} {plural} in {file_name}", problems.len());
+    let mut files: Vec<&Path> = others.iter().filter_map(|problem| problem.file.as_deref()).collect();
+    files.sort();
+    files.dedup();
+    let count = |of: usize, name: &str, out: &mut String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{of} {} in {name}", if of == 1 { "problem" } else { "problems" });
+    };
+    if problems.len() > others.len() || others.is_empty() {
+        count(problems.len() - others.len(), file_name, &mut out);
+    }
+    for file in files {
+        // It is named from where the first file lies.
+        let name = Path::new(file_name).parent().unwrap_or(Path::new("")).join(file).display().to_string();
+        let of_file: Vec<&Problem> =
+            others.iter().copied().filter(|problem| problem.file.as_deref() == Some(file)).collect();
+        let number = of_file.len();
+        sorted(of_file).into_iter().for_each(|problem| write(problem, &name, None, &mut out));
+        count(number, &name, &mut out);
+    }
     out
+}
+
+fn sorted(mut problems: Vec<&Problem>) -> Vec<&Problem> {
+    problems.sort_by_key(|problem| (problem.line, problem.column));
+    problems
+}
+
+fn write(problem: &Problem, file_name: &str, line: Option<&str>, out: &mut String) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{file_name}:{}:{}: {}", problem.line, problem.column, problem.message);
+    let (excerpt, carets) = line.map(|line| excerpt(line, problem)).unwrap_or_default();
+    if !excerpt.trim().is_empty() {
+        let number = problem.line.to_string();
+        let gutter = " ".repeat(number.len());
+        let _ = writeln!(out, "  {number} | {excerpt}\n  {gutter} | {carets}");
+    }
+    let _ = writeln!(out, "  fix: {}\n", problem.fix);
 }
 
 /// The line of a problem and, of equal width, the carets to put underneath.

@@ -8,7 +8,8 @@
 
 use super::pace::Time;
 use super::shard::{Share, Split, Taking};
-use super::table::{Charged, Counter, Paid, Table};
+use super::sync::{Ordering, fence};
+use super::table::{Charged, Counter, Paid, Seen, Slot, Table};
 use super::word::{Ask, Course, Use};
 
 /// One counter of a request: what is asked of it, and what it answered.
@@ -21,13 +22,28 @@ pub struct Charge {
     pub usage: Use,
     /// After [`decide`] refused: whether this counter had no room.
     pub full: bool,
-    hint: Option<usize>,
-    paid: Option<Paid>,
+    /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
+    beyond: bool,
+    hint: Option<Seen>,
+    /// Where it was charged, if it was, and by how much that raised what is used. Small, because it
+    /// is written for every counter of every request and read for hardly any.
+    slot: Option<Slot>,
+    tokens: u64,
 }
 
 impl Charge {
     pub fn new(counter: Counter, ask: Ask) -> Charge {
-        Charge { counter, ask, split: Split::WHOLE, usage: Use::default(), full: false, hint: None, paid: None }
+        Charge {
+            counter,
+            ask,
+            split: Split::WHOLE,
+            usage: Use::default(),
+            full: false,
+            beyond: false,
+            hint: None,
+            slot: None,
+            tokens: 0,
+        }
     }
 
     /// Whether it is a request that opens the window.
@@ -37,7 +53,7 @@ impl Charge {
 
     /// What was charged here, if the counter is not split.
     pub fn share(&self) -> Option<Share> {
-        self.paid.map(|paid| Share { ask: self.ask, paid })
+        self.slot.map(|slot| Share { ask: self.ask, paid: Paid::at(slot, self.counter, self.usage, self.tokens) })
     }
 }
 
@@ -53,22 +69,27 @@ pub enum Verdict {
 
 /// Decides one request on all its counters, which stand in the order in which they are charged.
 /// `shares` is added to where a counter is split.
-pub fn decide<const W: usize>(
+#[inline(always)]
+pub fn decide<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
     shares: &mut Vec<Share>,
-    time: Time<'_>,
+    time: Time<'_, PLAIN>,
 ) -> Verdict {
     if look(table, charges, time) { take(table, charges, shares, time) } else { Verdict::Refused }
 }
 
 /// Fills in what is used of each counter; `true` if all have room. Nothing is charged.
-#[inline]
-pub fn look<const W: usize>(table: &Table<W>, charges: &mut [Charge], time: Time<'_>) -> bool {
+#[inline(always)]
+pub fn look<const W: usize, const PLAIN: bool>(
+    table: &Table<W>,
+    charges: &mut [Charge],
+    time: Time<'_, PLAIN>,
+) -> bool {
     let mut room = true;
     for charge in charges {
-        if charge.split.shards > 1 {
-            charge.usage = charge.split.look(table, charge.counter, charge.ask, time);
+        if !PLAIN && charge.split.shards > 1 {
+            (charge.usage, charge.beyond) = charge.split.look(table, charge.counter, charge.ask, time);
         } else {
             (charge.usage, charge.hint) = table.look(charge.counter, charge.ask, time);
         }
@@ -79,12 +100,12 @@ pub fn look<const W: usize>(table: &Table<W>, charges: &mut [Charge], time: Time
 }
 
 /// Charges all counters that [`look`] has seen, or none.
-#[inline]
-pub fn take<const W: usize>(
+#[inline(always)]
+pub fn take<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
     shares: &mut Vec<Share>,
-    time: Time<'_>,
+    time: Time<'_, PLAIN>,
 ) -> Verdict {
     let first = shares.len();
     for i in 0..charges.len() {
@@ -92,7 +113,16 @@ pub fn take<const W: usize>(
         if charge.ask.cost == 0 {
             continue;
         }
-        let answer = if charge.split.shards > 1 {
+        if let Some(seen) = charge.hint
+            && let Some((slot, after)) = table.charge_seen(seen, charge.usage, charge.ask, time)
+        {
+            charge.tokens = after.used - charge.usage.used;
+            charge.usage.used = after.used;
+            charge.usage.end_ms = after.end_ms;
+            charge.slot = Some(slot);
+            continue;
+        }
+        let answer = if !PLAIN && charge.split.shards > 1 {
             take_shares(table, charge, shares, time)
         } else {
             table.charge(charge.counter, charge.ask, time, charge.hint)
@@ -100,7 +130,8 @@ pub fn take<const W: usize>(
         let verdict = match answer {
             Charged::Paid(paid, usage) => {
                 charge.usage = usage;
-                charge.paid = (charge.split.shards == 1).then_some(paid);
+                charge.slot = (PLAIN || charge.split.shards == 1).then_some(paid.slot());
+                charge.tokens = paid.tokens();
                 continue;
             }
             Charged::Full(usage) => {
@@ -119,21 +150,37 @@ pub fn take<const W: usize>(
 
 /// Charges a split counter. What it answers with as paid is only the last share of it.
 #[cold]
-fn take_shares<const W: usize>(table: &Table<W>, charge: &Charge, shares: &mut Vec<Share>, time: Time<'_>) -> Charged {
+fn take_shares<const W: usize, const PLAIN: bool>(
+    table: &Table<W>,
+    charge: &Charge,
+    shares: &mut Vec<Share>,
+    time: Time<'_, PLAIN>,
+) -> Charged {
     let Charge { ask, split, counter, usage, .. } = *charge;
     match (split.charge(table, counter, ask, time, shares), shares.last()) {
         (Taking::Enough, Some(share)) => {
+            if charge.beyond {
+                // Ordering: the charge stands before, the look after, for every thread that takes what
+                // is left; so of two that take the same at least one sees both, and steps back.
+                fence(Ordering::SeqCst);
+                let (after, _) = split.look(table, counter, ask, time);
+                if after.used > ask.ceiling {
+                    return Charged::Full(Use { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
+                }
+            }
             Charged::Paid(share.paid, Use { used: usage.used + u64::from(ask.cost), ..usage })
         }
         (Taking::Late, _) => Charged::Late,
-        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time)),
+        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time).0),
     }
 }
 
-fn give_back<const W: usize>(table: &Table<W>, charges: &mut [Charge], time: Time<'_>) {
+#[cold]
+fn give_back<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut [Charge], time: Time<'_, PLAIN>) {
     for charge in charges.iter_mut().rev() {
-        if let Some(paid) = charge.paid.take() {
-            table.refund(paid, charge.ask, time);
+        if let Some(share) = charge.share() {
+            table.refund(share.paid, share.ask, time);
+            charge.slot = None;
         }
         // Looked at again only for the answer; a split counter's shares are given back by the caller.
         charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.ask.cost));

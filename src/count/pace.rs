@@ -57,8 +57,11 @@ impl Pace {
 }
 
 /// The time of a decision, and the paces that its [`super::word::Course`]s name.
+///
+/// `PLAIN`: all counters of the decision are plain, whatever their courses say. It is known when the
+/// code is compiled, so the commonest of decisions does not even ask.
 #[derive(Clone, Copy, Debug)]
-pub struct Time<'a> {
+pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
     pub paces: &'a [Pace],
@@ -72,6 +75,13 @@ impl<'a> Time<'a> {
 
     pub fn at(self, now_ms: u64) -> Time<'a> {
         Time { now_ms, ..self }
+    }
+}
+
+impl Time<'static, true> {
+    /// For a decision on plain counters only.
+    pub fn all_plain(now_ms: u64) -> Time<'static, true> {
+        Time { now_ms, paces: &[] }
     }
 }
 

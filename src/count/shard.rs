@@ -50,26 +50,35 @@ impl Split {
         Counter { key, layer: whole.layer ^ bits }
     }
 
-    /// What is used of all shards together, and when their window ends.
-    pub fn look<const W: usize>(self, table: &Table<W>, whole: Counter, ask: Ask, time: Time<'_>) -> Use {
-        let mut sum = Use { used: ask.ceiling, end_ms: ask.end_ms };
-        for shard in self.order() {
-            let part = self.part(shard, ask);
-            let (usage, _) = table.look(Split::counter(shard, whole), part, time);
-            sum.used -= part.ceiling.saturating_sub(usage.used);
-            sum.end_ms = sum.end_ms.max(usage.end_ms);
-        }
-        sum
-    }
-
-    /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
-    /// was charged where, even if it is not enough.
-    pub fn charge<const W: usize>(
+    /// What is used of all shards together, and when their window ends; and whether one is used beyond
+    /// its part, as it may be where the limit was lowered: the others have that much less to give.
+    pub fn look<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
         ask: Ask,
-        time: Time<'_>,
+        time: Time<'_, PLAIN>,
+    ) -> (Use, bool) {
+        let mut sum = Use { used: 0, end_ms: ask.end_ms };
+        let mut beyond = false;
+        for shard in self.order() {
+            let part = self.part(shard, ask);
+            let (usage, _) = table.look(Split::counter(shard, whole), part, time);
+            beyond |= usage.used > part.ceiling;
+            sum.used += usage.used;
+            sum.end_ms = sum.end_ms.max(usage.end_ms);
+        }
+        (sum, beyond)
+    }
+
+    /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
+    /// was charged where, even if it is not enough.
+    pub fn charge<const W: usize, const PLAIN: bool>(
+        self,
+        table: &Table<W>,
+        whole: Counter,
+        ask: Ask,
+        time: Time<'_, PLAIN>,
         shares: &mut Vec<Share>,
     ) -> Taking {
         let mut left = ask.cost;

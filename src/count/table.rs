@@ -5,6 +5,8 @@
 //! that was counted in a spill counter gets no counter of its own before that window is over, so a
 //! full table never hands quota back. This room neither reads the clock nor hashes.
 
+use std::num::NonZeroUsize;
+
 use super::pace::Time;
 use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
@@ -35,9 +37,26 @@ impl Counter {
 /// Where a charge went, so that it can be taken back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Paid {
-    spilled: bool,
-    index: usize,
+    slot: Slot,
     taken: Taken,
+}
+
+/// A slot of either region, in one word.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Slot(NonZeroUsize);
+
+impl Slot {
+    fn new(spilled: bool, index: usize) -> Slot {
+        Slot(NonZeroUsize::MIN.saturating_add(index << 1 | usize::from(spilled)))
+    }
+
+    fn index(self) -> usize {
+        (self.0.get() - 1) >> 1
+    }
+
+    fn is_spilled(self) -> bool {
+        (self.0.get() - 1) & 1 == 1
+    }
 }
 
 impl Paid {
@@ -46,10 +65,31 @@ impl Paid {
         self.taken.end_ms
     }
 
+    /// What was taken from a counter at `slot`, which then had the given use.
+    pub fn at(slot: Slot, counter: Counter, after: Use, tokens: u64) -> Paid {
+        let tag = if slot.is_spilled() { counter.spill().tag } else { counter.key.tag };
+        Paid { slot, taken: Taken { tag, end_ms: after.end_ms, used: after.used, tokens } }
+    }
+
+    pub fn slot(self) -> Slot {
+        self.slot
+    }
+
+    pub fn tokens(self) -> u64 {
+        self.taken.tokens
+    }
+
     /// The last `tokens` of it, or all.
     pub fn last(self, tokens: u32) -> Paid {
         Paid { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }
     }
+}
+
+/// What a look found: a counter, and what it was.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    index: usize,
+    word: Word,
 }
 
 /// The answer to one charge.
@@ -127,11 +167,11 @@ impl<const W: usize> Table<W> {
 
     /// What is used of a counter, and nothing else: no slot is taken.
     #[inline]
-    pub fn look(&self, counter: Counter, ask: Ask, time: Time<'_>) -> (Use, Option<usize>) {
+    pub fn look<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> (Use, Option<Seen>) {
         if let Found::Counter(index, word) = self.own.find(counter.key) {
-            return (usage(word, ask, time), Some(index));
+            return (usage(word, ask, time), Some(Seen { index, word }));
         }
-        if self.spills(ask, time.now_ms)
+        if self.spills(ask, time)
             && let Found::Counter(_, word) = self.spill.find(counter.spill())
         {
             let usage = usage_of_many(word, ask, time);
@@ -155,23 +195,44 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether any spill counter may be open in the window of `ask`.
-    fn spills(&self, ask: Ask, now_ms: u64) -> bool {
+    fn spills<const PLAIN: bool>(&self, ask: Ask, time: Time<'_, PLAIN>) -> bool {
         // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
         // and `Region::confirm` decide.
-        self.spill_end_ms.load(Ordering::Acquire) >= ask.closes_ms(now_ms)
+        self.spill_end_ms.load(Ordering::Acquire) >= ask.closes_ms(time)
     }
 
-    /// Charges `ask` to a counter, or says that it does not fit. `hint` is the slot that
+    /// Charges the counter that [`Table::look`] has `seen`, if it is still as it was then; `before` is
+    /// the use that was told of it, and has room.
+    // Apart from `charge`, so that the commonest of charges keeps what it knows in registers.
+    #[inline(always)]
+    pub fn charge_seen<const PLAIN: bool>(
+        &self,
+        seen: Seen,
+        before: Use,
+        ask: Ask,
+        time: Time<'_, PLAIN>,
+    ) -> Option<(Slot, Use)> {
+        let (next, after) = charged(seen.word.tag(), before, ask, time)?;
+        self.own.swap(seen.index, seen.word, next).ok().map(|()| (Slot::new(false, seen.index), after))
+    }
+
+    /// Charges `ask` to a counter, or says that it does not fit. `hint` is what
     /// [`Table::look`] found, and may be stale.
-    pub fn charge(&self, counter: Counter, ask: Ask, time: Time<'_>, hint: Option<usize>) -> Charged {
-        if let Some(index) = hint
-            && let Some(answer) = self.pay(&self.own, index, self.own.load(index), counter.key, ask, time)
+    pub fn charge<const PLAIN: bool>(
+        &self,
+        counter: Counter,
+        ask: Ask,
+        time: Time<'_, PLAIN>,
+        hint: Option<Seen>,
+    ) -> Charged {
+        if let Some(Seen { index, word }) = hint
+            && let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time)
         {
             return answer;
         }
-        let window = Opening { end_ms: ask.end_ms, closes_ms: ask.closes_ms(time.now_ms) };
+        let window = Opening { end_ms: ask.end_ms, closes_ms: ask.closes_ms(time) };
         loop {
-            match self.own.seat(counter.key, window, time.now_ms, || self.spill_is_used(counter, ask, time.now_ms)) {
+            match self.own.seat(counter.key, window, time.now_ms, || self.spill_is_used(counter, ask, time)) {
                 Seat::At(index, word) => {
                     if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time) {
                         return answer;
@@ -188,16 +249,14 @@ impl<const W: usize> Table<W> {
     }
 
     /// The compare-and-swap loop around [`charged`]; `None` if the slot is no longer the key's.
-    // Inlined for the reason given at `Region::find`.
-    #[inline(always)]
-    fn pay(
+    fn pay<const PLAIN: bool>(
         &self,
         region: &Region<W>,
         index: usize,
         mut word: Word,
         key: Key,
         ask: Ask,
-        time: Time<'_>,
+        time: Time<'_, PLAIN>,
     ) -> Option<Charged> {
         let spilled = std::ptr::eq(region, &self.spill);
         while word.tag() == key.tag && !word.is_claim() {
@@ -209,7 +268,7 @@ impl<const W: usize> Table<W> {
                 Ok(()) => {
                     let tokens = after.used - before.used;
                     let taken = Taken { tag: key.tag, end_ms: after.end_ms, used: after.used, tokens };
-                    return Some(Charged::Paid(Paid { spilled, index, taken }, after));
+                    return Some(Charged::Paid(Paid { slot: Slot::new(spilled, index), taken }, after));
                 }
                 Err(changed) => word = changed,
             }
@@ -218,23 +277,29 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether the key may have been counted in its spill counter, in the window of `ask` or a later one.
-    fn spill_is_used(&self, counter: Counter, ask: Ask, now_ms: u64) -> bool {
-        self.spills(ask, now_ms)
+    fn spill_is_used<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> bool {
+        self.spills(ask, time)
             && match self.spill.find(counter.spill()) {
                 // A counter that rolled on says nothing about the window before, whatever it stands at.
-                Found::Counter(_, word) => match ask.course {
+                Found::Counter(_, word) => match ask.course_in(time) {
                     Course::Plain | Course::Grid(_) => {
                         word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
                     }
-                    Course::Floating(_) => word.is_live(now_ms),
+                    Course::Floating(_) => word.is_live(time.now_ms),
                 },
                 // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
-                Found::Claim(..) | Found::Nothing => ask.closes_ms(now_ms) <= self.spill.horizon_ms(),
+                Found::Claim(..) | Found::Nothing => ask.closes_ms(time) <= self.spill.horizon_ms(),
             }
     }
 
     /// Charges the spill counter; `None` if the key got a counter of its own in between.
-    fn pay_spill(&self, counter: Counter, ask: Ask, window: Opening, time: Time<'_>) -> Option<Charged> {
+    fn pay_spill<const PLAIN: bool>(
+        &self,
+        counter: Counter,
+        ask: Ask,
+        window: Opening,
+        time: Time<'_, PLAIN>,
+    ) -> Option<Charged> {
         // Ordering: raised before the charge, so that who sees the charge looks for it. What is
         // owed may keep a counter open for long.
         let end_ms = if ask.course == Course::Plain { ask.end_ms } else { END_MAX_MS };
@@ -282,11 +347,11 @@ impl<const W: usize> Table<W> {
 
     /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was
     /// asked; the time may have gone on since.
-    pub fn refund(&self, paid: Paid, ask: Ask, time: Time<'_>) {
-        let region = if paid.spilled { &self.spill } else { &self.own };
-        let mut word = region.load(paid.index);
+    pub fn refund<const PLAIN: bool>(&self, paid: Paid, ask: Ask, time: Time<'_, PLAIN>) {
+        let region = if paid.slot.is_spilled() { &self.spill } else { &self.own };
+        let mut word = region.load(paid.slot.index());
         while let Some(less) = refunded(word, paid.taken, ask, time) {
-            match region.swap(paid.index, word, less) {
+            match region.swap(paid.slot.index(), word, less) {
                 Ok(()) => return,
                 Err(changed) => word = changed,
             }

@@ -114,11 +114,25 @@ impl Ask {
 
     /// The moment from which on the window of this request is certainly over, so that a counter must
     /// not be opened for it any more, Unix milliseconds.
-    pub fn closes_ms(&self, now_ms: u64) -> u64 {
-        match self.course {
+    #[inline]
+    pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
+        match self.course_in(time) {
             Course::Plain | Course::Grid(_) => self.end_ms,
-            Course::Floating(_) => now_ms + 1,
+            Course::Floating(_) => time.now_ms + 1,
         }
+    }
+
+    /// Its course in a decision that may know that all are plain.
+    #[inline]
+    pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> Course {
+        debug_assert!(!PLAIN || self.course == Course::Plain);
+        if PLAIN { Course::Plain } else { self.course }
+    }
+
+    /// What was used, or is counted as used.
+    #[inline]
+    fn start<const PLAIN: bool>(&self, used: u64) -> u64 {
+        if PLAIN { used } else { used.max(self.floor) }
     }
 }
 
@@ -132,6 +146,7 @@ pub struct Use {
 
 impl Use {
     /// Whether `ask` still fits beside what is used.
+    #[inline]
     pub fn admits(self, ask: Ask) -> bool {
         self.used.max(ask.floor) + u64::from(ask.cost) <= ask.ceiling
     }
@@ -142,8 +157,8 @@ impl Use {
 /// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
 /// the request counts in that later window. Rolling the word back would hand out the later window twice.
 #[inline]
-pub fn usage(word: Word, ask: Ask, time: Time<'_>) -> Use {
-    if ask.course != Course::Plain {
+pub fn usage<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
+    if ask.course_in(time) != Course::Plain {
         return rolled(word, ask, time);
     }
     if word.end_ms() >= ask.end_ms {
@@ -162,7 +177,7 @@ pub fn granted(windows: u64, limit: u32) -> u64 {
 /// As [`usage`], where windows hang together: a word that ends some windows from now says that
 /// those windows' grants are owed, and its count besides.
 #[inline(never)]
-fn rolled(word: Word, ask: Ask, time: Time<'_>) -> Use {
+fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
     let fresh = Use { used: 0, end_ms: ask.end_ms };
     let owed = |windows: u64| u64::from(word.count()) + granted(windows, ask.limit);
     match ask.course {
@@ -191,7 +206,7 @@ fn rolled(word: Word, ask: Ask, time: Time<'_>) -> Use {
 
 /// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
 /// one of them used is counted until nobody's window is open any more.
-pub fn usage_of_many(word: Word, ask: Ask, time: Time<'_>) -> Use {
+pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
     match ask.course {
         Course::Plain | Course::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
             Use { used: u64::from(word.count()), end_ms: ask.end_ms }
@@ -203,18 +218,17 @@ pub fn usage_of_many(word: Word, ask: Ask, time: Time<'_>) -> Use {
 /// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
 /// does not fit. Plain words only ever roll forward.
 #[inline]
-pub fn charged(tag: u64, before: Use, ask: Ask, time: Time<'_>) -> Option<(Word, Use)> {
-    before.admits(ask).then(|| {
-        let after = Use { used: before.used.max(ask.floor) + u64::from(ask.cost), end_ms: before.end_ms };
-        (owing(tag, after, ask, time), after)
-    })
+pub fn charged<const PLAIN: bool>(tag: u64, before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Option<(Word, Use)> {
+    let used = ask.start::<PLAIN>(before.used) + u64::from(ask.cost);
+    let after = Use { used, end_ms: before.end_ms };
+    (used <= ask.ceiling).then(|| (owing(tag, after, ask, time), after))
 }
 
 /// The word of a counter with so much used or owed: it ends when all but the last window's part is
 /// paid, and counts that part.
 #[inline]
-fn owing(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_>) -> Word {
-    match ask.course {
+fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_, PLAIN>) -> Word {
+    match ask.course_in(time) {
         // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
         Course::Plain => Word::new(tag, end_ms, used as u32),
         Course::Grid(pace) | Course::Floating(pace) => {
@@ -245,13 +259,13 @@ pub struct Taken {
 /// Where windows hang together, others may have been promised places behind it, each in a certain window.
 /// Theirs must not move to an earlier one, which would leave their own window to be given out twice: so
 /// unless nobody came after it, only what was taken of the last window with places comes back.
-pub fn refunded(word: Word, taken: Taken, ask: Ask, time: Time<'_>) -> Option<Word> {
+pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Time<'_, PLAIN>) -> Option<Word> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
     let less =
         |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
-    let pace = match ask.course {
+    let pace = match ask.course_in(time) {
         Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
         Course::Grid(pace) | Course::Floating(pace) => &time.paces[usize::from(pace)],
     };

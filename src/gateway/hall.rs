@@ -22,6 +22,7 @@ use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::desk::Desk;
 use crate::timer::{Timer, Timers};
+use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
 use crate::upstream::pool::Pool;
 
@@ -44,11 +45,11 @@ pub struct Peer {
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
-    pub interim: Arc<Interim>,
+    pub interim: Rc<Interim>,
 }
 
 impl Peer {
-    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Arc<Interim>) -> Peer {
+    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Rc<Interim>) -> Peer {
         Peer { address, text: fields::address(address), timer, interim }
     }
 }
@@ -68,6 +69,8 @@ pub struct View {
     /// One for each upstream.
     pub targets: Vec<Target>,
     pub access: Option<Sink>,
+    /// Forgotten with the view, so that no token outlives the keys it was verified with.
+    pub tokens: Checker,
     pools: HashMap<(String, u16), Rc<Pool>>,
     scratch: RefCell<Scratch>,
 }
@@ -169,6 +172,7 @@ impl View {
             unrouted: RouteMeter::new(registry, owner, "", &[]),
             targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
             access,
+            tokens: snapshot.checker(),
             pools,
             snapshot,
             scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),

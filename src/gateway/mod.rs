@@ -4,14 +4,13 @@
 //! wait for a window to come, `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints` how often the operator is told of
 //! failures, `body` the body of an answer on its way out.
 
+use std::cell::OnceCell;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
-use http_body::Body as _;
 use hyper::body::Incoming;
 
 pub mod body;
@@ -26,13 +25,14 @@ use crate::clock::Moment;
 use crate::config::ForwardPath;
 use crate::http::caller::Caller;
 use crate::http::fault::Fault;
+use crate::http::fields::Marks;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Reply};
 use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
 use crate::rule::book::Judgement;
 use crate::upstream::echo;
-use crate::upstream::exchange::Outgoing;
+use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Peer, Scratch, Target, View};
 use record::Record;
@@ -53,23 +53,22 @@ enum Decision {
     Refuse(Reply),
 }
 
-/// Takes a request from its head to the head of its answer. `doubtful`: it may have given a length
-/// beside its chunks.
-pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtful: bool) -> Passing {
+/// Takes a request from its head to the head of its answer. `doubtful` tells of one with chunks
+/// whether it may have given a length beside them.
+pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtful: impl FnOnce() -> bool) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
     let mut record = Record::new(hall, &view, peer.address, &parts, now);
-    let decision =
-        if doubtful { Err(Fault::DOUBTFUL_LENGTH) } else { decide(hall, &view, peer, &mut parts, now, &mut record) };
-    match decision {
+    match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
         Ok(Decision::Forward { lane, mut stamp, turn, settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
+            let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     turn.come().await;
                 }
-                let mut answer = match forward(&view, &peer, lane, parts, body, &mut record).await {
+                let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
                     Ok(answer) => {
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
@@ -104,11 +103,15 @@ fn decide(
     view: &Rc<View>,
     peer: &Peer,
     parts: &mut Parts,
+    doubtful: impl FnOnce() -> bool,
     now: Moment,
     record: &mut Record,
 ) -> Result<Decision, Fault> {
     let snapshot = &*view.snapshot;
     let clear = gate::check(parts)?;
+    if clear.marks.has(Marks::TRANSFER_ENCODING) && doubtful() {
+        return Err(Fault::DOUBTFUL_LENGTH);
+    }
     let path = match parts.uri.path() {
         "*" => return Err(Fault::NoRoute),
         path => path::normalize(path, snapshot.config.encoded_slash)?,
@@ -127,8 +130,13 @@ fn decide(
         method: &parts.method,
         path: &path,
         params,
+        uri: &parts.uri,
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
+        tokens: &view.tokens,
+        unix_ms: now.unix_ms,
+        clients: snapshot.clients.as_ref(),
+        plan: OnceCell::new(),
     };
     desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {
@@ -147,7 +155,8 @@ fn decide(
     record.decision(lane.slate as usize, desk, &judgement);
     let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
     if let Judgement::Refused = judgement {
-        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, now.unix_ms, stamp);
+        let (now_ms, map) = (now.unix_ms, std::mem::take(&mut parts.headers));
+        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
         return Ok(Decision::Refuse(reply));
     }
     let turn = match judgement {
@@ -162,7 +171,9 @@ fn decide(
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     fields::forward_request(&mut parts.headers, marks, &peer.text, &snapshot.key_fields);
-    parts.uri = origin_form(&parts.uri, normalized)?;
+    if normalized.is_some() || parts.uri.authority().is_some() {
+        parts.uri = origin_form(&parts.uri, normalized)?;
+    }
     Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement })
 }
 
@@ -187,26 +198,25 @@ async fn forward(
     view: &View,
     peer: &Peer,
     lane: usize,
-    mut parts: Parts,
-    body: Incoming,
+    mut request: Box<Request<Upload>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {
     let snapshot = &*view.snapshot;
-    let body = if body.is_end_stream() { Outgoing::Empty } else { Outgoing::Streaming(body) };
     let upstream = snapshot.lanes[lane].upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     match &view.targets[upstream] {
-        Target::Echo => echo::answer(&parts, body, snapshot.config.timeouts.body, &peer.timer)
+        Target::Echo => echo::answer(*request, snapshot.config.timeouts.body, &peer.timer)
             .await
             .map(|reply| reply.map(Content::from)),
         Target::Servers(servers) => {
             // HTTP/1.0 knows no informational answers.
-            let interim = (parts.version == Version::HTTP_11).then(|| Arc::clone(&peer.interim));
-            parts.version = Version::HTTP_11;
-            if !parts.headers.contains_key(header::HOST) {
-                parts.headers.insert(header::HOST, servers.authority());
+            let interim = (request.version() == Version::HTTP_11).then(|| Rc::clone(&peer.interim));
+            // Only older clients may leave Host out.
+            if interim.is_none() && !request.headers().contains_key(header::HOST) {
+                request.headers_mut().insert(header::HOST, servers.authority());
             }
-            let mut answer = servers.exchange(parts, body, &snapshot.config.timeouts, &peer.timer, interim).await?;
+            *request.version_mut() = Version::HTTP_11;
+            let mut answer = servers.exchange(request, &snapshot.config.timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             Ok(answer.map(Content::from))

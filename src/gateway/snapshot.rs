@@ -3,7 +3,7 @@
 //! A snapshot never changes. A reload makes a new one; requests that are under way keep the one they
 //! started with.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use http::HeaderName;
@@ -11,21 +11,33 @@ use http::HeaderName;
 use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::caller::Identity;
+use crate::http::clients::Clients;
+use crate::http::exceptions::Exceptions;
 use crate::http::quota::Sheet;
+use crate::http::reply::Form;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
-use crate::rule::key::{OnMissing, Part, Seed};
+use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
+use crate::token::checker::Checker;
 
 #[derive(Debug)]
 pub struct Snapshot {
     pub config: Config,
     pub router: Router,
     pub book: Book,
+    /// What refusals look like; one for each rule of the book.
+    pub forms: Vec<Form>,
+    /// Who is known by name.
+    pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
     pub lanes: Vec<Lane>,
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
-    /// Fields that some rule counts by: no Connection field can strip them.
+    /// Claims that some rule counts by, or that name a client.
+    claims: Vec<String>,
+    /// What hashes of tokens start from.
+    token_hash: KeyHasher,
+    /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
 }
 
@@ -52,24 +64,35 @@ pub struct Slate {
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
+        let clients = config.clients.as_ref().map(Clients::new);
+        let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
         let mut slates = Vec::new();
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
-            // Where a parameter stands in the path is part of how a key is found.
-            let slate = *known.entry((&route.rules, route.path.param_names())).or_insert_with(|| {
-                slates.push(Slate::new(&book, &config, route, seed));
+            // Where a parameter stands in the path is part of how a key is found; the cost may be the route's own.
+            let slate = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
+                slates.push(Slate::new(&book, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
         }
         let key_fields = key_fields(&config);
+        let claims = claims(&config);
+        let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
-        Arc::new(Snapshot { router, lanes, slates, key_fields, book, config })
+        let forms = config.refusals.iter().map(Form::new).collect();
+        Arc::new(Snapshot { router, forms, lanes, slates, claims, token_hash, key_fields, clients, book, config })
     }
 }
 
 impl Snapshot {
+    /// What says which tokens are genuine; one for each loop. Without keys, none is.
+    pub fn checker(&self) -> Checker {
+        Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hash.clone())
+    }
+
     pub fn slate_of(&self, lane: &Lane) -> &Slate {
         &self.slates[lane.slate as usize]
     }
@@ -81,9 +104,9 @@ impl Snapshot {
 }
 
 impl Slate {
-    fn new(book: &Book, config: &Config, route: &Route, seed: Seed) -> Slate {
+    fn new(book: &Book, config: &Config, route: &Route, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Slate {
         let roster = book.roster(&route.rules);
-        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed);
+        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
         let terms = Term::of(config, &route.rules);
         Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms }
@@ -91,14 +114,27 @@ impl Slate {
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
-    let mut names = HashSet::new();
-    for rule in &config.rules {
+    let names = parts(config).filter_map(|part| match part {
+        Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).ok(),
+        _ => None,
+    });
+    names.collect::<HashSet<_>>().into_iter().collect()
+}
+
+fn claims(config: &Config) -> Vec<String> {
+    let names = parts(config).filter_map(|part| match part {
+        Part::Jwt(claim) => Some(claim.clone()),
+        _ => None,
+    });
+    names.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// All that some rule counts by, or that names a client.
+fn parts(config: &Config) -> impl Iterator<Item = &Part> {
+    let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
+    let keys = config.rules.iter().flat_map(|rule| {
         let fallback: &[Part] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
-        for part in rule.key.iter().chain(fallback) {
-            if let Part::Header(name) = part {
-                names.extend(HeaderName::from_bytes(name.as_bytes()));
-            }
-        }
-    }
-    names.into_iter().collect()
+        rule.key.iter().chain(fallback)
+    });
+    keys.chain(clients)
 }

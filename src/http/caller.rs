@@ -4,19 +4,25 @@
 //! the request is taken away or added, and go straight into the hash, so nothing is copied. A part
 //! that is given twice is refused: the upstream might believe the other one.
 
+use std::cell::OnceCell;
 use std::net::IpAddr;
 use std::ops::Range;
+use std::sync::Arc;
 
-use http::Method;
 use http::header::{HeaderMap, HeaderName};
+use http::{Method, Uri};
 
+use super::clients::{Clients, PlanId};
+use super::exceptions::{self, Exceptions, Standing};
 use super::fault::Fault;
+use super::part::{Lack, Source};
 use crate::config::Route;
 use crate::rule::book::Entry;
 use crate::rule::desk::Asker;
 use crate::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use crate::rule::terms::Cost;
 use crate::rule::window::Windows;
+use crate::token::checker::Checker;
 
 /// How the key of one rule is found in the requests of one route.
 #[derive(Debug)]
@@ -25,6 +31,7 @@ pub struct Identity {
     key: Recipe,
     on_missing: OnAbsent,
     cost: Price,
+    exceptions: Option<Arc<Exceptions>>,
 }
 
 /// What a request costs under one rule, before the answer.
@@ -48,23 +55,8 @@ struct Recipe {
     /// The same in a seed that all gateways have, where the key's windows start at random.
     everywhere: Option<KeyHasher>,
     parts: Vec<Source>,
-}
-
-/// Where a part is found.
-#[derive(Debug)]
-enum Source {
-    Ip {
-        v4_prefix: u8,
-        v6_prefix: u8,
-    },
-    Header(HeaderName),
-    /// The parameter's position in the route's path; `None`: this route has none of that name.
-    Param(String, Option<usize>),
-    Host,
-    Method,
-    Path,
-    Route,
-    Global,
+    /// What the parts are called; only needed where one is wrong.
+    names: Vec<String>,
 }
 
 /// What of a request keys are made of.
@@ -76,31 +68,36 @@ pub struct Caller<'a> {
     pub path: &'a str,
     /// Where in `path` the values of the route's parameters stand.
     pub params: &'a [Range<usize>],
+    /// The target as it came, for its query.
+    pub uri: &'a Uri,
     pub headers: &'a HeaderMap,
     pub route: &'a str,
+    /// Says which tokens are genuine.
+    pub tokens: &'a Checker,
+    pub unix_ms: u64,
+    pub clients: Option<&'a Clients>,
+    /// The plan that the client is on; looked up when a rule first asks for it.
+    pub plan: OnceCell<Option<PlanId>>,
 }
 
 /// Why a key could not be made.
-enum Unknown<'a> {
-    Missing(&'a Source),
-    Ambiguous(&'a Source),
+struct Unknown {
+    /// Of the part.
+    position: usize,
+    lack: Lack,
 }
 
 impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
         let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
         let recipe = |fallback: bool, parts: &[Part]| {
-            // Keeps the keys of a fallback apart from the rule's own, and from those of another.
-            let own = if fallback { format!("{parts:?}") } else { String::new() };
-            let start = |seed: Seed, rule: u64| {
-                let mut start = KeyHasher::new(seed, rule);
-                start.part(u8::from(fallback), own.as_bytes());
-                start
-            };
+            let start = |seed: Seed, rule: u64| start(seed, rule, fallback.then_some(parts));
+            let params = route.path.param_names();
             Recipe {
                 start: start(seed, entry.identity),
                 everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
-                parts: parts.iter().map(|part| Source::new(part, route)).collect(),
+                parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
+                names: parts.iter().map(Part::to_string).collect(),
             }
         };
         Identity {
@@ -112,39 +109,134 @@ impl Identity {
                 OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
             },
             cost: Price::new(&entry.rule.cost, route),
+            exceptions: None,
         }
+    }
+
+    /// With the exceptions of the rule.
+    pub fn with(self, exceptions: Option<Arc<Exceptions>>) -> Identity {
+        Identity { exceptions, ..self }
+    }
+
+    /// The exceptions of a rule; for all its identities.
+    pub fn exceptions(entry: &Entry, clients: Option<&Clients>, seed: Seed) -> Option<Exceptions> {
+        Exceptions::new(entry, &start(seed, entry.identity, None), clients)
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
     pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Fault> {
+        if self.exceptions.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
+            return Ok(None);
+        }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
-        Ok(Some(Asker { key, offset, variant: 0, cost: self.cost.of(caller.headers, &self.rule)? }))
+        let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
+            None => 0,
+            Some(standing) => match standing? {
+                Standing::Exempt => return Ok(None),
+                Standing::Variant(variant) => variant,
+            },
+        };
+        Ok(Some(Asker { key, offset, variant, cost: self.cost.of(caller.headers, &self.rule)? }))
+    }
+
+    /// How the rule treats a key; the plan of the client matters only where the key itself does not.
+    fn standing(&self, exceptions: &Exceptions, key: KeyHash, caller: &Caller<'_>) -> Result<Standing, Fault> {
+        if exceptions.has_keys() {
+            let key = exceptions.by_digest.as_ref().map_or(Some(key), |start| self.key.digest(start, caller));
+            if let Some(standing) = key.and_then(|key| exceptions.of_key(key)) {
+                return Ok(standing);
+            }
+        }
+        let plan = if exceptions.has_plans() { self.plan_of(caller)? } else { None };
+        Ok(Standing::Variant(exceptions.variant_of(plan)))
+    }
+
+    /// The plan of the client; looked up once for all rules of the request.
+    fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, Fault> {
+        let Some(clients) = caller.clients else { return Ok(None) };
+        if let Some(plan) = caller.plan.get() {
+            return Ok(*plan);
+        }
+        let plan = clients.plan_of(caller).map_err(|(part, lack)| self.fault(part, &lack))?;
+        Ok(*caller.plan.get_or_init(|| plan))
     }
 
     fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
-        let fault = |unknown| match unknown {
-            Unknown::Missing(part) => Fault::KeyMissing { rule: self.rule.clone(), part: part.name() },
-            Unknown::Ambiguous(part) => Fault::KeyAmbiguous { rule: self.rule.clone(), part: part.name() },
+        let unknown = match self.key.hash(caller) {
+            Ok(key) => return Ok(Some(key)),
+            Err(unknown) => unknown,
         };
-        match (self.key.hash(caller), &self.on_missing) {
-            (Ok(key), _) => Ok(Some(key)),
-            (Err(Unknown::Missing(_)), OnAbsent::Skip) => Ok(None),
-            (Err(Unknown::Missing(_)), OnAbsent::Fallback(key)) => key.hash(caller).map(Some).map_err(fault),
-            (Err(unknown), _) => Err(fault(unknown)),
+        match (&unknown.lack, &self.on_missing) {
+            (Lack::Missing, OnAbsent::Skip) => Ok(None),
+            (Lack::Missing, OnAbsent::Fallback(key)) => {
+                key.hash(caller).map(Some).map_err(|unknown| self.fault(key.name(&unknown), &unknown.lack))
+            }
+            _ => Err(self.fault(self.key.name(&unknown), &unknown.lack)),
+        }
+    }
+
+    #[cold]
+    fn fault(&self, part: &str, lack: &Lack) -> Fault {
+        let (rule, part) = (self.rule.clone(), part.to_owned());
+        match *lack {
+            Lack::Missing => Fault::KeyMissing { rule, part },
+            Lack::Ambiguous => Fault::KeyAmbiguous { rule, part },
+            Lack::Authorizations => Fault::KeyAmbiguous { rule, part: String::from("authorization") },
+            Lack::Escape => Fault::Query("the query contains a `%` without two hex digits"),
+            Lack::Token(invalid) => Fault::Token(invalid),
         }
     }
 }
 
+/// The hash of a key as far as it does not depend on a request.
+fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+    // Keeps the keys of a fallback apart from the rule's own, and from those of another.
+    let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
+    let mut start = KeyHasher::new(seed, rule);
+    start.part(u8::from(fallback.is_some()), own.as_bytes());
+    start
+}
+
 impl Recipe {
+    /// What the part is called that could not be had.
+    fn name(&self, unknown: &Unknown) -> &str {
+        &self.names[unknown.position]
+    }
+
     /// The key, and the offset of its windows if they start at random.
-    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown<'_>> {
-        let hash = |start: &KeyHasher| {
-            let mut hasher = start.clone();
-            self.parts.iter().try_for_each(|part| part.feed(caller, &mut hasher))?;
-            Ok(hasher.finish())
+    fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
+        let offset = match &self.everywhere {
+            Some(start) => self.hash_from(start, caller)?.place,
+            None => 0,
         };
-        let offset = self.everywhere.as_ref().map_or(Ok(0), |start| hash(start).map(|hash| hash.place))?;
-        Ok((hash(&self.start)?, offset))
+        Ok((self.hash_from(&self.start, caller)?, offset))
+    }
+
+    fn hash_from(&self, start: &KeyHasher, caller: &Caller<'_>) -> Result<KeyHash, Unknown> {
+        let mut hasher = start.clone();
+        let mut missing = None;
+        for (position, part) in self.parts.iter().enumerate() {
+            match part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)) {
+                Ok(()) => {}
+                // That one part is missing does not excuse another that is wrong: a token that is
+                // not valid is refused whatever else the key is made of.
+                Err(Lack::Missing) => missing = missing.or(Some(position)),
+                Err(lack) => return Err(Unknown { position, lack }),
+            }
+        }
+        match missing {
+            Some(position) => Err(Unknown { position, lack: Lack::Missing }),
+            None => Ok(hasher.finish()),
+        }
+    }
+
+    /// The hash of the parts' digests, by which secret keys are found; `None` if a part is missing.
+    fn digest(&self, start: &KeyHasher, caller: &Caller<'_>) -> Option<KeyHash> {
+        let mut hasher = start.clone();
+        for part in &self.parts {
+            part.feed(caller, &mut |kind, bytes| exceptions::feed(&mut hasher, kind, bytes, true)).ok()?;
+        }
+        Some(hasher.finish())
     }
 }
 
@@ -180,98 +272,37 @@ fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
     Fault::Cost { rule: rule.to_owned(), field: field.to_string(), max }
 }
 
-impl Source {
-    fn new(part: &Part, route: &Route) -> Source {
-        match part {
-            Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
-            // The configuration has been checked: a name that is none never gets here.
-            Part::Header(name) => match HeaderName::from_bytes(name.as_bytes()) {
-                Ok(name) => Source::Header(name),
-                Err(_) => Source::Param(name.clone(), None),
-            },
-            Part::Param(name) => {
-                Source::Param(name.clone(), route.path.param_names().iter().position(|known| known == name))
-            }
-            Part::Host => Source::Host,
-            Part::Method => Source::Method,
-            Part::Path => Source::Path,
-            Part::Route => Source::Route,
-            Part::Global => Source::Global,
-        }
-    }
-
-    fn name(&self) -> String {
-        match self {
-            Source::Header(name) => format!("header:{name}"),
-            Source::Param(name, _) => format!("param:{name}"),
-            Source::Ip { .. } | Source::Host | Source::Method | Source::Path | Source::Route | Source::Global => {
-                String::new()
-            }
-        }
-    }
-
-    fn feed<'s>(&'s self, caller: &Caller<'_>, hasher: &mut KeyHasher) -> Result<(), Unknown<'s>> {
-        match self {
-            Source::Ip { v4_prefix, v6_prefix } => match caller.address.to_canonical() {
-                IpAddr::V4(v4) => hasher.part(1, &prefix(v4.to_bits(), 32 - *v4_prefix).to_be_bytes()),
-                IpAddr::V6(v6) => hasher.part(2, &prefix(v6.to_bits(), 128 - *v6_prefix).to_be_bytes()),
-            },
-            Source::Header(name) => {
-                let mut values = caller.headers.get_all(name).iter();
-                match (values.next(), values.next()) {
-                    (Some(value), None) if !value.is_empty() => hasher.part(3, value.as_bytes()),
-                    (None, _) | (Some(_), None) => return Err(Unknown::Missing(self)),
-                    (Some(_), Some(_)) => return Err(Unknown::Ambiguous(self)),
-                }
-            }
-            Source::Param(_, position) => {
-                let range = position.and_then(|position| caller.params.get(position)).ok_or(Unknown::Missing(self))?;
-                hasher.part(4, caller.path[range.clone()].as_bytes());
-            }
-            Source::Host => hasher.part(5, caller.host.as_bytes()),
-            Source::Method => hasher.part(6, caller.method.as_str().as_bytes()),
-            Source::Path => hasher.part(7, caller.path.as_bytes()),
-            Source::Route => hasher.part(8, caller.route.as_bytes()),
-            Source::Global => hasher.part(9, b""),
-        }
-        Ok(())
-    }
-}
-
-/// Clears the last `host_bits` bits of an address.
-fn prefix<T>(bits: T, host_bits: u8) -> T
-where
-    T: Copy + Default + std::ops::Shr<u8, Output = T> + std::ops::Shl<u8, Output = T>,
-{
-    if usize::from(host_bits) >= size_of::<T>() * 8 { T::default() } else { (bits >> host_bits) << host_bits }
-}
-
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::config::{PathPattern, Segment};
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
-    use crate::rule::terms::{OnLimit, Rule};
+    use crate::rule::terms::{Exemptions, OnLimit, Rule};
+    use crate::token::Trust;
 
-    const SEED: Seed = Seed(1, 2);
+    pub const SEED: Seed = Seed(1, 2);
 
     fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
-        let rule = Rule {
+        Identity::new(&Book::new(&[rule(key, on_missing)], [], SEED).entries[0], &route(), SEED)
+    }
+
+    pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
+        Rule {
             name: "r".to_owned(),
             key: key.to_vec(),
             on_missing,
             layers: vec![Limit::parse("1/minute").unwrap()],
             plans: vec![],
             overrides: vec![],
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
-        };
-        Identity::new(&Book::new(&[rule], [], SEED).entries[0], &route(), SEED)
+        }
     }
 
-    fn route() -> Route {
+    pub fn route() -> Route {
         let segments = vec![Segment::Literal("u".to_owned()), Segment::Param("id".to_owned())];
         Route {
             name: "route".to_owned(),
@@ -285,7 +316,7 @@ mod tests {
         }
     }
 
-    fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
+    pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
         let id = 3..5;
         identity.of(&Caller {
             address: address.parse().unwrap(),
@@ -293,8 +324,13 @@ mod tests {
             method: &Method::GET,
             path: "/u/77",
             params: std::slice::from_ref(&id),
+            uri: &Uri::from_static("/u/77?token=a%20b"),
             headers,
             route: "route",
+            tokens: &Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0)),
+            unix_ms: 0,
+            clients: None,
+            plan: OnceCell::new(),
         })
     }
 

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use crate::token::Invalid;
+
 /// Whose doing a fault is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
@@ -22,6 +24,8 @@ pub enum Fault {
     Host(&'static str),
     /// The path names no endpoint for certain.
     Path(&'static str),
+    /// A parameter that a rule counts by can not be read.
+    Query(&'static str),
     /// Transfer-Encoding or Content-Length leave open where the body ends.
     Framing(&'static str),
     /// The head is longer than the gateway reads.
@@ -52,6 +56,8 @@ pub enum Fault {
         field: String,
         max: u32,
     },
+    /// A rule counts by a claim of a token that is not valid.
+    Token(Invalid),
     /// The client's body broke off or is malformed.
     Body,
     /// The client stopped sending its body.
@@ -75,6 +81,7 @@ impl Fault {
             Fault::Target(_)
             | Fault::Host(_)
             | Fault::Path(_)
+            | Fault::Query(_)
             | Fault::Framing(_)
             | Fault::HeadTooLarge
             | Fault::TargetTooLong
@@ -86,6 +93,7 @@ impl Fault {
             | Fault::KeyMissing { .. }
             | Fault::KeyAmbiguous { .. }
             | Fault::Cost { .. }
+            | Fault::Token(_)
             | Fault::Body
             | Fault::BodyTimeout => Side::Client,
             Fault::Connect(_) | Fault::ConnectTimeout | Fault::Upstream(_) | Fault::ResponseTimeout => Side::Upstream,
@@ -99,6 +107,7 @@ impl Fault {
             Fault::Target(_)
             | Fault::Host(_)
             | Fault::Path(_)
+            | Fault::Query(_)
             | Fault::Framing(_)
             | Fault::HeadTooLarge
             | Fault::TargetTooLong
@@ -113,6 +122,7 @@ impl Fault {
             | Fault::Panic => true,
             Fault::NoRoute
             | Fault::KeyMissing { .. }
+            | Fault::Token(_)
             | Fault::Connect(_)
             | Fault::ConnectTimeout
             | Fault::Upstream(_)
@@ -143,7 +153,9 @@ impl fmt::Display for Fault {
     /// For the client: nothing about the inside, such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::Target(why) | Fault::Host(why) | Fault::Path(why) | Fault::Framing(why) => f.write_str(why),
+            Fault::Target(why) | Fault::Host(why) | Fault::Path(why) | Fault::Query(why) | Fault::Framing(why) => {
+                f.write_str(why)
+            }
             Fault::HeadTooLarge => f.write_str("the head of the request is too large"),
             Fault::TargetTooLong => f.write_str("the request target is too long"),
             Fault::Malformed => f.write_str("the request is not well-formed HTTP"),
@@ -154,6 +166,7 @@ impl fmt::Display for Fault {
             Fault::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             Fault::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
             Fault::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
+            Fault::Token(invalid) => write!(f, "{invalid}"),
             Fault::Body => f.write_str("the body of the request broke off or is malformed"),
             Fault::BodyTimeout => f.write_str("the body of the request took too long"),
             Fault::Connect(_) => f.write_str("no upstream server could be reached"),

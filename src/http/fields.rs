@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::byte_set;
 
@@ -116,13 +116,16 @@ fn lists_trailers(headers: &HeaderMap) -> bool {
 /// Removes what is about one connection only. Expect stays behind too: hyper asks the client for
 /// the body when the upstream takes it.
 fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
-    if marks.has(Marks::CONNECTION) {
-        for name in connection_options(headers) {
+    if marks.has(Marks::CONNECTION)
+        && let Entry::Occupied(connection) = headers.entry(header::CONNECTION)
+    {
+        let names = connection_options(connection.iter());
+        connection.remove();
+        for name in names {
             if !NEVER_HOP_BY_HOP.contains(&name) && !keys.contains(&name) {
                 headers.remove(name);
             }
         }
-        headers.remove(header::CONNECTION);
     }
     for (mark, name) in [
         (Marks::TE, header::TE),
@@ -162,12 +165,11 @@ fn announce_trailers(headers: &mut HeaderMap, keys: &[HeaderName]) {
 }
 
 /// The field names that Connection lists, but for the two usual options, which name none.
-fn connection_options(headers: &HeaderMap) -> Vec<HeaderName> {
-    let is_usual = |option: &str| option.eq_ignore_ascii_case("keep-alive") || option.eq_ignore_ascii_case("close");
-    let values = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
-    let options = values.filter(|value| !is_usual(value)).flat_map(|value| value.split(',')).map(str::trim);
-    let names = options.filter(|option| !is_usual(option)).map(|option| HeaderName::from_bytes(option.as_bytes()));
-    names.filter_map(Result::ok).collect()
+fn connection_options<'a>(values: impl Iterator<Item = &'a HeaderValue>) -> Vec<HeaderName> {
+    let is_usual = |option: &[u8]| option.eq_ignore_ascii_case(b"keep-alive") || option.eq_ignore_ascii_case(b"close");
+    let values = values.map(HeaderValue::as_bytes).filter(|value| !is_usual(value));
+    let options = values.flat_map(|value| value.split(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+    options.filter(|option| !is_usual(option)).filter_map(|option| HeaderName::from_bytes(option).ok()).collect()
 }
 
 /// An address as a field value.

@@ -8,11 +8,11 @@ use std::borrow::Cow;
 
 use http::header::{self, HeaderMap, HeaderValue};
 use http::request::Parts;
-use http::uri::Authority;
 use http::{Method, Version};
 
 use super::fault::Fault;
 use super::fields::Marks;
+use crate::config::byte_set;
 
 /// What the gate found out on the way.
 #[derive(Debug)]
@@ -39,10 +39,10 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
         expectation(&parts.headers)?;
     }
     let host = host_field(parts)?;
-    target(parts, host)?;
+    target(parts, host.map(|host| host.authority))?;
     // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.
-    let authority = host.or_else(|| parts.uri.authority().map(Authority::as_str));
-    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), host_name), marks })
+    let authority = host.or_else(|| parts.uri.authority().map(|authority| Host::of(authority.as_str())));
+    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), Host::in_normal_form), marks })
 }
 
 /// Methods are case-sensitive, but some servers take `post` for POST.
@@ -72,7 +72,7 @@ fn expectation(headers: &HeaderMap) -> Result<(), Fault> {
 }
 
 /// The one Host field, checked for its form.
-fn host_field(parts: &Parts) -> Result<Option<&str>, Fault> {
+fn host_field(parts: &Parts) -> Result<Option<Host<'_>>, Fault> {
     let mut hosts = parts.headers.get_all(header::HOST).iter();
     let host = match (hosts.next(), hosts.next()) {
         (Some(host), None) => host,
@@ -80,41 +80,69 @@ fn host_field(parts: &Parts) -> Result<Option<&str>, Fault> {
         (None, _) => return Err(Fault::Host("the Host field is missing")),
         (Some(_), Some(_)) => return Err(Fault::Host("the Host field is given more than once")),
     };
-    valid_authority(host).map(Some).ok_or(Fault::Host("the Host field is malformed"))
+    valid_host(host).map(Some).ok_or(Fault::Host("the Host field is malformed"))
 }
 
-/// `host[:port]` as text, or `None`: RFC 3986's reg-name or IP literal, no user information.
-fn valid_authority(host: &HeaderValue) -> Option<&str> {
-    let text = std::str::from_utf8(host.as_bytes()).ok()?;
-    let (name, port) = split_port(text);
+/// A host as it was named.
+#[derive(Clone, Copy)]
+struct Host<'a> {
+    authority: &'a str,
+    /// Without the port.
+    name: &'a str,
+    /// Some letter may be a capital.
+    is_mixed: bool,
+}
+
+impl<'a> Host<'a> {
+    fn of(authority: &'a str) -> Host<'a> {
+        Host { authority, name: split_port(authority).0, is_mixed: true }
+    }
+
+    fn in_normal_form(self) -> Cow<'a, str> {
+        let name = self.name.strip_suffix('.').unwrap_or(self.name);
+        if self.is_mixed { Cow::Owned(name.to_ascii_lowercase()) } else { Cow::Borrowed(name) }
+    }
+}
+
+/// `host[:port]`, or `None`: RFC 3986's reg-name or IP literal, no user information.
+fn valid_host(host: &HeaderValue) -> Option<Host<'_>> {
+    let authority = host.to_str().ok()?;
+    let (name, port) = split_port(authority);
+    let class = name.bytes().fold(0, |class, byte| class | REG_NAME[usize::from(byte)]);
     let port_is_fine = port.is_none_or(|port| port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()));
     let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !name.is_empty() && name.bytes().all(is_reg_name),
+        None => !name.is_empty() && class & OTHER == 0,
     };
-    (port_is_fine && name_is_fine).then_some(text)
+    (port_is_fine && name_is_fine).then_some(Host { authority, name, is_mixed: class & CAPITAL != 0 })
 }
 
+/// What a byte may be in a name: a capital letter, or nothing that belongs there. Classes are bits, so
+/// that one pass tells of all.
+const CAPITAL: u8 = 1;
+const OTHER: u8 = 2;
+
 /// unreserved, pct-encoded or sub-delims (RFC 3986, section 3.2.2).
-fn is_reg_name(byte: u8) -> bool {
-    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'%' | b'!' | b'$' | b'&'..=b',' | b';' | b'=')
-}
+const REG_NAME: [u8; 256] = {
+    let known = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-._~%!$&'()*+,;=");
+    let mut classes = [OTHER; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        if known[byte] {
+            classes[byte] = 0;
+        } else if (byte as u8).is_ascii_uppercase() {
+            classes[byte] = CAPITAL;
+        }
+        byte += 1;
+    }
+    classes
+};
 
 /// Splits at the last colon that is not part of an IP literal.
 fn split_port(authority: &str) -> (&str, Option<&str>) {
     match authority.bytes().rposition(|byte| byte == b':' || byte == b']') {
         Some(at) if authority.as_bytes()[at] == b':' => (&authority[..at], Some(&authority[at + 1..])),
         _ => (authority, None),
-    }
-}
-
-fn host_name(authority: &str) -> Cow<'_, str> {
-    let (name, _) = split_port(authority);
-    let name = name.strip_suffix('.').unwrap_or(name);
-    if name.bytes().any(|b| b.is_ascii_uppercase()) {
-        Cow::Owned(name.to_ascii_lowercase())
-    } else {
-        Cow::Borrowed(name)
     }
 }
 

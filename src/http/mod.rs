@@ -1,15 +1,25 @@
 //! What HTTP's words mean, without I/O: nothing in this room waits or touches a socket.
 //!
 //! `gate` decides whether this is one clear request, `path` which endpoint its path names, `route`
-//! which route that is, `caller` who is asking, `fields` what is added and taken away in passing,
+//! which route that is, `caller` who is asking, by the parts that `part` finds, of which `cookie`, `query` and
+//! `bearer` read what may be spelt in several ways, with the help of `escapes`; `clients` whether that is
+//! somebody who is known, `exceptions` whom a rule treats otherwise than everyone, `fields` what is added and
+//! taken away in passing,
 //! `quota` how the limits are told to the client, `fault` what can go wrong and on whose side, and
 //! `reply` is every answer that the gateway makes itself: the only place with status codes.
 
+pub mod bearer;
 pub mod caller;
+pub mod clients;
+pub mod cookie;
+pub mod escapes;
+pub mod exceptions;
 pub mod fault;
 pub mod fields;
 pub mod gate;
+pub mod part;
 pub mod path;
+pub mod query;
 pub mod quota;
 pub mod reply;
 pub mod route;

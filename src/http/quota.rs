@@ -6,7 +6,9 @@
 //! older `X-RateLimit-*` tell of one layer only, the one nearest its limit; their reset is in
 //! seconds from now. Names are rendered at load, numbers into a buffer that is used again.
 
-use http::header::{Entry, HeaderMap, HeaderName, HeaderValue};
+use std::ops::Range;
+
+use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::QuotaFields;
 use crate::count::charge::Charge;
@@ -23,7 +25,17 @@ const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 /// The layers that the answers of one route tell of, in the order of the configuration.
 #[derive(Debug, Default)]
 pub struct Sheet {
+    rules: Vec<Told>,
     rows: Vec<Row>,
+}
+
+/// A rule that answers tell of. It may have thousands of variants, but a request only one of them.
+#[derive(Debug)]
+struct Told {
+    /// The rule's position in the roster.
+    position: usize,
+    /// The rows of each variant.
+    variants: Vec<Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -44,13 +56,17 @@ struct Row {
 impl Sheet {
     /// Shadow rules are left out: a client that slowed down for them would be limited by them.
     pub fn new(book: &Book, roster: &Roster, fields: &[QuotaFields]) -> Sheet {
-        let mut rows = Vec::new();
+        let (mut rules, mut rows) = (Vec::new(), Vec::new());
         for (position, &index) in roster.rules.iter().enumerate() {
             let entry = &book.entries[index];
             let style = fields[index];
             if entry.rule.is_shadow() || style == QuotaFields::Off {
                 continue;
             }
+            let first = rows.len();
+            let variants = (0..entry.rule.variants().count()).map(|variant| entry.variant(variant));
+            let variants = variants.map(|layers| first + layers.start..first + layers.end).collect();
+            rules.push(Told { position, variants });
             rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| Row {
                 line: Line { rule: position, layer },
                 usual: entry.variant(0).contains(&layer),
@@ -62,7 +78,16 @@ impl Sheet {
                 legacy: matches!(style, QuotaFields::Legacy | QuotaFields::Both),
             }));
         }
-        Sheet { rows }
+        Sheet { rules, rows }
+    }
+
+    /// The rows of the windows that a request was counted in, and their answers.
+    fn applied<'a>(&'a self, desk: &'a Desk) -> impl Iterator<Item = (&'a Row, &'a Charge)> {
+        let rows = self.rules.iter().filter_map(|told| {
+            let asker = desk.askers.get(told.position).copied().flatten()?;
+            Some(&self.rows[told.variants[asker.variant].clone()])
+        });
+        rows.flatten().filter_map(|row| desk.answer(row.line).map(|charge| (row, charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
@@ -79,13 +104,11 @@ impl Sheet {
     /// buffer to work in.
     pub fn render(&self, desk: &Desk, policy: Option<&HeaderValue>, now_ms: u64, text: &mut Vec<u8>) -> Stamp {
         let mut stamp = Stamp::default();
-        let mut all = true;
+        let usual = |told: &Told| desk.askers.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0);
+        let all = self.rules.iter().all(usual);
         text.clear();
-        for row in self.rows.iter().filter(|row| row.ietf) {
-            match desk.answer(row.line) {
-                Some(charge) => row.write_state(charge, now_ms, text),
-                None => all &= !row.usual,
-            }
+        for (row, charge) in self.applied(desk).filter(|(row, _)| row.ietf) {
+            row.write_state(charge, now_ms, text);
         }
         stamp.state = list(text);
         stamp.policy = match policy {
@@ -99,18 +122,15 @@ impl Sheet {
     /// `RateLimit-Policy` of the layers that applied to a request.
     fn policy_of(&self, desk: &Desk, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        for row in self.rows.iter().filter(|row| row.ietf) {
-            if let Some(charge) = desk.answer(row.line) {
-                row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
-            }
+        for (row, charge) in self.applied(desk).filter(|(row, _)| row.ietf) {
+            row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
         }
         list(text)
     }
 
     /// The layer nearest its limit; of several, the one that takes longest to open again.
     fn nearest(&self, desk: &Desk, now_ms: u64) -> Option<Legacy> {
-        let told = self.rows.iter().filter(|row| row.legacy);
-        let told = told.filter_map(|row| desk.answer(row.line).map(|charge| (row, charge)));
+        let told = self.applied(desk).filter(|(row, _)| row.legacy);
         let nearness =
             |(row, charge): &(&Row, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
         told.min_by_key(nearness).map(|(row, charge)| Legacy {
@@ -168,9 +188,9 @@ impl Stamp {
             }
         }
         if let Some(legacy) = self.legacy {
-            headers.insert(LEGACY_LIMIT, HeaderValue::from(legacy.limit));
-            headers.insert(LEGACY_REMAINING, HeaderValue::from(legacy.remaining));
-            headers.insert(LEGACY_RESET, HeaderValue::from(legacy.reset_s));
+            headers.insert(LEGACY_LIMIT, number(u64::from(legacy.limit)));
+            headers.insert(LEGACY_REMAINING, number(legacy.remaining));
+            headers.insert(LEGACY_RESET, number(legacy.reset_s));
         }
     }
 }
@@ -179,6 +199,11 @@ impl Stamp {
 fn list(items: &[u8]) -> Option<HeaderValue> {
     // Rule names are checked to be plain ASCII, so what was written is a value.
     items.strip_prefix(b", ").and_then(|text| HeaderValue::from_bytes(text).ok())
+}
+
+/// A number as a field value. `From` would allocate twice for it.
+pub fn number(number: u64) -> HeaderValue {
+    HeaderValue::from_str(itoa::Buffer::new().format(number)).unwrap_or(const { HeaderValue::from_static("0") })
 }
 
 /// Writes a number in decimal digits.
@@ -193,21 +218,19 @@ pub fn seconds_until(then_ms: u64, now_ms: u64) -> u64 {
 
 /// Sets a list field, or adds to it behind what the upstream said.
 fn join(headers: &mut HeaderMap, name: HeaderName, value: HeaderValue) {
-    let mut known = match headers.entry(name) {
-        Entry::Occupied(known) => known,
-        Entry::Vacant(place) => {
-            place.insert(value);
-            return;
-        }
-    };
+    // Seldom is there one, and looking through the names is less than hashing ours.
+    if !headers.keys().any(|known| *known == name) {
+        headers.insert(name, value);
+        return;
+    }
     let mut joined = Vec::new();
-    for known in known.iter() {
+    for known in headers.get_all(&name) {
         joined.extend_from_slice(known.as_bytes());
         joined.extend_from_slice(b", ");
     }
     joined.extend_from_slice(value.as_bytes());
     // Both halves came out of a parser or a renderer of values.
     if let Ok(joined) = HeaderValue::from_bytes(&joined) {
-        known.insert(joined);
+        headers.insert(name, joined);
     }
 }

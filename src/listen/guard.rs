@@ -8,7 +8,6 @@ use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -48,7 +47,7 @@ pub struct Stage {
     /// What was said instead of hyper.
     refused: RefCell<Option<Fault>>,
     /// Informational answers that wait to be sent.
-    interim: Arc<Interim>,
+    interim: Rc<Interim>,
     phase: Cell<Phase>,
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
@@ -80,7 +79,7 @@ impl Stage {
             begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
-            interim: Arc::default(),
+            interim: Rc::default(),
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
@@ -89,7 +88,7 @@ impl Stage {
         Rc::new(stage)
     }
 
-    pub fn interim(&self) -> &Arc<Interim> {
+    pub fn interim(&self) -> &Rc<Interim> {
         &self.interim
     }
 
@@ -120,7 +119,7 @@ impl Stage {
         head.extend_from_slice(bytes);
     }
 
-    /// Whether a head that came with this request gives both chunks and a length for its body. hyper
+    /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
     /// leaves the length out, so only the bytes can tell. They are kept of what came while nothing
     /// was under way; behind that, what RFC 9112, section 6.3 says holds: the chunks count, and the
     /// connection is closed.
@@ -194,6 +193,8 @@ pub struct Guard {
     until: Option<Pin<Box<Sleep>>>,
     shut: bool,
     at_end: bool,
+    /// Bytes of a next request are known to wait, behind which nothing can be seen.
+    ahead_of_turn: bool,
 }
 
 impl Guard {
@@ -207,6 +208,7 @@ impl Guard {
             until: None,
             shut: false,
             at_end: false,
+            ahead_of_turn: false,
         }
     }
 
@@ -239,6 +241,21 @@ impl Guard {
         Poll::Ready(Ok(()))
     }
 
+    /// Notices a client that goes away while its answer is made; wakes the task when it does. hyper
+    /// would read to find out, into a buffer that it has to allocate for that.
+    fn poll_hung_up(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.ahead_of_turn {
+            return Poll::Pending;
+        }
+        let mut scratch = [0; 1];
+        if ready!(self.stream.0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)))? > 0 {
+            self.ahead_of_turn = true;
+            return Poll::Pending;
+        }
+        self.at_end = true;
+        Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()))
+    }
+
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let until = self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
         let mut scratch = [0; 4096];
@@ -263,6 +280,7 @@ impl AsyncRead for Guard {
         let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
         let came = buffer.filled().len() > before;
         this.at_end |= !came;
+        this.ahead_of_turn = false;
         if came && !this.stage.busy.get() {
             this.stage.hear(&buffer.filled()[before..]);
         }
@@ -307,6 +325,8 @@ impl AsyncWrite for Guard {
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
             this.stage.flushed();
+        } else if let Poll::Ready(gone) = this.poll_hung_up(cx) {
+            return Poll::Ready(gone);
         }
         Poll::Ready(Ok(()))
     }

@@ -6,11 +6,10 @@ use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::{Request, Response, header};
+use http::{Request, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -34,10 +33,12 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     hall.meter.connected();
     let timeouts = hall.view().snapshot.config.timeouts.clone();
     let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
-    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Arc::clone(stage.interim())));
+    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Rc::clone(stage.interim())));
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)
+        // The guard looks for clients that go away.
+        .half_close(true)
         .max_buf_size(HEAD_MAX_BYTES)
         .serve_connection(TokioIo::new(Guard::new(stream, Rc::clone(&stage))), door);
     let mut connection = std::pin::pin!(connection);
@@ -77,9 +78,8 @@ impl Service<Request<Incoming>> for Door {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        let doubtful =
-            request.headers().contains_key(header::TRANSFER_ENCODING) && self.stage.gives_length_beside_chunks();
         self.stage.begin();
+        let doubtful = || self.stage.gives_length_beside_chunks();
         let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubtful)));
         Answering {
             passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),

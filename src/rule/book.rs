@@ -12,7 +12,7 @@ use super::key::{Part, Seed};
 use super::limit::Limit;
 use super::terms::{Cost, OnLimit, Rule};
 use super::window::Windows;
-use crate::count::charge::{Charge, Verdict, look, take};
+use crate::count::charge::{Charge, Verdict, decide, look};
 use crate::count::pace::{Pace, Time};
 use crate::count::queue::{Place, Queue};
 use crate::count::region::Key;
@@ -71,6 +71,9 @@ pub struct Roster {
     shadows: Vec<usize>,
     delays: bool,
     counts_refused: bool,
+    /// Whether every layer that any client may have is plain and whole, and nothing is left to do
+    /// for a refused request: all that such a decision needs is known when the code is compiled.
+    plain: bool,
 }
 
 /// What the rules say to a request.
@@ -239,11 +242,15 @@ impl Book {
             shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
             delays: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
+            plain: false,
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
         let mut lines: Vec<Line> = enforced.flat_map(|position| self.lines(&roster, position, 0)).collect();
         self.sort(&roster, &mut lines);
         roster.enforced = lines;
+        let layers = || rules.iter().flat_map(|rule| &self.entries[*rule].layers);
+        roster.plain =
+            !roster.counts_refused && layers().all(|layer| layer.course == Course::Plain && layer.shards == 1);
         roster
     }
 
@@ -336,11 +343,10 @@ impl Book {
         let first = desk.charges.len();
         loop {
             desk.put_down(self, roster, lines, now_ms, first);
-            let time = self.time(now_ms);
             let charges = &mut desk.charges[first..];
-            let verdict = match look(table, charges, time) {
-                true => take(table, charges, &mut desk.shares, time),
-                false => Verdict::Refused,
+            let verdict = match roster.plain {
+                true => decide(table, charges, &mut desk.shares, Time::all_plain(now_ms)),
+                false => decide(table, charges, &mut desk.shares, self.time(now_ms)),
             };
             match verdict {
                 Verdict::Admitted => return Judgement::Admitted,
@@ -348,15 +354,16 @@ impl Book {
                 Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
                 // There is no later time than the last that a counter can name.
                 Verdict::Late => return Judgement::Refused,
+                Verdict::Refused if roster.plain => return Judgement::Refused,
                 Verdict::Refused => {
                     if may_wait
                         && (roster.delays || desk.reserve)
-                        && let Some(delayed) = self.postpone(roster, table, time, desk)
+                        && let Some(delayed) = self.postpone(roster, table, self.time(now_ms), desk)
                     {
                         return delayed;
                     }
                     if roster.counts_refused {
-                        self.count_refusal(roster, table, time, desk, first);
+                        self.count_refusal(roster, table, self.time(now_ms), desk, first);
                     }
                     return Judgement::Refused;
                 }

@@ -20,6 +20,12 @@ pub enum Part {
     },
     /// A request field, by its lower-case name.
     Header(String),
+    /// A cookie, by its name.
+    Cookie(String),
+    /// A parameter of the query, by its name when decoded.
+    Query(String),
+    /// A claim of the request's bearer token.
+    Jwt(String),
     /// A parameter of the route's path.
     Param(String),
     Host,
@@ -37,6 +43,9 @@ impl fmt::Display for Part {
         match self {
             Part::Ip { .. } => f.write_str("ip"),
             Part::Header(name) => write!(f, "header:{name}"),
+            Part::Cookie(name) => write!(f, "cookie:{name}"),
+            Part::Query(name) => write!(f, "query:{name}"),
+            Part::Jwt(claim) => write!(f, "jwt:{claim}"),
             Part::Param(name) => write!(f, "param:{name}"),
             Part::Host => f.write_str("host"),
             Part::Method => f.write_str("method"),
@@ -78,7 +87,7 @@ impl Seed {
 }
 
 /// The hash of a key under one rule: it names one counter in each of the rule's layers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyHash {
     pub place: u64,
     pub tag: u64,

@@ -3,6 +3,10 @@
 use std::fmt;
 
 use super::window::{Period, PeriodError, Windows};
+use crate::count::shard;
+
+/// Into how many counters a layer may be split.
+pub const SHARDS_MAX: u32 = shard::SHARDS_MAX;
 
 /// One layer of a rule as the operator wrote it.
 #[derive(Clone, PartialEq, Eq, Debug)]

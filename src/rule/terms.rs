@@ -2,8 +2,10 @@
 //!
 //! Plain data. What it means for a counter is worked out in `book`.
 
+use super::digest::Digest;
 use super::key::{OnMissing, Part};
 use super::limit::Limit;
+use super::network::Network;
 
 /// A rule as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -16,6 +18,8 @@ pub struct Rule {
     pub plans: Vec<Plan>,
     /// Other windows for single keys.
     pub overrides: Vec<Override>,
+    /// Whom the rule does not count.
+    pub exemptions: Exemptions,
     pub cost: Cost,
     pub on_limit: OnLimit,
     /// Whether a refused request consumes what is left.
@@ -33,8 +37,34 @@ pub struct Plan {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Override {
     /// The values of the key's parts, in their order.
-    pub key: Vec<String>,
+    pub key: Vec<Value>,
     pub layers: Vec<Limit>,
+}
+
+/// Whom a rule does not count.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Exemptions {
+    /// By the client's address.
+    pub networks: Vec<Network>,
+    /// Values of the key's parts, in their order.
+    pub keys: Vec<Vec<Value>>,
+}
+
+/// The value of one part of a key, as configured.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Value {
+    Clear(String),
+    /// Of a value that is a secret.
+    Digest(Digest),
+}
+
+impl Value {
+    pub fn digest(&self) -> Digest {
+        match self {
+            Value::Clear(text) => Digest::of(text.as_bytes()),
+            Value::Digest(digest) => *digest,
+        }
+    }
 }
 
 /// Tokens that one request consumes.

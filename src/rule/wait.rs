@@ -104,11 +104,13 @@ impl Book {
     }
 
     /// When a request that was just refused would be admitted if nobody else asked, Unix milliseconds; `None`
-    /// if its counters can not say. Not only those that refused it count: where refusals consume, they may
+    /// if it never would. Not only the counters that refused it have a say: where refusals consume, they may
     /// have taken the last of another.
     pub fn again_ms(&self, roster: &Roster, desk: &Desk, now_ms: u64) -> Option<u64> {
         let lines = desk.charges.iter().zip(&desk.lines);
-        lines.filter_map(|(charge, line)| self.opens_ms(charge, self.entry(roster, *line), line.layer, now_ms)).max()
+        let mut opens =
+            lines.map(|(charge, line)| self.opens_ms(charge, self.entry(roster, *line), line.layer, now_ms));
+        opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
     fn entry(&self, roster: &Roster, line: Line) -> &Entry {

@@ -7,18 +7,24 @@
 
 use std::future::poll_fn;
 use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use bytes::Bytes;
 use http::{Request, Response};
-use http_body::Body;
+use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
+use super::herald::{Hearsay, Herald};
+use super::relay::Relay;
 use super::upload::Upload;
+use crate::interim::Interim;
 use crate::wire::Wire;
 
 /// Read-buffer limit, and so the largest answer head that is accepted.
@@ -27,37 +33,73 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 pub struct Connection {
     sender: SendRequest<Upload>,
     /// `None` once the connection is closed.
-    driver: Option<http1::Connection<TokioIo<Wire>, Upload>>,
+    driver: Option<http1::Connection<TokioIo<Herald>, Upload>>,
+    hearsay: Rc<Hearsay>,
+    relay: Arc<Relay>,
+    /// Of the relay; what the driver is given to wake.
+    waker: Waker,
     /// Whether the last request had no body, so that its answer was the end of it.
     plain: bool,
-    /// When it was last given back to the pool.
-    pub idle_since: Instant,
+    /// When the last answer came, if it was the end of the exchange as well; so that the clock need
+    /// not be read again when the connection becomes idle.
+    pub idle_since: Option<Instant>,
 }
 
 /// What a request met with when no answer came; with the request, if none of it was sent.
 pub type SendError = TrySendError<Request<Upload>>;
 
 impl Connection {
-    /// Makes a connection of a connected socket. `idle_since` is only the time to start with.
-    pub async fn new(stream: TcpStream, idle_since: Instant) -> hyper::Result<Connection> {
-        let (sender, driver) =
-            http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(TokioIo::new(Wire(stream))).await?;
-        Ok(Connection { sender, driver: Some(driver), plain: true, idle_since })
+    /// Makes a connection of a connected socket.
+    pub async fn new(stream: TcpStream) -> hyper::Result<Connection> {
+        let hearsay = Rc::new(Hearsay::default());
+        let io = TokioIo::new(Herald::new(Wire(stream), Rc::clone(&hearsay)));
+        let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
+        let relay = Relay::new();
+        let waker = Waker::from(Arc::clone(&relay));
+        Ok(Connection { sender, driver: Some(driver), hearsay, relay, waker, plain: true, idle_since: None })
     }
 
-    /// Moves bytes as far as they go without waiting; wakes `cx` when there is more to do.
-    pub fn drive(&mut self, cx: &mut Context<'_>) {
+    /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
+    fn drive(&mut self, task: &Waker) {
         if let Some(driver) = &mut self.driver {
+            self.relay.pass_on_to(task);
             // How a connection ended is told to whoever waits for an answer or a body.
-            if let Poll::Ready(_ended) = Pin::new(driver).poll(cx) {
+            if let Poll::Ready(_ended) = Pin::new(driver).poll(&mut Context::from_waker(&self.waker)) {
                 self.driver = None;
             }
         }
     }
 
+    /// Drives the connection until it has something for the task. `poll` is woken by nobody: what it
+    /// asks for comes by way of the driver.
+    fn poll_driven<T>(&mut self, cx: &Context<'_>, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
+        self.drive(cx.waker());
+        let polled = poll(&mut Context::from_waker(Waker::noop()));
+        if polled.is_ready() {
+            self.relay.rest();
+        }
+        polled
+    }
+
+    /// The next piece of the body of an answer.
+    pub fn poll_body(&mut self, body: &mut Incoming, cx: &Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        self.relay.rest();
+        let frame = Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()));
+        if frame.is_ready() {
+            return frame;
+        }
+        self.idle_since = None;
+        self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
+    }
+
+    /// The last request once more, if it was sent with `keeps`.
+    pub fn sent(&self) -> Option<Request<Upload>> {
+        self.hearsay.request()
+    }
+
     /// Whether a request can be sent right now. Notices a connection that the server has closed.
     pub fn is_ready(&mut self) -> bool {
-        self.drive(&mut Context::from_waker(Waker::noop()));
+        self.drive(Waker::noop());
         self.driver.is_some() && self.sender.is_ready()
     }
 
@@ -66,20 +108,23 @@ impl Connection {
         self.plain || self.is_ready()
     }
 
-    /// Sends a request and waits for the head of its answer.
+    /// Sends a request and waits for the head of its answer; informational answers before it go to
+    /// `interim`. If `keeps`, what was sent can be had once more. A connection that the server has
+    /// closed gives the request back: hyper looks for that before it writes.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
-    pub async fn send(&mut self, request: Request<Upload>) -> Result<Response<Incoming>, SendError> {
+    pub async fn send(
+        &mut self,
+        request: Box<Request<Upload>>,
+        keeps: bool,
+        interim: Option<Rc<Interim>>,
+    ) -> Result<Response<Incoming>, SendError> {
+        self.hearsay.listen(keeps, interim);
         self.plain = request.body().is_end_stream();
-        let mut answer = std::pin::pin!(self.sender.try_send_request(request));
-        let driver = &mut self.driver;
-        poll_fn(|cx| {
-            if let Some(connection) = driver
-                && let Poll::Ready(_ended) = Pin::new(connection).poll(cx)
-            {
-                *driver = None;
-            }
-            answer.as_mut().poll(cx)
-        })
-        .await
+        if !self.sender.is_ready() {
+            self.drive(Waker::noop());
+        }
+        self.relay.rest();
+        let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
+        poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
     }
 }

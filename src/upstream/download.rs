@@ -41,13 +41,10 @@ impl Body for Download {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let this = &mut *self;
-        let mut frame = Pin::new(&mut this.body).poll_frame(cx);
-        if frame.is_pending()
-            && let Some((connection, _)) = &mut this.connection
-        {
-            connection.drive(cx);
-            frame = Pin::new(&mut this.body).poll_frame(cx);
-        }
+        let frame = match &mut this.connection {
+            Some((connection, _)) => connection.poll_body(&mut this.body, cx),
+            None => Pin::new(&mut this.body).poll_frame(cx),
+        };
         if let Poll::Ready(None) = frame {
             this.release();
         }

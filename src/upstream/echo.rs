@@ -6,23 +6,20 @@ use std::pin::Pin;
 use std::task::Poll;
 use std::time::Duration;
 
-use http::request::Parts;
+use http::Request;
 use http_body::Body;
-use hyper::body::Incoming;
 use serde_json::{Map, Value, json};
 
-use super::exchange::Outgoing;
+use super::upload::Upload;
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::timer::Timer;
 
 /// Answers with the request's method, path, query, fields, and the length of its body, which is
 /// read to its end but not kept.
-pub async fn answer(parts: &Parts, body: Outgoing, limit: Duration, timer: &Timer) -> Result<Reply, Fault> {
-    let body_bytes = match body {
-        Outgoing::Empty => 0,
-        Outgoing::Streaming(body) => length(body, limit, timer).await?,
-    };
+pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) -> Result<Reply, Fault> {
+    let (parts, body) = request.into_parts();
+    let body_bytes = length(body, limit, timer).await?;
     let mut fields: Map<String, Value> = Map::new();
     for name in parts.headers.keys() {
         let values = parts.headers.get_all(name).iter().map(|value| String::from_utf8_lossy(value.as_bytes()));
@@ -39,7 +36,7 @@ pub async fn answer(parts: &Parts, body: Outgoing, limit: Duration, timer: &Time
 }
 
 /// Reads a body to its end; no piece may be longer than `limit` in coming.
-async fn length(mut body: Incoming, limit: Duration, timer: &Timer) -> Result<u64, Fault> {
+async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64, Fault> {
     let mut length = 0;
     loop {
         timer.arm(limit);

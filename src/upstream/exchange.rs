@@ -6,16 +6,14 @@
 
 use std::cell::Cell;
 use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use http::header::TRANSFER_ENCODING;
-use http::request::Parts;
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use hyper::ext::on_informational;
 
 use super::connection::{Connection, SendError};
 use super::download::Download;
@@ -36,22 +34,19 @@ pub struct Servers {
     clock: Clock,
 }
 
-/// A request's body, and whether there is one.
-pub enum Outgoing {
-    Empty,
-    Streaming(Incoming),
-}
-
 /// Counts a request as given up if it is dropped before it ended otherwise.
 struct Count<'a> {
     meter: &'a UpstreamMeter,
     server: usize,
-    outcome: UpstreamOutcome,
+    /// `None` if nothing was sent.
+    outcome: Option<UpstreamOutcome>,
 }
 
 impl Drop for Count<'_> {
     fn drop(&mut self) {
-        self.meter.ended(self.server, self.outcome);
+        if let Some(outcome) = self.outcome {
+            self.meter.ended(self.server, outcome);
+        }
     }
 }
 
@@ -67,60 +62,65 @@ impl Servers {
         HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("upstream"))
     }
 
-    /// Sends a request to one of the servers and returns the head of its answer.
+    /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
+    /// because it is large, and handed from one future to the next.
     pub async fn exchange(
         &self,
-        parts: Parts,
-        body: Outgoing,
+        mut request: Box<Request<Upload>>,
         limits: &Timeouts,
         timer: &Timer,
-        interim: Option<Arc<Interim>>,
+        interim: Option<Rc<Interim>>,
     ) -> Result<Response<Download>, Fault> {
-        let progress = Rc::new(Progress::default());
-        let (body, has_body) = match body {
-            Outgoing::Empty => (Upload::Empty, false),
-            Outgoing::Streaming(body) => (Upload::Client { body, progress: Rc::clone(&progress) }, true),
-        };
-        let may_repeat = !has_body && is_idempotent(&parts.method);
-        let mut request = Request::from_parts(parts, body);
-        if let Some(interim) = interim {
-            on_informational(&mut request, move |answer| {
-                let reason = answer.status().canonical_reason().unwrap_or("");
-                interim.put(answer.status().as_u16(), reason, answer.headers());
-            });
-        }
+        let progress = request.body().progress();
+        let may_repeat = progress.is_none() && is_idempotent(request.method());
         let first = self.turn();
         let mut fresh = false;
         loop {
-            let (server, mut connection, reused) = self.connection(first, fresh, limits).await?;
-            let spare = (may_repeat && reused).then(|| copy(&request));
-            let mut count = Count { meter: &self.meter, server, outcome: UpstreamOutcome::Canceled };
+            let idle = if fresh { None } else { self.idle(first) };
+            let (server, mut connection, reused) = match idle {
+                Some(connection) => (first, connection, true),
+                None => Box::pin(self.connection(first, fresh, limits)).await?,
+            };
+            let spare = may_repeat && reused;
+            let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
             let started = self.clock.instant();
-            let answer = within(limits.response_head, timer, &progress, connection.send(request)).await;
+            let answer = {
+                let sending = pin!(connection.send(request, spare, interim.clone()));
+                within(limits.response_head, timer, progress.as_deref(), sending).await
+            };
             match answer {
                 Ok(Ok(response)) if is_clear(&response) => {
-                    count.outcome = UpstreamOutcome::Answered;
-                    self.meter.answered_in(self.clock.instant().duration_since(started));
+                    count.outcome = Some(UpstreamOutcome::Answered);
+                    let answered = self.clock.instant();
+                    self.meter.answered_in(answered.duration_since(started));
+                    connection.idle_since = Some(answered);
                     let pool = Rc::clone(&self.pools[server]);
                     return Ok(response.map(|body| Download::new(body, connection, pool)));
                 }
                 Ok(Ok(_unclear)) => {
-                    count.outcome = UpstreamOutcome::Failed;
+                    count.outcome = Some(UpstreamOutcome::Failed);
                     return Err(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
                 }
                 Err(fault) => {
                     if fault == Fault::ResponseTimeout {
-                        count.outcome = UpstreamOutcome::TimedOut;
+                        count.outcome = Some(UpstreamOutcome::TimedOut);
                     }
                     return Err(fault);
                 }
                 Ok(Err(mut error)) => {
-                    if progress.failed.get() {
+                    if progress.as_ref().is_some_and(|progress| progress.failed.get()) {
                         return Err(Fault::Body);
                     }
-                    count.outcome = UpstreamOutcome::Failed;
-                    let again = if fresh { None } else { error.take_message().or_else(|| repeatable(&error, spare)) };
-                    request = again.ok_or_else(|| Fault::Upstream(describe(error)))?;
+                    let unsent = if fresh { None } else { error.take_message() };
+                    if reused && let Some(unsent) = unsent {
+                        // The server closed the connection while it was idle. There may be others.
+                        count.outcome = None;
+                        request = Box::new(unsent);
+                        continue;
+                    }
+                    count.outcome = Some(UpstreamOutcome::Failed);
+                    let again = if spare && ended_early(error.error()) { connection.sent() } else { unsent };
+                    request = Box::new(again.ok_or_else(|| Fault::Upstream(describe(error)))?);
                     // The second try, and the last, is on a connection of its own.
                     fresh = true;
                 }
@@ -135,6 +135,16 @@ impl Servers {
         turn
     }
 
+    /// Whether a server could not be connected to lately, and there are others to ask first.
+    fn is_shunned(&self, server: usize) -> bool {
+        self.pools.len() > 1 && self.pools[server].is_shunned()
+    }
+
+    /// An idle connection to a server: the usual case, for which nothing need be waited for.
+    fn idle(&self, server: usize) -> Option<Box<Connection>> {
+        if self.is_shunned(server) { None } else { self.pools[server].take() }
+    }
+
     /// A connection to the first server from `first` on that takes one, and whether it was idle.
     /// Servers that could not be connected to lately come last.
     async fn connection(
@@ -145,7 +155,7 @@ impl Servers {
     ) -> Result<(usize, Box<Connection>, bool), Fault> {
         let mut last = None;
         let in_turn = || (0..self.pools.len()).map(|offset| (first + offset) % self.pools.len());
-        let shunned = |server: &usize| self.pools.len() > 1 && self.pools[*server].is_shunned();
+        let shunned = |server: &usize| self.is_shunned(*server);
         for server in in_turn().filter(|server| !shunned(server)).chain(in_turn().filter(shunned)) {
             let pool = &self.pools[server];
             if let Some(connection) = if fresh { None } else { pool.take() } {
@@ -165,7 +175,9 @@ impl Servers {
 
 /// Whether an answer can be passed on as it is: no other protocol follows, and no coding but chunks.
 fn is_clear(response: &Response<Incoming>) -> bool {
-    let mut codings = response.headers().get_all(TRANSFER_ENCODING).iter();
+    // Known names compare as numbers, so this is less than a look-up in the map.
+    let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
+    let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();
     response.status() != StatusCode::SWITCHING_PROTOCOLS
         && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
 }
@@ -175,21 +187,9 @@ fn is_idempotent(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
-fn copy(request: &Request<Upload>) -> Request<Upload> {
-    let mut copy = Request::new(Upload::Empty);
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = Version::HTTP_11;
-    *copy.headers_mut() = request.headers().clone();
-    *copy.extensions_mut() = request.extensions().clone();
-    copy
-}
-
-/// The spare copy, if the connection ended before a byte of the answer came.
-fn repeatable(error: &SendError, spare: Option<Request<Upload>>) -> Option<Request<Upload>> {
-    let error = error.error();
-    let closed = error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error);
-    spare.filter(|_| closed)
+/// Whether the connection ended before a byte of the answer came.
+fn ended_early(error: &hyper::Error) -> bool {
+    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
 }
 
 fn is_reset(error: &hyper::Error) -> bool {
@@ -213,20 +213,19 @@ fn describe(error: SendError) -> String {
 async fn within<T>(
     limit: Duration,
     timer: &Timer,
-    progress: &Progress,
-    answer: impl Future<Output = T>,
+    progress: Option<&Progress>,
+    mut answer: Pin<&mut impl Future<Output = T>>,
 ) -> Result<T, Fault> {
-    let mut answer = std::pin::pin!(answer);
     timer.arm(limit);
     let answer = poll_fn(|cx| {
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
             return Poll::Ready(Ok(answer));
         }
-        if progress.moved.take() {
+        if progress.is_some_and(|progress| progress.moved.take()) {
             timer.arm(limit);
         }
         match timer.poll_up(cx) {
-            true if progress.starved.get() => Poll::Ready(Err(Fault::BodyTimeout)),
+            true if progress.is_some_and(|progress| progress.starved.get()) => Poll::Ready(Err(Fault::BodyTimeout)),
             true => Poll::Ready(Err(Fault::ResponseTimeout)),
             false => Poll::Pending,
         }

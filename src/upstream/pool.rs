@@ -37,15 +37,9 @@ impl Pool {
         &self.server
     }
 
-    /// An idle connection that is still alive.
+    /// An idle connection. Whether it is still alive is found out when it is used.
     pub fn take(&self) -> Option<Box<Connection>> {
-        let mut idle = self.idle.borrow_mut();
-        while let Some(mut connection) = idle.pop() {
-            if connection.is_ready() {
-                return Some(connection);
-            }
-        }
-        None
+        self.idle.borrow_mut().pop()
     }
 
     /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
@@ -53,7 +47,7 @@ impl Pool {
     pub fn put(&self, mut connection: Box<Connection>) {
         let mut idle = self.idle.borrow_mut();
         if idle.len() < IDLE_MAX && connection.is_done() {
-            connection.idle_since = self.clock.instant();
+            connection.idle_since.get_or_insert_with(|| self.clock.instant());
             idle.push(connection);
         }
     }
@@ -61,7 +55,10 @@ impl Pool {
     /// Closes what has been idle for longer than `limit`, or was closed by the server.
     pub fn sweep(&self, limit: Duration) {
         let now = self.clock.instant();
-        self.idle.borrow_mut().retain_mut(|idle| now.duration_since(idle.idle_since) < limit && idle.is_ready());
+        self.idle.borrow_mut().retain_mut(|idle| {
+            let lasted = idle.idle_since.map_or(Duration::ZERO, |since| now.duration_since(since));
+            lasted < limit && idle.is_ready()
+        });
     }
 
     /// Whether connecting failed so lately that another server should be asked first.
@@ -73,7 +70,7 @@ impl Pool {
         let connect = async {
             let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
             stream.set_nodelay(true)?;
-            Connection::new(stream, self.clock.instant()).await.map_err(io::Error::other)
+            Connection::new(stream).await.map_err(io::Error::other)
         };
         let connected = timeout(within, connect).await;
         let failed = !matches!(connected, Ok(Ok(_)));

@@ -27,6 +27,20 @@ pub enum Upload {
     Client { body: Incoming, progress: Rc<Progress> },
 }
 
+impl Upload {
+    pub fn new(body: Incoming) -> Upload {
+        if body.is_end_stream() { Upload::Empty } else { Upload::Client { body, progress: Rc::default() } }
+    }
+
+    /// How far it has come; `None` where there is nothing to send.
+    pub fn progress(&self) -> Option<Rc<Progress>> {
+        match self {
+            Upload::Empty => None,
+            Upload::Client { progress, .. } => Some(Rc::clone(progress)),
+        }
+    }
+}
+
 impl Body for Upload {
     type Data = Bytes;
     type Error = hyper::Error;

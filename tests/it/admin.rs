@@ -109,7 +109,7 @@ fn what_clients_send_never_becomes_a_label() {
         let status = received.target.rsplit('/').next().and_then(|n| n.parse().ok()).unwrap_or(200);
         reply(status, &[], b"")
     });
-    let gateway = Gateway::start(&toml(&upstream).replace("3/minute", "100000/minute"));
+    let gateway = Gateway::start(&toml(&upstream).replace("3/minute", "900/minute"));
     let mut client = gateway.client();
     let mut ask = |n: usize| {
         let fields = [("X-User", &*format!("u{n}")), ("Host", &*format!("h{n}.test"))];

@@ -16,8 +16,8 @@ fn layers_come_go_and_move_without_handing_quota_back() {
         client.get_with("/a", &bob).expect(200);
     }
     for (windows, layers) in [
-        ("[\"1000/second\", \"1000/minute\", \"2000/hour\", \"5/day\", \"9000/month\"]", 5),
-        ("[\"5/day\", \"7000/hour\"]", 2),
+        ("[\"5/second\", \"5/minute\", \"5/hour\", \"5/day\", \"9000/month\"]", 5),
+        ("[\"5/day\", \"5/hour\"]", 2),
         ("[\"5/day\"]", 1),
     ] {
         gateway.reload(&toml(windows));

@@ -56,6 +56,12 @@ fn a_good_file_is_said_to_be_fine_and_nothing_is_started() {
 fn the_shipped_file_is_good_and_the_default() {
     let output = Command::new(BINARY).arg("check").current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "gateway.toml: fine: 1 routes, 1 rules, 1 upstreams\n  \
+         per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
+         per-client: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time\n"
+    );
     let scratch = Scratch::new();
     let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

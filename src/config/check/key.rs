@@ -9,7 +9,28 @@ use crate::config::document::{Item, Word, nearest};
 use crate::config::problem::{Report, shown};
 use crate::rule::key::{OnMissing, Part};
 
-const KINDS: [&str; 8] = ["ip", "header:NAME", "param:NAME", "host", "method", "path", "route", "global"];
+const KINDS: [&str; 11] = [
+    "ip",
+    "header:NAME",
+    "cookie:NAME",
+    "query:NAME",
+    "param:NAME",
+    "jwt:CLAIM",
+    "host",
+    "method",
+    "path",
+    "route",
+    "global",
+];
+
+/// Parts that have a name, each with an example.
+const NAMED: [(&str, &str, &str); 5] = [
+    ("header", "header field", "header:x-api-key"),
+    ("cookie", "cookie", "cookie:session"),
+    ("query", "parameter of the query", "query:api_key"),
+    ("param", "parameter", "param:id"),
+    ("jwt", "claim", "jwt:sub"),
+];
 
 const ALWAYS_THERE: &str = "`ip`, `host`, `method`, `path`, `route` or `global`";
 
@@ -49,7 +70,7 @@ impl Settings<'_> {
 
     /// Reports what is said in vain, and what is not said and should be.
     fn weigh(&self, key: &[Part], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
-        let uncertain = key.iter().find(|part| matches!(part, Part::Header(_)));
+        let uncertain = key.iter().find(|part| comes_with_the_request(part));
         let depends = key.iter().any(|part| matches!(part, Part::Param(_)));
         match (&self.key, &self.on_missing, uncertain) {
             (Some(item), None, Some(part)) if !misspelt => {
@@ -80,6 +101,16 @@ impl Settings<'_> {
     }
 }
 
+/// Whether it is up to the client that a part is there.
+fn comes_with_the_request(part: &Part) -> bool {
+    match part {
+        Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => true,
+        // That is up to the route.
+        Part::Param(_) => false,
+        Part::Ip { .. } | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => false,
+    }
+}
+
 /// The parts of a key; `ip` is what the part of that name stands for.
 fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
     let words = item.texts("\"ip\"", report)?;
@@ -106,38 +137,36 @@ fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
     (parts.len() == words.len()).then_some(parts)
 }
 
+/// A part without what rules say about addresses, for settings that are no rule's.
+pub fn only(word: &Word, report: &mut Report) -> Option<Part> {
+    part(word.text, &Part::Ip { v4_prefix: 32, v6_prefix: 128 })
+        .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
+        .ok()
+}
+
 /// One part, or message and fix.
 fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
     let no_part = || format!("{} is no part of a key", shown(text));
-    let later = |fix: &str| Err((format!("{} is not in this version of transom yet", shown(text)), fix.to_owned()));
-    match (text, text.split_once(':')) {
-        ("ip", _) => Ok(ip.clone()),
-        ("host", _) => Ok(Part::Host),
-        ("method", _) => Ok(Part::Method),
-        ("path", _) => Ok(Part::Path),
-        ("route", _) => Ok(Part::Route),
-        ("global", _) => Ok(Part::Global),
-        (_, Some(("header", name))) => match (field_name(name), field_name(name.trim())) {
-            (Some(name), _) => Ok(Part::Header(name)),
-            (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
-            (None, None) => {
-                let message = format!("{} names no header field", shown(text));
-                Err((
-                    message,
-                    if name.is_empty() { "write such as `\"header:x-api-key\"`" } else { NAME_FIX }.to_owned(),
-                ))
-            }
-        },
-        (_, Some(("param", name))) if is_param_name(name) => Ok(Part::Param(name.to_owned())),
-        (_, Some(("param", name))) => {
-            let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
-            let bare = if is_param_name(&bare) { bare } else { String::from("id") };
-            Err((format!("{} names no parameter of a path", shown(text)), format!("write `\"param:{bare}\"`")))
-        }
-        ("client-cert", _) | (_, Some(("cookie" | "query" | "jwt", _))) => later("count by `header:NAME` or by `ip`"),
-        ("header", None) => Err((no_part(), String::from("name the header field, such as `\"header:x-api-key\"`"))),
-        ("param", None) => Err((no_part(), String::from("name the parameter, such as `\"param:id\"`"))),
+    if let Some((kind, name)) = text.split_once(':')
+        && let Some(part) = named(kind, name, text)
+    {
+        return part;
+    }
+    match text {
+        "ip" => Ok(ip.clone()),
+        "host" => Ok(Part::Host),
+        "method" => Ok(Part::Method),
+        "path" => Ok(Part::Path),
+        "route" => Ok(Part::Route),
+        "global" => Ok(Part::Global),
+        "client-cert" => Err((
+            String::from("`client-cert` needs `listen.https`, which is not in this version of transom yet"),
+            String::from("count by `header:NAME`, `jwt:CLAIM` or `ip`"),
+        )),
         _ => {
+            if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {
+                return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
+            }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
                 None => format!("write {}", crate::config::problem::listed(KINDS, "or")),
@@ -145,6 +174,40 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
             Err((no_part(), fix))
         }
     }
+}
+
+/// A part that has a name; `None` if there is no such kind.
+fn named(kind: &str, name: &str, text: &str) -> Option<Result<Part, (String, String)>> {
+    let no_part = || format!("{} is no part of a key", shown(text));
+    let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
+    let none = |fix: &str| Err((format!("{} names no {what}", shown(text)), fix.to_owned()));
+    let such_as = format!("write such as `\"{example}\"`");
+    Some(match kind {
+        "header" => match (field_name(name), field_name(name.trim())) {
+            (Some(name), _) => Ok(Part::Header(name)),
+            (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
+            (None, None) => none(if name.is_empty() { &such_as } else { NAME_FIX }),
+        },
+        "param" if is_param_name(name) => Ok(Part::Param(name.to_owned())),
+        "param" => {
+            let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
+            let bare = if is_param_name(&bare) { bare } else { String::from("id") };
+            Err((format!("{} names no parameter of a path", shown(text)), format!("write `\"param:{bare}\"`")))
+        }
+        // White space would not be seen, and is not what was meant.
+        _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
+        _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
+        "cookie" if name.bytes().all(is_cookie_name) => Ok(Part::Cookie(name.to_owned())),
+        "cookie" => none("write its name as it stands before `=`, letters, digits, `_`, `-` and the like"),
+        "query" if !name.contains(['%', '&', '=']) => Ok(Part::Query(name.to_owned())),
+        "query" => none("write its name alone, as it is when decoded, such as `\"query:filter[user]\"`"),
+        _ => Ok(Part::Jwt(name.to_owned())),
+    })
+}
+
+/// A token of RFC 9110, section 5.6.2, which is what RFC 6265 wants for the name of a cookie.
+fn is_cookie_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte)
 }
 
 /// `None` if it cannot be read.
@@ -168,7 +231,7 @@ fn on_missing(item: &Item, ip: &Part, report: &mut Report) -> Option<OnMissing> 
     let parts = parts(item, ip, report)?;
     let mut certain = true;
     for (word, part) in words.iter().zip(&parts) {
-        if matches!(part, Part::Header(_) | Part::Param(_)) {
+        if comes_with_the_request(part) || matches!(part, Part::Param(_)) {
             let message = format!("{} may be missing as well", shown(word.text));
             let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
             report.problem(word.span.clone(), message, fix);

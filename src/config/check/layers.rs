@@ -1,21 +1,18 @@
 //! The layers of a rule: so much per window, each in a period of its own.
 //!
 //! A layer that a shorter one keeps from ever being met is not a problem: 2000 an hour beside 33 a
-//! minute means what it says, and starts to matter on the day the other limit is raised.
+//! minute means what it says, and starts to matter on the day the other limit is raised; `outlook`
+//! tells of it. The other way round it is a mistake: beside 33 an hour, nobody means 2000 a minute.
 
 use toml::de::DeValue;
 
-use crate::config::document::{Item, Later, nearest};
+use super::window;
+use crate::config::document::{Item, nearest};
 use crate::config::problem::{Report, shown};
+use crate::rule::bound;
 use crate::rule::limit::{Limit, LimitError};
+use crate::rule::terms::{Cost, Rule};
 use crate::rule::window::{Period, PeriodError};
-
-const LATER: [Later; 4] = [
-    ("timezone", "remove it; windows follow UTC"),
-    ("capacity", "remove it; unused tokens end with their window"),
-    ("reserve", "remove it; a window's tokens are all there is"),
-    ("shards", "remove it; one counter holds the limit"),
-];
 
 const EXAMPLE: &str = "[\"2000/hour\", \"33/minute\"]";
 
@@ -34,17 +31,30 @@ pub fn layers(item: &Item, report: &mut Report) -> Vec<Limit> {
     let mut found: Vec<Limit> = Vec::new();
     for item in items {
         let Some(limit) = layer(&item, report) else { continue };
-        if let Some(other) = found.iter().find(|other| other.windows == limit.windows) {
-            let message = format!(
-                "`{}` is the same period as `{}`, which has a limit already",
-                limit.period_text, other.period_text
-            );
-            report.problem(item.span, message, "keep the smaller limit of the two");
+        if let Some((message, fix)) = found.iter().find_map(|other| alike(&limit, other)) {
+            report.problem(item.span, message, fix);
             continue;
         }
         found.push(limit);
     }
     found
+}
+
+/// What is wrong with two layers that have the same windows, or would have the same name.
+fn alike(limit: &Limit, other: &Limit) -> Option<(String, String)> {
+    let (text, other_text) = (&limit.period_text, &other.period_text);
+    if limit.windows == other.windows {
+        let message = match text == other_text {
+            true => format!("`{text}` has a limit already, with the same windows"),
+            false => format!("`{text}` is the same period as `{other_text}`, which has a limit already"),
+        };
+        return Some((message, String::from("keep the smaller limit of the two")));
+    }
+    (text == other_text).then(|| {
+        let message = format!("answers would call two layers of the rule by the same period, `{text}`");
+        let fix = "make it a rule of its own, or write the period in other words, as `24h` for `day`";
+        (message, fix.to_owned())
+    })
 }
 
 fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
@@ -56,7 +66,7 @@ fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
                 None
             }
         },
-        DeValue::Table(_) => table(item, report),
+        DeValue::Table(_) => window::table(item, report),
         DeValue::Integer(_) => {
             let fix = format!("write `\"{}/minute\"`, if minutes are meant", report.written(item.span.clone()));
             item.wrong_type("a limit", &fix, report)
@@ -65,45 +75,33 @@ fn layer(item: &Item, report: &mut Report) -> Option<Limit> {
     }
 }
 
-fn table(item: &Item, report: &mut Report) -> Option<Limit> {
-    let mut table = item.table("the window", "", report)?;
-    let limit = table.require("limit", "write `{ limit = 33, period = \"minute\" }`");
-    let period = table.require("period", "write `{ limit = 33, period = \"minute\" }`");
-    let start = table.get("start");
-    table.finish(&LATER, report);
-    if let Some(item) = start {
-        start_is_epoch(&item, report);
-    }
-    let tokens = limit.and_then(|item| item.integer(1..=u64::from(u32::MAX), report));
-    let period = period.and_then(|item| item.text("\"minute\"", report));
-    let (tokens, period) = (u32::try_from(tokens?).ok()?, period?);
-    match Limit::of(tokens, period.text) {
-        Ok(limit) => Some(limit),
-        Err(error) => {
-            let fix = match period_meant(period.text) {
-                Some(meant) => format!("write `period = \"{meant}\"`"),
-                None => error.to_string(),
-            };
-            report.problem(period.span, format!("{} is no period", shown(period.text)), fix);
-            None
-        }
-    }
+/// Whether what a layer lets through is all that the others of a rule ever count. Refusals that count
+/// use up the others, answers may cost more than a window has, and who waits gives up what is left.
+pub fn may_be_compared(rule: &Rule) -> bool {
+    !rule.count_refused && !rule.delays() && !matches!(rule.cost, Cost::Response { .. })
 }
 
-fn start_is_epoch(item: &Item, report: &mut Report) {
-    let later = match item.value {
-        DeValue::String(text) if text == "epoch" => return,
-        DeValue::String(text) => {
-            text == "random" || text == "first-request" || text.starts_with(|c: char| c.is_ascii_digit())
+/// Reports layers that are larger than one with longer windows, so that they never refuse anything.
+pub fn pointless(item: &Item, layers: &[Limit], report: &mut Report) {
+    // What could not be read is not among the layers.
+    let items = if layers.len() < 2 { None } else { item.list(EXAMPLE, report) };
+    let Some(items) = items.filter(|items| items.len() == layers.len()) else { return };
+    for (item, limit) in items.iter().zip(layers) {
+        let longer = |other: &&Limit| match (bound::lengths_ms(&limit.windows), bound::lengths_ms(&other.windows)) {
+            (Some((_, longest_ms)), Some((shortest_ms, _))) => longest_ms < shortest_ms,
+            _ => false,
+        };
+        let smaller =
+            |other: &&Limit| bound::most_in_window(other, limit).is_some_and(|most| most < u64::from(limit.tokens));
+        if let Some(other) = layers.iter().filter(longer).find(smaller) {
+            let most = bound::most_in_window(other, limit).unwrap_or(0);
+            let message = format!(
+                "`{}` per `{}` can never be reached: `{}` per `{}` lets at most `{most}` through in that time",
+                limit.tokens, limit.period_text, other.tokens, other.period_text
+            );
+            let fix = format!("remove it, or write less than `{most}`; or are the two periods mixed up?");
+            report.problem(item.span.clone(), message, fix);
         }
-        DeValue::Datetime(_) => true,
-        _ => false,
-    };
-    if later {
-        let message = format!("`start = {}` is not in this version of transom yet", report.written(item.span.clone()));
-        report.problem(item.span.clone(), message, "write `start = \"epoch\"`, or leave it out");
-    } else {
-        item.choice(&[("epoch", ())], report);
     }
 }
 
@@ -126,7 +124,7 @@ fn fix(text: &str, error: LimitError) -> String {
 }
 
 /// The period that was likely meant by something that is none.
-fn period_meant(text: &str) -> Option<String> {
+pub fn period_meant(text: &str) -> Option<String> {
     let plain: String = text.to_lowercase().split_whitespace().collect();
     let unit = plain.trim_start_matches(|c: char| c.is_ascii_digit());
     let number = &plain[..plain.len() - unit.len()];

@@ -3,14 +3,15 @@
 use toml::de::DeValue;
 
 use super::reach::Draft;
-use super::{Section, host, path, reach};
+use super::rules::Looks;
+use super::{Section, cost, host, path, reach};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
-use crate::config::{EncodedSlash, PathPattern, QuotaFields, Route, Segment, Upstream};
+use crate::config::{EncodedSlash, PathPattern, Route, Segment, Upstream};
 use crate::rule::key::{OnMissing, Part};
-use crate::rule::terms::Rule;
+use crate::rule::terms::{Cost, Rule};
 
-type Rules = Section<(Rule, QuotaFields)>;
+type Rules = Section<(Rule, Looks)>;
 
 pub fn routes(
     item: Option<Item>,
@@ -57,6 +58,7 @@ fn draft(
     let certain = report.count() == before;
     let upstream = table.require("upstream", upstream_fix(upstreams));
     let names = table.get("rules");
+    let cost = table.get("cost");
     let misspelt = table.finish(&[], report);
 
     let named = name.as_ref().map(|item| item.span.clone());
@@ -67,7 +69,8 @@ fn draft(
         let word = item.text(&format!("\"{}\"", a_name(upstreams)), report)?;
         upstreams.find("upstream", word.text, word.span, report)
     });
-    let rules = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
+    let used = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
+    let cost = cost.and_then(|item| self::cost(&item, &used, rules, report));
 
     Draft {
         named: named.filter(|_| name.is_some()),
@@ -80,8 +83,8 @@ fn draft(
             headers: headers.unwrap_or_default(),
             path: path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() }),
             upstream: upstream.unwrap_or(0),
-            rules,
-            cost: None,
+            rules: used,
+            cost,
         },
     }
 }
@@ -123,7 +126,38 @@ fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Rep
         }
         found.push(position);
     }
+    shards_and_delays(&words, &found, rules, report);
     Some(found)
+}
+
+/// What a request costs on a route, under those of its rules that have a fixed cost.
+fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Option<u32> {
+    let cost = item.integer(0..=u64::from(u32::MAX), report).and_then(|cost| u32::try_from(cost).ok())?;
+    let fixed = used.iter().map(|rule| &rules.entries[*rule].value.0);
+    let fixed: Vec<&Rule> = fixed.filter(|rule| matches!(rule.cost, Cost::Fixed(_))).collect();
+    if fixed.is_empty() && rules.complete {
+        let message = "`cost` has no effect: no rule of this route has a fixed cost";
+        report.unless_broken(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
+    }
+    cost::affordable(item, cost, fixed.iter().filter_map(|rule| cost::smallest(&rule.layers)).min(), report);
+    Some(cost)
+}
+
+/// Who is delayed takes a place in windows to come, in all layers of a route; shards have no such places.
+fn shards_and_delays(words: &[Word], used: &[usize], rules: &Rules, report: &mut Report) {
+    let rule = |position: &usize| &rules.entries[*position].value.0;
+    let Some(delaying) = used.iter().map(rule).find(|rule| rule.delays()) else { return };
+    for split in used.iter().map(rule).filter(|rule| rule.layers.iter().any(|limit| limit.shards > 1)) {
+        let word = words.iter().find(|word| word.text == split.name);
+        if let Some(word) = word.filter(|_| !split.delays()) {
+            let message = format!(
+                "the rule {} has `shards`, and on this route {} delays requests, which takes from windows to come",
+                shown(&split.name),
+                shown(&delaying.name)
+            );
+            report.problem(word.span.clone(), message, "remove the `shards`, or one of the two rules");
+        }
+    }
 }
 
 /// A rule that counts by a parameter is told what to do where a path has none.

@@ -3,28 +3,28 @@
 //! What a single rule says is checked here; whether its key exists on the routes that use it is seen
 //! only there (`routes`).
 
-use super::{FIELDS, Section, key, layers};
-use crate::config::QuotaFields;
-use crate::config::document::{Item, Later, Table};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use super::{DAY_MS, FIELDS, Section, cost, duration, exceptions, key, layers, refusal};
+use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, shown};
+use crate::config::{QuotaFields, Refusal};
 use crate::rule::key::OnMissing;
-use crate::rule::terms::{Cost, OnLimit, Rule};
-use toml::de::DeValue;
+use crate::rule::limit::Limit;
+use crate::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 
-const LATER: [Later; 10] = [
-    ("count_refused", "remove it; a refused request consumes nothing"),
-    ("max_delay", "remove it; a request over the limit is refused at once"),
-    ("exemptions", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("exempt", "remove it; let a route without this rule take the requests that shall not be counted"),
-    ("plans", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("plan", "remove it; write a rule for each plan, and a route for each that uses it"),
-    ("status", "remove it; a refusal is 429"),
-    ("body", "remove it; a refusal has a problem document"),
-    ("content_type", "remove it; a refusal has a problem document"),
-    ("overrides", "remove it; write a rule for each limit, and a route for each that uses it"),
-];
+/// How many requests may wait because of a rule that does not say.
+const WAITING: u32 = 1000;
+const WAITING_MAX: u64 = 1_000_000;
 
-pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Section<(Rule, QuotaFields)> {
+/// What answers show of a rule.
+pub struct Looks {
+    pub fields: QuotaFields,
+    pub refusal: Refusal,
+}
+
+pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Section<(Rule, Looks)> {
     let rules = Section::read(item, report, |name, table, report| {
         // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
         let mut rule = Rule {
@@ -34,19 +34,23 @@ pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Se
             layers: Vec::new(),
             plans: Vec::new(),
             overrides: Vec::new(),
+            exemptions: Exemptions::default(),
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
         };
-        let fields = table.and_then(|table| read(&mut rule, table, report)).unwrap_or(fields);
-        (rule, fields)
+        let mut looks = Looks { fields, refusal: Refusal::default() };
+        if let Some(table) = table {
+            read(&mut rule, &mut looks, table, report);
+        }
+        (rule, looks)
     });
     layer_names(&rules, report);
     rules
 }
 
-/// Fills in a rule; returns its own fields, if it says so.
-fn read(rule: &mut Rule, mut table: Table, report: &mut Report) -> Option<QuotaFields> {
+/// Fills in a rule, and what answers show of it.
+fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, report: &mut Report) {
     let key = key::Settings {
         key: table
             .require("key", "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one"),
@@ -56,55 +60,94 @@ fn read(rule: &mut Rule, mut table: Table, report: &mut Report) -> Option<QuotaF
     };
     let windows = table.require("windows", "write `windows = [\"33/minute\"]`");
     let cost = table.get("cost");
-    let on_limit = table.get("on_limit");
+    let limits =
+        AtLimit { on_limit: table.get("on_limit"), delay: table.get("max_delay"), waiting: table.get("max_waiting") };
+    let count_refused = table.get("count_refused");
+    let refusal = refusal::Settings::of(&mut table);
+    let exceptions = exceptions::Settings {
+        plans: table.get("plans"),
+        overrides: table.get("overrides"),
+        exemptions: table.get("exemptions"),
+    };
     let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
-    let misspelt = table.finish(&LATER, report);
+    let misspelt = table.finish(&[], report);
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
-    let cost_span = cost.as_ref().map(|item| item.span.clone());
-    let cost = cost.and_then(|item| self::cost(&item, report)).unwrap_or(1);
-    rule.cost = Cost::Fixed(cost);
-    rule.layers = windows.map(|item| layers::layers(&item, report)).unwrap_or_default();
-    rule.on_limit = on_limit.and_then(|item| self::on_limit(&item, report)).unwrap_or(OnLimit::Refuse);
-
-    let smallest = rule.layers.iter().map(|limit| limit.tokens).min();
-    if let (Some(span), Some(smallest)) = (cost_span, smallest.filter(|smallest| *smallest < cost)) {
-        let message =
-            format!("a request that costs `{cost}` can never be admitted: the smallest limit is `{smallest}`");
-        report.problem(span, message, format!("write a cost of at most `{smallest}`, or raise the limit"));
+    let shards = windows.as_ref().map(|item| item.span.clone());
+    rule.layers = windows.as_ref().map(|item| layers::layers(item, report)).unwrap_or_default();
+    exceptions.read(rule, report);
+    let all: Vec<Limit> = rule.variants().flatten().cloned().collect();
+    rule.cost = cost.and_then(|item| cost::cost(&item, &all, report)).unwrap_or(Cost::Fixed(1));
+    rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
+    rule.count_refused = count_refused.and_then(|item| item.flag(report)).unwrap_or(false);
+    if let (Some(span), true) = (shards, all.iter().any(|limit| limit.shards > 1)) {
+        let other = match (&rule.cost, rule.on_limit) {
+            (Cost::Response { .. }, _) => Some("a cost that the answer tells"),
+            (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
+            _ => None,
+        };
+        if let Some(other) = other {
+            let message = format!("`shards` are for windows that stand for themselves, and {other} ties them together");
+            report.problem(span, message, "remove `shards`");
+        }
     }
-    fields
+    if let (Some(item), true) = (&windows, layers::may_be_compared(rule)) {
+        layers::pointless(item, &rule.layers, report);
+    }
+    looks.fields = fields.unwrap_or(looks.fields);
+    looks.refusal = refusal.read(report);
 }
 
-fn cost(item: &Item, report: &mut Report) -> Option<u32> {
-    let later = match item.value {
-        DeValue::String(text) => text.starts_with("header:"),
-        DeValue::Table(_) => true,
-        _ => false,
-    };
-    if later {
-        let message = "a cost that a header field tells is not in this version of transom yet";
-        report.problem(item.span.clone(), message, "write what every request costs, such as `cost = 1`");
-        return None;
-    }
-    item.integer(0..=u64::from(u32::MAX), report).and_then(|cost| u32::try_from(cost).ok())
+/// What a rule says about a request that finds a layer full.
+struct AtLimit<'d> {
+    on_limit: Option<Item<'d>>,
+    delay: Option<Item<'d>>,
+    waiting: Option<Item<'d>>,
 }
 
-fn on_limit(item: &Item, report: &mut Report) -> Option<OnLimit> {
-    if matches!(item.value, DeValue::String(text) if text == "delay") {
-        let message = "`on_limit = \"delay\"` is not in this version of transom yet";
-        report.problem(item.span.clone(), message, "write `on_limit = \"refuse\"`, or `\"shadow\"` to only watch");
-        return None;
+impl AtLimit<'_> {
+    /// `misspelt`: there is a setting that was probably meant to be `max_delay`.
+    fn read(self, misspelt: bool, report: &mut Report) -> Option<OnLimit> {
+        let two_seconds = Duration::from_secs(2);
+        let delay_ms = self.delay.as_ref().map(|item| duration(item, 1..=DAY_MS, two_seconds, report));
+        let waiting = self.waiting.as_ref().map(|item| item.integer(1..=WAITING_MAX, report));
+        // Stands for what the two other settings complete.
+        let delay = OnLimit::Delay { max_delay_ms: 0, max_waiting: WAITING };
+        let words = [("refuse", OnLimit::Refuse), ("delay", delay), ("shadow", OnLimit::Shadow)];
+        let chosen = match &self.on_limit {
+            Some(item) => item.choice(&words, report)?,
+            None => OnLimit::Refuse,
+        };
+        let max_waiting = waiting.flatten().and_then(|most| u32::try_from(most).ok()).unwrap_or(WAITING);
+        match (chosen, &self.on_limit, delay_ms) {
+            (OnLimit::Delay { .. }, Some(item), None) => {
+                if !misspelt {
+                    let message = "the rule does not say how long a request may wait";
+                    report.unless_broken(item.span.clone(), message, "add `max_delay = \"2s\"`");
+                }
+                None
+            }
+            (OnLimit::Delay { .. }, _, delay_ms) => {
+                Some(OnLimit::Delay { max_delay_ms: delay_ms.flatten()?, max_waiting })
+            }
+            (OnLimit::Refuse | OnLimit::Shadow, ..) => {
+                for item in [&self.delay, &self.waiting].into_iter().flatten() {
+                    let message = format!("`{}` has no effect: the rule does not delay requests", item.key);
+                    report.unless_broken(item.key_span.clone(), message, "add `on_limit = \"delay\"`, or remove it");
+                }
+                Some(chosen)
+            }
+        }
     }
-    item.choice(&[("refuse", OnLimit::Refuse), ("shadow", OnLimit::Shadow)], report)
 }
 
 /// Answers and metrics tell layers apart by their names alone.
-fn layer_names(rules: &Section<(Rule, QuotaFields)>, report: &mut Report) {
+fn layer_names(rules: &Section<(Rule, Looks)>, report: &mut Report) {
     let mut taken: Vec<(String, &str)> = Vec::new();
     for entry in &rules.entries {
         let rule = &entry.value.0;
-        let names: Vec<String> = (0..rule.layers.len()).map(|layer| rule.layer_name(&rule.layers, layer)).collect();
+        let layers = rule.variants().flat_map(|layers| (0..layers.len()).map(move |layer| (layers, layer)));
+        let names: BTreeSet<String> = layers.map(|(layers, layer)| rule.layer_name(layers, layer)).collect();
         if let Some((name, other)) = taken.iter().find(|(name, _)| names.contains(name)) {
             let message = format!(
                 "answers would call two layers {}: one of the rule {}, one of the rule {}",

@@ -1,6 +1,7 @@
 //! A gateway in this process, with a clock that only the test moves.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
 
 use transom::clock::Clock;
@@ -28,9 +29,18 @@ impl Gateway {
 
     /// Starts at a time of the test's choice, Unix seconds.
     pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
+        Gateway::start_by(read(toml, ""), unix_s)
+    }
+
+    /// Starts with a clients file, whatever its name.
+    pub fn start_with(toml: &str, clients: &str) -> Gateway {
+        Gateway::start_by(read(toml, clients), START_S)
+    }
+
+    fn start_by(config: Config, unix_s: u64) -> Gateway {
         watch::begin();
         let clock = Clock::manual(unix_s * 1000);
-        let inner = run::Gateway::start(read(toml), clock.clone()).unwrap();
+        let inner = run::Gateway::start(config, clock.clone()).unwrap();
         let (http, admin) = (inner.http()[0], inner.admin().unwrap());
         Gateway { inner: Some(inner), clock, http, admin }
     }
@@ -62,7 +72,11 @@ impl Gateway {
     }
 
     pub fn reload(&mut self, toml: &str) {
-        self.inner.as_mut().unwrap().reload(read(toml)).unwrap();
+        self.reload_with(toml, "");
+    }
+
+    pub fn reload_with(&mut self, toml: &str, clients: &str) {
+        self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
     }
 
     /// A scrape, checked to be valid.
@@ -80,9 +94,13 @@ impl Drop for Gateway {
 }
 
 /// Reads a configuration; ports are the system's to choose unless it says otherwise.
-fn read(toml: &str) -> Config {
+fn read(toml: &str, clients: &str) -> Config {
     let toml = with_listen(toml);
-    config::read(&toml).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+    let files = |path: &Path| match path.to_str() {
+        Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
+        _ => std::fs::read(path),
+    };
+    config::read_with(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
 }
 
 pub fn with_listen(toml: &str) -> String {

@@ -27,6 +27,13 @@ impl Process {
         Process::spawn_by(Command::new(BINARY), toml, Scratch::new())
     }
 
+    /// Like `spawn`, with a clients file beside the configuration.
+    pub fn spawn_with(toml: &str, clients: &str) -> Process {
+        let scratch = Scratch::new();
+        scratch.write("clients.toml", clients);
+        Process::spawn_by(Command::new(BINARY), toml, scratch)
+    }
+
     /// Like `spawn`, through a command that runs the binary, such as one that fakes the time.
     pub fn spawn_by(mut command: Command, toml: &str, scratch: Scratch) -> Process {
         let file = scratch.write("gateway.toml", with_listen(toml));
@@ -54,9 +61,14 @@ impl Process {
     }
 
     pub fn rewrite(&self, toml: &str) {
+        self.rewrite_file("gateway.toml", &with_listen(toml));
+    }
+
+    /// Replaces a file beside the configuration, or the configuration itself.
+    pub fn rewrite_file(&self, name: &str, text: &str) {
         // In one step, as editors and configuration managers do it.
-        let new = self.scratch.write("gateway.toml.new", with_listen(toml));
-        fs::rename(new, self.config()).unwrap();
+        let new = self.scratch.write(&format!("{name}.written"), text);
+        fs::rename(new, self.scratch.path().join(name)).unwrap();
     }
 
     pub fn client(&self) -> Client {

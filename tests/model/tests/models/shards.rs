@@ -18,7 +18,7 @@ fn request(table: &Table<2>, own: u32, limit: u32, cost: u32) -> bool {
 
 /// What is used of both shards together.
 fn used(table: &Table<2>, limit: u32) -> u64 {
-    Split { shards: 2, own: 0 }.look(table, counter(1), Ask::plain(100, limit, 0), time(50)).used
+    Split { shards: 2, own: 0 }.look(table, counter(1), Ask::plain(100, limit, 0), time(50)).0.used
 }
 
 /// A table in which so many tokens of the limit are used.

@@ -88,10 +88,12 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                 for (line, wish) in gateway.wishes(event.client, costs, None) {
                     let charge = gateway.desk.answer(line).expect("the layer was asked");
                     let pace = wish.limit.windows.pace();
-                    // Keys that share a counter share its windows as well; what is asked for is its own.
                     let (own_ms, end_ms) = (charge.ask.end_ms, charge.usage.end_ms);
                     let end_ms = match &wish.limit.windows {
-                        Windows::Random { period_ms } => own_ms + (end_ms - own_ms) / period_ms * period_ms,
+                        // Where keys with windows of their own share a counter, they share its windows as well, and
+                        // a thread that is late may be counted in any of its own windows since.
+                        Windows::Random { .. } if clocks.iter().any(|clock_ms| *clock_ms >= own_ms) => continue,
+                        Windows::Random { .. } => own_ms,
                         _ => end_ms,
                     };
                     let passes_in = until_ms.map_or(end_ms, |until_ms| pace.open(end_ms, until_ms));

@@ -92,8 +92,11 @@ impl Game {
     fn comes_again(&self, wishes: &[Wish]) -> Result<(), TestCaseError> {
         let opens: Vec<Option<u64>> = wishes.iter().map(|wish| self.oracle.opens_ms(wish, self.now_ms)).collect();
         let again_ms = self.gateway.again_ms(self.now_ms);
-        prop_assert_eq!(again_ms, opens.iter().flatten().max().copied());
-        if let (Some(again_ms), true) = (again_ms, opens.iter().all(Option::is_some)) {
+        prop_assert_eq!(
+            again_ms,
+            opens.into_iter().collect::<Option<Vec<u64>>>().and_then(|all| all.into_iter().max())
+        );
+        if let Some(again_ms) = again_ms {
             let mut alone = Oracle { accounts: self.oracle.accounts.clone() };
             prop_assert_eq!(alone.decide(wishes, false, false, again_ms), Decision::Admitted);
         }
@@ -132,7 +135,7 @@ impl Game {
         let (table, time) = (&self.gateway.table, self.gateway.book.time(self.now_ms));
         let usage = match charge.split.shards {
             1 => table.look(charge.counter, ask, time).0,
-            _ => charge.split.look(table, charge.counter, ask, time),
+            _ => charge.split.look(table, charge.counter, ask, time).0,
         };
         Account { left: i128::from(wish.limit.capacity) - i128::from(usage.used), end_ms: usage.end_ms }
     }

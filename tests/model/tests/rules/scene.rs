@@ -10,7 +10,7 @@ use transom_model::rule::book::{Book, Judgement, Line, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
-use transom_model::rule::terms::{Cost, OnLimit, Plan, Rule};
+use transom_model::rule::terms::{Cost, Exemptions, OnLimit, Plan, Rule};
 use transom_model::rule::window::{Calendar, Windows};
 
 use crate::oracle::{Decision, Wish};
@@ -41,6 +41,7 @@ pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
         cost: Cost::Fixed(1),
         on_limit: OnLimit::Refuse,
         count_refused: false,
+        exemptions: Exemptions::default(),
     }
 }
 

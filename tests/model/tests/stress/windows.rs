@@ -15,7 +15,7 @@ use transom_model::rule::book::{Book, Judgement, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
-use transom_model::rule::terms::{Cost, OnLimit, Rule};
+use transom_model::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 use transom_model::rule::window::Windows;
 
 use crate::{THREADS, mixed};
@@ -46,6 +46,7 @@ fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
         cost: Cost::Fixed(1),
         on_limit,
         count_refused: false,
+        exemptions: Exemptions::default(),
     }
 }
 
@@ -78,6 +79,12 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
         }
         let account = ledger.entry(client).or_default();
         for share in desk.all_shares() {
+            // Where keys with windows of their own share a counter, a thread that is late may be counted in
+            // any of its own windows since.
+            let is_random = matches!(layer.windows, Windows::Random { .. });
+            if is_random && scene.clock.load(Ordering::Relaxed) >= share.ask.end_ms {
+                continue;
+            }
             let end_ms = counted_in(&share, &layer);
             let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.pace().open(end_ms, until_ms));
             *account.entry(passes_in).or_default() += i64::from(share.ask.cost);

@@ -1,0 +1,237 @@
+//! `[clients]`, and the clients file that it names.
+//!
+//! An operator may have written a key in clear into that file. So nothing of its lines is shown:
+//! problems tell the place, and name nothing that could be a secret.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::Hash;
+use std::path::PathBuf;
+
+use toml::de::{DeTable, DeValue};
+
+use super::{exceptions, key, name, section};
+use crate::config::Files;
+use crate::config::clients::{Client, Clients};
+use crate::config::document::{Item, Table, Word, nearest, syntax};
+use crate::config::problem::{Report, listed, shown};
+use crate::rule::digest::Digest;
+use crate::rule::key::Part;
+use crate::rule::network::Network;
+
+const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
+const ADD: &str = "transom clients add NAME --plan PLAN --generate-key";
+const BROKEN: &str = "this is no TOML";
+const TWICE: &str = "this name is there twice";
+const BROKEN_FIX: &str = "a line is `key = value` or `[table]`; texts go in quotes";
+
+/// The plans that rules define.
+pub struct Plans<'r> {
+    pub names: Vec<&'r str>,
+    /// Whether all that the operator meant to define is here, as far as can be told.
+    pub complete: bool,
+}
+
+pub fn clients(item: Option<Item>, plans: &Plans, files: Files, report: &mut Report) -> Option<Clients> {
+    let mut table = section(item, report)?;
+    let file = table.require("file", "write `file = \"clients.toml\"`");
+    let api_key = table.get("api_key");
+    let subject = table.get("subject");
+    table.finish(&[], report);
+    let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", report));
+    let subject = subject.map(|item| part(&item, "\"jwt:sub\"", report));
+    let file = file.and_then(|item| item.text("\"clients.toml\"", report))?;
+    let path = PathBuf::from(file.text);
+    let bytes = match files(&path) {
+        Ok(bytes) => bytes,
+        Err(error) => {
+            let message = format!("can not read {}: {error}", shown(file.text));
+            report.problem(file.span, message, format!("name the file, or begin one: `{ADD}`"));
+            return None;
+        }
+    };
+    let Ok(text) = String::from_utf8(bytes) else {
+        report.problem(file.span, format!("{} is not UTF-8 text", shown(file.text)), "save it as UTF-8");
+        return None;
+    };
+    let mut own = Report::of_other(&text, &path);
+    let mut reader = Reader { plans, keys: api_key.is_some(), subjects: subject.is_some(), taken: Taken::default() };
+    let list = reader.file(&text, &mut own);
+    report.absorb(own);
+    Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
+}
+
+/// Where a client is named in a request.
+fn part(item: &Item, example: &str, report: &mut Report) -> Option<Part> {
+    let word = item.text(example, report)?;
+    let part = key::only(&word, report)?;
+    match part {
+        Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => return Some(part),
+        Part::Ip { .. } | Part::Param(_) | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => {}
+    }
+    let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
+    report.problem(word.span, message, item.write(example));
+    None
+}
+
+/// Reads the clients file.
+struct Reader<'r> {
+    plans: &'r Plans<'r>,
+    /// Whether requests are looked at for what these lists hold.
+    keys: bool,
+    subjects: bool,
+    taken: Taken,
+}
+
+/// What belongs to a client already, and to which.
+#[derive(Default)]
+struct Taken {
+    keys: HashMap<Digest, String>,
+    subjects: HashMap<String, String>,
+    networks: HashMap<Network, String>,
+}
+
+impl Reader<'_> {
+    fn file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
+        let mut flaws = Report::new(text);
+        let sound = syntax::sound(text, &mut flaws);
+        report.broken = flaws.broken;
+        for flaw in flaws.into_problems() {
+            // Most flaws are told by showing what is written there.
+            let (message, fix) = match flaw.message.as_str() {
+                message if message.contains("is already defined") => (TWICE.to_owned(), flaw.fix),
+                message if message.contains('`') => (BROKEN.to_owned(), BROKEN_FIX.to_owned()),
+                _ => (flaw.message, flaw.fix),
+            };
+            report.problem(flaw.span, message, fix);
+        }
+        let (document, _) = DeTable::parse_recoverable(&sound);
+        let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
+        let clients = top.get("clients");
+        top.finish(&[], report);
+        let Some(clients) = clients else { return Vec::new() };
+        let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
+        table.all().iter().filter_map(|entry| self.client(entry, report)).collect()
+    }
+
+    fn client(&mut self, entry: &Item, report: &mut Report) -> Option<Client> {
+        name(entry, report);
+        let mut table = entry.table(format!("`[clients.{}]`", entry.key), CLIENT_FIX, report)?;
+        let plan = table.require("plan", "write `plan = \"PLAN\"`, one that a rule defines");
+        let api_keys = table.get("api_keys");
+        let subjects = table.get("subjects");
+        let networks = table.get("networks");
+        let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
+        let misspelt = table.finish(&[], report);
+        if !named && misspelt.is_empty() {
+            let message = format!("nothing tells which requests are those of {}", shown(entry.key));
+            let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";
+            report.unless_broken(entry.key_span.clone(), message, fix);
+        }
+        let plan = plan.and_then(|item| item.text("\"PLAN\"", report));
+        let api_keys = api_keys.map(|item| self.api_keys(&item, entry.key, report)).unwrap_or_default();
+        let subjects = subjects.map(|item| self.subjects(&item, entry.key, report)).unwrap_or_default();
+        let networks = networks.map(|item| self.networks(&item, entry.key, report)).unwrap_or_default();
+        let plan = plan?;
+        self.known_plan(&plan, report);
+        Some(Client { name: entry.key.to_owned(), plan: plan.text.to_owned(), api_keys, subjects, networks })
+    }
+
+    fn known_plan(&self, plan: &Word, report: &mut Report) {
+        if !self.plans.complete || self.plans.names.contains(&plan.text) {
+            return;
+        }
+        let names = self.plans.names.iter().copied();
+        let fix = match nearest(plan.text, names.clone()) {
+            Some(guess) => format!("did you mean {}?", shown(guess)),
+            None if self.plans.names.is_empty() => {
+                format!("define it: `[rules.NAME.plans.{}]`", super::label(plan.text))
+            }
+            None => format!(
+                "define it: `[rules.NAME.plans.{}]`; there is {}",
+                super::label(plan.text),
+                listed(names, "and")
+            ),
+        };
+        report.problem(plan.span.clone(), format!("plan {} is not defined by any rule", shown(plan.text)), fix);
+    }
+
+    fn api_keys(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Digest> {
+        let mut digests = Vec::new();
+        for word in item.texts("[\"sha256:…\"]", report).unwrap_or_default() {
+            if !word.text.starts_with(Digest::PREFIX) {
+                let fix = format!(
+                    "replace the key: anyone may have read it. Remove it here, then `transom clients add {client} --generate-key`; \
+                     or keep it: `transom clients add {client} --key -` reads it and stores its digest"
+                );
+                report.problem(word.span, "an API key stands here in clear", fix);
+                continue;
+            }
+            let Some(digest) = exceptions::digest(&word, report) else { continue };
+            claim(&mut self.taken.keys, digest, client, "key", &word, report);
+            digests.push(digest);
+        }
+        in_vain(item, self.keys, "api_key", "\"header:x-api-key\"", report);
+        digests
+    }
+
+    fn subjects(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<String> {
+        let mut subjects = Vec::new();
+        for word in item.texts("[\"user-17\"]", report).unwrap_or_default() {
+            if word.text.is_empty() {
+                report.problem(word.span, "a subject is empty", "write it, or remove it");
+                continue;
+            }
+            claim(&mut self.taken.subjects, word.text.to_owned(), client, "subject", &word, report);
+            subjects.push(word.text.to_owned());
+        }
+        in_vain(item, self.subjects, "subject", "\"jwt:sub\"", report);
+        subjects
+    }
+
+    fn networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
+        let mut networks = Vec::new();
+        for word in item.texts("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
+            let Some(network) = exceptions::network_of(&word, report) else { continue };
+            claim(&mut self.taken.networks, network, client, "network", &word, report);
+            networks.push(network);
+        }
+        networks
+    }
+}
+
+fn has_items(item: &Item) -> bool {
+    !matches!(item.value, DeValue::Array(array) if array.is_empty())
+}
+
+/// Notes to whom something belongs; that it belongs to somebody already is a problem.
+fn claim<K: Hash + Eq>(
+    taken: &mut HashMap<K, String>,
+    claimed: K,
+    client: &str,
+    what: &str,
+    word: &Word,
+    report: &mut Report,
+) {
+    let owner = match taken.entry(claimed) {
+        Entry::Occupied(owner) => owner,
+        Entry::Vacant(place) => {
+            place.insert(client.to_owned());
+            return;
+        }
+    };
+    let (message, fix) = match owner.get() {
+        owner if owner == client => (format!("this {what} is there twice"), "remove it"),
+        owner => (format!("this {what} is one of {} already", shown(owner)), "leave it with one of the two"),
+    };
+    report.problem(word.span.clone(), message, fix);
+}
+
+/// What no request is looked at for has no effect.
+fn in_vain(item: &Item, is_looked_for: bool, setting: &str, example: &str, report: &mut Report) {
+    if !is_looked_for {
+        let message = format!("`{}` has no effect: `[clients]` of the gateway's file has no `{setting}`", item.key);
+        let fix = format!("write such as `{setting} = {example}` there");
+        report.problem(item.key_span.clone(), message, fix);
+    }
+}

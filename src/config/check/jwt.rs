@@ -1,0 +1,269 @@
+//! Whose tokens are believed: the keys, and what else a token has to say.
+//!
+//! Keys are parsed here, so that a key that can verify nothing is a problem of the file and not of
+//! the first request. Nothing that is secret goes into a message.
+
+use std::path::Path;
+use std::time::Duration;
+
+use toml::de::DeValue;
+
+use super::{DAY_MS, duration, section};
+use crate::config::Files;
+use crate::config::document::{Item, Table, Word};
+use crate::config::problem::{Report, shown};
+use crate::token::Trust;
+use crate::token::jwks::{self, BadSet};
+use crate::token::key::{Algorithm, Flaw, Key};
+
+const ALGORITHMS: [(&str, Algorithm); 4] = [
+    ("HS256", Algorithm::Hs256),
+    ("RS256", Algorithm::Rs256),
+    ("ES256", Algorithm::Es256),
+    ("EdDSA", Algorithm::EdDsa),
+];
+
+const NO_KEYS: &str =
+    "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, or `jwks_file = \"FILE\"`";
+const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
+
+/// A token that names no key is tried with all of its algorithm; more would be a burden to carry.
+const KEYS_MAX: usize = 32;
+
+pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trust> {
+    let mut table = section(item, report)?;
+    let span = table.span.clone();
+    let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
+    let (issuer, audience, leeway) = (table.get("issuer"), table.get("audience"), table.get("leeway"));
+    let misspelt = table.finish(&[], report);
+    let named = keys.is_some() || jwks.is_some() || misspelt.iter().any(|key| ["keys", "jwks_file"].contains(key));
+    if !named {
+        report.unless_broken(span, "`[jwt]` has no keys", NO_KEYS);
+    }
+    let mut trust = Trust::default();
+    for item in keys.as_ref().and_then(|item| item.list("[{ … }]", report)).unwrap_or_default() {
+        let fix = "write `{ algorithm = \"RS256\", public_key_file = \"FILE\" }`";
+        let Some(table) = item.table("a key of `[jwt]`", fix, report) else { continue };
+        if let Some(key) = key(table, files, report) {
+            add(key, &item, &mut trust, report);
+        }
+    }
+    if let (Some(Item { span, value: DeValue::Array(array), .. }), None) = (&keys, &jwks)
+        && array.is_empty()
+    {
+        report.problem(span.clone(), "`keys` is an empty list", NO_KEYS);
+    }
+    if let Some(item) = jwks {
+        for key in set(&item, files, report).unwrap_or_default() {
+            add(key, &item, &mut trust, report);
+        }
+    }
+    trust.issuers = names(issuer, "\"https://issuer.example\"", report);
+    trust.audiences = names(audience, "\"api\"", report);
+    let leeway = leeway.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(0), report));
+    trust.leeway_ms = leeway.unwrap_or(0);
+    Some(trust)
+}
+
+fn add(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
+    if trust.keys.contains(&key) {
+        report.problem(item.span.clone(), "a key is there twice", "remove one of the two");
+    } else if trust.keys.len() == KEYS_MAX {
+        let message = format!("there are more than {KEYS_MAX} keys");
+        report.problem(item.span.clone(), message, "remove those that no valid token is signed with any more");
+    } else {
+        trust.keys.push(key);
+    }
+}
+
+/// One item of `keys`.
+fn key(mut table: Table, files: Files, report: &mut Report) -> Option<Key> {
+    let span = table.span.clone();
+    let algorithm =
+        table.require("algorithm", "write `algorithm = \"HS256\"`, `\"RS256\"`, `\"ES256\"` or `\"EdDSA\"`");
+    let algorithm = algorithm.and_then(|item| item.choice(&ALGORITHMS, report));
+    let kid = table.get("kid").map(|item| text(&item, "\"2024\"", report));
+    let mut sources = Vec::new();
+    for name in ["secret", "secret_file", "public_key", "public_key_file"] {
+        sources.extend(table.get(name));
+    }
+    let misspelt = table.finish(&[], report);
+    let algorithm = algorithm?;
+    let (inline, file) = match algorithm {
+        Algorithm::Hs256 => ("secret", "secret_file"),
+        Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => ("public_key", "public_key_file"),
+    };
+    let source = match sources.as_slice() {
+        [] if misspelt.iter().any(|key| *key != "algorithm" && *key != "kid") => return None,
+        [] => {
+            let message = format!("this key for `{}` has no `{file}`", algorithm.name());
+            report.unless_broken(span, message, format!("write `{file} = \"FILE\"`, or `{inline}`"));
+            return None;
+        }
+        [source] => source,
+        [first, second, ..] => {
+            let message = format!("`{}` and `{}` are both given", first.key, second.key);
+            report.problem(second.key_span.clone(), message, "keep one of the two");
+            return None;
+        }
+    };
+    if ![inline, file].contains(&source.key) {
+        let message = format!("`{}` is not for `{}`", source.key, algorithm.name());
+        report.problem(source.key_span.clone(), message, format!("write `{file}`, or another `algorithm`"));
+        return None;
+    }
+    let (what, bytes) = material(source, source.key == file, files, report)?;
+    let kid = match kid {
+        None => None,
+        Some(kid) => Some(kid?),
+    };
+    let key = match algorithm {
+        Algorithm::Hs256 => Key::secret(without_line_end(&bytes), kid),
+        Algorithm::Rs256 | Algorithm::Es256 | Algorithm::EdDsa => Key::public_pem(algorithm, &bytes, kid),
+    };
+    key.map_err(|flaw| complain(flaw, &what, source, report)).ok()
+}
+
+/// What a key is made of, and what to call it in messages: never by what it holds.
+fn material(source: &Item, is_file: bool, files: Files, report: &mut Report) -> Option<(String, Vec<u8>)> {
+    if is_file {
+        let path = text(source, "\"FILE\"", report)?;
+        return Some((shown(&path), file(source, &path, files, report)?));
+    }
+    match source.value {
+        DeValue::String(text) => Some((format!("`{}`", source.key), text.as_bytes().to_vec())),
+        _ => {
+            let message = format!("`{}`: expected a string", source.key);
+            report.problem(
+                source.span.clone(),
+                message,
+                format!("write it in quotes, or name a file: `{}_file`", source.key),
+            );
+            None
+        }
+    }
+}
+
+fn set(item: &Item, files: Files, report: &mut Report) -> Option<Vec<Key>> {
+    let path = text(item, "\"jwks.json\"", report)?;
+    let bytes = file(item, &path, files, report)?;
+    let what = shown(&path);
+    let (message, fix) = match jwks::read(&bytes) {
+        Ok(keys) => return Some(keys),
+        Err(BadSet::Json(line, column)) => (
+            format!("{what} is no JSON: line {line}, column {column}"),
+            String::from("name a JSON Web Key Set, as issuers publish it"),
+        ),
+        Err(BadSet::NoList) => (
+            format!("{what} has no list `keys`"),
+            String::from("name a JSON Web Key Set: `{\"keys\": […]}`, as issuers publish it"),
+        ),
+        Err(BadSet::Nothing) => (
+            format!("{what} has no key to verify HS256, RS256, ES256 or EdDSA with"),
+            String::from("let the issuer sign with one of these, and name its key set"),
+        ),
+        Err(BadSet::Key(position, flaw)) => flaw.explain(&format!("key {position} of {what}")),
+    };
+    report.problem(item.span.clone(), message, fix);
+    None
+}
+
+fn file(item: &Item, path: &str, files: Files, report: &mut Report) -> Option<Vec<u8>> {
+    files(Path::new(path))
+        .map_err(|error| {
+            report.problem(item.span.clone(), format!("can not read {}: {error}", shown(path)), FILE_FIX);
+        })
+        .ok()
+}
+
+fn complain(flaw: Flaw, what: &str, source: &Item, report: &mut Report) {
+    let (message, fix) = flaw.explain(what);
+    report.problem(source.span.clone(), message, fix);
+}
+
+/// A secret in a text file ends before the line end that editors put there; any other stays whole.
+fn without_line_end(bytes: &[u8]) -> &[u8] {
+    let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
+    let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
+    if is_text { line } else { bytes }
+}
+
+/// A text that is not empty.
+fn text(item: &Item, example: &str, report: &mut Report) -> Option<String> {
+    let word = item.text(example, report)?;
+    if word.text.is_empty() {
+        report.problem(word.span, format!("`{}` is empty", item.key), item.write(example));
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// One name or several, of which a token has to have one.
+fn names(item: Option<Item>, example: &str, report: &mut Report) -> Vec<String> {
+    let Some(item) = item else { return Vec::new() };
+    let words = item.texts(example, report).unwrap_or_default();
+    let empty = matches!(item.value, DeValue::Array(array) if array.is_empty());
+    if empty || words.iter().any(|word| word.text.is_empty()) {
+        let fix = format!("{}, or leave it out: any is accepted then", item.write(example));
+        report.problem(item.span.clone(), format!("`{}` is empty", item.key), fix);
+    }
+    words.into_iter().map(|word| word.text.to_owned()).collect()
+}
+
+/// Reports keys that nobody asks for, and a rule or the clients that ask for some where there are
+/// none. `misspelt`: keys of the file that others were taken for.
+pub fn weigh(jwt: Option<&Item>, rules: Option<&Item>, clients: Option<&Item>, misspelt: &[&str], report: &mut Report) {
+    match (jwt, first_use(rules, clients)) {
+        (None, Some(word)) if !misspelt.contains(&"jwt") => {
+            let message = format!("{} takes keys to verify tokens with, and there is no `[jwt]`", shown(word.text));
+            let fix = "write `[jwt]`, then `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`";
+            report.unless_broken(word.span, message, fix);
+        }
+        (Some(item), None) if !misspelt.contains(&"rules") => {
+            let message = "`[jwt]` has no effect: no rule counts by a claim";
+            report.unless_broken(item.key_span.clone(), message, "remove it, or write a rule with `key = \"jwt:sub\"`");
+        }
+        _ => {}
+    }
+}
+
+/// The first claim that a rule counts by, or that names a client.
+fn first_use<'d>(rules: Option<&Item<'d>>, clients: Option<&Item<'d>>) -> Option<Word<'d>> {
+    let table = |item: &Item<'d>| if let DeValue::Table(table) = item.value { Some(table) } else { None };
+    let rules = rules.and_then(table).into_iter().flat_map(|rules| rules.values());
+    let keys = rules.filter_map(|rule| rule.get_ref().as_table()?.get("key"));
+    let clients = clients.and_then(table);
+    let named = ["api_key", "subject"].into_iter().filter_map(|key| clients?.get(key));
+    let words = keys.chain(named).flat_map(|key| match key.get_ref() {
+        DeValue::String(text) => vec![Word { text, span: key.span() }],
+        DeValue::Array(items) => {
+            let texts =
+                items.iter().filter_map(|item| Some(Word { text: item.get_ref().as_str()?, span: item.span() }));
+            texts.collect()
+        }
+        _ => Vec::new(),
+    });
+    words
+        .filter(|word| word.text.strip_prefix("jwt:").is_some_and(|claim| !claim.is_empty()))
+        .min_by_key(|word| word.span.start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_text_loses_its_line_end() {
+        for (bytes, secret) in [
+            (&b"text\n"[..], &b"text"[..]),
+            (b"text\r\n", b"text"),
+            (b"text", b"text"),
+            (b"text\n\n", b"text\n\n"),
+            (b"\x80\x01\n", b"\x80\x01\n"),
+            (b"\x01\n", b"\x01\n"),
+            (b"", b""),
+        ] {
+            assert_eq!(without_line_end(bytes), secret);
+        }
+    }
+}

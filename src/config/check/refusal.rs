@@ -1,0 +1,63 @@
+//! What a refusal by a rule looks like: status, body and type.
+
+use super::Table;
+use crate::config::document::Item;
+use crate::config::problem::{Report, shown};
+use crate::config::{Body, Refusal};
+
+/// Every refusal carries it, so it should not be long.
+const BODY_MAX_BYTES: usize = 64 * 1024;
+
+/// What a rule says about its refusals.
+pub struct Settings<'d> {
+    status: Option<Item<'d>>,
+    body: Option<Item<'d>>,
+    content_type: Option<Item<'d>>,
+}
+
+impl<'d> Settings<'d> {
+    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
+        Settings { status: table.get("status"), body: table.get("body"), content_type: table.get("content_type") }
+    }
+
+    pub fn read(self, report: &mut Report) -> Refusal {
+        let status = self.status.and_then(|item| item.integer(400..=599, report));
+        let kind = self.content_type.as_ref().and_then(|item| content_type(item, report));
+        let text = self.body.as_ref().and_then(|item| body(item, report));
+        if let (None, Some(item)) = (&self.body, &self.content_type) {
+            let message = "`content_type` has no effect: the rule has no `body` of its own";
+            report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
+        }
+        let kind = kind.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned());
+        Refusal {
+            status: status.and_then(|status| u16::try_from(status).ok()),
+            body: text.map(|text| Body { text, content_type: kind }),
+        }
+    }
+}
+
+fn body(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text("\"slow down\\n\"", report)?;
+    if word.text.len() > BODY_MAX_BYTES {
+        let message = format!("`body` has `{}` bytes", word.text.len());
+        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}`"));
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// A media type (RFC 9110, section 8.3.1), as far as it has to be one to be a field's value.
+fn content_type(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text("\"application/json\"", report)?;
+    let token = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    };
+    let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
+    let sound = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
+    if !sound || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        let fix = "write such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
+        report.problem(word.span, format!("{} is no media type", shown(word.text)), fix);
+        return None;
+    }
+    Some(word.text.trim().to_owned())
+}

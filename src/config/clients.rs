@@ -1,0 +1,30 @@
+//! Who is on which plan: what the clients file says, and where in a request a client is named.
+
+use std::path::PathBuf;
+
+use crate::rule::digest::Digest;
+use crate::rule::key::Part;
+use crate::rule::network::Network;
+
+/// The clients that are known by name.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Clients {
+    /// As configured.
+    pub file: PathBuf,
+    /// Where a request has its client's API key.
+    pub api_key: Option<Part>,
+    /// Where a request says on whose behalf it is.
+    pub subject: Option<Part>,
+    /// In the order of the file.
+    pub list: Vec<Client>,
+}
+
+/// Requests that belong to one client: those with one of its keys or subjects, or from its networks.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Client {
+    pub name: String,
+    pub plan: String,
+    pub api_keys: Vec<Digest>,
+    pub subjects: Vec<String>,
+    pub networks: Vec<Network>,
+}

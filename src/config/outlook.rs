@@ -1,0 +1,205 @@
+//! What the rules of a configuration amount to, in plain sentences: how much they let through at
+//! worst around the end of a window, and which of their layers never refuse anything.
+//!
+//! The arithmetic is `rule::bound`'s. This file only knows how to put it.
+
+use super::Config;
+use super::check::layers::may_be_compared;
+use crate::rule::bound;
+use crate::rule::limit::Limit;
+use crate::rule::terms::{Cost, OnLimit, Rule};
+
+const SHORT_MS: u64 = 2000;
+
+/// A line for each rule, and one for each layer that never refuses.
+pub fn lines(config: &Config) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (position, rule) in config.rules.iter().enumerate() {
+        let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
+        let delays = routes().flat_map(|route| &route.rules).any(|other| config.rules[*other].delays());
+        let same_cost = routes().all(|route| route.cost.is_none_or(|cost| cost == 1));
+        let plain = rule.cost == Cost::Fixed(1) && same_cost;
+        // A charge that opens a window may be given back where it is settled later, or waits.
+        let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
+        let told = Told { unit: if plain { "requests" } else { "tokens" }, opener_stays };
+        let name = &rule.name;
+        let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
+        for (title, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
+            lines.push(format!("{title}: {}{}", told.worst(rule, layers), ends_with(rule, routes().count())));
+            if may_be_compared(rule) && !delays && rule.cost != Cost::Fixed(0) {
+                lines.extend(idle(layers).map(|sentence| format!("{title}: {sentence}")));
+            }
+        }
+    }
+    lines
+}
+
+struct Told {
+    unit: &'static str,
+    opener_stays: bool,
+}
+
+impl Told {
+    fn worst(&self, rule: &Rule, layers: &[Limit]) -> String {
+        let limits: Vec<String> =
+            layers.iter().map(|limit| format!("{}/{}", limit.tokens, limit.period_text)).collect();
+        let limits = limits.join(" + ");
+        if rule.cost == Cost::Fixed(0) {
+            return format!("{limits}: counts nothing, at a cost of 0");
+        }
+        let most = |span_ms: u64| bound::most_within(layers, span_ms, self.opener_stays);
+        let lengths =
+            |limit: &&Limit| bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest_ms, _)| shortest_ms);
+        // The layer whose end matters is the one that then lets through least.
+        let alone = |limit: &&Limit| bound::most_within(std::slice::from_ref(*limit), 2, self.opener_stays);
+        let Some((narrow, burst)) = layers.iter().min_by_key(|limit| (alone(limit), lengths(limit))).zip(most(2))
+        else {
+            return limits;
+        };
+        let moment = if most(SHORT_MS) == Some(burst) { "2 seconds" } else { "a moment" };
+        let unit = self.unit;
+        let mut text = format!("{limits}: at most {burst} {unit} in {moment} around the end of {}", a_window(narrow));
+        let mut others: Vec<&Limit> = layers.iter().filter(|limit| lengths(limit) > lengths(&narrow)).collect();
+        others.sort_by_key(lengths);
+        others.dedup_by_key(|limit| lengths(&&**limit));
+        for limit in others {
+            if let Some(most) = most(lengths(&limit)) {
+                text += &format!(", {most} in any {}", span(limit));
+            }
+        }
+        text
+    }
+}
+
+/// What else has to be said for that to be true.
+fn ends_with(rule: &Rule, routes: usize) -> String {
+    let mut text = String::new();
+    if let Cost::Response { .. } = rule.cost {
+        text += "; what answers cost beyond their reserve comes on top, and the windows after grant that much less";
+    }
+    if rule.on_limit == OnLimit::Shadow {
+        text += "; in shadow, so nothing is refused";
+    }
+    if routes == 0 {
+        text += "; on no route, so nothing is counted";
+    }
+    text
+}
+
+/// The layers that never refuse, and why.
+fn idle(layers: &[Limit]) -> impl Iterator<Item = String> {
+    layers.iter().filter_map(|limit| {
+        let others = layers.iter().filter(|other| other.windows != limit.windows);
+        let other = others.into_iter().find(|other| bound::never_binds(limit, other))?;
+        let most = bound::most_in_window(other, limit)?;
+        Some(format!(
+            "note: {}/{} never refuses: {}/{} lets at most {most} through in that time",
+            limit.tokens, limit.period_text, other.tokens, other.period_text
+        ))
+    })
+}
+
+fn is_word(period: &str) -> bool {
+    period.starts_with(|c: char| c.is_ascii_alphabetic())
+}
+
+fn a_window(limit: &Limit) -> String {
+    match limit.period_text.as_str() {
+        "hour" => String::from("an hour"),
+        word if is_word(word) => format!("a {word}"),
+        other => format!("a window of {other}"),
+    }
+}
+
+/// The length of a layer's windows; of the shortest, where they differ.
+fn span(limit: &Limit) -> String {
+    const HOUR_MS: u64 = 3_600_000;
+    match (bound::lengths_ms(&limit.windows), limit.windows.period_ms()) {
+        (Some((shortest_ms, _)), None) if shortest_ms % (24 * HOUR_MS) == 0 => {
+            format!("{} days", shortest_ms / (24 * HOUR_MS))
+        }
+        (Some((shortest_ms, _)), None) if shortest_ms % HOUR_MS == 0 => format!("{} hours", shortest_ms / HOUR_MS),
+        (Some((shortest_ms, _)), None) => format!("{} minutes", shortest_ms / 60_000),
+        _ => limit.period_text.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::read;
+
+    fn told(rules: &str, names: &str) -> Vec<String> {
+        let text = format!(
+            "[upstreams.u]\nbuiltin = \"echo\"\n{rules}\n[[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [{names}]\n"
+        );
+        lines(&read(&text).unwrap_or_else(|problems| panic!("{problems:?}")))
+    }
+
+    /// What is told of a rule for itself.
+    fn of(rule: &str) -> Vec<String> {
+        told(&format!("[rules.r]\nkey = \"ip\"\n{rule}"), "\"r\"")
+    }
+
+    #[test]
+    fn the_worst_around_a_boundary_is_told() {
+        for (rule, expected) in [
+            ("windows = [\"5/minute\"]", "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute"),
+            ("windows = [\"5/second\"]", "r: 5/second: at most 10 requests in a moment around the end of a second"),
+            (
+                "windows = [\"100/5m\"]\ncost = 4",
+                "r: 100/5m: at most 200 tokens in 2 seconds around the end of a window of 5m",
+            ),
+            (
+                "windows = [{ limit = 100, period = \"hour\", capacity = 150 }]",
+                "r: 100/hour: at most 250 requests in 2 seconds around the end of an hour",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]",
+                "r: 5/minute: at most 9 requests in 2 seconds around the end of a minute",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"minute\", start = \"random\" }]",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute",
+            ),
+            (
+                "windows = [{ limit = 5, period = \"month\", timezone = \"Europe/Paris\" }, \
+                 { limit = 2, period = \"day\", timezone = \"Europe/Paris\" }]",
+                "r: 5/month + 2/day: at most 4 requests in 2 seconds around the end of a day, 10 in any 28 days",
+            ),
+            ("windows = [\"5/minute\"]\ncost = 0", "r: 5/minute: counts nothing, at a cost of 0"),
+            (
+                "windows = [\"5/minute\"]\non_limit = \"shadow\"",
+                "r: 5/minute: at most 10 requests in 2 seconds around the end of a minute; in shadow, so nothing is refused",
+            ),
+        ] {
+            assert_eq!(of(rule), [expected], "{rule}");
+        }
+    }
+
+    #[test]
+    fn a_layer_that_never_refuses_is_told_of_only_where_that_is_certain() {
+        let windows = "windows = [\"2000/hour\", \"33/minute\"]";
+        let first =
+            "r: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour";
+        let note = "r: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time";
+        assert_eq!(of(windows), [first, note]);
+        assert_eq!(of(&format!("{windows}\ncount_refused = true")), [first]);
+        assert_eq!(of(&format!("{windows}\non_limit = \"delay\"\nmax_delay = \"1s\"")), [first]);
+        assert_eq!(of(&format!("{windows}\ncost = {{ response-header = \"x-cost\" }}")).len(), 1);
+        assert_eq!(of("windows = [\"1980/hour\", \"33/minute\"]").len(), 2);
+        assert_eq!(of("windows = [\"1979/hour\", \"33/minute\"]").len(), 1);
+        let floating = "windows = [{ limit = 1980, period = \"hour\", start = \"first-request\" }, \"33/minute\"]";
+        assert_eq!(of(floating).len(), 1);
+    }
+
+    #[test]
+    fn what_other_rules_and_routes_change_is_seen() {
+        let rules = "[rules.r]\nkey = \"ip\"\nwindows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]\n\
+                     [rules.d]\nkey = \"ip\"\nwindows = [\"1/hour\"]\non_limit = \"delay\"\nmax_delay = \"1s\"";
+        assert!(told(rules, "\"r\"")[0].contains("at most 9 requests"));
+        assert!(told(rules, "\"r\"")[1].ends_with("; on no route, so nothing is counted"));
+        // Who waits for the other rule may go away, and gives back what opened the window.
+        assert!(told(rules, "\"r\", \"d\"")[0].contains("at most 10 requests"));
+    }
+}

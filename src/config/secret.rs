@@ -1,0 +1,163 @@
+//! What of a file nobody is shown: the values of `secret`, even where the file is no TOML.
+//!
+//! Messages show the line that they are about, and end up in logs. So whatever stands behind a key
+//! that is called `secret`, or nearly so, is found by the look of it, and covered.
+
+use std::ops::Range;
+
+/// How much of a value gives it away.
+const TELLING_CHARS: usize = 4;
+
+/// Where a text has values that are secret, with their quotes, in bytes.
+pub struct Secrets<'t> {
+    text: &'t str,
+    spans: Vec<Range<usize>>,
+}
+
+impl<'t> Secrets<'t> {
+    pub fn find(text: &'t str) -> Secrets<'t> {
+        Secrets { text, spans: spans(text) }
+    }
+
+    /// The text with its secrets covered, character by character, so that every place stays.
+    pub fn covered(&self) -> String {
+        let mut out = String::with_capacity(self.text.len());
+        let mut at = 0;
+        for span in &self.spans {
+            out.push_str(&self.text[at..span.start]);
+            let cover = |c: char| if c == '\n' || c == '\r' || c == '"' || c == '\'' { c } else { '*' };
+            out.extend(self.text[span.clone()].chars().map(cover));
+            at = span.end;
+        }
+        out.push_str(&self.text[at..]);
+        out
+    }
+
+    /// A message about the text, without what is secret in it.
+    pub fn untold(&self, message: &mut String) {
+        for span in &self.spans {
+            let value = self.text[span.clone()].trim_matches(['"', '\'', ' ', '\t', '\r', '\n']);
+            let telling: String = value.chars().take(TELLING_CHARS).collect();
+            if telling.chars().count() == TELLING_CHARS && message.contains(&telling) {
+                *message = without(message, value, &telling);
+            }
+        }
+    }
+}
+
+fn spans(text: &str) -> Vec<Range<usize>> {
+    let mut spans: Vec<Range<usize>> = Vec::new();
+    let is_name = |c: char| c.is_alphanumeric() || "_-".contains(c);
+    let mut at = 0;
+    while let Some(offset) = text[at..].find(is_name) {
+        let start = at + offset;
+        let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
+        at = end;
+        // `=` as in TOML, or `:` where that was mixed up.
+        let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
+        let Some(value) = rest.strip_prefix(['=', ':']).filter(|_| is_secret(&text[start..end])) else { continue };
+        let value = value.trim_start_matches([' ', '\t']);
+        let from = text.len() - value.len();
+        at = from + length(value);
+        spans.push(from..at);
+    }
+    spans
+}
+
+fn is_secret(name: &str) -> bool {
+    let name = name.to_lowercase();
+    // Nobody misspells a key at such length.
+    let is_near = name.len() < 16 && strsim::damerau_levenshtein(&name, "secret") <= 2;
+    (is_near || name.starts_with("secret")) && !name.ends_with("file")
+}
+
+/// How long a value is: to its closing quotes, or to the end of the line.
+fn length(value: &str) -> usize {
+    for (quote, may_go_on) in [("\"\"\"", true), ("'''", true), ("\"", false), ("'", false)] {
+        let Some(inner) = value.strip_prefix(quote) else { continue };
+        let line = if may_go_on { inner.len() } else { inner.find('\n').unwrap_or(inner.len()) };
+        let mut escaped = false;
+        for (at, c) in inner[..line].char_indices() {
+            if !escaped && inner[at..].starts_with(quote) {
+                return quote.len() + at + quote.len();
+            }
+            escaped = !escaped && c == '\\' && quote.starts_with('"');
+        }
+        return quote.len() + line;
+    }
+    value.find(['\n', '\r']).unwrap_or(value.len())
+}
+
+/// Leaves out all of a value that a message repeats, wherever it begins as the value does.
+fn without(message: &str, value: &str, beginning: &str) -> String {
+    let mut out = String::new();
+    let mut rest = message;
+    while let Some(at) = rest.find(beginning) {
+        let same = rest[at..].chars().zip(value.chars()).take_while(|(a, b)| a == b);
+        let length: usize = same.map(|(c, _)| c.len_utf8()).sum();
+        out.push_str(&rest[..at]);
+        out.push_str("***");
+        rest = &rest[at + length..];
+    }
+    out + rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VALUE: &str = "hunter2-hunter2";
+
+    #[test]
+    fn a_secret_is_covered_however_it_is_written() {
+        for line in [
+            "secret = \"hunter2-hunter2\"",
+            "secret='hunter2-hunter2'",
+            "\"secret\" = \"hunter2-hunter2\"",
+            "{ algorithm = \"HS256\", secret = \"hunter2-hunter2\" }",
+            "jwt.keys.secret = \"hunter2-hunter2\"",
+            "secert = \"hunter2-hunter2\"",
+            "Secrets = \"hunter2-hunter2\"",
+            "secret = hunter2-hunter2",
+            "secret: hunter2-hunter2",
+            "secret = [\"hunter2-hunter2\"]",
+            "secret = \"hunter2-hunter2",
+            "secret = \"\\\"hunter2-hunter2\"",
+            "secret = \"\"\"\nhunter2-hunter2\n\"\"\"",
+            "secret = '''\nhunter2-hunter2",
+        ] {
+            let covered = Secrets::find(line).covered();
+            assert!(!covered.contains("hunter"), "{covered}");
+            assert_eq!(covered.chars().count(), line.chars().count());
+        }
+    }
+
+    #[test]
+    fn what_is_no_secret_stays_in_sight() {
+        for line in [
+            "secret_file = \"hs.key\"",
+            "servers = \"http://a\"",
+            "period = \"second\" # a secret",
+            "key = \"cookie:session\"",
+            "select = \"hs.key\"",
+        ] {
+            assert_eq!(Secrets::find(line).covered(), line);
+        }
+        let two = "secret = \"abc\", kid = \"k\"\nkid = \"l\"";
+        assert_eq!(Secrets::find(two).covered(), "secret = \"***\", kid = \"k\"\nkid = \"l\"");
+    }
+
+    #[test]
+    fn messages_do_not_repeat_it() {
+        let untold = |message: &str, text: &str| {
+            let mut message = message.to_owned();
+            Secrets::find(text).untold(&mut message);
+            message
+        };
+        let text = format!("secret = {VALUE}\n");
+        let message = "`hunter2-hunter2` is no value: write `\"hunter2-hu…\"`";
+        assert_eq!(untold(message, &text), "`***` is no value: write `\"***…\"`");
+        assert_eq!(untold("there is no value", &text), "there is no value");
+        assert_eq!(untold("a", "secret = a"), "a");
+    }
+}

@@ -1,0 +1,129 @@
+//! One cookie, however it is spelt.
+//!
+//! Cookies come as `a=b; c=d` (RFC 6265, section 5.4), in one field or in several (RFC 9113, section
+//! 8.2.3). Names are compared byte by byte. Of values there are spellings that servers take for one:
+//! white space around them and one pair of quotes are no part of a value, and escapes are decoded
+//! where they can be, for many frameworks do.
+
+use std::borrow::Cow;
+
+use http::header::{self, HeaderMap};
+
+use super::escapes::{Decoded, Malformed};
+use super::query::Given;
+
+/// The value of a cookie.
+pub fn named<'a>(headers: &'a HeaderMap, name: &str) -> Given<'a> {
+    let mut given = None;
+    for field in headers.get_all(header::COOKIE) {
+        for pair in field.as_bytes().split(|byte| *byte == b';') {
+            let equals = pair.iter().position(|byte| *byte == b'=').unwrap_or(pair.len());
+            if pair[..equals].trim_ascii() != name.as_bytes() {
+                continue;
+            }
+            if given.is_some() {
+                return Given::Twice;
+            }
+            given = Some(pair.get(equals + 1..).unwrap_or_default());
+        }
+    }
+    match given.map(bare) {
+        None | Some(b"") => Given::Nothing,
+        Some(value) => Given::Once(decoded(value)),
+    }
+}
+
+/// A value without white space and quotes around it.
+fn bare(value: &[u8]) -> &[u8] {
+    let value = value.trim_ascii();
+    match value {
+        [b'"', inner @ .., b'"'] => inner,
+        _ => value,
+    }
+}
+
+/// A value that is no encoding stays as it is, as those do that decode values.
+fn decoded(value: &[u8]) -> Cow<'_, [u8]> {
+    if Decoded::is_plain(value) {
+        return Cow::Borrowed(value);
+    }
+    match Decoded::new(value).collect::<Result<Vec<u8>, Malformed>>() {
+        Ok(decoded) => Cow::Owned(decoded),
+        Err(Malformed) => Cow::Borrowed(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+
+    fn session(fields: &[&str]) -> Option<String> {
+        let mut headers = HeaderMap::new();
+        for field in fields {
+            headers.append("cookie", HeaderValue::from_bytes(field.as_bytes()).unwrap());
+        }
+        match named(&headers, "session") {
+            Given::Nothing => None,
+            Given::Once(value) => Some(String::from_utf8(value.into_owned()).unwrap()),
+            Given::Twice => Some("twice".to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_cookie_is_found_wherever_it_stands() {
+        for fields in [
+            &["session=abc"][..],
+            &["a=b; session=abc"],
+            &["session=abc; a=b"],
+            &["a=b;session=abc;c=d"],
+            &["a=b", "session=abc"],
+            &["a=b; ", " session = abc "],
+            &["session=\"abc\""],
+            &["session=%61bc"],
+            &["; ;session=abc;;"],
+        ] {
+            assert_eq!(session(fields).as_deref(), Some("abc"), "{fields:?}");
+        }
+        assert_eq!(session(&["session=a=b=="]).as_deref(), Some("a=b=="));
+        assert_eq!(session(&["session=%zz%61"]).as_deref(), Some("%zz%61"), "no encoding");
+        assert_eq!(session(&["session=\"abc"]).as_deref(), Some("\"abc"));
+        assert_eq!(session(&["session=\""]).as_deref(), Some("\""));
+    }
+
+    #[test]
+    fn nothing_is_copied_where_nothing_is_encoded() {
+        let mut headers = HeaderMap::new();
+        headers.insert("cookie", HeaderValue::from_static("a=%20; session=\"abc\""));
+        assert_eq!(named(&headers, "session"), Given::Once(Cow::Borrowed(b"abc")));
+        assert!(matches!(named(&headers, "session"), Given::Once(Cow::Borrowed(_))));
+    }
+
+    #[test]
+    fn an_absent_or_empty_cookie_is_none() {
+        for fields in [
+            &[][..],
+            &[""],
+            &["session"],
+            &["session="],
+            &["session=\"\""],
+            &["Session=a"],
+            &["sessions=a"],
+            &["a=session=b"],
+        ] {
+            assert_eq!(session(fields), None, "{fields:?}");
+        }
+    }
+
+    #[test]
+    fn two_of_a_name_are_not_chosen_from() {
+        for fields in [
+            &["session=a; session=b"][..],
+            &["session=a; session=a"],
+            &["session=a", "session=b"],
+            &["session; session=a"],
+        ] {
+            assert_eq!(session(fields).as_deref(), Some("twice"), "{fields:?}");
+        }
+    }
+}

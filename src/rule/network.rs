@@ -1,0 +1,203 @@
+//! Networks, and which of many an address is in: the most specific.
+//!
+//! Networks lie within one another or apart, never across, so together they cut the addresses into
+//! spans, each of which belongs to one of them or to none. Of an address, one binary search finds the
+//! span: a hundred thousand networks cost seventeen comparisons.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::str::FromStr;
+
+/// All addresses that begin with the same bits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Network {
+    /// The first of them; an IPv4 address is never wrapped in one of IPv6.
+    pub address: IpAddr,
+    /// How many bits are the same.
+    pub prefix: u8,
+}
+
+/// Why a text is no network.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NotANetwork {
+    Form,
+    /// The address goes on behind the prefix; this network was likely meant.
+    HostBits(Network),
+}
+
+impl Network {
+    /// The network of an address.
+    pub fn of(address: IpAddr, prefix: u8) -> Network {
+        match (address, address.to_canonical()) {
+            (IpAddr::V6(_), IpAddr::V4(v4)) if prefix >= 96 => Network::of(v4.into(), prefix - 96),
+            (IpAddr::V4(v4), _) => {
+                let prefix = prefix.min(32);
+                let mask = u32::MAX.checked_shl(32 - u32::from(prefix)).unwrap_or(0);
+                Network { address: Ipv4Addr::from_bits(v4.to_bits() & mask).into(), prefix }
+            }
+            (IpAddr::V6(v6), _) => {
+                let prefix = prefix.min(128);
+                let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
+                Network { address: Ipv6Addr::from_bits(v6.to_bits() & mask).into(), prefix }
+            }
+        }
+    }
+
+    /// The address family, and the first and last address as numbers.
+    fn span(self) -> (usize, u128, u128) {
+        let (family, first, bits) = number(self.address);
+        let others = u128::MAX.checked_shr(128 - (bits - u32::from(self.prefix))).unwrap_or(0);
+        (family, first, first | others)
+    }
+}
+
+impl FromStr for Network {
+    type Err = NotANetwork;
+
+    /// Reads `ADDRESS/BITS`, or an address alone.
+    fn from_str(text: &str) -> Result<Network, NotANetwork> {
+        let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
+        let address: IpAddr = address.parse().map_err(|_| NotANetwork::Form)?;
+        let most = if address.is_ipv4() { 32 } else { 128 };
+        let prefix = match prefix {
+            Some(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => digits.parse().ok(),
+            Some(_) => None,
+            None => Some(most),
+        };
+        let prefix = prefix.filter(|prefix| *prefix <= most).ok_or(NotANetwork::Form)?;
+        let network = Network::of(address, prefix);
+        let whole = Network::of(address, most);
+        if network.address == whole.address { Ok(network) } else { Err(NotANetwork::HostBits(network)) }
+    }
+}
+
+impl std::fmt::Display for Network {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.address, self.prefix)
+    }
+}
+
+/// The family, the number and the length of an address.
+fn number(address: IpAddr) -> (usize, u128, u32) {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => (0, v4.to_bits().into(), 32),
+        IpAddr::V6(v6) => (1, v6.to_bits(), 128),
+    }
+}
+
+/// Networks and what belongs to each.
+#[derive(Debug)]
+pub struct Networks<T> {
+    /// For each family, where a span begins and what belongs to it; in ascending order.
+    spans: [Vec<(u128, Option<T>)>; 2],
+}
+
+impl<T: Copy> Networks<T> {
+    /// Of equal networks, the last holds.
+    pub fn new(networks: impl IntoIterator<Item = (Network, T)>) -> Networks<T> {
+        let mut by_family = [Vec::new(), Vec::new()];
+        for (network, value) in networks {
+            let (family, first, last) = network.span();
+            by_family[family].push((first, last, value));
+        }
+        Networks { spans: by_family.map(spans) }
+    }
+
+    /// What belongs to the most specific network that an address is in.
+    pub fn of(&self, address: IpAddr) -> Option<T> {
+        let (family, number, _) = number(address);
+        let spans = &self.spans[family];
+        let next = spans.partition_point(|(start, _)| *start <= number);
+        next.checked_sub(1).and_then(|position| spans[position].1)
+    }
+}
+
+fn spans<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> {
+    // The wide before the narrow that begin with them.
+    networks.sort_by_key(|(first, last, _)| (*first, std::cmp::Reverse(*last)));
+    let mut spans = Vec::new();
+    // Those that the place reached lies in, from the widest to the narrowest.
+    let mut open: Vec<(u128, T)> = Vec::new();
+    for (first, last, value) in networks {
+        close(&mut open, Some(first), &mut spans);
+        begin(&mut spans, first, Some(value));
+        open.push((last, value));
+    }
+    close(&mut open, None, &mut spans);
+    spans
+}
+
+/// Ends the networks that do not reach a place; what follows each belongs to the one around it.
+fn close<T: Copy>(open: &mut Vec<(u128, T)>, place: Option<u128>, spans: &mut Vec<(u128, Option<T>)>) {
+    while let Some((last, _)) = open.pop_if(|(last, _)| place.is_none_or(|place| *last < place)) {
+        if let Some(next) = last.checked_add(1) {
+            begin(spans, next, open.last().map(|(_, value)| *value));
+        }
+    }
+}
+
+/// What begins where another has just begun takes its place.
+fn begin<T>(spans: &mut Vec<(u128, Option<T>)>, start: u128, value: Option<T>) {
+    match spans.last_mut() {
+        Some(known) if known.0 == start => known.1 = value,
+        _ => spans.push((start, value)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn network(text: &str) -> Network {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error:?}"))
+    }
+
+    #[test]
+    fn texts_are_read_strictly() {
+        for text in ["10.0.0.0/8", "0.0.0.0/0", "192.0.2.7/32", "2001:db8::/32", "::/0", "::1/128"] {
+            assert_eq!(network(text).to_string(), text);
+        }
+        assert_eq!(network("192.0.2.7").to_string(), "192.0.2.7/32");
+        assert_eq!(network("::ffff:10.0.0.0/104"), network("10.0.0.0/8"));
+        for text in ["", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/+8", "10.0.0/8", "::/129", "a/8", "10.0.0.0/8/8"] {
+            assert_eq!(text.parse::<Network>(), Err(NotANetwork::Form), "{text}");
+        }
+        assert_eq!("10.1.2.3/8".parse::<Network>(), Err(NotANetwork::HostBits(network("10.0.0.0/8"))));
+    }
+
+    #[test]
+    fn the_most_specific_network_is_found() {
+        let texts = ["10.0.0.0/8", "10.1.0.0/16", "10.1.0.0/24", "10.1.255.255/32", "255.255.255.255/32", "::/0"];
+        let networks = Networks::new(texts.iter().map(|text| (network(text), *text)));
+        for (address, found) in [
+            ("9.255.255.255", None),
+            ("10.0.0.0", Some("10.0.0.0/8")),
+            ("10.1.0.255", Some("10.1.0.0/24")),
+            ("10.1.1.0", Some("10.1.0.0/16")),
+            ("10.1.255.255", Some("10.1.255.255/32")),
+            ("10.2.0.0", Some("10.0.0.0/8")),
+            ("11.0.0.0", None),
+            ("255.255.255.255", Some("255.255.255.255/32")),
+            ("::ffff:10.2.0.0", Some("10.0.0.0/8")),
+            ("ffff::", Some("::/0")),
+        ] {
+            assert_eq!(networks.of(address.parse().unwrap()), found, "{address}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn it_finds_what_a_search_through_all_finds(
+            all in proptest::collection::hash_map((0..64_u32, 26..=32_u8), 0..100_usize, 0..24),
+            address in 0..64_u32,
+        ) {
+            let at = |number: u32| IpAddr::V4(Ipv4Addr::from_bits(number));
+            let all: std::collections::HashMap<Network, usize> =
+                all.into_iter().map(|((number, prefix), value)| (Network::of(at(number), prefix), value)).collect();
+            let holding = all.iter().filter(|(network, _)| Network::of(at(address), network.prefix) == **network);
+            let expected = holding.max_by_key(|(network, _)| network.prefix).map(|(_, value)| *value);
+            let networks = Networks::new(all.iter().map(|(network, value)| (*network, *value)));
+            prop_assert_eq!(networks.of(at(address)), expected);
+        }
+    }
+}

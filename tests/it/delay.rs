@@ -1,0 +1,166 @@
+//! Requests that wait for a window to come.
+//!
+//! Who waits looks at the gateway's clock again whenever it should be over, and every second. So with
+//! a manual clock nobody passes before the test moves it, and everybody does soon after.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use crate::world::client::{Client, request};
+use crate::world::gateway::Gateway;
+use crate::world::process::Process;
+use crate::world::quota::remaining;
+use crate::world::upstream::Upstream;
+use crate::world::{DEADLINE, eventually, one_rule};
+
+/// One at a time in each window of 300 ms, or what else is said.
+fn toml(upstream: &Upstream, windows: &str, more: &str) -> String {
+    format!(
+        "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = {windows}\non_limit = \"delay\"\n{more}\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        upstream.toml("u")
+    )
+}
+
+const ONE: &str = "[\"1/300ms\"]";
+
+fn delayed(gateway: &Gateway) -> u64 {
+    gateway.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "delayed")])
+}
+
+/// Sends a request that will wait, and returns once it does.
+fn waiting(gateway: &Gateway, path: &str) -> Client {
+    let before = delayed(gateway);
+    let mut client = gateway.client();
+    client.send(request("GET", path, &[], b""));
+    eventually("the request waits", || delayed(gateway) == before + 1);
+    client
+}
+
+fn targets(upstream: &Upstream) -> Vec<String> {
+    upstream.received().into_iter().map(|received| received.target).collect()
+}
+
+/// Fails if an answer comes within half a second.
+fn still_waits(client: &mut Client) {
+    client.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let error = client.stream.peek(&mut [0]).expect_err("an answer came too early");
+    assert!([ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()), "{error}");
+    client.stream.set_read_timeout(Some(DEADLINE)).unwrap();
+}
+
+fn window(gateway: &Gateway) {
+    gateway.advance(Duration::from_millis(300));
+}
+
+#[test]
+fn who_came_first_passes_first_one_window_after_the_other() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"2s\""));
+    gateway.get("/1").expect(200);
+    let mut clients: Vec<Client> = (2..=4).map(|n| waiting(&gateway, &format!("/{n}"))).collect();
+    assert_eq!(targets(&upstream), ["/1"]);
+    for (client, passed) in clients.iter_mut().zip(2..) {
+        window(&gateway);
+        client.answer().expect(200);
+        let expected: Vec<String> = (1..=passed).map(|n| format!("/{n}")).collect();
+        assert_eq!(targets(&upstream), expected);
+    }
+    // The last of them used up its window; the next is free again.
+    window(&gateway);
+    gateway.get("/5").expect(200);
+    assert_eq!(delayed(&gateway), 3);
+}
+
+#[test]
+fn who_would_wait_too_long_is_refused_at_once() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"600ms\""));
+    gateway.get("/1").expect(200);
+    let _waiting = [waiting(&gateway, "/2"), waiting(&gateway, "/3")];
+    let refused = gateway.get("/4").expect(429);
+    assert_eq!(refused.problem()["violated-policies"], serde_json::json!(["r"]));
+    assert_eq!(refused.field("retry-after"), Some("1"));
+    assert_eq!(remaining(&refused, "r"), 0);
+    // And has taken nobody's place.
+    window(&gateway);
+    waiting(&gateway, "/5");
+}
+
+#[test]
+fn no_more_wait_than_may() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"1d\"\nmax_waiting = 2"));
+    gateway.get("/1").expect(200);
+    let mut second = waiting(&gateway, "/2");
+    let _third = waiting(&gateway, "/3");
+    gateway.get("/4").expect(429);
+    window(&gateway);
+    second.answer().expect(200);
+    waiting(&gateway, "/5");
+}
+
+#[test]
+fn a_client_that_goes_away_gives_its_place_back() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"300ms\"\nmax_waiting = 1"));
+    gateway.get("/1").expect(200);
+    let gone = waiting(&gateway, "/gone");
+    gateway.get("/refused").expect(429);
+    drop(gone);
+    eventually("the request is recorded as given up", || {
+        gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1
+    });
+    let mut next = waiting(&gateway, "/2");
+    window(&gateway);
+    next.answer().expect(200);
+    assert_eq!(targets(&upstream), ["/1", "/2"]);
+}
+
+#[test]
+fn who_waits_waits_for_the_last_layer_to_open() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, "[\"1/300ms\", \"2/1s\"]", "max_delay = \"2s\""));
+    gateway.get("/1").expect(200);
+    let mut second = waiting(&gateway, "/2");
+    window(&gateway);
+    second.answer().expect(200);
+    // The next window of 300 ms opens at 600; the next second at 1000.
+    let mut third = waiting(&gateway, "/3");
+    gateway.advance(Duration::from_millis(699));
+    still_waits(&mut third);
+    assert_eq!(targets(&upstream), ["/1", "/2"]);
+    gateway.advance(Duration::from_millis(1));
+    third.answer().expect(200);
+}
+
+#[test]
+fn a_rule_that_refuses_refuses_whoever_else_would_wait() {
+    let toml = "workers = 1\n[upstreams.u]\nbuiltin = \"echo\"\n\
+        [rules.r]\nkey = \"ip\"\nwindows = [\"1/300ms\"]\non_limit = \"delay\"\nmax_delay = \"2s\"\n\
+        [rules.hard]\nkey = \"global\"\nwindows = [\"2/hour\"]\n\
+        [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\", \"hard\"]\n";
+    let gateway = Gateway::start(toml);
+    gateway.get("/1").expect(200);
+    let mut second = waiting(&gateway, "/2");
+    gateway.get("/3").expect(429);
+    window(&gateway);
+    second.answer().expect(200);
+    gateway.get("/4").expect(429);
+}
+
+#[test]
+fn the_binary_lets_nobody_pass_before_its_window() {
+    let rule = "key = \"ip\"\nwindows = [\"1/250ms\"]\non_limit = \"delay\"\nmax_delay = \"20s\"";
+    let process = Process::spawn(&one_rule(rule));
+    let start = Instant::now();
+    let mut clients: Vec<Client> = (0..5).map(|_| process.client()).collect();
+    for client in &mut clients {
+        client.send(request("GET", "/a", &[], b""));
+    }
+    for client in &mut clients {
+        client.answer().expect(200);
+    }
+    // Five windows, of which the first may be nearly over: three whole ones lie between.
+    assert!(start.elapsed() >= Duration::from_millis(745), "{:?}", start.elapsed());
+}

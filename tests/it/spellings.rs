@@ -1,0 +1,106 @@
+//! Cookies and parameters of the query as keys: however a value is spelt, it is counted once.
+
+use crate::world::gateway::Gateway;
+use crate::world::one_rule;
+use crate::world::quota::remaining;
+
+fn gateway(key: &str, on_missing: &str) -> Gateway {
+    Gateway::start(&one_rule(&format!(
+        "key = \"{key}\"\non_missing_key = \"{on_missing}\"\nwindows = [\"100/minute\"]"
+    )))
+}
+
+fn left(gateway: &Gateway, target: &str, cookies: &[&str]) -> u64 {
+    let fields: Vec<(&str, &str)> = cookies.iter().map(|cookie| ("Cookie", *cookie)).collect();
+    remaining(&gateway.get_with(target, &fields).expect(200), "r")
+}
+
+#[test]
+fn all_spellings_of_a_cookie_share_a_counter() {
+    let gateway = gateway("cookie:session", "refuse");
+    let spellings: [&[&str]; 9] = [
+        &["session=abc"],
+        &["a=b; session=abc; c=d"],
+        &["a=b;session=abc"],
+        &["a=b", "session=abc"],
+        &["session=\"abc\""],
+        &["  session = abc ; x"],
+        &["session=%61%62c"],
+        &["Session=x; session=abc"],
+        &["sessio=session=x; session=abc"],
+    ];
+    for (n, cookies) in spellings.into_iter().enumerate() {
+        assert_eq!(left(&gateway, "/a", cookies), 99 - n as u64, "{cookies:?}");
+    }
+    for other in ["session=ABC", "session=abcd", "session=abc=", "session=a bc"] {
+        assert_eq!(left(&gateway, "/a", &[other]), 99, "{other}");
+    }
+}
+
+#[test]
+fn all_spellings_of_a_parameter_share_a_counter() {
+    let gateway = gateway("query:api key", "refuse");
+    let spellings = [
+        "/a?api+key=a+b",
+        "/a?api%20key=a%20b",
+        "/a?api+key=%61%20%62",
+        "/a?x=1&api+key=a+b&y",
+        "/a?%61pi%20ke%79=a+b",
+        "/a?&&api+key=a+b&",
+        "/b?api+key=a+b",
+        "/a?discount=50%&api+key=a+b",
+    ];
+    for (n, target) in spellings.into_iter().enumerate() {
+        assert_eq!(left(&gateway, target, &[]), 99 - n as u64, "{target}");
+    }
+    for other in ["/a?api+key=a%2Bb", "/a?api+key=A+b", "/a?api+key=a+b+", "/a?api+key=a%2520b", "/a?api+key=%C3%A4"] {
+        assert_eq!(left(&gateway, other, &[]), 99, "{other}");
+    }
+}
+
+#[test]
+fn what_is_given_twice_or_can_not_be_read_is_refused() {
+    let by_cookie = gateway("cookie:session", "skip");
+    for cookies in [
+        &[("Cookie", "session=a; session=b")][..],
+        &[("Cookie", "session=a; session=a")],
+        &[("Cookie", "session=a"), ("cookie", "session=a")],
+        &[("Cookie", "session; session=a")],
+    ] {
+        let answer = by_cookie.get_with("/a", cookies).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request gives `cookie:session` more than once");
+    }
+    let by_query = gateway("query:token", "skip");
+    for target in ["/a?token=a&token=b", "/a?token=a&token=a", "/a?token=a&%74oken=a", "/a?token&token=a"] {
+        let answer = by_query.get(target).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request gives `query:token` more than once");
+    }
+    for target in ["/a?token=%", "/a?token=%zz", "/a?token=a%2", "/a?%zz=b&token=a"] {
+        let answer = by_query.get(target).expect(400);
+        assert_eq!(answer.problem()["detail"], "the query contains a `%` without two hex digits");
+    }
+}
+
+#[test]
+fn an_absent_or_empty_value_is_a_missing_key() {
+    for target in ["/a", "/a?", "/a?token", "/a?token=", "/a?Token=x", "/a?a=token"] {
+        let answer = gateway("query:token", "refuse").get(target).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request lacks `query:token`");
+        assert_eq!(gateway("query:token", "skip").get(target).expect(200).field("ratelimit"), None, "{target}");
+    }
+    for cookies in [&[][..], &[("Cookie", "")], &[("Cookie", "session=")], &[("Cookie", "Session=a; a=session")]] {
+        let answer = gateway("cookie:session", "refuse").get_with("/a", cookies).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request lacks `cookie:session`");
+        let by_address = gateway("cookie:session", "ip");
+        assert_eq!([left(&by_address, "/a", &[]), left(&by_address, "/a", &["session=127.0.0.1"])], [99, 99]);
+        assert_eq!(remaining(&by_address.get_with("/a", cookies).expect(200), "r"), 98);
+    }
+}
+
+#[test]
+fn connection_can_not_strip_what_is_counted() {
+    let gateway = gateway("cookie:session", "refuse");
+    let fields = [("Connection", "cookie, authorization"), ("Cookie", "session=a"), ("Authorization", "Basic x")];
+    let echo = gateway.get_with("/a", &fields).expect(200).text();
+    assert!(echo.contains("session=a") && echo.contains("Basic x"), "{echo}");
+}
