@@ -36,7 +36,7 @@ impl Ledger {
     fn check(&self) -> Result<(), TestCaseError> {
         for (wish, account) in self.accounts.values() {
             let (pace, limit) = (wish.limit.windows.pace(), i64::from(wish.limit.tokens));
-            for (first_ms, _) in account {
+            for first_ms in account.keys() {
                 let mut sum = 0;
                 for (last_ms, tokens) in account.range(first_ms..) {
                     sum += tokens;
