@@ -60,6 +60,11 @@ impl Slot {
 }
 
 impl Paid {
+    /// End of the window in which it was charged, Unix milliseconds.
+    pub fn end_ms(self) -> u64 {
+        self.taken.end_ms
+    }
+
     /// What was taken from a counter at `slot`, which then had the given use.
     pub fn at(slot: Slot, counter: Counter, after: Use, tokens: u64) -> Paid {
         let tag = if slot.is_spilled() { counter.spill().tag } else { counter.key.tag };

@@ -393,6 +393,8 @@ mod tests {
         assert_eq!(refunded(Word::new(1, 300, 30), taken, ask, time(60)), Some(Word::new(1, 300, 10)));
         assert_eq!(refunded(Word::new(1, 400, 30), taken, ask, time(60)), None);
         assert_eq!(refunded(word, taken, ask, time(300)), None);
+        // Windows that were opened anew stand elsewhere.
+        assert_eq!(refunded(Word::new(1, 290, 30), taken, ask, time(60)), None);
     }
 
     #[test]

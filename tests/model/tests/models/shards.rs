@@ -75,3 +75,15 @@ fn what_a_shard_gives_back_can_be_taken_again() {
         assert_eq!(request(&table, 0, 4, 1), !got[1]);
     });
 }
+
+/// Two are left in one shard and one in the other: who asks for two is not refused because the third takes one
+/// of them from under him.
+#[test]
+fn who_loses_a_race_for_a_shard_takes_what_is_left_of_it() {
+    explore(3, || {
+        let table = Arc::new(Table::<2>::with_buckets(1, 1));
+        assert!(request(&table, 1, 4, 1));
+        let got = race(&table, [|t| request(t, 0, 4, 2), |t| request(t, 0, 4, 1)]);
+        assert_eq!((got, used(&table, 4)), ([true; 2], 4));
+    });
+}

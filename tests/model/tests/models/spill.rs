@@ -111,17 +111,18 @@ fn a_spill_counter_given_away_is_not_forgotten() {
 #[test]
 fn a_spill_counter_that_rolled_on_is_not_taken_for_an_unused_one() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
-        assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
-        assert_eq!(hit(&table, k(), 1, 100, 55), Got::Paid(100));
+        let table = Arc::new(Table::<1>::with_buckets(3, 1));
+        // As above: the slot that becomes free is one that only `k` can have.
+        for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
+            assert_eq!(hit(&table, sitter, 1, end_ms, 10), Got::Paid(end_ms));
+        }
+        assert_eq!(hit(&table, k(), 1, 100, 40), Got::Paid(100));
         let [late, _] = race(
             &table,
             [
-                |t| hit(t, k(), 1, 100, 65),
+                |t| hit(t, k(), 1, 100, 70),
                 |t| {
-                    // Its clock is so far behind that it sees no free slot, but its window is the next one:
-                    // a rule whose windows are offset from the sitter's.
-                    let (got, paid) = pay(t, m(), 1, 200, 55);
+                    let (got, paid) = pay(t, counter_at(65, FAR), 1, 200, 100);
                     unpay(t, paid);
                     got
                 },

@@ -92,8 +92,11 @@ impl Game {
     fn comes_again(&self, wishes: &[Wish]) -> Result<(), TestCaseError> {
         let opens: Vec<Option<u64>> = wishes.iter().map(|wish| self.oracle.opens_ms(wish, self.now_ms)).collect();
         let again_ms = self.gateway.again_ms(self.now_ms);
-        prop_assert_eq!(again_ms, opens.iter().flatten().max().copied());
-        if let (Some(again_ms), true) = (again_ms, opens.iter().all(Option::is_some)) {
+        prop_assert_eq!(
+            again_ms,
+            opens.into_iter().collect::<Option<Vec<u64>>>().and_then(|all| all.into_iter().max())
+        );
+        if let Some(again_ms) = again_ms {
             let mut alone = Oracle { accounts: self.oracle.accounts.clone() };
             prop_assert_eq!(alone.decide(wishes, false, false, again_ms), Decision::Admitted);
         }
