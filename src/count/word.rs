@@ -207,7 +207,7 @@ fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use
 /// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
 /// one of them used is counted until nobody's window is open any more.
 pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
-    match ask.course {
+    match ask.course_in(time) {
         Course::Plain | Course::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
             Use { used: u64::from(word.count()), end_ms: ask.end_ms }
         }

@@ -50,6 +50,21 @@ fn no_request_costs_more_than_the_smallest_capacity_unless_that_is_said() {
     cost(&mut gateway.client(), "30").expect(200);
 }
 
+#[test]
+fn an_override_does_not_change_what_others_may_spend() {
+    let rule = "key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"20/minute\"]\n\
+                cost = { request-header = \"x-cost\" }\n\
+                overrides = [{ key = \"eve\", windows = [\"2/minute\"] }, { key = \"bob\", windows = [\"50/minute\"] }]";
+    let gateway = Gateway::start(&one_rule(rule));
+    let ask = |user: &str, cost: &str| gateway.get_with("/a", &[("X-User", user), ("X-Cost", cost)]);
+    ask("alice", "20").expect(200);
+    ask("bob", "50").expect(200);
+    // For her it is more than there ever is.
+    assert_eq!(ask("eve", "20").expect(429).field("retry-after"), None);
+    ask("eve", "51").expect(400);
+    ask("eve", "2").expect(200);
+}
+
 /// An upstream whose answers cost what the request's path says, if that is a number.
 fn telling() -> Upstream {
     Upstream::answering(|received| match received.target.trim_start_matches('/') {

@@ -6,15 +6,16 @@ use super::host::{NAME_FIX, field_name};
 use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, shown};
 use crate::rule::limit::Limit;
-use crate::rule::terms::Cost;
+use crate::rule::terms::{Cost, Rule};
 
 const MOST: u64 = u32::MAX as u64;
 const FORMS: &str = "write a whole number, or such as `cost = { request-header = \"x-cost\" }`";
 
-/// Reads a cost; `layers` are what it is paid from.
-pub fn cost(item: &Item, layers: &[Limit], report: &mut Report) -> Option<Cost> {
+/// Reads the cost of a rule whose layers are known: they are what it is paid from.
+pub fn cost(item: &Item, rule: &Rule, report: &mut Report) -> Option<Cost> {
+    let smallest = rule.variants().filter_map(smallest).min();
     match item.value {
-        DeValue::Table(_) => told(item.table("the cost", FORMS, report)?, layers, report),
+        DeValue::Table(_) => told(item.table("the cost", FORMS, report)?, rule, smallest, report),
         DeValue::String(text) if text.contains(':') || text.starts_with(|c: char| c.is_ascii_alphabetic()) => {
             let name = text.trim_start_matches("header:");
             let fix = format!(
@@ -25,7 +26,7 @@ pub fn cost(item: &Item, layers: &[Limit], report: &mut Report) -> Option<Cost> 
         }
         _ => {
             let cost = u32::try_from(item.integer(0..=MOST, report)?).ok()?;
-            affordable(item, cost, smallest(layers), report);
+            affordable(item, cost, smallest, report);
             Some(Cost::Fixed(cost))
         }
     }
@@ -46,7 +47,7 @@ pub fn affordable(item: &Item, cost: u32, smallest: Option<u32>, report: &mut Re
     }
 }
 
-fn told(mut table: Table, layers: &[Limit], report: &mut Report) -> Option<Cost> {
+fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Report) -> Option<Cost> {
     let span = table.span.clone();
     let (request, response) = (table.get("request-header"), table.get("response-header"));
     let (default, reserve, max) = (table.get("default"), table.get("reserve"), table.get("max"));
@@ -76,8 +77,9 @@ fn told(mut table: Table, layers: &[Limit], report: &mut Report) -> Option<Cost>
         let message = format!("`{}` has no effect beside `{}`", item.key, header.key);
         report.problem(item.key_span.clone(), message, format!("write `{key}`, or remove it"));
     }
-    let smallest = smallest(layers);
-    let most = number(&max, 1, report).or(smallest).unwrap_or(u32::MAX);
+    // A key that has less than the others must not take from what these may spend at once.
+    let largest = rule.variants().filter_map(self::smallest).max();
+    let most = number(&max, 1, report).or(largest).unwrap_or(u32::MAX);
     let usual = number(before, 0, report).unwrap_or(1);
     if let Some(item) = before {
         if usual > most && max.is_some() {

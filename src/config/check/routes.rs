@@ -139,7 +139,8 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
         let message = "`cost` has no effect: no rule of this route has a fixed cost";
         report.unless_broken(item.key_span.clone(), message, "remove it, or name a rule in `rules`");
     }
-    cost::affordable(item, cost, fixed.iter().filter_map(|rule| cost::smallest(&rule.layers)).min(), report);
+    let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(cost::smallest).min();
+    cost::affordable(item, cost, smallest, report);
     Some(cost)
 }
 
@@ -147,7 +148,7 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
 fn shards_and_delays(words: &[Word], used: &[usize], rules: &Rules, report: &mut Report) {
     let rule = |position: &usize| &rules.entries[*position].value.0;
     let Some(delaying) = used.iter().map(rule).find(|rule| rule.delays()) else { return };
-    for split in used.iter().map(rule).filter(|rule| rule.layers.iter().any(|limit| limit.shards > 1)) {
+    for split in used.iter().map(rule).filter(|rule| rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let word = words.iter().find(|word| word.text == split.name);
         if let Some(word) = word.filter(|_| !split.delays()) {
             let message = format!(

@@ -11,7 +11,6 @@ use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, shown};
 use crate::config::{QuotaFields, Refusal};
 use crate::rule::key::OnMissing;
-use crate::rule::limit::Limit;
 use crate::rule::terms::{Cost, Exemptions, OnLimit, Rule};
 
 /// How many requests may wait because of a rule that does not say.
@@ -76,11 +75,10 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, report: &mut Repor
     let shards = windows.as_ref().map(|item| item.span.clone());
     rule.layers = windows.as_ref().map(|item| layers::layers(item, report)).unwrap_or_default();
     exceptions.read(rule, report);
-    let all: Vec<Limit> = rule.variants().flatten().cloned().collect();
-    rule.cost = cost.and_then(|item| cost::cost(&item, &all, report)).unwrap_or(Cost::Fixed(1));
+    rule.cost = cost.and_then(|item| cost::cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
     rule.count_refused = count_refused.and_then(|item| item.flag(report)).unwrap_or(false);
-    if let (Some(span), true) = (shards, all.iter().any(|limit| limit.shards > 1)) {
+    if let (Some(span), true) = (shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let other = match (&rule.cost, rule.on_limit) {
             (Cost::Response { .. }, _) => Some("a cost that the answer tells"),
             (_, OnLimit::Delay { .. }) => Some("`on_limit = \"delay\"`"),
