@@ -38,7 +38,6 @@ pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
         layers,
         plans: Vec::new(),
         overrides: Vec::new(),
-        exemptions: Exemptions::default(),
         cost: Cost::Fixed(1),
         on_limit: OnLimit::Refuse,
         count_refused: false,
