@@ -66,7 +66,10 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
             let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
-                    stamp = turn.come().await;
+                    stamp = match turn.come(&mut record).await {
+                        Ok(stamp) => stamp,
+                        Err(refusal) => return finish(refusal.map(Content::from), record),
+                    };
                 }
                 let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
                     Ok(answer) => {
@@ -160,12 +163,12 @@ fn decide(
         return Ok(Decision::Refuse(reply));
     }
     let turn = match judgement {
-        Judgement::Delayed { until_ms, wait } => {
+        Judgement::Delayed { until_ms, wait, again } => {
             let shares = desk.all_shares().collect();
             let place = wait.map(|wait| wait.place);
             let (slate, askers) = (lane.slate as usize, desk.askers.clone());
             let (hall, view) = (Rc::clone(hall), Rc::clone(view));
-            Some(Box::new(Turn { until_ms, slate, askers, shares, place, hall, view }))
+            Some(Box::new(Turn { until_ms, slate, askers, again, shares, place, hall, view }))
         }
         Judgement::Admitted | Judgement::Refused => None,
     };

@@ -66,7 +66,7 @@ pub struct Slate {
 
 impl Snapshot {
     pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
-        let book = Book::new(&config.rules, config.routes.iter().map(|route| route.rules.as_slice()), seed);
+        let book = Book::new(&config.rules, seed);
         let book = Arc::new(book);
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);

@@ -84,6 +84,8 @@ pub enum Judgement {
     Delayed {
         until_ms: u64,
         wait: Option<Wait>,
+        /// The layers that it has to be charged in again then: see [`Book::charge_again`].
+        again: Vec<Line>,
     },
     Refused,
 }
@@ -163,19 +165,12 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 }
 
 impl Book {
-    /// A book of these rules. `routes` says which of them, by position, stand together on a route.
-    pub fn new<'a>(rules: &[Rule], routes: impl IntoIterator<Item = &'a [usize]>, seed: Seed) -> Book {
-        // Whoever waits, or reserves, takes a place in a window to come, in all layers of all rules of its route.
-        let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. });
-        let mut ahead: Vec<bool> = rules.iter().map(|rule| owes(rule) || rule.delays() || rule.reserves()).collect();
-        for route in routes {
-            if route.iter().any(|rule| rules[*rule].delays() || rules[*rule].reserves()) {
-                route.iter().for_each(|rule| ahead[*rule] = true);
-            }
-        }
+    pub fn new(rules: &[Rule], seed: Seed) -> Book {
+        // Whoever waits, or reserves, takes a place in a window to come; an answer may tell of any cost.
+        let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut book = Book::default();
-        for (rule, ahead) in rules.iter().zip(ahead) {
-            let entry = book.make_ready(rule, ahead, seed);
+        for rule in rules {
+            let entry = book.make_ready(rule, owes(rule), seed);
             book.entries.push(entry);
         }
         book

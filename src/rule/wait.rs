@@ -1,13 +1,16 @@
 //! What this window alone does not decide: waiting for one to come, refusals that count, costs that
 //! are known only afterwards, and when a refused request may come back.
 //!
-//! A request that waits takes its place at once, in every layer, in the window in which it will pass.
-//! Nobody overtakes it: what is left of the windows before is given up in these layers.
+//! A request that waits takes its place at once: in the layers of a rule that is full, in the window in
+//! which that rule lets it pass. Nobody of the same key overtakes it: what is left of the windows before
+//! is given up in these layers. Rules that have room are charged now, as for any request; what they hold
+//! is others' as well, and must not be blocked by one who waits. Where their window is over by the time
+//! that the request passes, they are charged again then, and may still refuse.
 
 use super::book::{Book, Entry, Judgement, Line, Roster, Wait};
 use super::desk::{Asker, Desk};
 use super::terms::OnLimit;
-use crate::count::charge::{Charge, Verdict, look, take};
+use crate::count::charge::{Charge, Verdict, decide, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::Share;
 use crate::count::table::{Charged, Table};
@@ -29,7 +32,7 @@ impl Book {
         let asked: Vec<Ask> = desk.charges.iter().map(|charge| charge.ask).collect();
         let mut wait = None;
         for _ in 0..TRIES {
-            let Some(until_ms) = self.turn(roster, time, desk) else { break };
+            let Some(turns) = self.turns(roster, time, desk) else { break };
             if wait.is_none() {
                 // Of several rules that let it wait, the first holds the place.
                 let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
@@ -38,12 +41,22 @@ impl Book {
                     wait = Some(Wait { rule: line.rule, place });
                 }
             }
+            let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
+            let mut again = Vec::new();
             for (charge, line) in desk.charges.iter_mut().zip(&desk.lines) {
-                self.ask_for_then(charge, self.entry(roster, *line), *line, until_ms, time);
+                let end_ms = match turns[line.rule] {
+                    turn_ms if turn_ms > time.now_ms => {
+                        self.ask_for_then(charge, self.entry(roster, *line), *line, turn_ms, time)
+                    }
+                    _ => charge.usage.end_ms,
+                };
+                if end_ms <= until_ms {
+                    again.push(*line);
+                }
             }
             if take(table, &mut desk.charges, &mut desk.shares, time) == Verdict::Admitted {
                 desk.charges.iter_mut().for_each(|charge| charge.full = false);
-                return Some(Judgement::Delayed { until_ms, wait });
+                return Some(Judgement::Delayed { until_ms, wait, again });
             }
             // Another request took a place: what is left now?
             desk.charges.iter_mut().zip(&asked).for_each(|(charge, ask)| charge.ask = *ask);
@@ -56,9 +69,9 @@ impl Book {
         None
     }
 
-    /// When all counters of a request have room, if it may wait for that.
-    fn turn(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<u64> {
-        let mut until_ms = time.now_ms;
+    /// When each rule of the roster has room for a request, if it may wait for that.
+    fn turns(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<Vec<u64>> {
+        let mut turns = vec![time.now_ms; roster.rules.len()];
         for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
             let entry = self.entry(roster, *line);
             let layer = entry.layer(line.layer);
@@ -68,17 +81,17 @@ impl Book {
                 OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
             }
-            until_ms = until_ms.max(opens_ms);
+            turns[line.rule] = turns[line.rule].max(opens_ms);
         }
-        Some(until_ms)
+        Some(turns)
     }
 
-    /// Asks a counter for tokens of the window that is open at `until_ms`.
-    fn ask_for_then(&self, charge: &mut Charge, entry: &Entry, line: Line, until_ms: u64, time: Time<'_>) {
+    /// Asks a counter for tokens of the window that is open at `until_ms`; returns the end of that.
+    fn ask_for_then(&self, charge: &mut Charge, entry: &Entry, line: Line, until_ms: u64, time: Time<'_>) -> u64 {
         let layer = entry.layer(line.layer);
         let pace = &time.paces[layer.timeline];
-        let end_ms = charge.usage.end_ms;
-        let windows = if until_ms < end_ms { 0 } else { pace.between(end_ms, pace.open(end_ms, until_ms)) };
+        let end_ms = pace.open(charge.usage.end_ms, until_ms);
+        let windows = pace.between(charge.usage.end_ms, end_ms);
         let granted = granted(windows, charge.ask.limit);
         charge.ask.ceiling = charge.ask.ceiling.saturating_add(granted);
         if charge.full && layer.reserve > 0 {
@@ -86,6 +99,29 @@ impl Book {
             charge.ask.ceiling = charge.ask.ceiling.min(u64::from(layer.capacity) + u64::from(layer.reserve));
         } else {
             charge.ask.floor = granted;
+        }
+        end_ms
+    }
+
+    /// Charges a request whose turn has come in the layers whose windows are over since it was charged
+    /// there; all of them, or none.
+    #[cold]
+    pub fn charge_again<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        mut now_ms: u64,
+        desk: &mut Desk,
+    ) -> bool {
+        desk.clear();
+        loop {
+            desk.put_down(self, roster, lines, now_ms, 0);
+            match decide(table, &mut desk.charges, &mut desk.shares, self.time(now_ms)) {
+                Verdict::Admitted => return true,
+                Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                Verdict::Late | Verdict::Refused => return false,
+            }
         }
     }
 

@@ -164,3 +164,59 @@ fn the_binary_lets_nobody_pass_before_its_window() {
     // Five windows, of which the first may be nearly over: three whole ones lie between.
     assert!(start.elapsed() >= Duration::from_millis(745), "{:?}", start.elapsed());
 }
+
+/// A per-client rule lets requests wait, beside one for all that refuses.
+fn beside_all(upstream: &Upstream, all: &str) -> String {
+    format!(
+        "workers = 1\n{}[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n\
+         on_limit = \"delay\"\nmax_delay = \"60s\"\n[rules.all]\nkey = \"global\"\nwindows = [\"{all}\"]\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"all\"]\n",
+        upstream.toml("u")
+    )
+}
+
+fn waiting_as(gateway: &Gateway, user: &str, path: &str) -> Client {
+    let before = delayed(gateway);
+    let mut client = gateway.client();
+    client.send(request("GET", path, &[("X-User", user)], b""));
+    eventually("the request waits", || delayed(gateway) == before + 1);
+    client
+}
+
+#[test]
+fn one_who_waits_does_not_lock_out_the_others() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&beside_all(&upstream, "5/second"));
+    gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
+    let mut waits = waiting_as(&gateway, "a", "/a2");
+    // It has consumed its part of the second in which it came, and of no other.
+    let answer = gateway.get_with("/b", &[("X-User", "b")]).expect(200);
+    assert_eq!(remaining(&answer, "all"), 2);
+    gateway.advance_s(1);
+    let answer = gateway.get_with("/c", &[("X-User", "c")]).expect(200);
+    assert_eq!(remaining(&answer, "all"), 4);
+    gateway.advance_s(59);
+    let answer = waits.answer().expect(200);
+    assert_eq!((remaining(&answer, "all"), remaining(&answer, "r")), (4, 0), "charged where it passes");
+}
+
+#[test]
+fn whose_turn_finds_another_rule_full_is_refused_and_gives_its_place_back() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&beside_all(&upstream, "2/50s"));
+    gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
+    let mut waits = waiting_as(&gateway, "a", "/a2");
+    // The turn comes after 60 seconds, in the second window of the other rule, which is used up before.
+    gateway.advance_s(55);
+    gateway.get_with("/b", &[("X-User", "b")]).expect(200);
+    gateway.get_with("/c", &[("X-User", "c")]).expect(200);
+    gateway.advance_s(5);
+    let late = waits.answer().expect(429);
+    assert_eq!(late.problem()["violated-policies"], serde_json::json!(["all"]));
+    assert_eq!(late.field("retry-after"), Some("40"));
+    assert_eq!(targets(&upstream), ["/a1", "/b", "/c"]);
+    // The minute of its turn is free for the client's next request.
+    gateway.advance_s(45);
+    gateway.get_with("/a3", &[("X-User", "a")]).expect(200);
+    assert_eq!(delayed(&gateway), 1);
+}

@@ -126,7 +126,6 @@ fn used(item: &Item, path: Option<&PathPattern>, rules: &Rules, report: &mut Rep
         }
         found.push(position);
     }
-    shards_and_delays(&words, &found, rules, report);
     Some(found)
 }
 
@@ -142,23 +141,6 @@ fn cost(item: &Item, used: &[usize], rules: &Rules, report: &mut Report) -> Opti
     let smallest = fixed.iter().flat_map(|rule| rule.variants()).filter_map(cost::smallest).min();
     cost::affordable(item, cost, smallest, report);
     Some(cost)
-}
-
-/// Who is delayed takes a place in windows to come, in all layers of a route; shards have no such places.
-fn shards_and_delays(words: &[Word], used: &[usize], rules: &Rules, report: &mut Report) {
-    let rule = |position: &usize| &rules.entries[*position].value.0;
-    let Some(delaying) = used.iter().map(rule).find(|rule| rule.delays()) else { return };
-    for split in used.iter().map(rule).filter(|rule| rule.variants().flatten().any(|limit| limit.shards > 1)) {
-        let word = words.iter().find(|word| word.text == split.name);
-        if let Some(word) = word.filter(|_| !split.delays()) {
-            let message = format!(
-                "the rule {} has `shards`, and on this route {} delays requests, which takes from windows to come",
-                shown(&split.name),
-                shown(&delaying.name)
-            );
-            report.problem(word.span.clone(), message, "remove the `shards`, or one of the two rules");
-        }
-    }
 }
 
 /// A rule that counts by a parameter is told what to do where a path has none.

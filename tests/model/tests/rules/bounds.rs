@@ -79,11 +79,9 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
             What::Ask { costs, .. } => {
                 let costs = &costs[..rules.len()];
                 let judgement = gateway.judge(event.client, costs, now_ms);
-                let until_ms = match judgement {
-                    Judgement::Admitted => None,
-                    Judgement::Delayed { until_ms, .. } => Some(until_ms),
-                    Judgement::Refused => continue,
-                };
+                if let Judgement::Refused = judgement {
+                    continue;
+                }
                 let mut passes = Vec::new();
                 for (line, wish) in gateway.wishes(event.client, costs, None) {
                     let charge = gateway.desk.answer(line).expect("the layer was asked");
@@ -96,7 +94,8 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                         Windows::Random { .. } => own_ms,
                         _ => end_ms,
                     };
-                    let passes_in = until_ms.map_or(end_ms, |until_ms| pace.open(end_ms, until_ms));
+                    // So many windows further on it has its place; what has room is charged where it is.
+                    let passes_in = pace.after(end_ms, charge.ask.floor / u64::from(wish.limit.tokens));
                     ledger.add(&wish, passes_in, wish.cost.into());
                     passes.push((wish, passes_in));
                 }

@@ -22,6 +22,8 @@ pub struct Account {
 pub struct Wish {
     /// The account.
     pub key: String,
+    /// Position of the rule.
+    pub rule: usize,
     pub limit: Limit,
     /// Where the key's windows start if they start at random, in units of 2^-64 of the period.
     pub offset: u64,
@@ -141,7 +143,8 @@ impl Oracle {
 
     /// When a request may pass that has to wait, and what its accounts then stand at.
     fn places(&self, wishes: &[Wish], reserves: bool, now_ms: u64) -> Option<(u64, Vec<Account>)> {
-        let mut until_ms = now_ms;
+        // Each rule that is full has a turn of its own; the request passes when the last of them has come.
+        let mut turns: HashMap<usize, u64> = HashMap::new();
         for wish in wishes.iter().filter(|wish| self.account(wish, now_ms).left < wish.cost()) {
             let opens_ms = self.opens_ms(wish, now_ms)?;
             let may_wait = wish.max_delay_ms.is_some_and(|most| opens_ms - now_ms <= most);
@@ -149,13 +152,19 @@ impl Oracle {
             if !may_wait && !may_reserve {
                 return None;
             }
-            until_ms = until_ms.max(opens_ms);
+            let turn_ms = turns.entry(wish.rule).or_insert(now_ms);
+            *turn_ms = (*turn_ms).max(opens_ms);
         }
-        wishes
-            .iter()
-            .map(|wish| self.place(wish, now_ms, until_ms))
-            .collect::<Option<Vec<_>>>()
-            .map(|all| (until_ms, all))
+        let place = |wish: &Wish| match turns.get(&wish.rule) {
+            Some(turn_ms) => self.place(wish, now_ms, *turn_ms),
+            // A rule that has room is charged now.
+            None => {
+                let account = self.account(wish, now_ms);
+                Some(Account { left: account.left - wish.cost(), ..account })
+            }
+        };
+        let places: Option<Vec<Account>> = wishes.iter().map(place).collect();
+        Some((turns.values().copied().max().unwrap_or(now_ms), places?))
     }
 
     fn place(&self, wish: &Wish, now_ms: u64, until_ms: u64) -> Option<Account> {

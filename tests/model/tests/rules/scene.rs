@@ -38,6 +38,7 @@ pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
         layers,
         plans: Vec::new(),
         overrides: Vec::new(),
+        exemptions: Exemptions::default(),
         cost: Cost::Fixed(1),
         on_limit: OnLimit::Refuse,
         count_refused: false,
@@ -65,7 +66,7 @@ impl Gateway<8> {
 impl<const W: usize> Gateway<W> {
     pub fn new(rules: &[Rule], table: Table<W>) -> Gateway<W> {
         let all: Vec<usize> = (0..rules.len()).collect();
-        let book = Book::new(rules, [all.as_slice()], SEED);
+        let book = Book::new(rules, SEED);
         let roster = book.roster(&all);
         Gateway { book, roster, table, desk: Desk::default() }
     }
@@ -131,7 +132,7 @@ impl<const W: usize> Gateway<W> {
                 };
                 let (limit, offset, count_refused) =
                     (limit.clone(), offset_of(&entry.rule, client), entry.rule.count_refused);
-                let wish = Wish { key, limit, offset, cost, max_delay_ms, count_refused };
+                let wish = Wish { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
                 all.push((Line { rule: position, layer }, wish));
             }
         }
