@@ -118,6 +118,8 @@ pub struct Refusal {
     pub status: Option<u16>,
     /// Instead of the problem document.
     pub body: Option<Body>,
+    /// Up to so many seconds are added to Retry-After, at random.
+    pub retry_jitter_s: u64,
 }
 
 /// A body and its media type, which is sound as a field's value.

@@ -31,6 +31,8 @@ pub type Reply = Response<Bytes>;
 #[derive(Debug)]
 pub struct Form {
     status: StatusCode,
+    /// So that clients that wait do not all come back at once.
+    retry_jitter_s: u64,
     body: Shape,
 }
 
@@ -67,7 +69,7 @@ impl Form {
         };
         let detail = "\"detail\": \"waiting does not help: the request costs more than a window ever holds\", ";
         let problems = || Shape::Problem { wait: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
-        Form { status, body: own.unwrap_or_else(problems) }
+        Form { status, retry_jitter_s: refusal.retry_jitter_s, body: own.unwrap_or_else(problems) }
     }
 }
 
@@ -98,7 +100,8 @@ pub fn refusal(
     }
     let form = &forms[longest.1];
     let again_ms = book.again_ms(roster, desk, now_ms);
-    let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1));
+    let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
+    let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
 
     headers.clear();
     let body = match &form.body {

@@ -145,8 +145,19 @@ fn after_a_wrong_step_forward_nobody_waits_longer_than_one_period() {
 
 #[test]
 fn many_small_steps_back_and_forth_admit_no_more_than_the_windows_that_passed() {
-    let limit = 3;
-    let mut gateway = Faked::start(&one_rule("key = \"ip\"\nwindows = [\"3/2s\"]"), MINUTE_MS);
+    // What is granted in a window, and what may have been saved up before.
+    for (window, saved) in [
+        ("\"3/2s\"", 0),
+        ("{ limit = 3, period = \"2s\", start = \"first-request\" }", 0),
+        ("{ limit = 3, period = \"2s\", start = \"random\" }", 0),
+        ("{ limit = 3, period = \"2s\", capacity = 5 }", 2),
+    ] {
+        steps_admit_no_more(window, 3, saved);
+    }
+}
+
+fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
+    let mut gateway = Faked::start(&one_rule(&format!("key = \"ip\"\nwindows = [{window}]")), MINUTE_MS);
     let start = Instant::now();
     let (mut admitted, mut ahead_s) = (0, 0_i64);
     let mut furthest_s = 0;
@@ -159,5 +170,9 @@ fn many_small_steps_back_and_forth_admit_no_more_than_the_windows_that_passed() 
     }
     // The gateway's time never goes back, so it moved by what truly passed and the furthest step.
     let windows = (start.elapsed().as_millis() as u64 + furthest_s as u64 * 1000) / 2000 + 2;
-    assert!(admitted <= limit * windows, "{admitted} in {windows} windows");
+    assert!(admitted <= limit * windows + saved, "{window}: {admitted} in {windows} windows");
+    // And nobody is locked out for longer than a period.
+    let start = Instant::now();
+    eventually("a window opens", || gateway.get().0 == 200);
+    assert!(start.elapsed() < Duration::from_secs(10), "{window}: {:?}", start.elapsed());
 }

@@ -1,5 +1,7 @@
 //! What refusals look like, where a rule says so.
 
+use std::collections::BTreeSet;
+
 use crate::world::client::Answer;
 use crate::world::gateway::Gateway;
 use crate::world::one_rule;
@@ -47,6 +49,24 @@ fn a_body_of_its_own_replaces_the_problem() {
         assert_eq!(head.field("content-length"), Some(body.len().to_string().as_str()));
         assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", &status.to_string())]), 2);
     }
+}
+
+#[test]
+fn those_who_wait_are_not_all_told_the_same_second() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nretry_jitter = \"30s\""));
+    gateway.advance_s(20);
+    let mut client = gateway.client();
+    client.get("/a").expect(200);
+    let told: BTreeSet<u64> = (0..50)
+        .map(|_| {
+            let refused = client.get("/a").expect(429);
+            let seconds = refused.field("retry-after").unwrap().parse().unwrap();
+            assert_eq!(refused.problem()["retry-after"], seconds);
+            seconds
+        })
+        .collect();
+    assert!(told.iter().all(|seconds| (40..=70).contains(seconds)), "{told:?}");
+    assert!(told.len() > 5, "{told:?}");
 }
 
 #[test]

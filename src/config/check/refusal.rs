@@ -1,6 +1,8 @@
 //! What a refusal by a rule looks like: status, body and type.
 
-use super::Table;
+use std::time::Duration;
+
+use super::{DAY_MS, Table, duration};
 use crate::config::document::Item;
 use crate::config::problem::{Report, shown};
 use crate::config::{Body, Refusal};
@@ -13,11 +15,17 @@ pub struct Settings<'d> {
     status: Option<Item<'d>>,
     body: Option<Item<'d>>,
     content_type: Option<Item<'d>>,
+    retry_jitter: Option<Item<'d>>,
 }
 
 impl<'d> Settings<'d> {
     pub fn of(table: &mut Table<'d>) -> Settings<'d> {
-        Settings { status: table.get("status"), body: table.get("body"), content_type: table.get("content_type") }
+        Settings {
+            status: table.get("status"),
+            body: table.get("body"),
+            content_type: table.get("content_type"),
+            retry_jitter: table.get("retry_jitter"),
+        }
     }
 
     pub fn read(self, report: &mut Report) -> Refusal {
@@ -28,10 +36,12 @@ impl<'d> Settings<'d> {
             let message = "`content_type` has no effect: the rule has no `body` of its own";
             report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
         }
+        let jitter_ms = self.retry_jitter.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(5), report));
         let kind = kind.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned());
         Refusal {
             status: status.and_then(|status| u16::try_from(status).ok()),
             body: text.map(|text| Body { text, content_type: kind }),
+            retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
         }
     }
 }
