@@ -15,6 +15,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Behind by more than this, the monotonic clock itself was set back, which only happens to
 /// processes whose clocks are faked. Less is threads that read the clock at the same time.
 const SETBACK_MS: u64 = 1000;
+/// 2100-01-01: what is later is no time that a clock shows.
+const CREDIBLE_MAX_MS: u64 = 4_102_444_800_000;
 
 /// A point in time, in the two ways it is needed.
 #[derive(Clone, Copy, Debug)]
@@ -101,6 +103,8 @@ impl System {
         let instant = Instant::now();
         // A wall clock before 1970 is one that has not been set yet.
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, whole_ms);
+        // And one in a year that counters can not name is wrong; following it could not be undone.
+        let wall_ms = if wall_ms > CREDIBLE_MAX_MS { 0 } else { wall_ms };
         let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
         let offset_ms = wall_ms.saturating_sub(steady_ms);
         let known_ms = self.offset_ms.load(Ordering::Relaxed);

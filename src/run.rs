@@ -32,6 +32,7 @@ use crate::listen::drain::Drain;
 use crate::listen::socket;
 use crate::metrics::Registry;
 use crate::metrics::meter::AccessLogMeter;
+use crate::rule::book::Book;
 use crate::rule::key::Seed;
 use crate::rule::window::PERIOD_MAX_MS;
 
@@ -120,6 +121,8 @@ pub struct Gateway {
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
     /// Who answers the decision API, by the configuration that is in force.
     counsel: watch::Sender<Option<Arc<Counsel>>>,
+    /// The rules that are in force.
+    book: Option<Arc<Book>>,
     access: Option<Sink>,
     writers: Vec<Writer>,
 }
@@ -146,6 +149,7 @@ impl Gateway {
             loops: Vec::new(),
             office: None,
             counsel: watch::Sender::default(),
+            book: None,
             access: None,
             writers: Vec::new(),
             config: config.clone(),
@@ -154,7 +158,8 @@ impl Gateway {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
         let admin = config.listen.admin;
-        let snapshot = Snapshot::new(config, seed);
+        let snapshot = Snapshot::new(config, seed, None);
+        gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         if let Some(address) = admin {
             let counsel = gateway.counsel.subscribe();
@@ -202,7 +207,8 @@ impl Gateway {
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
         self.config = config.clone();
-        let snapshot = Snapshot::new(config, self.seed);
+        let snapshot = Snapshot::new(config, self.seed, self.book.as_deref());
+        self.book = Some(Arc::clone(&snapshot.book));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         for orders in &self.orders {
             // A loop that is gone has panicked, which was reported then.

@@ -46,7 +46,7 @@ impl Transom {
             on_limit: OnLimit::Refuse,
             count_refused: false,
         };
-        let book = Book::new(&[rule], SEED);
+        let book = Book::new(&[rule], SEED, None);
         let roster = book.roster(&[0]);
         Transom { book, roster, table: Table::with_capacity(capacity) }
     }

@@ -3,14 +3,14 @@
 //! It has a thread of its own, so that a scrape takes no time from requests.
 
 use std::convert::Infallible;
-use std::net::TcpListener as StdListener;
+use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{HOST, HeaderMap, ORIGIN};
+use http::header::{HOST, HeaderMap, HeaderName, ORIGIN};
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -31,6 +31,7 @@ use crate::metrics::page::{Reading, render};
 
 /// Until a request's head is there, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const QUESTION_MAX_BYTES: usize = 64 * 1024;
 
 /// What the admin pages tell of.
@@ -104,11 +105,15 @@ async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Repl
 }
 
 /// Whether a browser says that a page of another origin asks: anybody's page can have it send a POST
-/// to an address that only this machine reaches.
+/// to an address that only this machine reaches, also under a name of its own that leads here.
 fn is_foreign(fields: &HeaderMap) -> bool {
-    let Some(origin) = fields.get(ORIGIN) else { return false };
-    let authority = origin.to_str().ok().and_then(|origin| origin.split_once("://")).map(|(_, authority)| authority);
-    authority.is_none() || authority != fields.get(HOST).and_then(|host| host.to_str().ok())
+    let text = |name: &HeaderName| fields.get(name).map(|value| value.to_str().unwrap_or_default());
+    let site = text(&SEC_FETCH_SITE);
+    let Some(origin) = text(&ORIGIN) else { return site.is_some_and(|site| !["same-origin", "none"].contains(&site)) };
+    let host = text(&HOST).unwrap_or_default();
+    let own = origin.split_once("://").is_some_and(|(_, authority)| authority == host);
+    let name = host.parse::<SocketAddr>().is_err() && host.parse::<IpAddr>().is_err();
+    !own || (name && host.split(':').next() != Some("localhost"))
 }
 
 fn page<B>(office: &Office, request: &Request<B>) -> Reply {

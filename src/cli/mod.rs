@@ -57,6 +57,10 @@ fn beside(config: &Path, file: &Path) -> PathBuf {
 
 fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
+    // A pipe would be waited for, and never end.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
     File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > FILE_MAX_BYTES {
         return Err(io::Error::new(io::ErrorKind::FileTooLarge, "it has more than 16 MiB"));

@@ -10,7 +10,9 @@ use std::num::NonZeroUsize;
 use super::pace::Time;
 use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
-use super::word::{Ask, Course, END_MAX_MS, Taken, Use, Word, charged, forgotten, refunded, usage, usage_of_many};
+use super::word::{
+    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, refunded, usage, usage_of_many,
+};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
@@ -343,6 +345,17 @@ impl<const W: usize> Table<W> {
         // Ordering: relaxed; a statistic.
         self.spilled_total.fetch_add(1, Ordering::Relaxed);
         Some(answer)
+    }
+
+    /// Lowers what a counter of its own has used and owes to `most`; `false` if it is no more than that.
+    pub fn amend(&self, counter: Counter, ask: Ask, most: u64, time: Time<'_>) -> bool {
+        while let Found::Counter(index, word) = self.own.find(counter.key) {
+            let Some(less) = amended(word, ask, most, time) else { return false };
+            if self.own.swap(index, word, less).is_ok() {
+                return true;
+            }
+        }
+        false
     }
 
     /// Forgets what a counter of its own has used and owes. A spill counter is not one key's to forget.

@@ -16,6 +16,8 @@
 
 use super::pace::{Pace, Time};
 
+/// So far the times of two threads are never apart, not even if one was put to sleep in between.
+const SKEW_MAX_MS: u64 = 60_000;
 const COUNT_BITS: u32 = 32;
 const END_BITS: u32 = 42;
 /// Bits of a tag: what is left of the word beside the window's end and the count.
@@ -81,10 +83,10 @@ pub enum Course {
     Plain,
     /// Windows of a grid; tokens roll over, or are taken from windows to come. Names its pace in
     /// [`Time::paces`].
-    Grid(u16),
+    Grid(u32),
     /// As `Grid`, but the first request opens a window, and the others follow it until the counter
     /// is as if it had never been used. Its pace is even.
-    Floating(u16),
+    Floating(u32),
 }
 
 /// What a request asks of one counter.
@@ -184,12 +186,12 @@ fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use
         Course::Plain => fresh,
         Course::Grid(_) if word.end_ms() < ask.end_ms => fresh,
         Course::Grid(pace) => {
-            let windows = time.paces[usize::from(pace)].between(ask.end_ms, word.end_ms());
+            let windows = time.paces[pace as usize].between(ask.end_ms, word.end_ms());
             Use { used: owed(windows), end_ms: ask.end_ms }
         }
         Course::Floating(_) if word.end_ms() <= time.now_ms => fresh,
         Course::Floating(pace) => {
-            let period_ms = match &time.paces[usize::from(pace)] {
+            let period_ms = match &time.paces[pace as usize] {
                 Pace::Even { period_ms } => *period_ms,
                 // Listed windows stand in the calendar and do not float.
                 Pace::Listed(_) => return fresh,
@@ -233,13 +235,25 @@ fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time:
         Course::Plain => Word::new(tag, end_ms, used as u32),
         Course::Grid(pace) | Course::Floating(pace) => {
             let limit = u64::from(ask.limit);
-            let pace = &time.paces[usize::from(pace)];
+            let pace = &time.paces[pace as usize];
             // A debt that reaches beyond what a word can name is cut off there.
             let windows = (used.saturating_sub(1) / limit).min(pace.between(end_ms, END_MAX_MS).saturating_sub(1));
             let count = (used - windows * limit).min(limit);
             Word::new(tag, pace.after(end_ms, windows), count as u32)
         }
     }
+}
+
+/// The word of the same counter with `most` used or owed, if it owes windows and they come to more. What
+/// is used of the window that is open is read in one way under all limits, and stays as it is. So does a
+/// word that may only look so to a thread whose clock is behind.
+pub fn amended(word: Word, ask: Ask, most: u64, time: Time<'_>) -> Option<Word> {
+    let now = usage(word, ask, time);
+    let (Course::Grid(pace) | Course::Floating(pace)) = ask.course else { return None };
+    let pace = &time.paces[pace as usize];
+    let owes = pace.between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > SKEW_MAX_MS;
+    let used = most.max(u64::from(word.count()));
+    (owes && now.used > used).then(|| owing(word.tag(), Use { used, ..now }, ask, time))
 }
 
 /// The word of the same counter with nothing used or owed.
@@ -273,7 +287,7 @@ pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Tim
         |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
     let pace = match ask.course_in(time) {
         Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
-        Course::Grid(pace) | Course::Floating(pace) => &time.paces[usize::from(pace)],
+        Course::Grid(pace) | Course::Floating(pace) => &time.paces[pace as usize],
     };
     if !word.is_live(time.now_ms) {
         return None;

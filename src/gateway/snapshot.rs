@@ -65,8 +65,9 @@ pub struct Slate {
 }
 
 impl Snapshot {
-    pub fn new(config: Config, seed: Seed) -> Arc<Snapshot> {
-        let book = Book::new(&config.rules, seed);
+    /// `former` is the book of the snapshot before, if there was one.
+    pub fn new(config: Config, seed: Seed, former: Option<&Book>) -> Arc<Snapshot> {
+        let book = Book::new(&config.rules, seed, former);
         let book = Arc::new(book);
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);

@@ -284,7 +284,7 @@ pub mod tests {
     pub const SEED: Seed = Seed(1, 2);
 
     fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
-        Identity::new(&Book::new(&[rule(key, on_missing)], SEED).entries[0], &route(), SEED)
+        Identity::new(&Book::new(&[rule(key, on_missing)], SEED, None).entries[0], &route(), SEED)
     }
 
     pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {

@@ -3,7 +3,8 @@
 //! Cookies come as `a=b; c=d` (RFC 6265, section 5.4), in one field or in several (RFC 9113, section
 //! 8.2.3). Names are compared byte by byte. Of values there are spellings that servers take for one:
 //! white space around them and one pair of quotes are no part of a value, and escapes are decoded
-//! where they can be, for many frameworks do.
+//! where they can be, for many frameworks do. Quoted values with a backslash are decoded by some servers
+//! and not by others (RFC 6265 allows none), so they are refused like a cookie that is given twice.
 
 use std::borrow::Cow;
 
@@ -28,6 +29,7 @@ pub fn named<'a>(headers: &'a HeaderMap, name: &str) -> Given<'a> {
         }
     }
     match given.map(bare) {
+        Some(value) if given != Some(value) && value.contains(&b'\\') => Given::Twice,
         None | Some(b"") => Given::Nothing,
         Some(value) => Given::Once(decoded(value)),
     }

@@ -102,6 +102,17 @@ impl Counsel {
                 Judgement::Delayed { until_ms, .. } => (true, Some(until_ms)),
                 Judgement::Refused => (false, self.book.again_ms(&ready.roster, &desk, now_ms)),
             },
+            // Whether there is a place in a window to come is found out by taking it.
+            Verb::Check if question.reserve => match self.book.judge(&ready.roster, table, now_ms, &mut desk) {
+                Judgement::Refused => (false, self.book.again_ms(&ready.roster, &desk, now_ms)),
+                taken => {
+                    let shares: Vec<_> = desk.all_shares().collect();
+                    self.book.give_back(&shares, u32::MAX, table, now_ms);
+                    let until_ms = if let Judgement::Delayed { until_ms, .. } = taken { until_ms } else { now_ms };
+                    self.book.look(&ready.roster, table, now_ms, &mut desk);
+                    (true, Some(until_ms))
+                }
+            },
             Verb::Check | Verb::Value => {
                 let room = self.book.look(&ready.roster, table, now_ms, &mut desk);
                 (room, self.book.again_ms(&ready.roster, &desk, now_ms))

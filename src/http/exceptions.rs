@@ -150,7 +150,7 @@ mod tests {
     fn exempting(key: &[Part], keys: Vec<Vec<Value>>) -> Identity {
         let mut rule = rule(key, OnMissing::Fallback(vec![Part::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
-        let book = Book::new(&[rule], SEED);
+        let book = Book::new(&[rule], SEED, None);
         let exceptions = Identity::exceptions(&book.entries[0], None, SEED).map(Arc::new);
         Identity::new(&book.entries[0], &route(), SEED).with(exceptions)
     }
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_rule_without_exceptions_looks_for_none() {
-        let book = Book::new(&[rule(&[Part::Host], OnMissing::Never)], SEED);
+        let book = Book::new(&[rule(&[Part::Host], OnMissing::Never)], SEED, None);
         assert!(Identity::exceptions(&book.entries[0], None, SEED).is_none());
     }
 }

@@ -4,6 +4,7 @@
 //! its rules in the order in which they are charged. A decision fills a desk that is reused from
 //! request to request, so it allocates nothing. This file knows neither HTTP nor the clock.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,6 +29,7 @@ pub struct Layer {
     nearby: u64,
     /// Position in [`Book::timelines`].
     pub timeline: usize,
+    pace: u32,
     course: Course,
     limit: u32,
     /// What may accumulate.
@@ -35,6 +37,10 @@ pub struct Layer {
     /// What may be taken from windows to come.
     pub reserve: u32,
     shards: u32,
+    /// The most that can be owed beside what may accumulate or be reserved: places that were promised.
+    ahead_most: u64,
+    /// Whether the counters may have been written under another limit.
+    pub(super) differs: bool,
     /// The narrow are charged before the wide.
     rank: (bool, u32, u64),
 }
@@ -69,7 +75,7 @@ pub struct Roster {
     enforced: Vec<Line>,
     /// Positions of the shadow rules.
     shadows: Vec<usize>,
-    delays: bool,
+    pub(super) delays: bool,
     counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
     /// for a refused request: all that such a decision needs is known when the code is compiled.
@@ -98,6 +104,16 @@ pub struct Wait {
     pub place: Place,
 }
 
+/// How the layers of one counter read it.
+struct Way {
+    rolls: bool,
+    shards: u32,
+    ahead_most: u64,
+    /// The limit and the capacity of one of them.
+    grants: (u32, u32),
+    differ: bool,
+}
+
 /// All rules, made ready.
 #[derive(Debug, Default)]
 pub struct Book {
@@ -121,6 +137,13 @@ impl Layer {
             charge.split = Split { shards: self.shards, own: own_shard % self.shards };
         }
         charge
+    }
+}
+
+impl Layer {
+    /// The most that can be used or owed here.
+    pub(super) fn most(&self) -> u64 {
+        self.ahead_most.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
     }
 }
 
@@ -165,15 +188,49 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 }
 
 impl Book {
-    pub fn new(rules: &[Rule], seed: Seed) -> Book {
+    ///
+    /// Counters outlive books, and what is in them has to be read as it was written: `former` is the
+    /// book before, if there was one.
+    pub fn new(rules: &[Rule], seed: Seed, former: Option<&Book>) -> Book {
         // Whoever waits, or reserves, takes a place in a window to come; an answer may tell of any cost.
         let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut book = Book::default();
         for rule in rules {
-            let entry = book.make_ready(rule, owes(rule), seed);
+            let mut entry = book.make_ready(rule, owes(rule), seed);
+            let known = former.and_then(|former| former.entries.iter().find(|known| known.rule.name == rule.name));
+            if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
+                entry.queue = Arc::clone(&known.queue);
+            }
             book.entries.push(entry);
         }
+        book.agree(former);
         book
+    }
+
+    /// Layers of one counter, such as those of a rule's plans, read it in one way: as tokens that roll over
+    /// if they do in one of them, and in as many shards as the most of them have. So does a layer that
+    /// was otherwise in the book before.
+    fn agree(&mut self, former: Option<&Book>) {
+        let mut ways: HashMap<u64, Way> = HashMap::new();
+        let layers = self.entries.iter().chain(former.into_iter().flat_map(|former| &former.entries));
+        for layer in layers.flat_map(|entry| &entry.layers) {
+            let grants = (layer.limit, layer.capacity);
+            let unlike = Way { rolls: false, shards: 1, ahead_most: 0, grants, differ: false };
+            let way = ways.entry(layer.bits).or_insert(unlike);
+            way.ahead_most = layer.ahead_most.max(way.ahead_most);
+            way.rolls |= layer.course != Course::Plain;
+            way.shards = layer.shards.max(way.shards);
+            way.differ |= layer.differs || way.grants != grants;
+        }
+        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let way = &ways[&layer.bits];
+            if way.rolls && layer.course == Course::Plain {
+                layer.course = Course::Grid(layer.pace);
+            }
+            layer.shards = if way.rolls { 1 } else { way.shards };
+            layer.differs = way.differ;
+            layer.ahead_most = way.ahead_most;
+        }
     }
 
     fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {
@@ -203,7 +260,15 @@ impl Book {
             self.timelines.len() - 1
         });
         let floating = matches!(limit.windows, Windows::FirstRequest { .. });
-        let pace = u16::try_from(timeline).unwrap_or(u16::MAX);
+        let pace = timeline as u32;
+        let ahead_most = match rule.on_limit {
+            // What the answer tells may be any number.
+            _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
+            OnLimit::Delay { max_delay_ms, .. } => {
+                (max_delay_ms / limit.windows.usual_ms().max(1) + 2).saturating_mul(u64::from(limit.tokens))
+            }
+            OnLimit::Refuse | OnLimit::Shadow => 0,
+        };
         let course = match floating {
             true => Course::Floating(pace),
             false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => Course::Grid(pace),
@@ -214,7 +279,10 @@ impl Book {
             bits: seed.bits(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
             nearby: neighbourhood(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             timeline,
+            pace,
             course,
+            ahead_most,
+            differs: false,
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
@@ -362,6 +430,7 @@ impl Book {
                 // There is no later time than the last that a counter can name.
                 Verdict::Late => return Judgement::Refused,
                 Verdict::Refused if roster.plain => return Judgement::Refused,
+                Verdict::Refused if self.amend(roster, table, self.time(now_ms), desk, first) => {}
                 Verdict::Refused => {
                     if may_wait
                         && (roster.delays || desk.reserve)

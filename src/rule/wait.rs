@@ -77,7 +77,8 @@ impl Book {
             let layer = entry.layer(line.layer);
             let opens_ms = self.opens_ms(charge, entry, line.layer, time.now_ms)?;
             match entry.rule.on_limit {
-                OnLimit::Delay { max_delay_ms, .. } if opens_ms - time.now_ms <= max_delay_ms => {}
+                OnLimit::Delay { max_delay_ms, .. }
+                    if (roster.delays || layer.reserve > 0) && opens_ms - time.now_ms <= max_delay_ms => {}
                 OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
             }
@@ -147,6 +148,28 @@ impl Book {
         let mut opens =
             lines.map(|(charge, line)| self.opens_ms(charge, self.entry(roster, *line), line.layer, now_ms));
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
+    }
+
+    /// Corrects counters that say more than can be owed, which was written under another limit, so that
+    /// nobody waits for windows that were never used; `true` if there were some. Plainly full is what they
+    /// are then.
+    #[cold]
+    pub(super) fn amend<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        time: Time<'_>,
+        desk: &Desk,
+        first: usize,
+    ) -> bool {
+        let mut amended = false;
+        for (charge, line) in desk.charges.iter().zip(&desk.lines).skip(first) {
+            let layer = self.layer_of(roster, *line);
+            if layer.differs && charge.usage.used > layer.most() {
+                amended |= table.amend(charge.counter, charge.ask, layer.most(), time);
+            }
+        }
+        amended
     }
 
     /// Forgets what was used and owed in the counters that are on the desk. What was counted together

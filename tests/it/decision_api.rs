@@ -155,10 +155,18 @@ fn what_is_no_question_is_400_and_what_is_no_rule_404() {
     let get = Client::connect(gateway.admin).get("/v1/limit").expect(405);
     assert_eq!(get.field("allow"), Some("POST"));
     Client::connect(gateway.admin).post("/v1/other", "{}").expect(405);
-    for origin in ["http://evil.example", "null"] {
-        let question = br#"{"rule": "per-client", "key": "a"}"#;
-        Client::connect(gateway.admin).ask("POST", "/v1/limit", &[("Origin", origin)], question).expect(403);
+    let question = br#"{"rule": "per-client", "key": "a"}"#;
+    for fields in [
+        &[("Origin", "http://evil.example")][..],
+        &[("Origin", "null")],
+        &[("Host", "evil.example"), ("Origin", "http://evil.example")],
+        &[("Sec-Fetch-Site", "cross-site")],
+    ] {
+        Client::connect(gateway.admin).ask("POST", "/v1/limit", fields, question).expect(403);
     }
+    let own = format!("http://{}", gateway.admin);
+    let own = [("Host", own.trim_start_matches("http://")), ("Origin", &own), ("Sec-Fetch-Site", "same-origin")];
+    Client::connect(gateway.admin).ask("POST", "/v1/value", &own, question).expect(200);
     assert_eq!(ask(&gateway, "value", json!({"rule": "per-client", "key": "a"}))["count"], 0);
 }
 

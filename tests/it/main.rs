@@ -13,6 +13,7 @@ mod admin;
 mod answers;
 mod bodies;
 mod cancel;
+mod changed_limits;
 mod client_orders;
 mod clients;
 mod clock;

@@ -75,7 +75,7 @@ proptest! {
             (layer.tokens, layer.capacity) = (tokens, layer.capacity.max(tokens));
         }
         let mut gateway = Gateway::roomy(&rules);
-        let mut other = Book::new(&changed, Seed(3, 4));
+        let mut other = Book::new(&changed, Seed(3, 4), None);
         let (mut now_ms, mut shares) = (start, Vec::new());
         for (moves_ms, what, cost, reserve) in events {
             now_ms = (now_ms + moves_ms).min(END_MAX_MS - 1);
@@ -147,7 +147,7 @@ fn a_debt_of_ages_under_another_limit_is_no_small_number() {
         let asker = gateway.asker(0, 0, MOST);
         gateway.book.overdraw(0, asker, &gateway.table, 0);
     }
-    gateway.book = Book::new(&[with(MOST)], Seed(3, 4));
+    gateway.book = Book::new(&[with(MOST)], Seed(3, 4), None);
     assert_eq!(gateway.ask_for(0, MOST, 0), Refused);
     assert_eq!(gateway.ask(0, 0), Refused);
 }

@@ -66,7 +66,7 @@ impl Gateway<8> {
 impl<const W: usize> Gateway<W> {
     pub fn new(rules: &[Rule], table: Table<W>) -> Gateway<W> {
         let all: Vec<usize> = (0..rules.len()).collect();
-        let book = Book::new(rules, SEED);
+        let book = Book::new(rules, SEED, None);
         let roster = book.roster(&all);
         Gateway { book, roster, table, desk: Desk::default() }
     }

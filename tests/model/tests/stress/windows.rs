@@ -105,7 +105,7 @@ fn counted_in(share: &Share, layer: &Limit) -> u64 {
 /// Runs all threads, and holds what passed against the bound. Returns how many tokens that were.
 fn never_over<const W: usize>(table: Table<W>, layer: Limit, on_limit: OnLimit, clients: u64) -> i64 {
     let all: &[usize] = &[0];
-    let book = Book::new(&[rule(layer.clone(), on_limit)], SEED);
+    let book = Book::new(&[rule(layer.clone(), on_limit)], SEED, None);
     let (roster, clock, start) = (book.roster(all), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
     let scene = Scene { book: &book, roster: &roster, table: &table, clock: &clock, clients, requests: 40_000 };
     let mut ledger = Ledger::new();
