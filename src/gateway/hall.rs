@@ -1,7 +1,7 @@
 //! What one event loop keeps between requests: its view of the configuration, its connections, its
 //! meters, and the buffers that every decision uses again.
 
-use std::cell::{RefCell, RefMut};
+use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::ops::Range;
@@ -47,11 +47,13 @@ pub struct Peer {
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
     pub interim: Rc<Interim>,
+    /// Whether a request waits for its turn: then it is looked whether the client is still there.
+    pub waits: Rc<Cell<bool>>,
 }
 
 impl Peer {
-    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Rc<Interim>) -> Peer {
-        Peer { address, text: fields::address(address), timer, interim }
+    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
+        Peer { address, text: fields::address(address), timer, interim, waits }
     }
 }
 

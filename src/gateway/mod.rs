@@ -61,12 +61,12 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let (mut parts, body) = request.into_parts();
     let mut record = Record::new(hall, &view, peer.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
-        Ok(Decision::Forward { lane, mut stamp, turn, settlement }) => {
+        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
-                    stamp = match turn.come(&mut record).await {
+                    stamp = match turn.come(&mut record, &mut settlement).await {
                         Ok(stamp) => stamp,
                         Err(refusal) => return finish(refusal.map(Content::from), record),
                     };
@@ -166,9 +166,11 @@ fn decide(
         Judgement::Delayed { until_ms, wait, again } => {
             let shares = desk.all_shares().collect();
             let place = wait.map(|wait| wait.place);
-            let (slate, askers) = (lane.slate as usize, desk.askers.clone());
+            let (slate, roster, askers) = (lane.slate as usize, &slate.roster, desk.askers.clone());
             let (hall, view) = (Rc::clone(hall), Rc::clone(view));
-            Some(Box::new(Turn { until_ms, slate, askers, again, shares, place, hall, view }))
+            let latest_ms = now.unix_ms + snapshot.book.most_delay_ms(roster);
+            let waits = Rc::clone(&peer.waits);
+            Some(Box::new(Turn { until_ms, slate, askers, again, shares, hall, view, place, latest_ms, waits }))
         }
         Judgement::Admitted | Judgement::Refused => None,
     };

@@ -70,6 +70,14 @@ impl Settlement {
         Some(Box::new(Settlement { slate: position, askers: desk.askers.clone(), reserved: reserved.collect() }))
     }
 
+    /// Takes note of what was charged again, on `desk`, because the request passes in another window.
+    pub fn charged_again(&mut self, slate: &Slate, desk: &Desk, now_ms: u64) {
+        for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
+            reserved.retain(|share| share.paid.end_ms() > now_ms);
+            reserved.extend(desk.shares_of(term.position));
+        }
+    }
+
     /// Charges or gives back the difference; returns what is to be said of the limits afterwards.
     pub fn settle(self, hall: &Rc<Hall>, view: &View, fields: &HeaderMap) -> Option<Stamp> {
         let snapshot = &*view.snapshot;

@@ -3,14 +3,16 @@
 //! Rules that had room were charged when it came. Where their window is over by the time that it
 //! passes, they are charged again, and may refuse it after all.
 
+use std::cell::Cell;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderMap;
 
 use super::hall::{Hall, Scratch, View};
 use super::record::Record;
-use super::snapshot::Slate;
+use super::settlement::Settlement;
 use crate::count::queue::Place;
 use crate::count::shard::Share;
 use crate::http::quota::Stamp;
@@ -36,48 +38,85 @@ pub struct Turn {
     pub view: Rc<View>,
     /// A place in the queue of those who wait.
     pub place: Option<Place>,
+    /// The latest time at which the request may pass.
+    pub latest_ms: u64,
+    /// Tells the guard of the client's socket that this request waits.
+    pub waits: Rc<Cell<bool>>,
 }
 
 impl Turn {
-    /// Waits until the window is open. Returns what is to be said of the limits then, or the refusal of
-    /// a rule that has no room any more.
-    pub async fn come(mut self, record: &mut Record) -> Result<Stamp, Reply> {
-        let mut now_ms;
+    /// Waits until the windows are open. Returns what is to be said of the limits then, or the refusal of
+    /// a rule that has no room any more and does not let the request wait for longer.
+    pub async fn come(mut self, record: &mut Record, settlement: &mut Option<Box<Settlement>>) -> Result<Stamp, Reply> {
         loop {
-            now_ms = self.hall.clock.now().unix_ms;
+            let now_ms = self.until_open().await;
+            if self.again.is_empty() {
+                self.shares.clear();
+                return Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, now_ms));
+            }
+            if let Some(refusal) = self.charge_again(now_ms, record, settlement) {
+                return Err(refusal);
+            }
+        }
+    }
+
+    async fn until_open(&self) -> u64 {
+        self.waits.set(true);
+        loop {
+            let now_ms = self.hall.clock.now().unix_ms;
             let left_ms = self.until_ms.saturating_sub(now_ms);
             if left_ms == 0 {
-                break;
+                self.waits.set(false);
+                return now_ms;
             }
             tokio::time::sleep(Duration::from_millis(left_ms).min(LOOK_AGAIN)).await;
         }
-        if !self.again.is_empty()
-            && let Some(refusal) = self.charge_again(now_ms, record)
-        {
-            return Err(refusal);
-        }
-        self.shares.clear();
-        Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, now_ms))
     }
 
-    fn charge_again(&self, now_ms: u64, record: &mut Record) -> Option<Reply> {
-        let snapshot = &*self.view.snapshot;
-        let Slate { roster, sheet, .. } = &snapshot.slates[self.slate];
-        let mut scratch = self.view.scratch();
+    /// Charges the layers that are in another window now. Whoever finds one full that lets it wait waits
+    /// again, but not beyond the time at which it would have been refused when it came.
+    fn charge_again(
+        &mut self,
+        now_ms: u64,
+        record: &mut Record,
+        settlement: &mut Option<Box<Settlement>>,
+    ) -> Option<Reply> {
+        let snapshot = Arc::clone(&self.view.snapshot);
+        let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
+        let view = Rc::clone(&self.view);
+        let mut scratch = view.scratch();
         let Scratch { desk, text, .. } = &mut *scratch;
         desk.askers.clone_from(&self.askers);
-        if snapshot.book.charge_again(roster, &self.again, &self.hall.table, now_ms, desk) {
-            return None;
+        let again = std::mem::take(&mut self.again);
+        match book.charge_again(&slate.roster, &again, &self.hall.table, now_ms, desk) {
+            Judgement::Admitted => {}
+            Judgement::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
+                (self.until_ms, self.again) = (until_ms, again);
+            }
+            Judgement::Delayed { .. } | Judgement::Refused => {
+                self.shares.extend(desk.all_shares());
+                book.give_back(&self.shares, u32::MAX, &self.hall.table, now_ms);
+                self.shares.clear();
+                // The answer tells of all layers, as they are now.
+                book.look(&slate.roster, &self.hall.table, now_ms, desk);
+                record.decision(self.slate, desk, &Judgement::Refused);
+                let stamp = slate.sheet.render(desk, None, now_ms, text);
+                let (roster, forms) = (&slate.roster, &snapshot.forms);
+                return Some(reply::refusal(book, roster, desk, forms, now_ms, stamp, text, HeaderMap::new()));
+            }
         }
-        record.decision(self.slate, desk, &Judgement::Refused);
-        let stamp = sheet.render(desk, None, now_ms, text);
-        let headers = HeaderMap::new();
-        Some(reply::refusal(&snapshot.book, roster, desk, &snapshot.forms, now_ms, stamp, text, headers))
+        self.shares.retain(|share| share.paid.end_ms() > now_ms);
+        self.shares.extend(desk.all_shares());
+        if let Some(settlement) = settlement {
+            settlement.charged_again(slate, desk, now_ms);
+        }
+        None
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
+        self.waits.set(false);
         if !self.shares.is_empty() {
             let now_ms = self.hall.clock.now().unix_ms;
             self.view.snapshot.book.give_back(&self.shares, u32::MAX, &self.hall.table, now_ms);

@@ -12,6 +12,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::Sleep;
@@ -48,6 +49,8 @@ pub struct Stage {
     refused: RefCell<Option<Fault>>,
     /// Informational answers that wait to be sent.
     interim: Rc<Interim>,
+    /// Whether the request waits for its turn.
+    waits: Rc<Cell<bool>>,
     phase: Cell<Phase>,
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
@@ -80,6 +83,7 @@ impl Stage {
             parting: RefCell::default(),
             refused: RefCell::default(),
             interim: Rc::default(),
+            waits: Rc::default(),
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
@@ -90,6 +94,10 @@ impl Stage {
 
     pub fn interim(&self) -> &Rc<Interim> {
         &self.interim
+    }
+
+    pub fn waits(&self) -> &Rc<Cell<bool>> {
+        &self.waits
     }
 
     /// A request's head is complete.
@@ -245,7 +253,10 @@ impl Guard {
     /// would read to find out, into a buffer that it has to allocate for that.
     fn poll_hung_up(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.ahead_of_turn {
-            return Poll::Pending;
+            // Behind what it has sent, its end can not be read. A request that waits is looked after now and
+            // then, so that nobody holds a place who is gone.
+            let gone = self.stage.waits.get() && has_hung_up(&self.stream.0);
+            return if gone { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
         }
         let mut scratch = [0; 1];
         if ready!(self.stream.0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)))? > 0 {
@@ -271,6 +282,13 @@ impl Guard {
         }
         Poll::Ready(())
     }
+}
+
+/// Whether the other side has closed the connection, whatever it has sent before.
+fn has_hung_up(stream: &TcpStream) -> bool {
+    let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ends)
 }
 
 impl AsyncRead for Guard {

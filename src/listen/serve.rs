@@ -33,7 +33,7 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     hall.meter.connected();
     let timeouts = hall.view().snapshot.config.timeouts.clone();
     let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
-    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Rc::clone(stage.interim())));
+    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits())));
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)

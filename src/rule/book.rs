@@ -406,7 +406,7 @@ impl Book {
     }
 
     /// Charges the given lines, all or none, behind what is on the desk already.
-    fn decide<const W: usize>(
+    pub(super) fn decide<const W: usize>(
         &self,
         roster: &Roster,
         lines: &[Line],

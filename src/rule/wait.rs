@@ -10,7 +10,7 @@
 use super::book::{Book, Entry, Judgement, Line, Roster, Wait};
 use super::desk::{Asker, Desk};
 use super::terms::OnLimit;
-use crate::count::charge::{Charge, Verdict, decide, look, take};
+use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::Share;
 use crate::count::table::{Charged, Table};
@@ -105,25 +105,27 @@ impl Book {
     }
 
     /// Charges a request whose turn has come in the layers whose windows are over since it was charged
-    /// there; all of them, or none.
+    /// there: all of them, or none. Where one is full, it may have to wait again.
     #[cold]
     pub fn charge_again<const W: usize>(
         &self,
         roster: &Roster,
         lines: &[Line],
         table: &Table<W>,
-        mut now_ms: u64,
+        now_ms: u64,
         desk: &mut Desk,
-    ) -> bool {
+    ) -> Judgement {
         desk.clear();
-        loop {
-            desk.put_down(self, roster, lines, now_ms, 0);
-            match decide(table, &mut desk.charges, &mut desk.shares, self.time(now_ms)) {
-                Verdict::Admitted => return true,
-                Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
-                Verdict::Late | Verdict::Refused => return false,
-            }
-        }
+        self.decide(roster, lines, table, now_ms, desk, true)
+    }
+
+    /// The longest that any rule of a roster lets a request wait.
+    pub fn most_delay_ms(&self, roster: &Roster) -> u64 {
+        let delay = |rule: &usize| match self.entries[*rule].rule.on_limit {
+            OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
+            OnLimit::Refuse | OnLimit::Shadow => 0,
+        };
+        roster.rules.iter().map(delay).max().unwrap_or(0)
     }
 
     /// When a counter that had no room will have some, if nobody else asks; `None` if it never will.

@@ -220,3 +220,53 @@ fn whose_turn_finds_another_rule_full_is_refused_and_gives_its_place_back() {
     gateway.get_with("/a3", &[("X-User", "a")]).expect(200);
     assert_eq!(delayed(&gateway), 1);
 }
+
+/// Two rules delay, on different keys: who waits for one and finds the other full waits on, and is not refused.
+#[test]
+fn who_waits_for_one_rule_waits_on_for_another() {
+    let upstream = Upstream::replying(200);
+    let toml = format!(
+        "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = [\"1/1s\"]\non_limit = \"delay\"\nmax_delay = \"60s\"\n\
+         [rules.b]\nkey = \"global\"\nwindows = [\"1/4s\"]\non_limit = \"delay\"\nmax_delay = \"60s\"\n\
+         [[routes]]\npath = \"/ab/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"b\"]\n\
+         [[routes]]\npath = \"/a/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        upstream.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    let waits = |path: &str| {
+        let all = || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]);
+        let before = all();
+        let mut client = gateway.client();
+        client.send(request("GET", path, &[], b""));
+        eventually("the request waits", || all() == before + 1);
+        client
+    };
+    gateway.get("/ab/1").expect(200);
+    let mut first = waits("/ab/2");
+    let mut others: Vec<Client> = (0..5).map(|n| waits(&format!("/a/{n}"))).collect();
+    // Its turn in the second rule comes when the first is promised to others; it waits for its next window.
+    for _ in 0..8 {
+        gateway.advance_s(1);
+    }
+    let answer = first.answer().expect(200);
+    assert!(answer.field("ratelimit").unwrap().contains("\"b\""), "all rules are told of");
+    others.iter_mut().for_each(|other| drop(other.answer().expect(200)));
+}
+
+/// The end of a connection is noticed behind what was sent on it and nobody has read yet.
+#[test]
+fn who_goes_away_behind_a_body_gives_the_place_back() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, "[\"1/1h\"]", "max_delay = \"2h\"\nmax_waiting = 2"));
+    gateway.get("/1").expect(200);
+    for round in 0..3 {
+        let before = delayed(&gateway);
+        let mut post = gateway.client();
+        post.send(request("POST", "/2", &[], &[b'a'; 20_000]));
+        eventually("the request waits", || delayed(&gateway) == before + 1);
+        drop(post);
+        let open = || gateway.metrics().sum("transom_connections", &[]);
+        eventually("the client is missed", || open() == 0);
+        assert_eq!(delayed(&gateway), before + 1, "{round}");
+    }
+}
