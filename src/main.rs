@@ -1,5 +1,6 @@
 //! Arguments, command, exit code.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -41,7 +42,10 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let level = std::env::var("TRANSOM_LOG").unwrap_or_else(|_unset| "info".to_owned());
     let Ok(level) = level.parse::<LevelFilter>() else {
-        eprintln!("transom: TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`");
+        let _ = writeln!(
+            std::io::stderr(),
+            "transom: TRANSOM_LOG is `{level}`\n  fix: write `error`, `warn`, `info`, `debug`, `trace` or `off`"
+        );
         return ExitCode::from(2);
     };
     // An event loop never waits for whoever reads the messages: those that do not fit are lost.

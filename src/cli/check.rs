@@ -11,12 +11,14 @@ pub fn check(path: &Path) -> Exit {
     match read(path, &mut Watch::default()) {
         Ok(config) => {
             let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
-            println!("{}: fine: {routes} routes, {rules} rules, {upstreams} upstreams", path.display());
-            outlook::lines(&config).iter().for_each(|line| println!("  {line}"));
+            show!("{}: fine: {routes} routes, {rules} rules, {upstreams} upstreams", path.display());
+            for line in outlook::lines(&config) {
+                show!("  {line}");
+            }
             Exit::Fine
         }
         Err(problems) => {
-            eprint!("{problems}");
+            tell!("{}", problems.trim_end());
             Exit::BadConfig
         }
     }

@@ -107,7 +107,7 @@ pub fn clients(arguments: &Arguments) -> Exit {
     match done {
         Ok(()) => Exit::Fine,
         Err(Failure(exit, text)) => {
-            eprint!("{text}");
+            tell!("{}", text.trim_end());
             exit
         }
     }
@@ -131,7 +131,7 @@ fn list(path: &Path) -> Result<(), Failure> {
     let widths = [0, 1, 2, 3, 4].map(width);
     for row in &rows {
         let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-        println!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+        show!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
     }
     Ok(())
 }
@@ -158,13 +158,13 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
     };
     let is_new = edit(path, clients, |pages| pages.add(&add.name, add.plan.as_deref(), &belongings))?;
     let what = if known.is_some() { "changed" } else { "added" };
-    eprintln!("transom: client {} {what} in {}", shown(&add.name), beside(path, &clients.file).display());
+    tell!("transom: client {} {what} in {}", shown(&add.name), beside(path, &clients.file).display());
     if is_new {
-        eprintln!("transom: only its owner can read the new file: let the gateway's user read it as well");
+        tell!("transom: only its owner can read the new file: let the gateway's user read it as well");
     }
     match key {
         Some(key) if add.generate_key => {
-            eprintln!("transom: this is its key; it is not stored, and shown only now:");
+            tell!("transom: this is its key; it is not stored, and shown only now:");
             let told = writeln!(io::stdout(), "{key}");
             told.map_err(|error| {
                 let fix = format!("take it away: `transom clients remove {} --key {}`", add.name, brief(&digest));
@@ -172,7 +172,7 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
             })?;
         }
         Some(key) if Digest::parse(&key).is_none() && key.chars().count() < SHORT_CHARS => {
-            eprintln!("transom: the key is so short that it can be guessed: `--generate-key` makes a better one");
+            tell!("transom: the key is so short that it can be guessed: `--generate-key` makes a better one");
         }
         Some(_) | None => {}
     }
@@ -245,10 +245,10 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     };
     if belongings.is_empty() {
         edit(path, clients, |pages| pages.remove(&remove.name))?;
-        eprintln!("transom: client {} removed from {}", shown(&remove.name), beside(path, &clients.file).display());
+        tell!("transom: client {} removed from {}", shown(&remove.name), beside(path, &clients.file).display());
     } else {
         edit(path, clients, |pages| pages.take_away(&remove.name, &belongings))?;
-        eprintln!("transom: client {} changed in {}", shown(&remove.name), beside(path, &clients.file).display());
+        tell!("transom: client {} changed in {}", shown(&remove.name), beside(path, &clients.file).display());
     }
     Ok(())
 }

@@ -1,5 +1,19 @@
 //! The commands: `run`, `check` and `clients`.
 
+/// Writes a line to standard output. Where that can not be written to, there is nobody to tell.
+macro_rules! show {
+    ($($text:tt)*) => {{
+        let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", format_args!($($text)*)));
+    }};
+}
+
+/// As `show`, to standard error.
+macro_rules! tell {
+    ($($text:tt)*) => {{
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($text)*)));
+    }};
+}
+
 pub mod check;
 pub mod clients;
 pub mod run;

@@ -23,7 +23,7 @@ pub fn run(path: &Path) -> Exit {
     let config = match read(path, &mut watch) {
         Ok(config) => config,
         Err(problems) => {
-            eprint!("{problems}");
+            tell!("{}", problems.trim_end());
             return Exit::BadConfig;
         }
     };
@@ -61,7 +61,7 @@ fn say(error: &dyn Error) {
         text.push_str(&format!(": {error}"));
         source = error.source();
     }
-    eprintln!("transom: {text}");
+    tell!("transom: {text}");
 }
 
 /// Waits for signals and for changes of the files.

@@ -1,9 +1,10 @@
 //! The counting room: fixed-window counters in a lock-free table of fixed size.
 //!
-//! `word` is the arithmetic of one counter, `region` an array of them with one counter per key,
-//! `table` adds what happens when it is full, `charge` decides a request on several counters at
-//! once. The room is pure but for its atomics, which come through `sync` alone: it does not know
-//! the time, HTTP, rules or configuration, and it allocates only when a table is made.
+//! `word` is the arithmetic of one counter, `pace` how its windows follow one another, `region` an
+//! array of counters with one per key, `table` adds what happens when it is full, `charge` decides a
+//! request on several counters at once, `shard` splits a hot one, `queue` counts who waits. The room is
+//! pure but for its atomics, which come through `sync` alone: it does not know the time, HTTP, rules or
+//! configuration, and a decision allocates nothing but for shards.
 //!
 //! What it promises, each proven by a model under `tests/model` and a property of the same name:
 //! `never_admits_past_the_limit`, `no_hit_is_lost_at_rollover`, `a_late_thread_never_rewinds`,

@@ -67,14 +67,10 @@ pub struct Time<'a, const PLAIN: bool = false> {
     pub paces: &'a [Pace],
 }
 
-impl<'a> Time<'a> {
+impl Time<'static> {
     /// For plain windows, which need no pace.
     pub fn plain(now_ms: u64) -> Time<'static> {
         Time { now_ms, paces: &[] }
-    }
-
-    pub fn at(self, now_ms: u64) -> Time<'a> {
-        Time { now_ms, ..self }
     }
 }
 

@@ -162,18 +162,7 @@ fn decide(
         let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
         return Ok(Decision::Refuse(reply));
     }
-    let turn = match judgement {
-        Judgement::Delayed { until_ms, wait, again } => {
-            let shares = desk.all_shares().collect();
-            let place = wait.map(|wait| wait.place);
-            let (slate, roster, askers) = (lane.slate as usize, &slate.roster, desk.askers.clone());
-            let (hall, view) = (Rc::clone(hall), Rc::clone(view));
-            let latest_ms = now.unix_ms + snapshot.book.most_delay_ms(roster);
-            let waits = Rc::clone(&peer.waits);
-            Some(Box::new(Turn { until_ms, slate, askers, again, shares, hall, view, place, latest_ms, waits }))
-        }
-        Judgement::Admitted | Judgement::Refused => None,
-    };
+    let turn = Turn::of(judgement, hall, view, peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());

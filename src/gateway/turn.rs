@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::hall::{Hall, Scratch, View};
+use super::hall::{Hall, Peer, Scratch, View};
 use super::record::Record;
 use super::settlement::Settlement;
 use crate::count::queue::Place;
@@ -18,7 +18,7 @@ use crate::count::shard::Share;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Reply};
 use crate::rule::book::{Judgement, Line};
-use crate::rule::desk::Asker;
+use crate::rule::desk::{Asker, Desk};
 
 /// The wall clock may be set while a request waits, so it looks again after so long.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -26,25 +26,51 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// The turn of a request. Dropped before it has come, as when the client goes away, it gives back
 /// what was charged.
 pub struct Turn {
-    pub until_ms: u64,
+    until_ms: u64,
     /// Position of the slate that was decided by.
-    pub slate: usize,
-    pub askers: Vec<Option<Asker>>,
+    slate: usize,
+    askers: Vec<Option<Asker>>,
     /// The layers to be charged again when the turn has come.
-    pub again: Vec<Line>,
+    again: Vec<Line>,
     /// What was charged; empty once the turn has come.
-    pub shares: Vec<Share>,
-    pub hall: Rc<Hall>,
-    pub view: Rc<View>,
+    shares: Vec<Share>,
+    hall: Rc<Hall>,
+    view: Rc<View>,
     /// A place in the queue of those who wait.
-    pub place: Option<Place>,
+    _place: Option<Place>,
     /// The latest time at which the request may pass.
-    pub latest_ms: u64,
+    latest_ms: u64,
     /// Tells the guard of the client's socket that this request waits.
-    pub waits: Rc<Cell<bool>>,
+    waits: Rc<Cell<bool>>,
 }
 
 impl Turn {
+    /// The turn of a request that was delayed; `desk` is what was decided on.
+    pub fn of(
+        judgement: Judgement,
+        hall: &Rc<Hall>,
+        view: &Rc<View>,
+        peer: &Peer,
+        slate: usize,
+        desk: &Desk,
+        now_ms: u64,
+    ) -> Option<Box<Turn>> {
+        let Judgement::Delayed { until_ms, wait, again } = judgement else { return None };
+        let snapshot = &view.snapshot;
+        Some(Box::new(Turn {
+            until_ms,
+            slate,
+            askers: desk.askers.clone(),
+            again,
+            shares: desk.all_shares().collect(),
+            hall: Rc::clone(hall),
+            view: Rc::clone(view),
+            _place: wait.map(|wait| wait.place),
+            latest_ms: now_ms + snapshot.book.most_delay_ms(&snapshot.slates[slate].roster),
+            waits: Rc::clone(&peer.waits),
+        }))
+    }
+
     /// Waits until the windows are open. Returns what is to be said of the limits then, or the refusal of
     /// a rule that has no room any more and does not let the request wait for longer.
     pub async fn come(mut self, record: &mut Record, settlement: &mut Option<Box<Settlement>>) -> Result<Stamp, Reply> {

@@ -62,10 +62,6 @@ fn the_binary_opens_windows_by_a_first_request() {
     let ask = |user: &str| process.client().get_with("/a", &[("X-User", user)]);
     let start = Instant::now();
     assert_eq!(t(&ask("bob").expect(200)), 2);
-    let told = ask("bob");
-    if start.elapsed() < Duration::from_secs(1) {
-        assert_eq!((told.status, told.field("retry-after")), (429, Some("2")));
-    }
     eventually("the window is over", || ask("bob").status == 200);
     assert!(start.elapsed() >= Duration::from_millis(1990), "{:?}", start.elapsed());
 }
