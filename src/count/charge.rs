@@ -142,7 +142,9 @@ pub fn take<const W: usize, const PLAIN: bool>(
             Charged::Late => Verdict::Late,
         };
         give_back(table, &mut charges[..i], time);
-        shares.drain(first..).for_each(|share| table.refund(share.paid, share.ask, time));
+        for share in shares.drain(first..) {
+            table.refund(share.paid, share.ask, time);
+        }
         return verdict;
     }
     Verdict::Admitted

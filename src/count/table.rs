@@ -370,14 +370,16 @@ impl<const W: usize> Table<W> {
 
     /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was
     /// asked; the time may have gone on since.
-    pub fn refund<const PLAIN: bool>(&self, paid: Paid, ask: Ask, time: Time<'_, PLAIN>) {
+    /// `false` if nothing could be given back.
+    pub fn refund<const PLAIN: bool>(&self, paid: Paid, ask: Ask, time: Time<'_, PLAIN>) -> bool {
         let region = if paid.slot.is_spilled() { &self.spill } else { &self.own };
         let mut word = region.load(paid.slot.index());
         while let Some(less) = refunded(word, paid.taken, ask, time) {
             match region.swap(paid.slot.index(), word, less) {
-                Ok(()) => return,
+                Ok(()) => return true,
                 Err(changed) => word = changed,
             }
         }
+        false
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use http::HeaderValue;
 
+use super::abandoned::Abandoned;
 use super::complaints::Complaints;
 use super::snapshot::{Lane, Slate, Snapshot};
 use crate::access::Sink;
@@ -33,6 +34,7 @@ pub struct Hall {
     pub meter: LoopMeter,
     pub timers: Rc<Timers>,
     pub complaints: Complaints,
+    pub abandoned: Abandoned,
     owner: LoopId,
     registry: Arc<Registry>,
     view: RefCell<Rc<View>>,
@@ -105,6 +107,7 @@ impl Hall {
             meter: LoopMeter::new(&registry, owner),
             timers: Rc::default(),
             complaints: Complaints::default(),
+            abandoned: Abandoned::default(),
             view: RefCell::new(Rc::new(view)),
             table,
             clock,
@@ -123,8 +126,14 @@ impl Hall {
         *self.view.borrow_mut() = Rc::new(view);
     }
 
+    /// Gives back what was charged for requests that waited and have gone away, as far as it can be.
+    pub fn give_up(&self) {
+        self.abandoned.give_up(&self.table, self.clock.now().unix_ms);
+    }
+
     /// Closes upstream connections that have been idle for too long.
     pub fn sweep(&self) {
+        self.give_up();
         let view = self.view();
         view.pools.values().for_each(|pool| pool.sweep(view.snapshot.config.timeouts.upstream_idle));
     }

@@ -1,8 +1,9 @@
 //! The hallway: the whole life of one request.
 //!
-//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn` the
-//! wait for a window to come, `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints` how often the operator is told of
-//! failures, `body` the body of an answer on its way out.
+//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn`
+//! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
+//! `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints`
+//! how often the operator is told of failures, `body` the body of an answer on its way out.
 
 use std::cell::OnceCell;
 use std::pin::Pin;
@@ -13,6 +14,7 @@ use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
 use hyper::body::Incoming;
 
+pub mod abandoned;
 pub mod body;
 pub mod complaints;
 pub mod hall;

@@ -144,8 +144,9 @@ impl Drop for Turn {
     fn drop(&mut self) {
         self.waits.set(false);
         if !self.shares.is_empty() {
-            let now_ms = self.hall.clock.now().unix_ms;
-            self.view.snapshot.book.give_back(&self.shares, u32::MAX, &self.hall.table, now_ms);
+            let book = &self.view.snapshot.book;
+            self.hall.abandoned.add(self.shares.drain(..), self.until_ms, book);
+            self.hall.give_up();
         }
     }
 }

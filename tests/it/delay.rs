@@ -270,3 +270,21 @@ fn who_goes_away_behind_a_body_gives_the_place_back() {
         assert_eq!(delayed(&gateway), before + 1, "{round}");
     }
 }
+
+/// However many come and go, they leave nothing behind: those in front gave up their places when others
+/// were behind them.
+#[test]
+fn when_all_have_gone_away_the_next_window_is_free() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream, "[\"1/1s\"]", "max_delay = \"10m\""));
+    gateway.get("/1").expect(200);
+    let clients: Vec<Client> = (0..20).map(|n| waiting(&gateway, &format!("/{n}"))).collect();
+    for client in clients {
+        drop(client);
+    }
+    eventually("all are missed", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    gateway.advance_s(1);
+    gateway.get("/2").expect(200);
+    assert_eq!(delayed(&gateway), 20);
+    assert_eq!(targets(&upstream), ["/1", "/2"]);
+}

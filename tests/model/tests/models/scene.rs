@@ -115,7 +115,9 @@ pub fn took<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms
 /// Charges what is asked, and gives it back at a later time.
 pub fn take_and_return<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64, later_ms: u64) {
     let (_, paid) = take(table, counter, ask, now_ms);
-    paid.into_iter().for_each(|paid| table.refund(paid, ask, time(later_ms)));
+    if let Some(paid) = paid {
+        table.refund(paid, ask, time(later_ms));
+    }
 }
 
 /// What is used or owed of `counter`, as who asks for it sees it.
@@ -131,7 +133,9 @@ pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> 
 
 /// Gives back one token that was charged by [`pay`].
 pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Paid>) {
-    paid.into_iter().for_each(|paid| table.refund(paid, Ask::plain(0, 1, 1), Time::plain(0)));
+    if let Some(paid) = paid {
+        table.refund(paid, Ask::plain(0, 1, 1), Time::plain(0));
+    }
 }
 
 /// One request of one token on several counters: each with its limit and the end of its window.
