@@ -18,7 +18,7 @@ use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom::rule::limit::Limit;
-use transom::rule::terms::{Cost, Exemptions, OnLimit, Rule};
+use transom::rule::terms::Rule;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
 /// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.
@@ -34,17 +34,10 @@ pub struct Transom {
 impl Transom {
     /// `windows` as in the configuration; `capacity` in counters.
     pub fn new(windows: &[&str], capacity: usize) -> Transom {
-        let rule = Rule {
-            name: "per-client".to_owned(),
-            key: vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }],
-            on_missing: OnMissing::Never,
-            layers: windows.iter().map(|text| Limit::parse(text).expect("a window")).collect(),
-            plans: Vec::new(),
-            overrides: Vec::new(),
-            exemptions: Exemptions::default(),
-            cost: Cost::Fixed(1),
-            on_limit: OnLimit::Refuse,
-            count_refused: false,
+        let rule = {
+            let key = vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }];
+            let layers = windows.iter().map(|text| Limit::parse(text).expect("a window")).collect();
+            Rule::new("per-client", key, OnMissing::Never, layers)
         };
         let book = Book::new(&[rule], SEED, None);
         let roster = book.roster(&[0]);

@@ -51,9 +51,7 @@ enum OnAbsent {
 /// The parts of a key, and the hash as far as it does not depend on them.
 #[derive(Debug)]
 struct Recipe {
-    start: KeyHasher,
-    /// The same in a seed that all gateways have, where the key's windows start at random.
-    everywhere: Option<KeyHasher>,
+    starts: Starts,
     parts: Vec<Source>,
     /// What the parts are called; only needed where one is wrong.
     names: Vec<String>,
@@ -89,13 +87,10 @@ struct Unknown {
 
 impl Identity {
     pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
-        let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
         let recipe = |fallback: bool, parts: &[Part]| {
-            let start = |seed: Seed, rule: u64| start(seed, rule, fallback.then_some(parts));
             let params = route.path.param_names();
             Recipe {
-                start: start(seed, entry.identity),
-                everywhere: random.then(|| start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]))),
+                starts: Starts::new(entry, seed, fallback.then_some(parts)),
                 parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
                 names: parts.iter().map(Part::to_string).collect(),
             }
@@ -188,8 +183,27 @@ impl Identity {
     }
 }
 
-/// The hash of a key as far as it does not depend on a request.
-pub fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+/// The hashes of a key as far as they do not depend on a request.
+#[derive(Debug)]
+pub struct Starts {
+    /// Finds the counters.
+    pub own: KeyHasher,
+    /// In a seed that all gateways have, where the key's windows start at random.
+    pub everywhere: Option<KeyHasher>,
+}
+
+impl Starts {
+    pub fn new(entry: &Entry, seed: Seed, fallback: Option<&[Part]>) -> Starts {
+        let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
+        let name = || Seed::EVERYWHERE.bits(&[&entry.rule.name]);
+        Starts {
+            own: start(seed, entry.identity, fallback),
+            everywhere: random.then(|| start(Seed::EVERYWHERE, name(), fallback)),
+        }
+    }
+}
+
+fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
     // Keeps the keys of a fallback apart from the rule's own, and from those of another.
     let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
     let mut start = KeyHasher::new(seed, rule);
@@ -205,11 +219,11 @@ impl Recipe {
 
     /// The key, and the offset of its windows if they start at random.
     fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
-        let offset = match &self.everywhere {
+        let offset = match &self.starts.everywhere {
             Some(start) => self.hash_from(start, caller)?.place,
             None => 0,
         };
-        Ok((self.hash_from(&self.start, caller)?, offset))
+        Ok((self.hash_from(&self.starts.own, caller)?, offset))
     }
 
     fn hash_from(&self, start: &KeyHasher, caller: &Caller<'_>) -> Result<KeyHash, Unknown> {
@@ -278,7 +292,7 @@ pub mod tests {
     use crate::config::{PathPattern, Segment};
     use crate::rule::book::Book;
     use crate::rule::limit::Limit;
-    use crate::rule::terms::{Exemptions, OnLimit, Rule};
+    use crate::rule::terms::Rule;
     use crate::token::Trust;
 
     pub const SEED: Seed = Seed(1, 2);
@@ -288,18 +302,7 @@ pub mod tests {
     }
 
     pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
-        Rule {
-            name: "r".to_owned(),
-            key: key.to_vec(),
-            on_missing,
-            layers: vec![Limit::parse("1/minute").unwrap()],
-            plans: vec![],
-            overrides: vec![],
-            exemptions: Exemptions::default(),
-            cost: Cost::Fixed(1),
-            on_limit: OnLimit::Refuse,
-            count_refused: false,
-        }
+        Rule::new("r", key.to_vec(), on_missing, vec![Limit::parse("1/minute").unwrap()])
     }
 
     pub fn route() -> Route {

@@ -3,17 +3,19 @@
 //! The question and the answer are JSON; the counters are those of the requests. This file knows no
 //! socket: it is handed the text of a question and the time.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
+use super::caller::Starts;
 use super::exceptions::{Exceptions, Standing};
 use super::quota::seconds_until;
+use crate::count::charge::Charge;
 use crate::count::table::Table;
-use crate::rule::book::{Book, Entry, Judgement, Roster};
+use crate::rule::book::{Book, Entry, Judgement, Line, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::key::{KeyHash, KeyHasher, Part, Seed};
-use crate::rule::window::Windows;
 
 /// What is asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,10 +53,7 @@ pub struct Counsel {
 #[derive(Debug)]
 struct Ready {
     roster: Roster,
-    /// The hash of a key before its parts.
-    start: KeyHasher,
-    /// The same in the seed that says where windows start at random.
-    everywhere: Option<KeyHasher>,
+    starts: Starts,
     exceptions: Option<Arc<Exceptions>>,
 }
 
@@ -69,16 +68,10 @@ struct Question {
 impl Counsel {
     /// `exceptions` has one place for each rule of the book.
     pub fn new(book: &Arc<Book>, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Counsel {
-        let ready = |(rule, entry): (usize, &Entry)| {
-            let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
-            let everywhere =
-                || super::caller::start(Seed::EVERYWHERE, Seed::EVERYWHERE.bits(&[&entry.rule.name]), None);
-            Ready {
-                roster: book.roster_alone(rule),
-                start: super::caller::start(seed, entry.identity, None),
-                everywhere: random.then(everywhere),
-                exceptions: exceptions[rule].clone(),
-            }
+        let ready = |(rule, entry): (usize, &Entry)| Ready {
+            roster: book.roster_alone(rule),
+            starts: Starts::new(entry, seed, None),
+            exceptions: exceptions[rule].clone(),
         };
         Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book) }
     }
@@ -181,8 +174,8 @@ impl Counsel {
             }
             Ok(hasher.finish())
         };
-        let key = hash(&ready.start, false)?;
-        let offset = match &ready.everywhere {
+        let key = hash(&ready.starts.own, false)?;
+        let offset = match &ready.starts.everywhere {
             Some(start) => hash(start, false)?.place,
             None => 0,
         };
@@ -205,33 +198,30 @@ impl Counsel {
 /// The answer: at its top stands the layer nearest its limit.
 fn told(entry: &Entry, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
-    let mut windows: Vec<(u64, u64, Map<String, Value>)> = Vec::new();
-    for (charge, line) in desk.charges.iter().zip(&desk.lines) {
-        let remaining = u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used);
+    // In the order of the configuration, not in that of the charges.
+    let mut asked: Vec<_> = desk.charges.iter().zip(&desk.lines).collect();
+    asked.sort_by_key(|(_, line)| line.layer);
+    let remaining =
+        |charge: &Charge, line: &Line| u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used);
+    let window = |(charge, line): &(&Charge, &Line)| {
         let mut window = Map::new();
-        window.insert("name".to_owned(), json!(entry.layer_name(line.layer)));
         window.insert("count".to_owned(), json!(charge.usage.used));
         window.insert("limit".to_owned(), json!(charge.ask.limit));
-        window.insert("remaining".to_owned(), json!(remaining));
+        window.insert("remaining".to_owned(), json!(remaining(charge, line)));
         window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
-        windows.push((remaining, charge.usage.end_ms, window));
-    }
-    let mut answer = Map::new();
+        window
+    };
+    let nearness = |(charge, line): &&(&Charge, &Line)| (remaining(charge, line), Reverse(charge.usage.end_ms));
+    let mut answer = asked.iter().min_by_key(nearness).map(window).unwrap_or_default();
     answer.insert("allowed".to_owned(), json!(allowed));
-    let nearest = windows.iter().min_by_key(|(remaining, end_ms, _)| (*remaining, std::cmp::Reverse(*end_ms)));
-    if let Some((_, _, nearest)) = nearest {
-        answer.extend(
-            nearest.iter().filter(|(name, _)| *name != "name").map(|(name, value)| (name.clone(), value.clone())),
-        );
-    }
     // What costs more than there ever is will never be allowed.
     let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
     answer.insert("retry_after".to_owned(), json!(retry_after));
-    // In the order of the configuration, not in that of the charges.
-    let order = |line: usize| desk.lines.iter().map(|line| line.layer).nth(line);
-    let mut places: Vec<usize> = (0..windows.len()).collect();
-    places.sort_by_key(|place| order(*place));
-    let list: Vec<Value> = places.into_iter().map(|place| Value::Object(windows[place].2.clone())).collect();
-    answer.insert("windows".to_owned(), Value::Array(list));
+    let named = |asked: &(&Charge, &Line)| {
+        let mut window = window(asked);
+        window.insert("name".to_owned(), json!(entry.layer_name(asked.1.layer)));
+        Value::Object(window)
+    };
+    answer.insert("windows".to_owned(), asked.iter().map(named).collect());
     Value::Object(answer)
 }

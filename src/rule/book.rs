@@ -29,7 +29,6 @@ pub struct Layer {
     nearby: u64,
     /// Position in [`Book::timelines`].
     pub timeline: usize,
-    pace: u32,
     course: Course,
     limit: u32,
     /// What may accumulate.
@@ -188,6 +187,7 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 }
 
 impl Book {
+    /// A book of these rules.
     ///
     /// Counters outlive books, and what is in them has to be read as it was written: `former` is the
     /// book before, if there was one.
@@ -225,7 +225,7 @@ impl Book {
         for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
             let way = &ways[&layer.bits];
             if way.rolls && layer.course == Course::Plain {
-                layer.course = Course::Grid(layer.pace);
+                layer.course = Course::Grid(layer.timeline as u32);
             }
             layer.shards = if way.rolls { 1 } else { way.shards };
             layer.differs = way.differ;
@@ -279,7 +279,6 @@ impl Book {
             bits: seed.bits(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
             nearby: neighbourhood(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
             timeline,
-            pace,
             course,
             ahead_most,
             differs: false,

@@ -101,6 +101,22 @@ pub enum OnLimit {
 }
 
 impl Rule {
+    /// A rule that says no more than it has to: every request costs one token, and is refused at the limit.
+    pub fn new(name: &str, key: Vec<Part>, on_missing: OnMissing, layers: Vec<Limit>) -> Rule {
+        Rule {
+            name: name.to_owned(),
+            key,
+            on_missing,
+            layers,
+            plans: Vec::new(),
+            overrides: Vec::new(),
+            exemptions: Exemptions::default(),
+            cost: Cost::Fixed(1),
+            on_limit: OnLimit::Refuse,
+            count_refused: false,
+        }
+    }
+
     /// The name of a layer in answers and metrics: the rule's own where it has only one.
     pub fn layer_name(&self, layers: &[Limit], layer: usize) -> String {
         match layers {

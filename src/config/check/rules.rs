@@ -11,7 +11,7 @@ use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, shown};
 use crate::config::{QuotaFields, Refusal};
 use crate::rule::key::OnMissing;
-use crate::rule::terms::{Cost, Exemptions, OnLimit, Rule};
+use crate::rule::terms::{Cost, OnLimit, Rule};
 
 /// How many requests may wait because of a rule that does not say.
 const WAITING: u32 = 1000;
@@ -26,18 +26,7 @@ pub struct Looks {
 pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Section<(Rule, Looks)> {
     let rules = Section::read(item, report, |name, table, report| {
         // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
-        let mut rule = Rule {
-            name: name.to_owned(),
-            key: Vec::new(),
-            on_missing: OnMissing::Skip,
-            layers: Vec::new(),
-            plans: Vec::new(),
-            overrides: Vec::new(),
-            exemptions: Exemptions::default(),
-            cost: Cost::Fixed(1),
-            on_limit: OnLimit::Refuse,
-            count_refused: false,
-        };
+        let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
         let mut looks = Looks { fields, refusal: Refusal::default() };
         if let Some(table) = table {
             read(&mut rule, &mut looks, table, report);

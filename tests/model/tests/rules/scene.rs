@@ -10,7 +10,7 @@ use transom_model::rule::book::{Book, Judgement, Line, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
-use transom_model::rule::terms::{Cost, Exemptions, OnLimit, Plan, Rule};
+use transom_model::rule::terms::{Cost, OnLimit, Plan, Rule};
 use transom_model::rule::window::{Calendar, Windows};
 
 use crate::oracle::{Decision, Wish};
@@ -31,18 +31,7 @@ pub fn limit(tokens: u32, windows: Windows) -> Limit {
 
 /// A rule that counts each client, and refuses.
 pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
-    Rule {
-        name: name.to_owned(),
-        key: vec![Part::Header("client".to_owned())],
-        on_missing: OnMissing::Refuse,
-        layers,
-        plans: Vec::new(),
-        overrides: Vec::new(),
-        exemptions: Exemptions::default(),
-        cost: Cost::Fixed(1),
-        on_limit: OnLimit::Refuse,
-        count_refused: false,
-    }
+    Rule::new(name, vec![Part::Header("client".to_owned())], OnMissing::Refuse, layers)
 }
 
 pub fn delay(max_delay_ms: u64) -> OnLimit {
