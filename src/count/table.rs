@@ -11,7 +11,7 @@ use super::pace::Time;
 use super::region::{Found, Key, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
 use super::word::{
-    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, refunded, usage, usage_of_many,
+    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, held_open, refunded, usage, usage_of_many,
 };
 
 /// Slots per bucket: two cache lines of four words.
@@ -263,7 +263,8 @@ impl<const W: usize> Table<W> {
         let spilled = std::ptr::eq(region, &self.spill);
         while word.tag() == key.tag && !word.is_claim() {
             let before = if spilled { usage_of_many(word, ask, time) } else { usage(word, ask, time) };
-            let Some((next, after)) = charged(word.tag(), before, ask, time) else {
+            let from = if spilled { held_open(before, ask, time) } else { before };
+            let Some((next, after)) = charged(word.tag(), from, ask, time) else {
                 return Some(Charged::Full(before));
             };
             match region.swap(index, word, next) {

@@ -217,6 +217,16 @@ pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLA
     }
 }
 
+/// What is used of a counter that several keys share, as the next charge is to find it. A key's window floats
+/// from its own request on, so each charge holds the window open for as long as that of the key charged: a
+/// window that another key opened, or a charge that was taken back, would end too early for it.
+pub fn held_open<const PLAIN: bool>(before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Use {
+    match ask.course_in(time) {
+        Course::Plain | Course::Grid(_) => before,
+        Course::Floating(_) => Use { end_ms: before.end_ms.max(ask.end_ms), ..before },
+    }
+}
+
 /// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
 /// does not fit. Plain words only ever roll forward.
 #[inline]
