@@ -1,32 +1,124 @@
-//! A TCP stream that sends what it is given in the cheapest way.
+//! A stream of bytes to or from somebody: TCP, a Unix socket, or TLS; it sends what it is given in the
+//! cheapest way.
 //!
 //! A head and a small body come as two pieces. Copying a few hundred bytes together and sending them
 //! as one costs less than the system call that gathers pieces; for large bodies it is the other way
-//! round.
+//! round. And under TLS one piece is one record.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
+use bytes::{Buf, Bytes};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use smallvec::SmallVec;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsStream;
 
 /// Up to so many bytes are copied together.
 const COPY_MAX_BYTES: usize = 2048;
 
 #[derive(Debug)]
-pub struct Wire(pub TcpStream);
+pub struct Wire {
+    stream: Stream,
+    /// What was read before, to find out what is spoken here.
+    early: Bytes,
+}
+
+#[derive(Debug)]
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Wire {
+    pub fn tcp(stream: TcpStream) -> Wire {
+        Wire { stream: Stream::Tcp(stream), early: Bytes::new() }
+    }
+
+    pub fn unix(stream: UnixStream) -> Wire {
+        Wire { stream: Stream::Unix(stream), early: Bytes::new() }
+    }
+
+    pub fn tls(stream: TlsStream<TcpStream>) -> Wire {
+        Wire { stream: Stream::Tls(Box::new(stream)), early: Bytes::new() }
+    }
+
+    /// The same, where these bytes were read already.
+    pub fn preceded_by(self, early: Bytes) -> Wire {
+        Wire { early, ..self }
+    }
+
+    /// Whether bytes wait to be read, of whatever layer: `false` at their end. Takes none of them.
+    pub fn poll_waiting(&self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
+        if !self.early.is_empty() {
+            return Poll::Ready(Ok(true));
+        }
+        let mut scratch = [0; 1];
+        match &self.stream {
+            Stream::Tcp(tcp) => tcp.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
+            Stream::Tls(tls) => tls.get_ref().0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
+            // tokio can not peek here; only upstream servers are reached by Unix sockets.
+            Stream::Unix(_) => return Poll::Pending,
+        }
+        .map_ok(|bytes| bytes > 0)
+    }
+
+    /// Whether the other side has closed the connection, whatever it has sent before.
+    pub fn has_hung_up(&self) -> bool {
+        let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        let mut polled = [match &self.stream {
+            Stream::Tcp(tcp) => PollFd::new(tcp, PollFlags::RDHUP),
+            Stream::Unix(unix) => PollFd::new(unix, PollFlags::RDHUP),
+            Stream::Tls(tls) => PollFd::new(tls.get_ref().0, PollFlags::RDHUP),
+        }];
+        poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ends)
+    }
+
+    /// Sends what there is room for right now.
+    pub fn send_at_once(&mut self, bytes: &[u8]) {
+        let cx = &mut Context::from_waker(Waker::noop());
+        if let Poll::Ready(Ok(_)) = Pin::new(&mut *self).poll_write(cx, bytes) {
+            let _ = Pin::new(self).poll_flush(cx);
+        }
+    }
+}
 
 impl AsyncRead for Wire {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_read(cx, buffer)
+        if !self.early.is_empty() {
+            let length = self.early.len().min(buffer.remaining());
+            buffer.put_slice(&self.early[..length]);
+            self.early.advance(length);
+            return Poll::Ready(Ok(()));
+        }
+        match &mut self.stream {
+            Stream::Tcp(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Stream::Unix(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Stream::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl Stream {
+    fn poll_gather(&mut self, cx: &mut Context<'_>, slices: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        match self {
+            Stream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+            Stream::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+            Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+        }
     }
 }
 
 impl AsyncWrite for Wire {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.0).poll_write(cx, bytes)
+        match &mut self.stream {
+            Stream::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Stream::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Stream::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
     }
 
     fn poll_write_vectored(
@@ -34,17 +126,16 @@ impl AsyncWrite for Wire {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let stream = Pin::new(&mut self.0);
         let total: usize = slices.iter().map(|slice| slice.len()).sum();
         match slices {
-            [only] => stream.poll_write(cx, only),
+            [only] => self.poll_write(cx, only),
             several if total <= COPY_MAX_BYTES => {
                 // An array would have to be zeroed first.
                 let mut together = SmallVec::<[u8; COPY_MAX_BYTES]>::new();
                 several.iter().for_each(|slice| together.extend_from_slice(slice));
-                stream.poll_write(cx, &together)
+                self.poll_write(cx, &together)
             }
-            several => stream.poll_write_vectored(cx, several),
+            several => self.stream.poll_gather(cx, several),
         }
     }
 
@@ -53,10 +144,18 @@ impl AsyncWrite for Wire {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_flush(cx)
+        match &mut self.stream {
+            // What was written to a socket has left.
+            Stream::Tcp(_) | Stream::Unix(_) => Poll::Ready(Ok(())),
+            Stream::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.0).poll_shutdown(cx)
+        match &mut self.stream {
+            Stream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            Stream::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+            Stream::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
     }
 }

@@ -40,11 +40,26 @@ pub struct Hall {
     view: RefCell<Rc<View>>,
 }
 
-/// Who is at the other end of a connection.
-pub struct Peer {
+/// Where a connection comes from; shared by all requests of it.
+#[derive(Debug)]
+pub struct Origin {
+    /// Of the client, or of the proxy that opened the connection.
     pub address: IpAddr,
-    /// The address as a field value; rendered once, shared by all requests of the connection.
+    /// The address as a field value.
     pub text: HeaderValue,
+    /// Whether it came by TLS.
+    pub is_secure: bool,
+}
+
+impl Origin {
+    pub fn new(address: IpAddr, is_secure: bool) -> Origin {
+        Origin { address, text: fields::address(address), is_secure }
+    }
+}
+
+/// Who is at the other end, for one request at a time.
+pub struct Peer {
+    pub origin: Rc<Origin>,
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
@@ -54,8 +69,8 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn new(address: IpAddr, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { address, text: fields::address(address), timer, interim, waits }
+    pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
+        Peer { origin, timer, interim, waits }
     }
 }
 

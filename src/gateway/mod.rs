@@ -61,7 +61,7 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let mut record = Record::new(hall, &view, peer.address, &parts, now);
+    let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
         Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
@@ -130,7 +130,7 @@ fn decide(
     record.route(lane_index);
 
     let caller = Caller {
-        address: peer.address,
+        address: peer.origin.address,
         host: &clear.host,
         method: &parts.method,
         path: &path,
@@ -168,7 +168,7 @@ fn decide(
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    fields::forward_request(&mut parts.headers, marks, &peer.text, &snapshot.key_fields);
+    fields::forward_request(&mut parts.headers, marks, &peer.origin.text, peer.origin.is_secure, &snapshot.key_fields);
     if normalized.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, normalized)?;
     }

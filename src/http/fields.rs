@@ -76,7 +76,13 @@ impl Marks {
 }
 
 /// Makes the fields of a request ready for the upstream. `keys` are fields that rules count by.
-pub fn forward_request(headers: &mut HeaderMap, marks: Marks, peer: &HeaderValue, keys: &[HeaderName]) {
+pub fn forward_request(
+    headers: &mut HeaderMap,
+    marks: Marks,
+    peer: &HeaderValue,
+    is_secure: bool,
+    keys: &[HeaderName],
+) {
     let wants_trailers = marks.has(Marks::TE) && lists_trailers(headers);
     strip(headers, marks, keys);
     if marks.has(Marks::ODD) {
@@ -91,7 +97,7 @@ pub fn forward_request(headers: &mut HeaderMap, marks: Marks, peer: &HeaderValue
     }
     // What an untrusted client says about itself is replaced by what is known.
     headers.insert(X_FORWARDED_FOR, peer.clone());
-    headers.insert(X_FORWARDED_PROTO, HeaderValue::from_static("http"));
+    headers.insert(X_FORWARDED_PROTO, HeaderValue::from_static(if is_secure { "https" } else { "http" }));
     match headers.get(header::HOST).cloned() {
         Some(host) => headers.insert(X_FORWARDED_HOST, host),
         None => headers.remove(X_FORWARDED_HOST),
@@ -193,7 +199,7 @@ mod tests {
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
         let (marks, peer) = (Marks::of(&headers), address("::ffff:192.0.2.7".parse().unwrap()));
-        forward_request(&mut headers, marks, &peer, &[HeaderName::from_static("x-api-key")]);
+        forward_request(&mut headers, marks, &peer, false, &[HeaderName::from_static("x-api-key")]);
         headers
     }
 

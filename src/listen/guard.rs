@@ -12,9 +12,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::Sleep;
 
 use crate::http::fault::Fault;
@@ -206,9 +204,9 @@ pub struct Guard {
 }
 
 impl Guard {
-    pub fn new(stream: TcpStream, stage: Rc<Stage>) -> Guard {
+    pub fn new(stream: Wire, stage: Rc<Stage>) -> Guard {
         Guard {
-            stream: Wire(stream),
+            stream,
             stage,
             ahead: Bytes::new(),
             replaced: false,
@@ -255,11 +253,10 @@ impl Guard {
         if self.ahead_of_turn {
             // Behind what it has sent, its end can not be read. A request that waits is looked after now and
             // then, so that nobody holds a place who is gone.
-            let gone = self.stage.waits.get() && has_hung_up(&self.stream.0);
+            let gone = self.stage.waits.get() && self.stream.has_hung_up();
             return if gone { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
         }
-        let mut scratch = [0; 1];
-        if ready!(self.stream.0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)))? > 0 {
+        if ready!(self.stream.poll_waiting(cx))? {
             self.ahead_of_turn = true;
             return Poll::Pending;
         }
@@ -282,13 +279,6 @@ impl Guard {
         }
         Poll::Ready(())
     }
-}
-
-/// Whether the other side has closed the connection, whatever it has sent before.
-fn has_hung_up(stream: &TcpStream) -> bool {
-    let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ends)
 }
 
 impl AsyncRead for Guard {
@@ -367,7 +357,7 @@ impl Drop for Guard {
     fn drop(&mut self) {
         let parting = self.stage.parting.take();
         if let Some(fault) = parting.filter(|_| self.stage.is_quiet() && !self.replaced && !self.at_end) {
-            let _ = self.stream.0.try_write(&written(&reply::fault(&fault)));
+            self.stream.send_at_once(&written(&reply::fault(&fault)));
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Accepting clients: sockets, connections, and their orderly end.
 //!
-//! `socket` opens listeners and accepts, `serve` runs one connection, `guard` stands between hyper
+//! `socket` opens listeners and accepts, `arrival` finds out who came, `serve` runs one connection, `guard` stands between hyper
 //! and a client's socket, `drain` ends the connections of a loop.
 
+pub mod arrival;
 pub mod drain;
 pub mod guard;
 pub mod serve;

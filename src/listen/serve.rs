@@ -1,8 +1,7 @@
-//! One client connection: hyper's loop of requests and answers, its limits, and its end.
+//! One client connection that speaks HTTP/1.1: hyper's loop of requests and answers, its limits, and its end.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
@@ -15,32 +14,32 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
 
 use super::drain::Guest;
 use super::guard::{Guard, Stage};
 use crate::gateway::body::{Body, Content};
-use crate::gateway::hall::{Hall, Peer};
+use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::{Passing, pass, record};
 use crate::http::fault::Fault;
 use crate::http::reply;
+use crate::wire::Wire;
 
 /// Read-buffer limit, and so the largest request head that is accepted.
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
-pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Guest) {
-    hall.meter.connected();
+pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
+    let address = origin.address;
     let timeouts = hall.view().snapshot.config.timeouts.clone();
     let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
-    let peer = Rc::new(Peer::new(address, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits())));
+    let peer = Rc::new(Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits())));
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
     let connection = http1::Builder::new()
         .header_read_timeout(None)
         // The guard looks for clients that go away.
         .half_close(true)
         .max_buf_size(HEAD_MAX_BYTES)
-        .serve_connection(TokioIo::new(Guard::new(stream, Rc::clone(&stage))), door);
+        .serve_connection(TokioIo::new(Guard::new(wire, Rc::clone(&stage))), door);
     let mut connection = std::pin::pin!(connection);
     let mut told = false;
     let ended = poll_fn(|cx| {
@@ -62,7 +61,6 @@ pub async fn serve(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Gu
     if let Some(fault) = stage.refused() {
         record::refused_head(&hall, address, &fault);
     }
-    hall.meter.disconnected();
 }
 
 /// What hyper calls with every request of a connection.

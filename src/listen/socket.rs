@@ -10,8 +10,8 @@ use std::time::Duration;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
+use super::arrival::arrive;
 use super::drain::Drain;
-use super::serve::serve;
 use crate::gateway::hall::Hall;
 
 /// Connections that may wait to be accepted.
@@ -70,7 +70,7 @@ pub async fn accept(listener: TcpListener, hall: Rc<Hall>, drain: Rc<Drain>) {
             Some(Ok((stream, peer))) => {
                 // An answer should not wait for the acknowledgement of the one before.
                 if stream.set_nodelay(true).is_ok() {
-                    tokio::task::spawn_local(serve(stream, peer.ip(), Rc::clone(&hall), drain.enter()));
+                    tokio::task::spawn_local(arrive(stream, peer.ip(), Rc::clone(&hall), drain.enter()));
                 }
             }
             Some(Err(error)) if is_about_one_connection(&error) => {}

@@ -19,7 +19,6 @@ use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
 
 use super::herald::{Hearsay, Herald};
 use super::relay::Relay;
@@ -49,10 +48,10 @@ pub struct Connection {
 pub type SendError = TrySendError<Request<Upload>>;
 
 impl Connection {
-    /// Makes a connection of a connected socket.
-    pub async fn new(stream: TcpStream) -> hyper::Result<Connection> {
+    /// Makes a connection of a connected stream.
+    pub async fn new(stream: Wire) -> hyper::Result<Connection> {
         let hearsay = Rc::new(Hearsay::default());
-        let io = TokioIo::new(Herald::new(Wire(stream), Rc::clone(&hearsay)));
+        let io = TokioIo::new(Herald::new(stream, Rc::clone(&hearsay)));
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));

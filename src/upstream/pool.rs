@@ -12,6 +12,7 @@ use super::connection::Connection;
 use crate::clock::Clock;
 use crate::config::Server;
 use crate::http::fault::Fault;
+use crate::wire::Wire;
 
 /// Idle connections that a loop keeps to one server.
 const IDLE_MAX: usize = 256;
@@ -70,7 +71,7 @@ impl Pool {
         let connect = async {
             let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
             stream.set_nodelay(true)?;
-            Connection::new(stream).await.map_err(io::Error::other)
+            Connection::new(Wire::tcp(stream)).await.map_err(io::Error::other)
         };
         let connected = timeout(within, connect).await;
         let failed = !matches!(connected, Ok(Ok(_)));
