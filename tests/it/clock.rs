@@ -247,9 +247,9 @@ fn who_waits_while_the_clock_is_stepped_passes_in_a_window_that_grants_it() {
     let rule = "key = \"ip\"\nwindows = [\"20/2s\"]\non_limit = \"delay\"\nmax_delay = \"2s\"";
     let mut gateway = Faked::start(&alone(rule), MINUTE_MS);
     let start = Instant::now();
-    let admitted = gateway.admitted_under_load(&[1, -1, 2, -3, 1, 1, -2, 2], 25);
+    let admitted = gateway.admitted_under_load(&[1, -1, 2, -3, 1, 1, -2, 2], 10);
     // The furthest of these steps is two seconds ahead.
     let windows = (start.elapsed().as_millis() as u64 + 2000) / 2000 + 2;
     assert!(admitted <= 20 * windows, "{admitted} in {windows} windows");
-    assert!(admitted >= 100, "{admitted}");
+    assert!(admitted >= 60, "{admitted}");
 }
