@@ -55,8 +55,11 @@ fn spans(text: &str) -> Vec<Range<usize>> {
         at = end;
         // `=` as in TOML, or `:` where that was mixed up.
         let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
-        let Some(value) = rest.strip_prefix(['=', ':']).filter(|_| is_secret(&text[start..end])) else { continue };
+        let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
         let value = value.trim_start_matches([' ', '\t']);
+        if !is_secret(&text[start..end]) && !is_key(value) {
+            continue;
+        }
         let from = text.len() - value.len();
         at = from + length(value);
         spans.push(from..at);
@@ -69,6 +72,12 @@ fn is_secret(name: &str) -> bool {
     // Nobody misspells a key at such length.
     let is_near = name.len() < 16 && strsim::damerau_levenshtein(&name, "secret") <= 2;
     (is_near || name.starts_with("secret")) && !name.ends_with("file")
+}
+
+/// Whether a key stands where the name of its file should.
+fn is_key(value: &str) -> bool {
+    let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");
+    label.is_some_and(|label| label.lines().next().is_some_and(|line| line.contains("PRIVATE KEY-----")))
 }
 
 /// How long a value is: to its closing quotes, or to the end of the line.
@@ -125,6 +134,8 @@ mod tests {
             "secret = \"\\\"hunter2-hunter2\"",
             "secret = \"\"\"\nhunter2-hunter2\n\"\"\"",
             "secret = '''\nhunter2-hunter2",
+            "private_key = \"-----BEGIN EC PRIVATE KEY-----\\nhunter2-hunter2\"",
+            "private_key = \"\"\"\n-----BEGIN PRIVATE KEY-----\nhunter2-hunter2\n\"\"\"",
         ] {
             let covered = Secrets::find(line).covered();
             assert!(!covered.contains("hunter"), "{covered}");

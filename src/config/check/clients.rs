@@ -67,7 +67,14 @@ fn part(item: &Item, example: &str, report: &mut Report) -> Option<Part> {
     let part = key::only(&word, report)?;
     match part {
         Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => return Some(part),
-        Part::Ip { .. } | Part::Param(_) | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => {}
+        Part::Ip { .. }
+        | Part::Param(_)
+        | Part::ClientCert
+        | Part::Host
+        | Part::Method
+        | Part::Path
+        | Part::Route
+        | Part::Global => {}
     }
     let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
     report.problem(word.span, message, item.write(example));

@@ -190,6 +190,7 @@ fn example(part: &Part) -> &'static str {
         Part::Host => "api.example.com",
         Part::Method => "GET",
         Part::Path => "/login",
+        Part::ClientCert => "9f86d081…",
         Part::Header(_)
         | Part::Cookie(_)
         | Part::Query(_)
@@ -213,6 +214,16 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
         return Some(Value::Clear(Network::of(address, prefix).address.to_string()));
     }
+    if *part == Part::ClientCert {
+        // As `openssl x509 -fingerprint -sha256` writes it, or in any other way.
+        let digits = text.strip_prefix(Digest::PREFIX).unwrap_or(text).replace(':', "").to_ascii_lowercase();
+        if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Some(Value::Clear(digits));
+        }
+        let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
+        report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(text)), fix);
+        return None;
+    }
     if text.starts_with(Digest::PREFIX) {
         let digest = digest(word, report)?;
         return Some(Value::Digest(digest));
@@ -234,6 +245,7 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         | Part::Query(_)
         | Part::Jwt(_)
         | Part::Param(_)
+        | Part::ClientCert
         | Part::Host
         | Part::Method
         | Part::Path
