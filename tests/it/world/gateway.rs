@@ -50,6 +50,11 @@ impl Gateway {
         self.inner.as_ref().unwrap().http()
     }
 
+    /// The addresses that speak TLS, in the order of the configuration.
+    pub fn https(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().https()
+    }
+
     pub fn client(&self) -> Client {
         Client::connect(self.http)
     }
@@ -73,6 +78,11 @@ impl Gateway {
 
     pub fn reload(&mut self, toml: &str) {
         self.reload_with(toml, "");
+    }
+
+    /// Tries to take over a configuration that may be bad.
+    pub fn reload_refused(&mut self, toml: &str) -> String {
+        self.inner.as_mut().unwrap().reload(read(toml, "")).unwrap_err().to_string()
     }
 
     pub fn reload_with(&mut self, toml: &str, clients: &str) {
