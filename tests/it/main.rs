@@ -9,10 +9,12 @@
 mod world;
 
 mod access_log;
+mod activation;
 mod admin;
 mod answers;
 mod bodies;
 mod cancel;
+mod certificate_files;
 mod changed_limits;
 mod client_certs;
 mod client_orders;

@@ -80,11 +80,6 @@ impl Gateway {
         self.reload_with(toml, "");
     }
 
-    /// Tries to take over a configuration that may be bad.
-    pub fn reload_refused(&mut self, toml: &str) -> String {
-        self.inner.as_mut().unwrap().reload(read(toml, "")).unwrap_err().to_string()
-    }
-
     pub fn reload_with(&mut self, toml: &str, clients: &str) {
         self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
     }
