@@ -74,6 +74,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let listen = listen::listen(top.get("listen"), files, report);
+    let certs = listen.client_certs();
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let access_log = access_log(top.get("access_log"), report);
@@ -88,12 +89,12 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
-    let mut rules = rules::rules(rules, fields, listen.client_certs(), report);
+    let mut rules = rules::rules(rules, fields, certs, report);
     rules.complete &= !misspelt.contains(&"rules");
     let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
-    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
+    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);
 
     let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
     let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();

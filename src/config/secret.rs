@@ -57,12 +57,13 @@ fn spans(text: &str) -> Vec<Range<usize>> {
         let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
         let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
         let value = value.trim_start_matches([' ', '\t']);
-        if !is_secret(&text[start..end]) && !is_key(value) {
+        let label = label_length(value);
+        if !is_secret(&text[start..end]) && label == 0 {
             continue;
         }
         let from = text.len() - value.len();
-        at = from + length(value);
-        spans.push(from..at);
+        at = from + length(value).max(label);
+        spans.push(from + label..at);
     }
     spans
 }
@@ -74,10 +75,12 @@ fn is_secret(name: &str) -> bool {
     (is_near || name.starts_with("secret")) && !name.ends_with("file")
 }
 
-/// Whether a key stands where the name of its file should.
-fn is_key(value: &str) -> bool {
+/// Where a private key stands instead of the name of its file: how long it is up to the key itself, else 0.
+fn label_length(value: &str) -> usize {
+    const END: &str = "PRIVATE KEY-----";
     let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");
-    label.is_some_and(|label| label.lines().next().is_some_and(|line| line.contains("PRIVATE KEY-----")))
+    let end = label.and_then(|label| label.lines().next()?.find(END).map(|at| value.len() - label.len() + at));
+    end.map_or(0, |end| end + END.len())
 }
 
 /// How long a value is: to its closing quotes, or to the end of the line.

@@ -117,6 +117,22 @@ fn single_certificates_can_have_windows_of_their_own() {
 }
 
 #[test]
+fn a_certificate_can_tell_on_which_plan_a_client_is() {
+    let world = World::new();
+    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let rule = "key = \"ip\"\nwindows = [\"1/hour\"]\n[rules.r.plans.large]\nwindows = [\"3/hour\"]";
+    let toml = world.toml("", rule) + "[clients]\nfile = \"clients.toml\"\nsubject = \"client-cert\"\n";
+    let fingerprint = first.fingerprint().to_uppercase();
+    let gateway =
+        Gateway::start_with(&toml, &format!("[clients.one]\nplan = \"large\"\nsubjects = [\"{fingerprint}\"]\n"));
+    assert_eq!(world.status(&gateway, Some(&second)), Some(200));
+    for status in [200, 200, 429] {
+        assert_eq!(world.status(&gateway, Some(&first)), Some(status));
+        assert_eq!(world.status(&gateway, Some(&second)), Some(429));
+    }
+}
+
+#[test]
 fn where_every_client_shows_one_nothing_need_be_said_of_others() {
     let world = World::new();
     let toml = world.toml("", PER_CERT);

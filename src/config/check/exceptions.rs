@@ -215,14 +215,7 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         return Some(Value::Clear(Network::of(address, prefix).address.to_string()));
     }
     if *part == Part::ClientCert {
-        // As `openssl x509 -fingerprint -sha256` writes it, or in any other way.
-        let digits = text.strip_prefix(Digest::PREFIX).unwrap_or(text).replace(':', "").to_ascii_lowercase();
-        if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Some(Value::Clear(digits));
-        }
-        let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
-        report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(text)), fix);
-        return None;
+        return fingerprint(word, report).map(Value::Clear);
     }
     if text.starts_with(Digest::PREFIX) {
         let digest = digest(word, report)?;
@@ -253,6 +246,18 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         | Part::Global => return Some(Value::Clear(text.to_owned())),
     };
     report.problem(word.span.clone(), format!("no request has {} as its `{part}`", shown(text)), fix);
+    None
+}
+
+/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
+/// `openssl x509 -fingerprint -sha256`.
+pub fn fingerprint(word: &Word, report: &mut Report) -> Option<String> {
+    let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
+    if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Some(digits);
+    }
+    let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
+    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(word.text)), fix);
     None
 }
 

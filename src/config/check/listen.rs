@@ -35,8 +35,8 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> Listen {
     };
     let Some(mut table) = section(item, report) else { return listen };
     let mut taken = Taken::new();
-    let https = table.get("https");
-    if let Some(item) = table.get("http") {
+    let (http, https) = (table.get("http"), table.get("https"));
+    if let Some(item) = http {
         listen.http = addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut taken, report);
     } else if https.is_some() {
         // Who asks for TLS has not asked for anything in the clear.
