@@ -98,7 +98,7 @@ impl std::error::Error for StartError {
 /// Why a configuration could not be taken over while running.
 #[derive(Debug)]
 pub enum ReloadError {
-    /// A change of this section takes a restart.
+    /// A change of this takes a restart.
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
@@ -107,7 +107,7 @@ pub enum ReloadError {
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of `{section}` takes a restart"),
+            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart"),
             ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
         }
@@ -240,9 +240,9 @@ impl Gateway {
     /// way finish on the old one.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
-            ("listen", config.listen.has_addresses_of(&self.config.listen)),
-            ("workers", config.workers == self.config.workers),
-            ("counters", config.counters == self.config.counters),
+            ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
+            ("`workers`", config.workers == self.config.workers),
+            ("`counters`", config.counters == self.config.counters),
         ] {
             if !same {
                 return Err(ReloadError::NeedsRestart(name));
