@@ -3,25 +3,28 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know;
+//! `outlook` what the rules amount to. This room opens
 //! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::rule::terms::Rule;
 use crate::token::Trust;
 
+pub mod certificate;
 pub mod check;
 pub mod clients;
 pub mod document;
+pub mod listen;
 pub mod outlook;
 pub mod problem;
 pub mod secret;
 
 use clients::Clients;
+use listen::Listen;
 use problem::Problem;
 
 /// Everything that `gateway.toml` says.
@@ -51,12 +54,6 @@ pub struct Config {
 }
 
 #[derive(Clone, PartialEq, Debug)]
-pub struct Listen {
-    pub http: Vec<SocketAddr>,
-    pub admin: Option<SocketAddr>,
-}
-
-#[derive(Clone, PartialEq, Debug)]
 pub struct Counters {
     /// Open windows that the table can hold.
     pub capacity: usize,
@@ -64,6 +61,10 @@ pub struct Counters {
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeouts {
+    /// From the connection until the PROXY header is there, where one is due.
+    pub proxy_protocol: Duration,
+    /// Until a TLS handshake is complete.
+    pub tls_handshake: Duration,
     /// From the connection, or from the answer before, until the head of a request is complete.
     pub request_head: Duration,
     /// Until a connection to an upstream server stands.

@@ -49,11 +49,17 @@ pub struct Origin {
     pub text: HeaderValue,
     /// Whether it came by TLS.
     pub is_secure: bool,
+    /// The fingerprint of the client's certificate, if it has shown one that was verified: SHA-256, in lower-case hex.
+    pub client_cert: Option<Box<str>>,
 }
 
 impl Origin {
     pub fn new(address: IpAddr, is_secure: bool) -> Origin {
-        Origin { address, text: fields::address(address), is_secure }
+        Origin { address, text: fields::address(address), is_secure, client_cert: None }
+    }
+
+    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> Origin {
+        Origin { client_cert, ..self }
     }
 }
 

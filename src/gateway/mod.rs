@@ -131,6 +131,7 @@ fn decide(
 
     let caller = Caller {
         address: peer.origin.address,
+        client_cert: peer.origin.client_cert.as_deref(),
         host: &clear.host,
         method: &parts.method,
         path: &path,

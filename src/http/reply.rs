@@ -169,11 +169,13 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         | Fault::Query(_)
         | Fault::Framing(_)
         | Fault::Malformed
+        | Fault::Cleartext
         | Fault::Body => StatusCode::BAD_REQUEST,
         Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => StatusCode::BAD_REQUEST,
         Fault::Token(_) => StatusCode::UNAUTHORIZED,
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
+        Fault::Crowded => StatusCode::SERVICE_UNAVAILABLE,
         Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
         Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
         Fault::Expectation => StatusCode::EXPECTATION_FAILED,
