@@ -22,6 +22,7 @@ mod clients;
 mod cost;
 mod exceptions;
 mod host;
+mod http2;
 mod jwt;
 mod key;
 pub mod layers;
@@ -75,6 +76,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let listen = listen::listen(top.get("listen"), report);
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
+    let http2 = http2::http2(top.get("http2"), report);
     let access_log = access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -101,6 +103,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         workers: workers.map(|workers| workers as usize),
         counters,
         timeouts,
+        http2,
         access_log,
         clients,
         jwt,

@@ -27,6 +27,7 @@ use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
 use crate::upstream::pool::Pool;
+use crate::upstream::upload::Unwanted;
 
 pub struct Hall {
     pub table: Arc<Table>,
@@ -66,11 +67,18 @@ pub struct Peer {
     pub interim: Rc<Interim>,
     /// Whether a request waits for its turn: then it is looked whether the client is still there.
     pub waits: Rc<Cell<bool>>,
+    /// Where the rest of a request's body is left; `None` where a connection is closed instead.
+    pub unwanted: Option<Rc<Unwanted>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits }
+        Peer { origin, timer, interim, waits, unwanted: None }
+    }
+
+    /// Of one stream of many on a connection: who resets it is seen without looking.
+    pub fn of_stream(origin: Rc<Origin>, timer: Rc<Timer>) -> Peer {
+        Peer { origin, timer, interim: Rc::default(), waits: Rc::default(), unwanted: Some(Rc::default()) }
     }
 }
 

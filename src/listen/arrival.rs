@@ -6,7 +6,8 @@ use std::rc::Rc;
 use tokio::net::TcpStream;
 
 use super::drain::Guest;
-use super::serve::serve;
+use super::preface::{Spoken, listen_for};
+use super::{http2, serve};
 use crate::gateway::hall::{Hall, Origin};
 use crate::wire::Wire;
 
@@ -14,6 +15,16 @@ use crate::wire::Wire;
 pub async fn arrive(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Guest) {
     hall.meter.connected();
     let origin = Rc::new(Origin::new(address, false));
-    serve(Wire::tcp(stream), origin, Rc::clone(&hall), guest).await;
+    let wire = Wire::tcp(stream);
+    let found = if hall.view().snapshot.config.http2.h2c {
+        listen_for(wire, &hall, &guest).await
+    } else {
+        Some((wire, Spoken::Http1))
+    };
+    match found {
+        Some((wire, Spoken::Http1)) => serve::serve(wire, origin, Rc::clone(&hall), guest).await,
+        Some((wire, Spoken::Http2)) => http2::serve(wire, origin, Rc::clone(&hall), guest).await,
+        None => {}
+    }
     hall.meter.disconnected();
 }

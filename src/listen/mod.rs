@@ -2,9 +2,18 @@
 //!
 //! `socket` opens listeners and accepts, `arrival` finds out who came, `serve` runs one connection, `guard` stands between hyper
 //! and a client's socket, `drain` ends the connections of a loop.
+//!
+//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it; `session` stands between
+//! hyper and the socket, `frames` reads what passes there, `conduct` judges it.
 
 pub mod arrival;
+pub mod conduct;
 pub mod drain;
+pub mod frames;
 pub mod guard;
+pub mod http2;
+pub mod preface;
 pub mod serve;
+pub mod session;
 pub mod socket;
+pub mod stream;

@@ -31,6 +31,8 @@ static UPSTREAM_REQUESTS: Name = counter("transom_upstream_requests_total", "Req
 static UPSTREAM_DURATION: Name =
     histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
 static CONNECTIONS: Name = gauge("transom_connections", "Open client connections.");
+static HTTP2_ABUSE: Name =
+    counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
@@ -40,7 +42,7 @@ pub static OVERFLOW: Name =
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 13] = [
+pub static NAMES: [&Name; 14] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -49,6 +51,7 @@ pub static NAMES: [&Name; 13] = [
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
     &CONNECTIONS,
+    &HTTP2_ABUSE,
     &COUNTERS,
     &OVERFLOW,
     &RELOADS,
@@ -161,10 +164,24 @@ impl UpstreamMeter {
     }
 }
 
+/// What a client can do too often, or wrong, on an HTTP/2 connection.
+const HTTP2_ABUSES: [&str; 9] = [
+    "reset",
+    "ping",
+    "settings",
+    "priority",
+    "window_update",
+    "empty_data",
+    "continuation",
+    "unknown",
+    "protocol_error",
+];
+
 /// Counts what belongs to no route, in one loop.
 #[derive(Debug)]
 pub struct LoopMeter {
     connections: Arc<Cell>,
+    http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
 }
@@ -173,6 +190,7 @@ impl LoopMeter {
     pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
         LoopMeter {
             connections: registry.cell(&CONNECTIONS, owner, &[("listener", "http")]),
+            http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
         }
@@ -184,6 +202,12 @@ impl LoopMeter {
 
     pub fn disconnected(&self) {
         self.connections.sub(1);
+    }
+
+    /// `kind` is one of those that are known.
+    pub fn http2_abuse(&self, kind: &str) {
+        let known = HTTP2_ABUSES.iter().position(|known| *known == kind);
+        known.into_iter().for_each(|kind| self.http2_abuse[kind].add(1));
     }
 
     pub fn decided(&self, took: Duration) {
