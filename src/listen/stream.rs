@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Method, Request, Response, header};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
@@ -37,6 +37,7 @@ struct Seat {
     peer: Rc<Peer>,
     /// The head of the answer is there.
     is_answering: Cell<bool>,
+    is_head: Cell<bool>,
 }
 
 /// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
@@ -73,7 +74,7 @@ impl Shared {
         let free = self.free.borrow_mut().pop();
         free.unwrap_or_else(|| {
             let peer = Peer::of_stream(Rc::clone(&self.origin), self.hall.timers.timer());
-            Rc::new(Seat { peer: Rc::new(peer), is_answering: Cell::new(false) })
+            Rc::new(Seat { peer: Rc::new(peer), is_answering: Cell::default(), is_head: Cell::default() })
         })
     }
 
@@ -95,6 +96,7 @@ impl Service<Request<Incoming>> for Streams {
     fn call(&self, request: Request<Incoming>) -> Answering {
         let Shared { hall, body_limit, next, .. } = &*self.0;
         let seat = self.0.seat();
+        seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
         let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, || false)));
         let passing = passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())));
@@ -199,8 +201,25 @@ impl Future for Answering {
         let (seat, body_limit) = (Rc::clone(&this.seat), this.body_limit);
         seat.is_answering.set(true);
         seat.peer.timer.arm(body_limit);
-        Poll::Ready(Ok(answer.unwrap_or_else(after_panic).map(|body| Staged { body, seat, body_limit })))
+        let mut answer = answer.unwrap_or_else(after_panic);
+        if seat.is_head.get() {
+            leave_out_body(&mut answer);
+        }
+        Poll::Ready(Ok(answer.map(|body| Staged { body, seat, body_limit })))
     }
+}
+
+/// Makes an answer one to HEAD: of HTTP/2, hyper would send the body all the same.
+fn leave_out_body(answer: &mut Response<Body>) {
+    if answer.body().is_end_stream() {
+        return;
+    }
+    if let (Some(length), false) =
+        (answer.body().size_hint().exact(), answer.headers().contains_key(header::CONTENT_LENGTH))
+    {
+        answer.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+    }
+    answer.body_mut().omit();
 }
 
 /// The body of an answer, which may take as long as it likes while it moves.

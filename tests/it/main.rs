@@ -27,6 +27,7 @@ mod files;
 mod first_minutes;
 mod framing;
 mod full_table;
+mod http2;
 mod httpbin;
 mod identity;
 mod keys;
