@@ -35,7 +35,8 @@ pub enum Spoken {
 /// nobody to answer.
 pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Option<(Wire, Spoken)> {
     let timer = hall.timers.timer();
-    timer.arm(hall.view().snapshot.config.timeouts.request_head);
+    let limit = hall.view().snapshot.config.timeouts.request_head;
+    timer.arm(limit);
     let mut preface = Vec::new();
     let (first, spoken) = poll_fn(|cx| {
         loop {
@@ -57,7 +58,7 @@ pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Optio
                 return Poll::Ready(Some((Bytes::from(std::mem::take(&mut preface)), spoken)));
             }
             if so_far == 0 {
-                timer.arm(PREFACE_MAX);
+                timer.arm(PREFACE_MAX.min(limit));
             }
         }
     })

@@ -220,6 +220,7 @@ fn a_reset_gives_up_the_place_of_a_request_that_waits() {
     eventually("it waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
     gateway.get("/a").expect(429);
     raw.send(frame(RST_STREAM, 0, 3, &CANCEL.to_be_bytes()));
+    eventually("it is gone", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1);
     raw.get(5, "/a");
     eventually("another waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2);
     gateway.advance_s(60);

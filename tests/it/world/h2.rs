@@ -55,10 +55,6 @@ impl Frame {
         let at = if self.kind == GOAWAY { 4 } else { 0 };
         u32::from_be_bytes(self.payload[at..at + 4].try_into().unwrap())
     }
-
-    pub fn ends_stream(&self) -> bool {
-        matches!(self.kind, DATA | HEADERS) && self.flags & END_STREAM != 0
-    }
 }
 
 /// A frame as bytes.
