@@ -76,9 +76,12 @@ impl Peer {
         Peer { origin, timer, interim, waits, unwanted: None }
     }
 
-    /// Of one stream of many on a connection: who resets it is seen without looking.
-    pub fn of_stream(origin: Rc<Origin>, timer: Rc<Timer>) -> Peer {
-        Peer { origin, timer, interim: Rc::default(), waits: Rc::default(), unwanted: Some(Rc::default()) }
+    /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
+    /// sees by itself that a stream is reset.
+    pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
+        let Peer { origin, interim, waits, .. } = whole;
+        let (origin, interim, waits) = (Rc::clone(origin), Rc::clone(interim), Rc::clone(waits));
+        Peer { origin, timer, interim, waits, unwanted: Some(Rc::default()) }
     }
 }
 

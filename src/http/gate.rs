@@ -280,6 +280,33 @@ mod tests {
     }
 
     #[test]
+    fn a_request_of_http_2_is_translated() {
+        let translated = |request: http::request::Builder| {
+            let (mut parts, ()) = request.version(Version::HTTP_2).body(()).unwrap().into_parts();
+            translate(&mut parts)?;
+            check(&parts).map(|clear| clear.host.into_owned())?;
+            let fields = |name| parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap().to_owned());
+            Ok((fields("host").collect::<Vec<_>>().join("|"), fields("cookie").collect::<Vec<_>>().join("|")))
+        };
+        let told = |host: &str, cookie: &str| Ok((host.to_owned(), cookie.to_owned()));
+        let get = |uri| Request::get(uri);
+        assert_eq!(translated(get("http://A:80/b")), told("A:80", ""));
+        assert_eq!(translated(get("https://a:443/b").header("host", "A")), told("a:443", ""));
+        assert_eq!(translated(get("/b").header("host", "a")), told("a", ""));
+        let cookies = get("http://a/").header("cookie", "b=1").header("x", "y").header("cookie", "c=2; d");
+        assert_eq!(translated(cookies), told("a", "b=1; c=2; d"));
+        assert!(matches!(translated(get("/b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("http://u@a/b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("http://a/b").header("host", "b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("https://a/b").header("host", "a:80")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("ws://a/b")), Err(Fault::Target(_))));
+        assert!(matches!(translated(get("http://a/").header("x", " y")), Err(Fault::Malformed)));
+        assert!(matches!(translated(Request::connect("a:80")), Err(Fault::Method)));
+        let lengths = get("http://a/").header("content-length", "1").header("content-length", "1");
+        assert!(matches!(translated(lengths), Err(Fault::Framing(_))));
+    }
+
+    #[test]
     fn ambiguous_framing_is_refused() {
         for codings in [
             &["gzip, chunked"][..],

@@ -336,3 +336,30 @@ fn answer(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>)
     *reply.headers_mut() = headers;
     reply
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_grpc_can_not_carry_is_encoded() {
+        assert_eq!(percent_encoded("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
+    }
+
+    #[test]
+    fn a_fault_is_told_to_grpc_by_its_own_numbers() {
+        let told = |fault: &Fault| Dialect::Grpc.fault(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
+        for (fault, code) in [
+            (Fault::NoRoute, "12"),
+            (Fault::Malformed, "13"),
+            (Fault::Panic, "13"),
+            (Fault::BodyTimeout, "4"),
+            (Fault::ResponseTimeout, "4"),
+            (Fault::Connect(String::new()), "14"),
+            (Fault::Expectation, "2"),
+        ] {
+            assert_eq!(told(&fault), code, "{fault}");
+        }
+        assert!(!Dialect::Grpc.fault(&Fault::Malformed).headers().contains_key("connection"));
+    }
+}

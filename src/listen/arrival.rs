@@ -23,7 +23,8 @@ pub async fn arrive(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: G
     };
     match found {
         Some((wire, Spoken::Http1)) => serve::serve(wire, origin, Rc::clone(&hall), guest).await,
-        Some((wire, Spoken::Http2)) => http2::serve(wire, origin, Rc::clone(&hall), guest).await,
+        // Apart, so that the others take no memory for it.
+        Some((wire, Spoken::Http2)) => Box::pin(http2::serve(wire, origin, Rc::clone(&hall), guest)).await,
         None => {}
     }
     hall.meter.disconnected();

@@ -32,6 +32,9 @@ use crate::http::fields;
 const UNWANTED_MAX_BYTES: usize = 256 * 1024;
 const UNWANTED_MAX: Duration = Duration::from_secs(2);
 
+/// Seats that a connection keeps for streams to come.
+const FREE_MAX: usize = 32;
+
 /// What a stream needs while there is a request on it; used again by the next.
 struct Seat {
     peer: Rc<Peer>,
@@ -46,7 +49,8 @@ pub struct Streams(Rc<Shared>);
 
 struct Shared {
     hall: Rc<Hall>,
-    origin: Rc<Origin>,
+    /// The connection as a whole.
+    whole: Peer,
     session: Rc<Session>,
     body_limit: Duration,
     /// Seats that nobody has.
@@ -65,7 +69,8 @@ impl Seat {
 impl Streams {
     pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>, body_limit: Duration) -> Streams {
         let (free, next) = (RefCell::default(), RefCell::default());
-        Streams(Rc::new(Shared { hall, origin, session, body_limit, free, next }))
+        let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
+        Streams(Rc::new(Shared { hall, whole, session, body_limit, free, next }))
     }
 }
 
@@ -73,7 +78,7 @@ impl Shared {
     fn seat(&self) -> Rc<Seat> {
         let free = self.free.borrow_mut().pop();
         free.unwrap_or_else(|| {
-            let peer = Peer::of_stream(Rc::clone(&self.origin), self.hall.timers.timer());
+            let peer = Peer::of_stream(&self.whole, self.hall.timers.timer());
             Rc::new(Seat { peer: Rc::new(peer), is_answering: Cell::default(), is_head: Cell::default() })
         })
     }
@@ -84,7 +89,10 @@ impl Shared {
         if let Some(unwanted) = &seat.peer.unwanted {
             drop(unwanted.take());
         }
-        self.free.borrow_mut().push(seat);
+        let mut free = self.free.borrow_mut();
+        if free.len() < FREE_MAX {
+            free.push(seat);
+        }
     }
 }
 

@@ -52,7 +52,9 @@ fn a_refusal_is_resource_exhausted() {
 
 #[test]
 fn a_cost_that_never_fits_is_told_so() {
-    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]\ncost = { request-header = \"x-cost\", default = 1, max = 5 }"));
+    let gateway = Gateway::start(&one_rule(
+        "key = \"ip\"\nwindows = [\"1/hour\"]\ncost = { request-header = \"x-cost\", default = 1, max = 5 }",
+    ));
     let fields = [GRPC[0], GRPC[1], ("x-cost", "2")];
     let refused = Calm::connect(gateway.http).ask("POST", "/a", &fields, b"x");
     assert!(status(&refused, "8").contains("never"));

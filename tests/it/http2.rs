@@ -107,7 +107,9 @@ fn trailers_pass_both_ways() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let received = talk.request().unwrap();
         assert_eq!(received.trailers, [("x-sum".to_owned(), "7".to_owned())]);
-        talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-end\r\n\r\n3\r\nabc\r\n0\r\nx-end: 9\r\n\r\n");
+        talk.send(
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-end\r\n\r\n3\r\nabc\r\n0\r\nx-end: 9\r\n\r\n",
+        );
     });
     let gateway = Gateway::start(&pass_all(&upstream));
     let trailers = http::HeaderMap::from_iter([(http::HeaderName::from_static("x-sum"), "7".parse().unwrap())]);
@@ -125,10 +127,7 @@ impl Body for Frames {
     type Data = Bytes;
     type Error = std::io::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
         Poll::Ready(self.0.pop_front().map(Ok))
     }
 }
@@ -203,9 +202,7 @@ fn a_request_that_is_reset_is_canceled_but_has_counted() {
         assert!(seen.recv().unwrap(), "the upstream is let go");
     }
     assert_eq!(remaining(&gateway.get("/a").expect(429), "r"), 0);
-    eventually("they are recorded", || {
-        gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3
-    });
+    eventually("they are recorded", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3);
 }
 
 #[test]
@@ -274,7 +271,8 @@ fn h2load_finds_nothing_wrong() {
 fn the_log_names_the_protocol() {
     let scratch = Scratch::new();
     let log = scratch.path().join("access.log");
-    let toml = format!("{}[access_log]\nfile = \"{}\"\n", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"), log.display());
+    let toml =
+        format!("{}[access_log]\nfile = \"{}\"\n", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"), log.display());
     let gateway = Gateway::start(&toml);
     Calm::connect(gateway.http).get("/a").expect(200);
     gateway.get("/a").expect(200);
@@ -338,7 +336,7 @@ fn nothing_that_was_begun_fails_when_the_gateway_stops_under_load() {
 fn it_can_be_switched_off_in_the_clear() {
     let toml = format!("[http2]\nh2c = false\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
-    let mut raw = Raw::connect(gateway.http);
+    let raw = Raw::connect(gateway.http);
     let mut client = Client::over(raw.stream.try_clone().unwrap());
     client.answer().expect(400);
     raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
