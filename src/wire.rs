@@ -122,6 +122,10 @@ impl AsyncRead for Wire {
             let length = self.early.len().min(buffer.remaining());
             buffer.put_slice(&self.early[..length]);
             self.early.advance(length);
+            if self.early.is_empty() {
+                // Its memory would last as long as the connection.
+                self.early = Bytes::new();
+            }
             return Poll::Ready(Ok(()));
         }
         match &mut self.stream {

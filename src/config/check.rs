@@ -23,6 +23,7 @@ mod clients;
 mod cost;
 mod exceptions;
 mod host;
+mod http2;
 mod jwt;
 mod key;
 pub mod layers;
@@ -77,6 +78,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let certs = listen.client_certs();
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
+    let http2 = http2::http2(top.get("http2"), report);
     let access_log = access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -103,6 +105,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         workers: workers.map(|workers| workers as usize),
         counters,
         timeouts,
+        http2,
         access_log,
         clients,
         jwt,

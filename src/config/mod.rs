@@ -35,6 +35,7 @@ pub struct Config {
     pub workers: Option<usize>,
     pub counters: Counters,
     pub timeouts: Timeouts,
+    pub http2: Http2,
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
@@ -77,6 +78,23 @@ pub struct Timeouts {
     pub upstream_idle: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+}
+
+/// What clients may do on one HTTP/2 connection.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Http2 {
+    /// Whether it is spoken in the clear, to clients that begin with it.
+    pub h2c: bool,
+    /// Requests at the same time.
+    pub max_concurrent_streams: u32,
+    /// How long a connection without a request is kept.
+    pub idle: Duration,
+    /// How often a client is asked whether it is still there; `None`: never.
+    pub ping: Option<Duration>,
+    /// Requests that a client may give up in a second.
+    pub max_resets: u32,
+    /// Frames that are neither request nor body, in a second.
+    pub max_control_frames: u32,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -21,10 +21,12 @@ use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 use super::capacity::Place;
 use super::drain::Guest;
 use super::guard::{LINGER, LINGER_BYTES, written};
+use super::http2;
 use super::lobby::Listener;
+use super::preface::{Spoken, listen_for};
 use super::proxy_header::{MAX_BYTES, Progress, Source, parse};
 use super::serve::serve;
-use super::tls::fingerprint;
+use super::tls::{HTTP2, fingerprint};
 use crate::gateway::hall::Origin;
 use crate::gateway::record;
 use crate::http::fault::Fault;
@@ -98,8 +100,17 @@ async fn welcome(
         return Err(TurnedAway::MaxConnectionsPerClient.into());
     }
     let Some(tls) = listener.tls() else {
-        let origin = Rc::new(Origin::new(address, false));
-        serve(Wire::tcp(stream), origin, hall, guest).await;
+        let (origin, wire) = (Rc::new(Origin::new(address, false)), Wire::tcp(stream));
+        if !hall.view().snapshot.config.http2.h2c {
+            serve(wire, origin, hall, guest).await;
+            return Ok(());
+        }
+        match listen_for(wire, &hall, &guest).await {
+            Some((wire, Spoken::Http1)) => serve(wire, origin, hall, guest).await,
+            // Apart, so that the others take no memory for it.
+            Some((wire, Spoken::Http2)) => Box::pin(http2::serve(wire, origin, hall, guest)).await,
+            None => {}
+        }
         return Ok(());
     };
     let stream = Box::pin(secure(stream, tls, address, listener, &guest)).await?;
@@ -107,9 +118,14 @@ async fn welcome(
     let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
     listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let origin = Rc::new(Origin::new(address, true).with_certificate(certificate));
-    // What is spoken from here on was agreed in `session.alpn_protocol()`, out of `tls::ALPN`: HTTP/1.1, also
-    // where a client names nothing.
-    serve(Wire::tls(EitherSide::from(stream)), origin, hall, guest).await;
+    // Where a client names nothing, it speaks HTTP/1.1.
+    let speaks_http2 = session.alpn_protocol() == Some(HTTP2);
+    let wire = Wire::tls(EitherSide::from(stream));
+    if speaks_http2 {
+        Box::pin(http2::serve(wire, origin, hall, guest)).await;
+    } else {
+        serve(wire, origin, hall, guest).await;
+    }
     Ok(())
 }
 

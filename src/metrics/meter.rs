@@ -36,6 +36,8 @@ static CONNECTIONS_REFUSED: Name =
 static TLS_HANDSHAKES: Name = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
 static CERTIFICATE_EXPIRY: Name =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
+static HTTP2_ABUSE: Name =
+    counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
@@ -45,7 +47,7 @@ pub static OVERFLOW: Name =
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 16] = [
+pub static NAMES: [&Name; 17] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -57,6 +59,7 @@ pub static NAMES: [&Name; 16] = [
     &CONNECTIONS_REFUSED,
     &TLS_HANDSHAKES,
     &CERTIFICATE_EXPIRY,
+    &HTTP2_ABUSE,
     &COUNTERS,
     &OVERFLOW,
     &RELOADS,
@@ -169,9 +172,23 @@ impl UpstreamMeter {
     }
 }
 
+/// What a client can do too often, or wrong, on an HTTP/2 connection.
+const HTTP2_ABUSES: [&str; 9] = [
+    "reset",
+    "ping",
+    "settings",
+    "priority",
+    "window_update",
+    "empty_data",
+    "continuation",
+    "unknown",
+    "protocol_error",
+];
+
 /// Counts what belongs to no route, in one loop.
 #[derive(Debug)]
 pub struct LoopMeter {
+    http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
 }
@@ -179,9 +196,16 @@ pub struct LoopMeter {
 impl LoopMeter {
     pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
         LoopMeter {
+            http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
         }
+    }
+
+    /// `kind` is one of those that are known.
+    pub fn http2_abuse(&self, kind: &str) {
+        let known = HTTP2_ABUSES.iter().position(|known| *known == kind);
+        known.into_iter().for_each(|kind| self.http2_abuse[kind].add(1));
     }
 
     pub fn decided(&self, took: Duration) {

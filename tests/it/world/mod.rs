@@ -1,7 +1,7 @@
 //! The language of the integration tests.
 //!
 //! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
-//! binary; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point; `upstream` is
+//! binary; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
 //! a server that follows a script and remembers what it received; `parts` are real servers from
 //! Debian and PyPI; `issuer` signs tokens, `tls` certificates; `quota` and `page` read what the gateway says about limits and metrics.
 //!
@@ -9,6 +9,7 @@
 
 pub mod client;
 pub mod gateway;
+pub mod h2;
 pub mod issuer;
 pub mod page;
 pub mod parts;
