@@ -17,6 +17,7 @@ use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
 use clients::Plans;
 
+mod actions;
 mod calendar;
 mod clients;
 mod cost;
@@ -25,12 +26,15 @@ mod host;
 mod jwt;
 mod key;
 pub mod layers;
+mod limits;
 mod listen;
 mod path;
+mod proxies;
 mod reach;
 mod refusal;
 mod routes;
 mod rules;
+mod text;
 mod upstreams;
 mod window;
 
@@ -72,9 +76,10 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let encoded_slash = encoded_slash.unwrap_or(EncodedSlash::Refuse);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
-    let listen = listen::listen(top.get("listen"), report);
+    let (listen, proxies) = listen::listen(top.get("listen"), report);
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
+    let limits = limits::limits(top.get("limits"), report);
     let access_log = access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -89,7 +94,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
     rules.complete &= !misspelt.contains(&"rules");
-    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
+    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, &timeouts, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
@@ -101,6 +106,8 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         workers: workers.map(|workers| workers as usize),
         counters,
         timeouts,
+        limits,
+        proxies,
         access_log,
         clients,
         jwt,
@@ -147,14 +154,21 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
             }
         };
         read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
-        read("connect", &mut timeouts.connect, 1..=DAY_MS);
-        read("response_head", &mut timeouts.response_head, 1..=DAY_MS);
-        read("body", &mut timeouts.body, 1..=DAY_MS);
         read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
         read("drain", &mut timeouts.drain, 0..=DAY_MS);
+        exchange_timeouts(&mut table, &mut timeouts, report);
         table.finish(&[], report);
     }
     timeouts
+}
+
+/// Those of one request, which routes may have of their own.
+fn exchange_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
+    let Timeouts { connect, response_head, body, .. } = timeouts;
+    for (key, timeout) in [("connect", connect), ("response_head", response_head), ("body", body)] {
+        let ms = table.get(key).and_then(|item| duration(&item, 1..=DAY_MS, *timeout, report));
+        *timeout = ms.map_or(*timeout, Duration::from_millis);
+    }
 }
 
 /// A duration in milliseconds.

@@ -3,7 +3,7 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! shown). `clients` is what a second file says; `action` what routes change on the way; `outlook` what the rules amount to. This room opens
 //! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
@@ -11,9 +11,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::rule::network::Network;
 use crate::rule::terms::Rule;
 use crate::token::Trust;
 
+pub mod action;
 pub mod check;
 pub mod clients;
 pub mod document;
@@ -21,6 +23,7 @@ pub mod outlook;
 pub mod problem;
 pub mod secret;
 
+use action::Actions;
 use clients::Clients;
 use problem::Problem;
 
@@ -32,6 +35,9 @@ pub struct Config {
     pub workers: Option<usize>,
     pub counters: Counters,
     pub timeouts: Timeouts,
+    pub limits: Limits,
+    /// Whom to believe about whom they were asked by.
+    pub proxies: Option<Proxies>,
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
@@ -76,6 +82,38 @@ pub struct Timeouts {
     pub upstream_idle: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+}
+
+/// How much a request may be, and how little of it may move.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Limits {
+    /// Of a request's head, in bytes.
+    pub request_head: usize,
+    /// Fields of a request's head.
+    pub request_fields: usize,
+    /// Bytes of a request's body; `None`: any number.
+    pub max_body: Option<u64>,
+    /// Bytes of a request's body that a client has to send each second; 0: any number.
+    pub min_request_rate: u64,
+    /// Over how long that is looked at.
+    pub rate_grace: Duration,
+    /// Bytes of an answer that a client has to take each second, over `Timeouts::body`; 0: any number.
+    pub min_response_rate: u64,
+}
+
+/// Proxies in front of the gateway, and how they tell whom they were asked by.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Proxies {
+    pub networks: Vec<Network>,
+    pub by: ForwardedBy,
+}
+
+/// The field that a proxy tells it in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardedBy {
+    XForwardedFor,
+    /// RFC 7239.
+    Forwarded,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -163,7 +201,11 @@ pub struct Route {
     /// Request fields that must be there, by lower-case name, and their value; `None`: any value.
     pub headers: Vec<(String, Option<String>)>,
     pub path: PathPattern,
-    /// Position in [`Config::upstreams`].
+    /// Whether it takes requests that came by https, or those that did not; `None`: both.
+    pub secure: Option<bool>,
+    /// What is changed on the way, if anything is.
+    pub actions: Option<Box<Actions>>,
+    /// Position in [`Config::upstreams`]; of no meaning where `actions` have an answer.
     pub upstream: usize,
     /// Positions in [`Config::rules`].
     pub rules: Vec<usize>,

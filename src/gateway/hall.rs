@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::HeaderValue;
 
@@ -17,6 +18,7 @@ use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
+use crate::http::fault::Fault;
 use crate::http::fields;
 use crate::http::quota::Stamp;
 use crate::interim::Interim;
@@ -66,11 +68,13 @@ pub struct Peer {
     pub interim: Rc<Interim>,
     /// Whether a request waits for its turn: then it is looked whether the client is still there.
     pub waits: Rc<Cell<bool>>,
+    /// How long a body may stand still, where the connection looks after it; a request may have a limit of its own.
+    pub body_limit: Option<Rc<Cell<Duration>>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits }
+        Peer { origin, timer, interim, waits, body_limit: None }
     }
 }
 
@@ -119,7 +123,7 @@ impl Hall {
     ) -> Hall {
         let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
         Hall {
-            meter: LoopMeter::new(&registry, owner),
+            meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
             timers: Rc::default(),
             complaints: Complaints::default(),
             abandoned: Abandoned::default(),

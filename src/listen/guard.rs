@@ -39,6 +39,8 @@ pub struct Stage {
     heard: Cell<bool>,
     /// What came last while nothing was under way: a head, and what was sent along with it.
     head: RefCell<Vec<u8>>,
+    /// Of these, some line feed had no carriage return before it; it may as well be one of a body.
+    bare: Cell<bool>,
     /// A request has begun since, so that the next bytes are those of another.
     begun: Cell<bool>,
     /// What to say when the connection is dropped.
@@ -53,7 +55,13 @@ pub struct Stage {
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
     head_limit: Duration,
-    body_limit: Duration,
+    body_limit: Rc<Cell<Duration>>,
+    /// Bytes of an answer that a client has to take in each `body_limit`, once it does not take all at once.
+    least: u64,
+    /// How many of these are still to be taken before the time begins anew; 0 while the client keeps up.
+    owed: Cell<u64>,
+    /// There is no more of the answer at present: whoever has taken all of it has kept up.
+    drained: Cell<bool>,
 }
 
 /// What a connection is at.
@@ -69,14 +77,15 @@ enum Phase {
 
 impl Stage {
     /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
-    /// for how long a body may stand still.
-    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration) -> Rc<Stage> {
+    /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
+    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
         timer.arm(head_limit);
         let stage = Stage {
             busy: Cell::new(false),
             unflushed: Cell::new(false),
             heard: Cell::new(false),
             head: RefCell::default(),
+            bare: Cell::new(false),
             begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
@@ -85,13 +94,21 @@ impl Stage {
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
-            body_limit,
+            body_limit: Rc::new(Cell::new(body_limit)),
+            least: rate.saturating_mul(u64::try_from(body_limit.as_millis()).unwrap_or(u64::MAX)) / 1000,
+            owed: Cell::new(0),
+            drained: Cell::new(false),
         };
         Rc::new(stage)
     }
 
     pub fn interim(&self) -> &Rc<Interim> {
         &self.interim
+    }
+
+    /// How long a body may stand still; a request may have a limit of its own.
+    pub fn body_limit(&self) -> &Rc<Cell<Duration>> {
+        &self.body_limit
     }
 
     pub fn waits(&self) -> &Rc<Cell<bool>> {
@@ -111,7 +128,15 @@ impl Stage {
     /// The head of its answer is there, or another piece of either body has moved.
     pub fn moved(&self) {
         self.phase.set(Phase::Answering);
-        self.timer.arm(self.body_limit);
+        self.drained.set(false);
+        if self.owed.get() == 0 {
+            self.timer.arm(self.body_limit.get());
+        }
+    }
+
+    /// The answer's next piece is not there yet.
+    pub fn awaits_piece(&self) {
+        self.drained.set(true);
     }
 
     /// Bytes have come while nothing was under way.
@@ -121,8 +146,26 @@ impl Stage {
         if self.begun.take() {
             head.clear();
             head.shrink_to(HEAD_KEPT_BYTES);
+            self.bare.set(false);
         }
+        let last = head.last().copied();
         head.extend_from_slice(bytes);
+        if has_bare_line_feed(last, bytes) {
+            self.bare.set(true);
+        }
+    }
+
+    /// Whether a line of the head that came with the request just begun ends in a line feed alone. hyper takes that for
+    /// the end of a line, and others may not; so what one of them takes for a field, or for a body,
+    /// could be a request here.
+    pub fn has_bare_line_end(&self) -> bool {
+        if !self.bare.get() {
+            return false;
+        }
+        let head = self.head.borrow();
+        let lines = head.split_inclusive(|byte| *byte == b'\n').skip_while(|line| *line == b"\r\n");
+        // Behind the empty line comes the body, which may have any bytes.
+        lines.take_while(|line| *line != b"\r\n").any(|line| !line.ends_with(b"\r\n"))
     }
 
     /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
@@ -153,16 +196,41 @@ impl Stage {
     /// The last byte of the answer has left.
     fn flushed(&self) {
         self.unflushed.set(false);
+        self.owed.set(0);
         if self.phase.replace(Phase::Head) != Phase::Head {
             self.timer.arm(self.head_limit);
         }
     }
 
-    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes.
+    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes, if it moves
+    /// as much in each of its limits as a client has to take.
     fn sent(&self, sent: &Poll<io::Result<usize>>) {
-        if sent.is_ready() && self.phase.get() == Phase::Answering {
-            self.timer.arm(self.body_limit);
+        if self.phase.get() != Phase::Answering {
+            return;
         }
+        let Poll::Ready(sent) = sent else {
+            if self.owed.get() == 0 {
+                self.owed.set(self.least);
+            }
+            return;
+        };
+        let sent = sent.as_ref().map_or(0, |bytes| *bytes as u64);
+        self.owed.set(self.owed.get().saturating_sub(sent));
+        if self.owed.get() == 0 {
+            self.timer.arm(self.body_limit.get());
+        }
+    }
+
+    /// All that there is of an answer has been sent, and more is to come.
+    fn caught_up(&self) {
+        if self.drained.get() && self.owed.replace(0) > 0 {
+            self.timer.arm(self.body_limit.get());
+        }
+    }
+
+    /// Whether the connection ended because the client did not take its answer.
+    pub fn is_stalled(&self) -> bool {
+        self.phase.get() == Phase::Answering
     }
 
     /// Whether a head took too long, or an answer stands still; wakes the task when it does.
@@ -333,7 +401,10 @@ impl AsyncWrite for Guard {
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
             this.stage.flushed();
-        } else if let Poll::Ready(gone) = this.poll_hung_up(cx) {
+            return Poll::Ready(Ok(()));
+        }
+        this.stage.caught_up();
+        if let Poll::Ready(gone) = this.poll_hung_up(cx) {
             return Poll::Ready(gone);
         }
         Poll::Ready(Ok(()))
@@ -360,6 +431,15 @@ impl Drop for Guard {
             self.stream.send_at_once(&written(&reply::fault(&fault)));
         }
     }
+}
+
+/// Whether a line feed comes without a carriage return before it; `last` is the byte before these. All bytes are
+/// looked at, without a branch: that is sixteen at a time.
+fn has_bare_line_feed(last: Option<u8>, bytes: &[u8]) -> bool {
+    let begins_bare = bytes.first() == Some(&b'\n') && last.is_some_and(|last| last != b'\r');
+    let pairs = bytes.iter().zip(bytes.iter().skip(1));
+    let bare = pairs.fold(0, |bare, (first, second)| bare | (u8::from(*second == b'\n') & u8::from(*first != b'\r')));
+    begins_bare || bare != 0
 }
 
 /// An answer as bytes of HTTP/1.1.

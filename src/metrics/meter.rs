@@ -37,10 +37,11 @@ static ACCESS_LOG_LOST: Name =
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
 pub static OVERFLOW: Name =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
+static FAULTS: Name = counter("transom_faults_total", "What went wrong with requests, by kind.");
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 13] = [
+pub static NAMES: [&Name; 14] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -53,6 +54,7 @@ pub static NAMES: [&Name; 13] = [
     &OVERFLOW,
     &RELOADS,
     &ACCESS_LOG_LOST,
+    &FAULTS,
     &BUILD_INFO,
 ];
 
@@ -167,14 +169,18 @@ pub struct LoopMeter {
     connections: Arc<Cell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
+    /// By the kind of the fault.
+    faults: Vec<Arc<Cell>>,
 }
 
 impl LoopMeter {
-    pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
+    /// `faults` are the names of the kinds that there are.
+    pub fn new(registry: &Registry, owner: LoopId, faults: &[&str]) -> LoopMeter {
         LoopMeter {
             connections: registry.cell(&CONNECTIONS, owner, &[("listener", "http")]),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
+            faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("fault", kind)])).collect(),
         }
     }
 
@@ -192,6 +198,11 @@ impl LoopMeter {
 
     pub fn access_log_lost(&self, lines: u64) {
         self.access_log_lost.add(lines);
+    }
+
+    /// `kind` is the position of its name.
+    pub fn fault(&self, kind: usize) {
+        self.faults[kind].add(1);
     }
 }
 

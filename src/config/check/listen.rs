@@ -5,18 +5,19 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use super::section;
-use crate::config::Listen;
+use super::{proxies, section};
 use crate::config::document::{Item, Later, Word};
 use crate::config::problem::{Report, shown};
+use crate::config::{Listen, Proxies};
 
 const LATER: [Later; 1] = [("https", "remove it; put a server that speaks TLS in front of the gateway")];
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 
-pub fn listen(item: Option<Item>, report: &mut Report) -> Listen {
+pub fn listen(item: Option<Item>, report: &mut Report) -> (Listen, Option<Proxies>) {
     let mut listen = Listen { http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))], admin: None };
-    let Some(mut table) = section(item, report) else { return listen };
+    let Some(mut table) = section(item, report) else { return (listen, None) };
+    let proxies = proxies::Settings::of(&mut table).read(report);
     // Addresses taken so far, and the line of each.
     let mut taken: Vec<(SocketAddr, usize)> = Vec::new();
     if let Some(item) = table.get("http") {
@@ -35,7 +36,7 @@ pub fn listen(item: Option<Item>, report: &mut Report) -> Listen {
         listen.admin = address(&word, &mut taken, report);
     }
     table.finish(&LATER, report);
-    listen
+    (listen, proxies)
 }
 
 fn address(word: &Word, taken: &mut Vec<(SocketAddr, usize)>, report: &mut Report) -> Option<SocketAddr> {
