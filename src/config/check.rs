@@ -147,16 +147,10 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         drain: Duration::from_secs(30),
     };
     if let Some(mut table) = section(item, report) {
-        let mut read = |key, timeout: &mut Duration, range: RangeInclusive<u64>| {
-            let Some(item) = table.get(key) else { return };
-            if let Some(ms) = duration(&item, range, *timeout, report) {
-                *timeout = Duration::from_millis(ms);
-            }
-        };
-        read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
-        read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
-        read("drain", &mut timeouts.drain, 0..=DAY_MS);
+        timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
         exchange_timeouts(&mut table, &mut timeouts, report);
+        timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
+        timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
         table.finish(&[], report);
     }
     timeouts
@@ -164,11 +158,20 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
 
 /// Those of one request, which routes may have of their own.
 fn exchange_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
-    let Timeouts { connect, response_head, body, .. } = timeouts;
-    for (key, timeout) in [("connect", connect), ("response_head", response_head), ("body", body)] {
-        let ms = table.get(key).and_then(|item| duration(&item, 1..=DAY_MS, *timeout, report));
-        *timeout = ms.map_or(*timeout, Duration::from_millis);
-    }
+    timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
+    timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
+    timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
+}
+
+fn timeout(
+    table: &mut Table,
+    key: &'static str,
+    timeout: &mut Duration,
+    range: RangeInclusive<u64>,
+    report: &mut Report,
+) {
+    let ms = table.get(key).and_then(|item| duration(&item, range, *timeout, report));
+    *timeout = ms.map_or(*timeout, Duration::from_millis);
 }
 
 /// A duration in milliseconds.

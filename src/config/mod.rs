@@ -227,6 +227,33 @@ pub fn is_plain(byte: u8) -> bool {
     PLAIN[usize::from(byte)]
 }
 
+/// Why a segment in normal form still names no endpoint for certain, if it does not. What is written so is read by
+/// some servers as something that it is not here:
+/// - `..;x` as `..`, by those that take what is behind a semicolon off before they resolve dots;
+/// - `login%0A` as `login`, where `$` of a pattern matches before a line end; other control characters end
+///   texts, or are left out;
+/// - `%C0%AF`, which is no UTF-8, as the `/` that it would be if more bytes than needed were allowed.
+pub fn doubt(segment: &str) -> Option<&'static str> {
+    let dots = segment.split(';').next().unwrap_or_default();
+    if (dots == "." || dots == "..") && dots != segment {
+        return Some("the path has dots before a semicolon");
+    }
+    let mut before = 0;
+    for code in segment.split('%').skip(1) {
+        let digits = code.get(..2).unwrap_or_default();
+        let byte = u8::from_str_radix(digits, 16).unwrap_or_default();
+        if byte.is_ascii_control() {
+            return Some("the path contains an encoded control character");
+        }
+        if let (0xC0 | 0xC1, 0x80..=0xBF) | (0xE0, 0x80..=0x9F) | (0xF0, 0x80..=0x8F) = (before, byte) {
+            return Some("the path contains an overlong encoding of a character");
+        }
+        // Only codes that follow each other are one character.
+        before = if code.len() == 2 { byte } else { 0 };
+    }
+    None
+}
+
 const PLAIN: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");
 
 /// Which bytes are among these, to be looked up.

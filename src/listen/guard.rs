@@ -15,6 +15,7 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
+use super::head::Head;
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::interim::Interim;
@@ -25,9 +26,6 @@ use crate::wire::Wire;
 const LINGER_BYTES: usize = 256 * 1024;
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Room for the next head that a connection keeps.
-const HEAD_KEPT_BYTES: usize = 1024;
-
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
 pub struct Stage {
@@ -37,12 +35,8 @@ pub struct Stage {
     unflushed: Cell<bool>,
     /// Bytes of a head have come that is not complete.
     heard: Cell<bool>,
-    /// What came last while nothing was under way: a head, and what was sent along with it.
-    head: RefCell<Vec<u8>>,
-    /// Of these, some line feed had no carriage return before it; it may as well be one of a body.
-    bare: Cell<bool>,
-    /// A request has begun since, so that the next bytes are those of another.
-    begun: Cell<bool>,
+    /// The bytes of the last head.
+    head: RefCell<Head>,
     /// What to say when the connection is dropped.
     parting: RefCell<Option<Fault>>,
     /// What was said instead of hyper.
@@ -85,8 +79,6 @@ impl Stage {
             unflushed: Cell::new(false),
             heard: Cell::new(false),
             head: RefCell::default(),
-            bare: Cell::new(false),
-            begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
             interim: Rc::default(),
@@ -115,14 +107,31 @@ impl Stage {
         &self.waits
     }
 
-    /// A request's head is complete.
-    pub fn begin(&self) {
+    /// A request's head is complete; `body_bytes` are to follow, if their number is known.
+    pub fn begin(&self, body_bytes: Option<u64>) {
         self.phase.set(Phase::Deciding);
         self.timer.disarm();
         self.busy.set(true);
         self.unflushed.set(true);
         self.heard.set(false);
-        self.begun.set(true);
+        self.head.borrow_mut().begin(body_bytes);
+    }
+
+    /// Bytes have come.
+    fn receive(&self, bytes: &[u8]) {
+        if self.head.borrow_mut().receive(bytes, self.busy.get()) {
+            self.heard.set(true);
+        }
+    }
+
+    /// What is wrong with the head of the request just begun that only its bytes tell. `chunked`: it
+    /// gives a transfer coding.
+    pub fn doubt(&self, chunked: bool) -> Option<Fault> {
+        let head = self.head.borrow();
+        if head.has_bare_line_end() {
+            return Some(Fault::BARE_LINE_FEED);
+        }
+        (chunked && head.gives_length_beside_chunks()).then_some(Fault::DOUBTFUL_LENGTH)
     }
 
     /// The head of its answer is there, or another piece of either body has moved.
@@ -137,55 +146,6 @@ impl Stage {
     /// The answer's next piece is not there yet.
     pub fn awaits_piece(&self) {
         self.drained.set(true);
-    }
-
-    /// Bytes have come while nothing was under way.
-    fn hear(&self, bytes: &[u8]) {
-        self.heard.set(true);
-        let mut head = self.head.borrow_mut();
-        if self.begun.take() {
-            head.clear();
-            head.shrink_to(HEAD_KEPT_BYTES);
-            self.bare.set(false);
-        }
-        let last = head.last().copied();
-        head.extend_from_slice(bytes);
-        if has_bare_line_feed(last, bytes) {
-            self.bare.set(true);
-        }
-    }
-
-    /// Whether a line of the head that came with the request just begun ends in a line feed alone. hyper takes that for
-    /// the end of a line, and others may not; so what one of them takes for a field, or for a body,
-    /// could be a request here.
-    pub fn has_bare_line_end(&self) -> bool {
-        if !self.bare.get() {
-            return false;
-        }
-        let head = self.head.borrow();
-        let lines = head.split_inclusive(|byte| *byte == b'\n').skip_while(|line| *line == b"\r\n");
-        // Behind the empty line comes the body, which may have any bytes.
-        lines.take_while(|line| *line != b"\r\n").any(|line| !line.ends_with(b"\r\n"))
-    }
-
-    /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
-    /// leaves the length out, so only the bytes can tell. They are kept of what came while nothing
-    /// was under way; behind that, what RFC 9112, section 6.3 says holds: the chunks count, and the
-    /// connection is closed.
-    pub fn gives_length_beside_chunks(&self) -> bool {
-        let head = self.head.borrow();
-        let lines = head.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
-        let (mut chunks, mut length) = (false, false);
-        for line in lines {
-            let name = line.split(|byte| *byte == b':').next().unwrap_or_default();
-            chunks |= name.eq_ignore_ascii_case(b"transfer-encoding");
-            length |= name.eq_ignore_ascii_case(b"content-length");
-            // Behind a head with a body comes the body, which may look like anything.
-            if (chunks && length) || (line.is_empty() && (chunks || length)) {
-                break;
-            }
-        }
-        chunks && length
     }
 
     /// Its answer has been handed over to the last byte.
@@ -357,8 +317,8 @@ impl AsyncRead for Guard {
         let came = buffer.filled().len() > before;
         this.at_end |= !came;
         this.ahead_of_turn = false;
-        if came && !this.stage.busy.get() {
-            this.stage.hear(&buffer.filled()[before..]);
+        if came {
+            this.stage.receive(&buffer.filled()[before..]);
         }
         Poll::Ready(read)
     }
@@ -431,15 +391,6 @@ impl Drop for Guard {
             self.stream.send_at_once(&written(&reply::fault(&fault)));
         }
     }
-}
-
-/// Whether a line feed comes without a carriage return before it; `last` is the byte before these. All bytes are
-/// looked at, without a branch: that is sixteen at a time.
-fn has_bare_line_feed(last: Option<u8>, bytes: &[u8]) -> bool {
-    let begins_bare = bytes.first() == Some(&b'\n') && last.is_some_and(|last| last != b'\r');
-    let pairs = bytes.iter().zip(bytes.iter().skip(1));
-    let bare = pairs.fold(0, |bare, (first, second)| bare | (u8::from(*second == b'\n') & u8::from(*first != b'\r')));
-    begins_bare || bare != 0
 }
 
 /// An answer as bytes of HTTP/1.1.

@@ -91,15 +91,9 @@ impl Service<Request<Incoming>> for Door {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        self.stage.begin();
+        self.stage.begin(request.body().size_hint().exact());
         // What only the bytes of the head tell.
-        let doubts = |marks: Marks| {
-            if self.stage.has_bare_line_end() {
-                return Some(Fault::BARE_LINE_FEED);
-            }
-            let doubtful = marks.has(Marks::TRANSFER_ENCODING) && self.stage.gives_length_beside_chunks();
-            doubtful.then_some(Fault::DOUBTFUL_LENGTH)
-        };
+        let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
         let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubts)));
         Answering {
             passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),

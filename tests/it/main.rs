@@ -9,6 +9,7 @@
 mod world;
 
 mod access_log;
+mod actions;
 mod admin;
 mod answers;
 mod bodies;
@@ -27,11 +28,14 @@ mod files;
 mod first_minutes;
 mod framing;
 mod full_table;
+mod gate;
 mod httpbin;
 mod identity;
 mod keys;
+mod limits;
 mod malformed;
 mod passing;
+mod proxies;
 mod refusal_forms;
 mod reload;
 mod retry;

@@ -75,10 +75,7 @@ impl<'d> Settings<'d> {
         self.contradictions(report);
         let actions = Actions {
             path: self.path_change(path, slashes, report),
-            answer: match (self.redirect, self.respond) {
-                (Some(item), _) => redirect(&item, path, report),
-                (None, item) => item.and_then(|item| respond(&item, report)),
-            },
+            answer: answer(self.redirect, self.respond, path, report),
             request_fields: self.request_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
             response_fields: self.response_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
             timeouts: self.timeouts.and_then(|item| own_timeouts(&item, timeouts, report)),
@@ -184,6 +181,17 @@ fn prefix(item: &Item, path: Option<&PathPattern>, slashes: EncodedSlash, report
     Some(prefix)
 }
 
+fn answer(
+    redirect: Option<Item>,
+    respond: Option<Item>,
+    path: Option<&PathPattern>,
+    report: &mut Report,
+) -> Option<Answer> {
+    let redirect = redirect.and_then(|item| self::redirect(&item, path, report));
+    let respond = respond.and_then(|item| self::respond(&item, report));
+    redirect.or(respond)
+}
+
 fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<Answer> {
     let mut table = item.table("`redirect`", &format!("write `redirect = {REDIRECT}`"), report)?;
     let to = table.require("to", "write `to = \"https://{host}{uri}\"`");
@@ -191,7 +199,7 @@ fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Opt
     table.finish(&[], report);
     let statuses = [301, 302, 303, 307, 308];
     let status = status.map_or(Some(308), |item| {
-        let status = item.integer(301..=308, report)?;
+        let status = item.integer(100..=599, report)?;
         if !statuses.contains(&status) {
             let message = format!("`{status}` is no status that sends a client elsewhere");
             report.problem(item.span, message, "write `301`, `302`, `303`, `307` or `308`");

@@ -17,7 +17,6 @@ const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 pub fn listen(item: Option<Item>, report: &mut Report) -> (Listen, Option<Proxies>) {
     let mut listen = Listen { http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))], admin: None };
     let Some(mut table) = section(item, report) else { return (listen, None) };
-    let proxies = proxies::Settings::of(&mut table).read(report);
     // Addresses taken so far, and the line of each.
     let mut taken: Vec<(SocketAddr, usize)> = Vec::new();
     if let Some(item) = table.get("http") {
@@ -35,6 +34,7 @@ pub fn listen(item: Option<Item>, report: &mut Report) -> (Listen, Option<Proxie
     if let Some(word) = table.get("admin").and_then(|item| item.text("\"127.0.0.1:9900\"", report)) {
         listen.admin = address(&word, &mut taken, report);
     }
+    let proxies = proxies::Settings::of(&mut table).read(report);
     table.finish(&LATER, report);
     (listen, proxies)
 }
