@@ -3,15 +3,17 @@
 
 MODEL = tests/model/Cargo.toml
 HTTPBIN = tests/.parts/httpbin
+FUZZ_SECONDS = 60
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check bench model parts deny advisories
+.PHONY: help test check bench model fuzz parts deny advisories
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
 	@echo "make bench       CPU time per request, beside nginx and HAProxy"
 	@echo "make model       the counting room's models again, with wider bounds"
+	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
 	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
 
 # --no-fail-fast: one run shows everything that is broken.
@@ -34,6 +36,14 @@ bench:
 
 model:
 	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
+
+# A nightly compiler instruments what the fuzzer runs; both are named where they are missing.
+fuzz:
+	@cargo +nightly --version >/dev/null 2>&1 || { echo "first: rustup toolchain install nightly"; exit 1; }
+	@cargo fuzz --version >/dev/null 2>&1 || { echo "first: cargo install --locked cargo-fuzz"; exit 1; }
+	for target in $$(cargo +nightly fuzz list); do \
+		cargo +nightly fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
 
 # The servers and programs that tests talk to.
 parts: $(HTTPBIN)/installed

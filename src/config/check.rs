@@ -17,6 +17,7 @@ use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
 use clients::Plans;
 
+mod actions;
 mod calendar;
 mod certificates;
 mod clients;
@@ -27,12 +28,15 @@ mod http2;
 mod jwt;
 mod key;
 pub mod layers;
+mod limits;
 mod listen;
 mod path;
+mod proxies;
 mod reach;
 mod refusal;
 mod routes;
 mod rules;
+mod text;
 mod upstreams;
 mod window;
 
@@ -74,11 +78,12 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let encoded_slash = encoded_slash.unwrap_or(EncodedSlash::Refuse);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
-    let listen = listen::listen(top.get("listen"), files, report);
+    let (listen, proxies) = listen::listen(top.get("listen"), files, report);
     let certs = listen.client_certs();
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let http2 = http2::http2(top.get("http2"), report);
+    let limits = limits::limits(top.get("limits"), report);
     let access_log = access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -93,7 +98,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, certs, report);
     rules.complete &= !misspelt.contains(&"rules");
-    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
+    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, &timeouts, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);
@@ -106,6 +111,8 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         counters,
         timeouts,
         http2,
+        limits,
+        proxies,
         access_log,
         clients,
         jwt,
@@ -147,23 +154,33 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         drain: Duration::from_secs(30),
     };
     if let Some(mut table) = section(item, report) {
-        let mut read = |key, timeout: &mut Duration, range: RangeInclusive<u64>| {
-            let Some(item) = table.get(key) else { return };
-            if let Some(ms) = duration(&item, range, *timeout, report) {
-                *timeout = Duration::from_millis(ms);
-            }
-        };
-        read("proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS);
-        read("tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS);
-        read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
-        read("connect", &mut timeouts.connect, 1..=DAY_MS);
-        read("response_head", &mut timeouts.response_head, 1..=DAY_MS);
-        read("body", &mut timeouts.body, 1..=DAY_MS);
-        read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
-        read("drain", &mut timeouts.drain, 0..=DAY_MS);
+        timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
+        timeout(&mut table, "tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS, report);
+        timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
+        exchange_timeouts(&mut table, &mut timeouts, report);
+        timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
+        timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
         table.finish(&[], report);
     }
     timeouts
+}
+
+/// Those of one request, which routes may have of their own.
+fn exchange_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Report) {
+    timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
+    timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
+    timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
+}
+
+fn timeout(
+    table: &mut Table,
+    key: &'static str,
+    timeout: &mut Duration,
+    range: RangeInclusive<u64>,
+    report: &mut Report,
+) {
+    let ms = table.get(key).and_then(|item| duration(&item, range, *timeout, report));
+    *timeout = ms.map_or(*timeout, Duration::from_millis);
 }
 
 /// A duration in milliseconds.

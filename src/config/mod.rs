@@ -3,17 +3,19 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know;
-//! `outlook` what the rules amount to. This room opens
+//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know; `action` what
+//! routes change on the way; `outlook` what the rules amount to. This room opens
 //! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::rule::network::Network;
 use crate::rule::terms::Rule;
 use crate::token::Trust;
 
+pub mod action;
 pub mod certificate;
 pub mod check;
 pub mod clients;
@@ -23,6 +25,7 @@ pub mod outlook;
 pub mod problem;
 pub mod secret;
 
+use action::Actions;
 use clients::Clients;
 use listen::Listen;
 use problem::Problem;
@@ -36,6 +39,9 @@ pub struct Config {
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub http2: Http2,
+    pub limits: Limits,
+    /// Whom to believe about whom they were asked by.
+    pub proxies: Option<Proxies>,
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
@@ -95,6 +101,38 @@ pub struct Http2 {
     pub max_resets: u32,
     /// Frames that are neither request nor body, in a second.
     pub max_control_frames: u32,
+}
+
+/// How much a request may be, and how little of it may move.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Limits {
+    /// Of a request's head, in bytes.
+    pub request_head: usize,
+    /// Fields of a request's head.
+    pub request_fields: usize,
+    /// Bytes of a request's body; `None`: any number.
+    pub max_body: Option<u64>,
+    /// Bytes of a request's body that a client has to send each second; 0: any number.
+    pub min_request_rate: u64,
+    /// Over how long that is looked at.
+    pub rate_grace: Duration,
+    /// Bytes of an answer that a client has to take each second, over `Timeouts::body`; 0: any number.
+    pub min_response_rate: u64,
+}
+
+/// Proxies in front of the gateway, and how they tell whom they were asked by.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Proxies {
+    pub networks: Vec<Network>,
+    pub by: ForwardedBy,
+}
+
+/// The field that a proxy tells it in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ForwardedBy {
+    XForwardedFor,
+    /// RFC 7239.
+    Forwarded,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -182,7 +220,11 @@ pub struct Route {
     /// Request fields that must be there, by lower-case name, and their value; `None`: any value.
     pub headers: Vec<(String, Option<String>)>,
     pub path: PathPattern,
-    /// Position in [`Config::upstreams`].
+    /// Whether it takes requests that came by https, or those that did not; `None`: both.
+    pub secure: Option<bool>,
+    /// What is changed on the way, if anything is.
+    pub actions: Option<Box<Actions>>,
+    /// Position in [`Config::upstreams`]; of no meaning where `actions` have an answer.
     pub upstream: usize,
     /// Positions in [`Config::rules`].
     pub rules: Vec<usize>,
@@ -202,6 +244,33 @@ pub struct PathPattern {
 /// but for escapes. Patterns and paths are compared in the spelling that has it so.
 pub fn is_plain(byte: u8) -> bool {
     PLAIN[usize::from(byte)]
+}
+
+/// Why a segment in normal form still names no endpoint for certain, if it does not. What is written so is read by
+/// some servers as something that it is not here:
+/// - `..;x` as `..`, by those that take what is behind a semicolon off before they resolve dots;
+/// - `login%0A` as `login`, where `$` of a pattern matches before a line end; other control characters end
+///   texts, or are left out;
+/// - `%C0%AF`, which is no UTF-8, as the `/` that it would be if more bytes than needed were allowed.
+pub fn doubt(segment: &str) -> Option<&'static str> {
+    let dots = segment.split(';').next().unwrap_or_default();
+    if (dots == "." || dots == "..") && dots != segment {
+        return Some("the path has dots before a semicolon");
+    }
+    let mut before = 0;
+    for code in segment.split('%').skip(1) {
+        let digits = code.get(..2).unwrap_or_default();
+        let byte = u8::from_str_radix(digits, 16).unwrap_or_default();
+        if byte.is_ascii_control() {
+            return Some("the path contains an encoded control character");
+        }
+        if let (0xC0 | 0xC1, 0x80..=0xBF) | (0xE0, 0x80..=0x9F) | (0xF0, 0x80..=0x8F) = (before, byte) {
+            return Some("the path contains an overlong encoding of a character");
+        }
+        // Only codes that follow each other are one character.
+        before = if code.len() == 2 { byte } else { 0 };
+    }
+    None
 }
 
 const PLAIN: [bool; 256] = byte_set(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!$&'()*+,;=:@");

@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use http::HeaderValue;
 
@@ -17,6 +18,7 @@ use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream};
 use crate::count::table::Table;
+use crate::http::fault::Fault;
 use crate::http::fields;
 use crate::http::quota::Stamp;
 use crate::interim::Interim;
@@ -75,11 +77,13 @@ pub struct Peer {
     pub waits: Rc<Cell<bool>>,
     /// Where the rest of a request's body is left; `None` where a connection is closed instead.
     pub unwanted: Option<Rc<Unwanted>>,
+    /// How long a body may stand still, where the connection looks after it; a request may have a limit of its own.
+    pub body_limit: Option<Rc<Cell<Duration>>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits, unwanted: None }
+        Peer { origin, timer, interim, waits, unwanted: None, body_limit: None }
     }
 
     /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
@@ -87,7 +91,7 @@ impl Peer {
     pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
         let Peer { origin, interim, waits, .. } = whole;
         let (origin, interim, waits) = (Rc::clone(origin), Rc::clone(interim), Rc::clone(waits));
-        Peer { origin, timer, interim, waits, unwanted: Some(Rc::default()) }
+        Peer { origin, timer, interim, waits, unwanted: Some(Rc::default()), body_limit: None }
     }
 }
 
@@ -136,7 +140,7 @@ impl Hall {
     ) -> Hall {
         let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
         Hall {
-            meter: LoopMeter::new(&registry, owner),
+            meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
             timers: Rc::default(),
             complaints: Complaints::default(),
             abandoned: Abandoned::default(),

@@ -12,7 +12,7 @@ use std::rc::Rc;
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 
 pub mod abandoned;
 pub mod body;
@@ -25,20 +25,25 @@ pub mod turn;
 
 use crate::clock::Moment;
 use crate::config::ForwardPath;
+use crate::http::action::{Action, Deed, Seen};
 use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
+use crate::http::forwarded::Client;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
 use crate::rule::book::Judgement;
+use crate::rule::desk::Desk;
+use crate::upstream::bounds::{Bounds, Pace};
 use crate::upstream::echo;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
-use hall::{Hall, Peer, Scratch, Target, View};
+use hall::{Hall, Origin, Peer, Scratch, Target, View};
 use record::Record;
 use settlement::Settlement;
+use snapshot::Snapshot;
 use turn::Turn;
 
 /// A request on its way: what needs no upstream is answered at once, without a future.
@@ -51,23 +56,46 @@ pub enum Passing {
 
 /// What the rules made of a request.
 enum Decision {
-    Forward { lane: usize, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
+    Forward {
+        lane: usize,
+        stamp: Stamp,
+        turn: Option<Box<Turn>>,
+        settlement: Option<Box<Settlement>>,
+        deed: Option<Box<Deed>>,
+    },
     Refuse(Reply),
 }
 
-/// Takes a request from its head to the head of its answer. `doubtful` tells of one with chunks
-/// whether it may have given a length beside them.
-pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtful: impl FnOnce() -> bool) -> Passing {
+/// Who asks, and when.
+struct Asker<'a> {
+    peer: &'a Peer,
+    client: Client,
+    /// As far as the head tells.
+    body_bytes: u64,
+    now: Moment,
+}
+
+/// Takes a request from its head to the head of its answer. `doubts` are told the marks of its fields, and say what
+/// is wrong with it that only the bytes of its head tell.
+pub fn pass(
+    hall: &Rc<Hall>,
+    peer: &Rc<Peer>,
+    request: Request<Incoming>,
+    doubts: impl FnOnce(Marks) -> Option<Fault>,
+) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let body = Upload::new(body, peer.unwanted.as_ref());
+    let upload = Upload::new(body, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
-    let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
-    match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
-        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
+    let client = client(&view.snapshot, peer, &parts);
+    let mut record = Record::new(hall, &view, client.address, &parts, now);
+    let asker = Asker { peer, client, body_bytes: upload.size_hint().lower(), now };
+    match decide(hall, &view, &asker, &mut parts, doubts, &mut record) {
+        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement, deed }) => {
+            let upload = upload.within(|| bounds(hall, &view.snapshot, lane, parts.version));
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
-            let request = Box::new(Request::from_parts(parts, body));
+            let request = Box::new(Request::from_parts(parts, upload));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     stamp = match turn.come(&mut record, &mut settlement).await {
@@ -75,7 +103,7 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
                         Err(refusal) => return finish(dialect.refusal(refusal).map(Content::from), record),
                     };
                 }
-                let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
+                let mut answer = match forward(&view, &peer, lane, request, deed, &mut record).await {
                     Ok(answer) => {
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
@@ -104,23 +132,31 @@ fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
     answer.map(|content| Body::new(content, record))
 }
 
+/// Who asks: whoever opened the connection or, if that is a proxy that is trusted, whom it names.
+fn client(snapshot: &Snapshot, peer: &Peer, parts: &Parts) -> Client {
+    let Origin { address, is_secure, .. } = *peer.origin;
+    match &snapshot.trust {
+        None => Client { address, is_secure, told: None },
+        Some(trust) => trust.client(address, is_secure, &parts.headers),
+    }
+}
+
 /// Finds the route, identifies the caller, charges, judges. Nothing is waited for.
 fn decide(
     hall: &Rc<Hall>,
     view: &Rc<View>,
-    peer: &Peer,
+    asker: &Asker<'_>,
     parts: &mut Parts,
-    doubtful: impl FnOnce() -> bool,
-    now: Moment,
+    doubts: impl FnOnce(Marks) -> Option<Fault>,
     record: &mut Record,
 ) -> Result<Decision, Fault> {
-    let snapshot = &*view.snapshot;
+    let (snapshot, now) = (&*view.snapshot, asker.now);
     if parts.version == Version::HTTP_2 {
         gate::translate(parts)?;
     }
     let clear = gate::check(parts)?;
-    if clear.marks.has(Marks::TRANSFER_ENCODING) && doubtful() {
-        return Err(Fault::DOUBTFUL_LENGTH);
+    if let Some(fault) = doubts(clear.marks) {
+        return Err(fault);
     }
     let path = match parts.uri.path() {
         "*" => return Err(Fault::NoRoute),
@@ -128,15 +164,18 @@ fn decide(
     };
     let mut scratch = view.scratch();
     let Scratch { desk, params, text } = &mut *scratch;
-    let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path };
+    let secure = asker.client.is_secure;
+    let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path, secure };
     let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
     record.route(lane_index);
+    let action = snapshot.action_of(lane);
+    admit_size(snapshot, action, asker)?;
 
     let caller = Caller {
-        address: peer.origin.address,
-        client_cert: peer.origin.client_cert.as_deref(),
+        address: asker.client.address,
+        client_cert: asker.peer.origin.client_cert.as_deref(),
         host: &clear.host,
         method: &parts.method,
         path: &path,
@@ -149,18 +188,8 @@ fn decide(
         clients: snapshot.clients.as_ref(),
         plan: OnceCell::new(),
     };
-    desk.askers.clear();
-    for (position, identity) in slate.identities.iter().enumerate() {
-        desk.askers.push(match identity.of(&caller) {
-            Ok(key) => key,
-            // A rule that is only tried out refuses nobody, for whatever reason.
-            Err(_) if snapshot.book.is_shadow(&slate.roster, position) => {
-                view.meters[lane_index].shadowed(position);
-                None
-            }
-            Err(fault) => return Err(fault),
-        });
-    }
+    identify(view, lane_index, &caller, desk)?;
+    let mut deed = action.map(|action| action.of(&seen(&caller, secure))).transpose()?;
     let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane.slate as usize, desk, &judgement);
@@ -170,15 +199,64 @@ fn decide(
         let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
         return Ok(Decision::Refuse(reply));
     }
-    let turn = Turn::of(judgement, hall, view, peer, lane.slate as usize, desk, now.unix_ms);
+    let turn = Turn::of(judgement, hall, view, asker.peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    fields::forward_request(&mut parts.headers, marks, &peer.origin.text, peer.origin.is_secure, &snapshot.key_fields);
-    if normalized.is_some() || parts.uri.authority().is_some() {
-        parts.uri = origin_form(&parts.uri, normalized)?;
+    let target = deed.as_mut().and_then(|deed| deed.path.take()).or(normalized);
+    fields::forward_request(&mut parts.headers, marks, &asker.peer.origin.text, &asker.client, &snapshot.key_fields);
+    if let Some(deed) = &mut deed {
+        deed.to_request(&mut parts.headers);
     }
-    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement })
+    if target.is_some() || parts.uri.authority().is_some() {
+        parts.uri = origin_form(&parts.uri, target)?;
+    }
+    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement, deed })
+}
+
+/// A body that is known to be too large is refused before anything is counted, and before it comes.
+fn admit_size(snapshot: &Snapshot, action: Option<&Action>, asker: &Asker<'_>) -> Result<(), Fault> {
+    match max_body(snapshot, action) {
+        Some(most) if asker.body_bytes > most => Err(Fault::BodyTooLarge(most)),
+        _ => Ok(()),
+    }
+}
+
+fn max_body(snapshot: &Snapshot, action: Option<&Action>) -> Option<u64> {
+    action.and_then(|action| action.max_body).unwrap_or(snapshot.config.limits.max_body)
+}
+
+/// What a request's body is held to on its way. A stream of HTTP/2 is looked after by its connection.
+fn bounds(hall: &Hall, snapshot: &Snapshot, lane: usize, version: Version) -> Bounds {
+    let limits = &snapshot.config.limits;
+    let pace =
+        (version <= Version::HTTP_11).then(|| Pace::new(&hall.timers, limits.min_request_rate, limits.rate_grace));
+    Bounds::new(max_body(snapshot, snapshot.action_of(&snapshot.lanes[lane])), pace.flatten())
+}
+
+/// Finds the keys that the rules of a route count a request by.
+fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> Result<(), Fault> {
+    let snapshot = &*view.snapshot;
+    let slate = snapshot.slate_of(&snapshot.lanes[lane]);
+    desk.askers.clear();
+    for (position, identity) in slate.identities.iter().enumerate() {
+        desk.askers.push(match identity.of(caller) {
+            Ok(key) => key,
+            // A rule that is only tried out refuses nobody, for whatever reason.
+            Err(_) if snapshot.book.is_shadow(&slate.roster, position) => {
+                view.meters[lane].shadowed(position);
+                None
+            }
+            Err(fault) => return Err(fault),
+        });
+    }
+    Ok(())
+}
+
+/// What the texts of a route's actions can tell of a request.
+fn seen<'a>(caller: &Caller<'a>, is_secure: bool) -> Seen<'a> {
+    let Caller { address: client, host, method, path, params, uri, route, .. } = *caller;
+    Seen { client, is_secure, host, method, path, uri, route, params }
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.
@@ -203,15 +281,22 @@ async fn forward(
     peer: &Peer,
     lane: usize,
     mut request: Box<Request<Upload>>,
+    mut deed: Option<Box<Deed>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {
     let snapshot = &*view.snapshot;
+    let action = snapshot.action_of(&snapshot.lanes[lane]);
+    let timeouts = action.and_then(|action| action.timeouts.as_ref()).unwrap_or(&snapshot.config.timeouts);
+    if let Some(limit) = &peer.body_limit {
+        limit.set(timeouts.body);
+    }
+    if let Some(reply) = deed.as_mut().and_then(|deed| deed.reply.take()) {
+        return Ok(changed(reply.map(Content::from), deed));
+    }
     let upstream = snapshot.lanes[lane].upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
-    match &view.targets[upstream] {
-        Target::Echo => echo::answer(*request, snapshot.config.timeouts.body, &peer.timer)
-            .await
-            .map(|reply| reply.map(Content::from)),
+    let answer = match &view.targets[upstream] {
+        Target::Echo => echo::answer(*request, timeouts.body, &peer.timer).await?.map(Content::from),
         Target::Servers(servers) => {
             // HTTP/1.0 knows no informational answers.
             let interim = (request.version() == Version::HTTP_11).then(|| Rc::clone(&peer.interim));
@@ -220,10 +305,19 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, servers.authority());
             }
             *request.version_mut() = Version::HTTP_11;
-            let mut answer = servers.exchange(request, &snapshot.config.timeouts, &peer.timer, interim).await?;
+            let mut answer = servers.exchange(request, timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
-            Ok(answer.map(Content::from))
+            answer.map(Content::from)
         }
+    };
+    Ok(changed(answer, deed))
+}
+
+/// An answer with the changes that its route makes.
+fn changed(mut answer: Response<Content>, deed: Option<Box<Deed>>) -> Response<Content> {
+    if let Some(deed) = deed {
+        deed.to_response(answer.headers_mut());
     }
+    answer
 }

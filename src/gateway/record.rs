@@ -93,6 +93,7 @@ impl Record {
 
     /// What went wrong: to the log, if it is more than a client's mistake.
     pub fn fault(&mut self, fault: &Fault) {
+        self.hall.meter.fault(fault.kind());
         if fault.is_worth_a_warning() {
             self.complain(&fault.for_operator());
         }
@@ -161,6 +162,7 @@ impl Drop for Record {
 
 /// A head that never became a request, and was answered all the same.
 pub fn refused_head(hall: &Hall, peer: IpAddr, fault: &Fault) {
+    hall.meter.fault(fault.kind());
     let view = hall.view();
     let status = reply::fault_status(fault).as_u16();
     view.unrouted.answered(status, Duration::ZERO);

@@ -4,16 +4,19 @@
 //! started with.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use http::HeaderName;
 
 use super::settlement::Term;
 use crate::config::{Config, Route};
+use crate::http::action::Action;
 use crate::http::caller::Identity;
 use crate::http::clients::Clients;
 use crate::http::decision::Counsel;
 use crate::http::exceptions::Exceptions;
+use crate::http::forwarded::Trust;
 use crate::http::quota::Sheet;
 use crate::http::reply::Form;
 use crate::http::route::Router;
@@ -40,6 +43,10 @@ pub struct Snapshot {
     claims: Vec<String>,
     /// What hashes of tokens start from.
     token_hash: KeyHasher,
+    /// Proxies that are believed about whom they were asked by.
+    pub trust: Option<Trust>,
+    /// What routes change on the way; those that change something.
+    actions: Vec<Action>,
     /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
     pub key_fields: Vec<HeaderName>,
 }
@@ -51,6 +58,8 @@ pub struct Lane {
     pub slate: u32,
     /// Position in the configuration.
     pub upstream: u32,
+    /// One more than the position in the snapshot's actions, if the route has any.
+    action: Option<NonZeroU32>,
 }
 
 /// A list of rules made ready; many routes share few of them, so those stay in the cache.
@@ -72,7 +81,7 @@ impl Snapshot {
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
         let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
-        let mut slates = Vec::new();
+        let (mut slates, mut actions) = (Vec::new(), Vec::new());
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
@@ -81,7 +90,9 @@ impl Snapshot {
                 slates.push(Slate::new(&book, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
-            lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32 });
+            actions.extend(route.actions.as_ref().map(|own| Action::new(own, route)));
+            let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
+            lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32, action });
         }
         let counsel = Arc::new(Counsel::new(&book, &exceptions, seed));
         let key_fields = key_fields(&config);
@@ -90,6 +101,8 @@ impl Snapshot {
         let router = Router::new(&config.routes);
         let forms = config.refusals.iter().map(Form::new).collect();
         Arc::new(Snapshot {
+            trust: config.proxies.as_ref().map(Trust::new),
+            actions,
             router,
             forms,
             lanes,
@@ -113,6 +126,10 @@ impl Snapshot {
 
     pub fn slate_of(&self, lane: &Lane) -> &Slate {
         &self.slates[lane.slate as usize]
+    }
+
+    pub fn action_of(&self, lane: &Lane) -> Option<&Action> {
+        lane.action.map(|behind| &self.actions[behind.get() as usize - 1])
     }
 
     /// The name of a route; a lane has its route's position.

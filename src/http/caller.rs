@@ -315,6 +315,8 @@ pub mod tests {
             methods: vec![],
             headers: vec![],
             path: PathPattern { text: "/u/{id}".to_owned(), segments },
+            secure: None,
+            actions: None,
             upstream: 0,
             rules: vec![0],
             cost: None,

@@ -66,6 +66,12 @@ pub enum Fault {
     Body,
     /// The client stopped sending its body.
     BodyTimeout,
+    /// The client sends its body too slowly to go on waiting for it.
+    BodyTooSlow,
+    /// The body has more bytes than this.
+    BodyTooLarge(u64),
+    /// The client does not take its answer, or too slowly; it is never told.
+    Stalled,
     /// No server could be connected to.
     Connect(String),
     ConnectTimeout,
@@ -79,6 +85,74 @@ pub enum Fault {
 impl Fault {
     /// The head may give two ends to the body.
     pub const DOUBTFUL_LENGTH: Fault = Fault::Framing("both Transfer-Encoding and Content-Length are given");
+    /// Others may not take it for the end of a line.
+    pub const BARE_LINE_FEED: Fault = Fault::Framing("a line of the head ends in a line feed alone");
+
+    /// What faults are called in metrics, by [`Fault::kind`].
+    pub const KINDS: [&str; 28] = [
+        "target",
+        "host",
+        "path",
+        "query",
+        "framing",
+        "head_too_large",
+        "target_too_long",
+        "malformed",
+        "head_timeout",
+        "method",
+        "expectation",
+        "no_route",
+        "key_missing",
+        "key_ambiguous",
+        "cost",
+        "token",
+        "body",
+        "body_timeout",
+        "body_too_slow",
+        "body_too_large",
+        "stalled",
+        "connect",
+        "connect_timeout",
+        "upstream",
+        "response_timeout",
+        "panic",
+        "cleartext",
+        "crowded",
+    ];
+
+    /// The position of its name among [`Fault::KINDS`].
+    pub fn kind(&self) -> usize {
+        match self {
+            Fault::Target(_) => 0,
+            Fault::Host(_) => 1,
+            Fault::Path(_) => 2,
+            Fault::Query(_) => 3,
+            Fault::Framing(_) => 4,
+            Fault::HeadTooLarge => 5,
+            Fault::TargetTooLong => 6,
+            Fault::Malformed => 7,
+            Fault::HeadTimeout => 8,
+            Fault::Method => 9,
+            Fault::Expectation => 10,
+            Fault::NoRoute => 11,
+            Fault::KeyMissing { .. } => 12,
+            Fault::KeyAmbiguous { .. } => 13,
+            Fault::Cost { .. } => 14,
+            Fault::Token(_) => 15,
+            Fault::Body => 16,
+            Fault::BodyTimeout => 17,
+            Fault::BodyTooSlow => 18,
+            Fault::BodyTooLarge(_) => 19,
+            Fault::Stalled => 20,
+            Fault::Connect(_) => 21,
+            Fault::ConnectTimeout => 22,
+            Fault::Upstream(_) => 23,
+            Fault::ResponseTimeout => 24,
+            Fault::Panic => 25,
+            Fault::Cleartext => 26,
+            Fault::Crowded => 27,
+        }
+    }
 
     pub fn side(&self) -> Side {
         match self {
@@ -101,7 +175,10 @@ impl Fault {
             | Fault::Cost { .. }
             | Fault::Token(_)
             | Fault::Body
-            | Fault::BodyTimeout => Side::Client,
+            | Fault::BodyTimeout
+            | Fault::BodyTooSlow
+            | Fault::BodyTooLarge(_)
+            | Fault::Stalled => Side::Client,
             Fault::Connect(_) | Fault::ConnectTimeout | Fault::Upstream(_) | Fault::ResponseTimeout => Side::Upstream,
             Fault::Panic => Side::Gateway,
         }
@@ -127,6 +204,9 @@ impl Fault {
             | Fault::Cost { .. }
             | Fault::Body
             | Fault::BodyTimeout
+            | Fault::BodyTooSlow
+            | Fault::BodyTooLarge(_)
+            | Fault::Stalled
             | Fault::Panic => true,
             Fault::NoRoute
             | Fault::KeyMissing { .. }
@@ -179,6 +259,9 @@ impl fmt::Display for Fault {
             Fault::Token(invalid) => write!(f, "{invalid}"),
             Fault::Body => f.write_str("the body of the request broke off or is malformed"),
             Fault::BodyTimeout => f.write_str("the body of the request took too long"),
+            Fault::BodyTooSlow => f.write_str("the body of the request comes too slowly"),
+            Fault::BodyTooLarge(most) => write!(f, "the body of the request has more than {most} bytes"),
+            Fault::Stalled => f.write_str("the client did not take the answer"),
             Fault::Connect(_) => f.write_str("no upstream server could be reached"),
             Fault::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
             Fault::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),

@@ -8,10 +8,9 @@ use std::net::IpAddr;
 
 use http::header::{self, Entry, HeaderMap, HeaderName, HeaderValue};
 
-use crate::config::byte_set;
+use super::forwarded::{Client, X_FORWARDED_FOR, X_FORWARDED_PROTO};
+use crate::config::{ForwardedBy, byte_set};
 
-const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
-const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 
 /// Names that Connection may list without effect: they mean something end to end.
@@ -46,6 +45,8 @@ impl Marks {
     /// Names that some servers can not tell from others: CGI spells `x-user` and `x_user` alike.
     const ODD: Marks = Marks(1 << 6);
     const TRAILER: Marks = Marks(1 << 7);
+    /// What proxies say of the one they were asked by, and anybody can write.
+    const CLAIMS: Marks = Marks(1 << 8);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
@@ -65,6 +66,8 @@ impl Marks {
             | "proxy-authorization"
             | "proxy-authenticate" => Marks::DROPPED,
             "trailer" => Marks::TRAILER,
+            "x-real-ip" => Marks::CLAIMS,
+            name if name.starts_with("x-forwarded-") => Marks::CLAIMS,
             name if name.bytes().all(|byte| USUAL[usize::from(byte)]) => Marks::default(),
             _ => Marks::ODD,
         }
@@ -75,14 +78,16 @@ impl Marks {
     }
 }
 
-/// Makes the fields of a request ready for the upstream. `keys` are fields that rules count by.
+/// Makes the fields of a request ready for the upstream. `peer` is who opened the connection, `client` who
+/// asks; `keys` are fields that rules count by.
 pub fn forward_request(
     headers: &mut HeaderMap,
     marks: Marks,
     peer: &HeaderValue,
-    is_secure: bool,
+    client: &Client,
     keys: &[HeaderName],
 ) {
+    let way = if client.told == Some(ForwardedBy::Forwarded) { way_of(headers, peer, client) } else { None };
     let wants_trailers = marks.has(Marks::TE) && lists_trailers(headers);
     strip(headers, marks, keys);
     if marks.has(Marks::ODD) {
@@ -95,13 +100,57 @@ pub fn forward_request(
         // Trailers in the answer are passed on, so the upstream may send them.
         headers.insert(header::TE, HeaderValue::from_static("trailers"));
     }
+    if client.told == Some(ForwardedBy::XForwardedFor) {
+        return add_hop(headers, peer, client);
+    }
     // What an untrusted client says about itself is replaced by what is known.
-    headers.insert(X_FORWARDED_FOR, peer.clone());
-    headers.insert(X_FORWARDED_PROTO, HeaderValue::from_static(if is_secure { "https" } else { "http" }));
+    if marks.has(Marks::CLAIMS) {
+        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::CLAIMS) && !keys.contains(name));
+    }
+    if let Some(way) = way {
+        headers.insert(header::FORWARDED, way);
+        headers.insert(X_FORWARDED_FOR, address(client.address));
+    } else {
+        headers.insert(X_FORWARDED_FOR, peer.clone());
+    }
+    headers.insert(X_FORWARDED_PROTO, scheme(client.is_secure));
     match headers.get(header::HOST).cloned() {
         Some(host) => headers.insert(X_FORWARDED_HOST, host),
         None => headers.remove(X_FORWARDED_HOST),
     };
+}
+
+fn scheme(is_secure: bool) -> HeaderValue {
+    HeaderValue::from_static(if is_secure { "https" } else { "http" })
+}
+
+/// What a trusted proxy says stays, and it is added that it was the one to ask.
+fn add_hop(headers: &mut HeaderMap, peer: &HeaderValue, client: &Client) {
+    let way = joined(headers.get_all(X_FORWARDED_FOR).iter().chain([peer]));
+    headers.insert(X_FORWARDED_FOR, way.unwrap_or_else(|| peer.clone()));
+    if !headers.contains_key(X_FORWARDED_PROTO) {
+        headers.insert(X_FORWARDED_PROTO, scheme(client.is_secure));
+    }
+    if let (false, Some(host)) = (headers.contains_key(X_FORWARDED_HOST), headers.get(header::HOST).cloned()) {
+        headers.insert(X_FORWARDED_HOST, host);
+    }
+}
+
+/// The same in Forwarded (RFC 7239), where an IPv6 address stands in brackets and quotes.
+fn way_of(headers: &HeaderMap, peer: &HeaderValue, client: &Client) -> Option<HeaderValue> {
+    let peer = peer.to_str().ok()?;
+    let proto = if client.is_secure { "https" } else { "http" };
+    let hop = match peer.contains(':') {
+        true => format!("for=\"[{peer}]\";proto={proto}"),
+        false => format!("for={peer};proto={proto}"),
+    };
+    joined(headers.get_all(header::FORWARDED).iter().chain([&HeaderValue::from_str(&hop).ok()?]))
+}
+
+/// Several lines of a list as one.
+fn joined<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValue> {
+    let lines: Vec<&[u8]> = lines.map(HeaderValue::as_bytes).filter(|line| !line.is_empty()).collect();
+    HeaderValue::from_bytes(&lines.join(&b", "[..])).ok()
 }
 
 /// Makes the fields of an answer ready for the client.
@@ -197,10 +246,43 @@ mod tests {
     }
 
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {
+        forwarded_from("::ffff:192.0.2.7", None, fields)
+    }
+
+    fn forwarded_from(peer: &str, told: Option<ForwardedBy>, fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
-        let (marks, peer) = (Marks::of(&headers), address("::ffff:192.0.2.7".parse().unwrap()));
-        forward_request(&mut headers, marks, &peer, false, &[HeaderName::from_static("x-api-key")]);
+        let (marks, address) = (Marks::of(&headers), address(peer.parse().unwrap()));
+        let client = match told {
+            None => Client { address: peer.parse().unwrap(), is_secure: false, told },
+            Some(_) => Client { address: "198.51.100.1".parse().unwrap(), is_secure: true, told },
+        };
+        forward_request(&mut headers, marks, &address, &client, &[HeaderName::from_static("x-api-key")]);
         headers
+    }
+
+    #[test]
+    fn what_a_trusted_proxy_says_is_added_to() {
+        let fields = [
+            ("host", "a"),
+            ("x-forwarded-for", "198.51.100.1"),
+            ("x-forwarded-for", "10.0.0.2"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-host", "shop.example"),
+            ("x-forwarded-port", "443"),
+            ("forwarded", "for=6.6.6.6"),
+        ];
+        let out = forwarded_from("10.0.0.1", Some(ForwardedBy::XForwardedFor), &fields);
+        assert_eq!(out["x-forwarded-for"], "198.51.100.1, 10.0.0.2, 10.0.0.1");
+        assert_eq!(out["x-forwarded-proto"], "https");
+        assert_eq!(out["x-forwarded-host"], "shop.example");
+        assert_eq!(out["x-forwarded-port"], "443");
+        assert!(!out.contains_key("forwarded"));
+        let out = forwarded_from("fd00::1", Some(ForwardedBy::Forwarded), &fields);
+        assert_eq!(out["forwarded"], "for=6.6.6.6, for=\"[fd00::1]\";proto=https");
+        assert_eq!(out["x-forwarded-for"], "198.51.100.1");
+        assert_eq!(out["x-forwarded-proto"], "https");
+        assert_eq!(out["x-forwarded-host"], "a");
+        assert!(!out.contains_key("x-forwarded-port"));
     }
 
     #[test]
@@ -246,7 +328,10 @@ mod tests {
             ("x-forwarded-proto", "https"),
             ("x-forwarded-host", "evil"),
             ("forwarded", "for=1.2.3.4"),
+            ("x-forwarded-port", "443"),
+            ("x-real-ip", "1.2.3.4"),
         ]);
+        assert!(!out.contains_key("x-forwarded-port") && !out.contains_key("x-real-ip"));
         let all = |name: &str| out.get_all(name).iter().map(|v| v.to_str().unwrap()).collect::<Vec<_>>();
         assert_eq!(all("x-forwarded-for"), ["192.0.2.7"]);
         assert_eq!(all("x-forwarded-proto"), ["http"]);

@@ -4,10 +4,11 @@
 //! which route that is, `caller` who is asking, by the parts that `part` finds, of which `cookie`, `query` and
 //! `bearer` read what may be spelt in several ways, with the help of `escapes`; `clients` whether that is
 //! somebody who is known, `exceptions` whom a rule treats otherwise than everyone, `fields` what is added and
-//! taken away in passing,
+//! taken away in passing, `forwarded` who asks behind proxies, `action` what a route changes,
 //! `quota` how the limits are told to the client, `fault` what can go wrong and on whose side, and
 //! `reply` is every answer that the gateway makes itself: the only place with status codes.
 
+pub mod action;
 pub mod bearer;
 pub mod caller;
 pub mod clients;
@@ -17,6 +18,7 @@ pub mod escapes;
 pub mod exceptions;
 pub mod fault;
 pub mod fields;
+pub mod forwarded;
 pub mod gate;
 pub mod part;
 pub mod path;

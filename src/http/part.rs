@@ -13,6 +13,7 @@ use super::escapes::Malformed;
 use super::query::Given;
 use super::{bearer, cookie, query};
 use crate::rule::key::Part;
+use crate::rule::network::counted;
 use crate::token::Invalid;
 
 /// Where a part is found.
@@ -125,7 +126,7 @@ fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, Lack> {
 /// Hands on as much of an address as is counted.
 #[inline]
 pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
-    match address.to_canonical() {
+    match counted(address) {
         IpAddr::V4(v4) => take(1, &prefix(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
         IpAddr::V6(v6) => take(2, &prefix(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
     }

@@ -9,7 +9,7 @@
 use std::borrow::Cow;
 
 use super::fault::Fault;
-use crate::config::{EncodedSlash, is_plain};
+use crate::config::{EncodedSlash, doubt, is_plain};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
 pub fn normalize(path: &str, slashes: EncodedSlash) -> Result<Cow<'_, str>, Fault> {
@@ -51,7 +51,6 @@ fn decode(path: &str, slashes: EncodedSlash) -> Result<String, Fault> {
                     return Err(Fault::Path("the path contains a `%` without two hex digits"));
                 };
                 match (high << 4 | low) as u8 {
-                    0 => return Err(Fault::Path("the path contains an encoded NUL")),
                     b'/' | b'\\' if slashes == EncodedSlash::Refuse => {
                         return Err(Fault::Path("the path contains an encoded slash"));
                     }
@@ -89,7 +88,10 @@ fn resolve(path: &str) -> Result<String, Fault> {
                 Some("") => return Err(Fault::Path("the path has a `..` behind an empty segment")),
                 Some(_) => {}
             },
-            segment => segments.push(segment),
+            segment => match doubt(segment) {
+                None => segments.push(segment),
+                Some(doubt) => return Err(Fault::Path(doubt)),
+            },
         }
     }
     let mut out = String::with_capacity(path.len());
@@ -107,6 +109,7 @@ fn resolve(path: &str) -> Result<String, Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn normal(path: &str) -> Result<String, Fault> {
         normalize(path, EncodedSlash::Refuse).map(Cow::into_owned)
@@ -150,6 +153,11 @@ mod tests {
             ("/a%20b%c3%a9", "/a%20b%C3%A9"),
             ("/a;v=1,2@:!$&'()*+=", "/a;v=1,2@:!$&'()*+="),
             ("/%252F", "/%252F"),
+            ("/%252e%252e/a", "/%252e%252e/a"),
+            ("/a%3fb%23c", "/a%3Fb%23c"),
+            ("/..a;b/c;..", "/..a;b/c;.."),
+            ("/%E0%A4%85%F0%9F%98%80", "/%E0%A4%85%F0%9F%98%80"),
+            ("/%c0x%80", "/%C0x%80"),
         ] {
             assert_eq!(normal(path).as_deref(), Ok(expected), "{path}");
         }
@@ -175,6 +183,23 @@ mod tests {
             "",
             "*",
             "a/b",
+            // Tomcat and Jetty take off what is behind the semicolon, and then resolve the dots.
+            "/..;/admin",
+            "/a/..;x=1/admin",
+            "/a/%2e%2e;/admin",
+            "/a/.;/admin",
+            "/..%3b/admin",
+            // `$` of a pattern matches before a line end.
+            "/login%0a",
+            "/login%0D%0A",
+            "/login%7f",
+            "/a%09/..",
+            // A slash, a dot and a letter, as no UTF-8 has them.
+            "/a%c0%afb",
+            "/%c0%ae%c0%ae/admin",
+            "/%C1%ACogin",
+            "/%e0%80%af",
+            "/%F0%80%80%AF",
         ] {
             assert!(normal(path).is_err(), "{path}");
         }
@@ -186,6 +211,69 @@ mod tests {
         for path in ["/a/%2e/b", "//x/é", "/%7euser/%41", "/.//."] {
             let once = normal(path).unwrap();
             assert_eq!(normal(&once).as_deref(), Ok(once.as_str()));
+        }
+    }
+
+    /// A segment in normal form, with all kinds of characters in it.
+    fn segment() -> impl Strategy<Value = String> {
+        let piece = prop_oneof![
+            4 => "[a-zA-Z0-9._~!$&'()*+,=:@-]{1,3}",
+            1 => Just(String::from(";v")),
+            1 => Just(String::from("%20")),
+            1 => Just(String::from("%C3%A9")),
+            1 => Just(String::from("%25")),
+        ];
+        let segment = proptest::collection::vec(piece, 1..4).prop_map(|pieces| pieces.concat());
+        segment.prop_filter("dots are no segment", |segment| {
+            doubt(segment).is_none() && !matches!(segment.as_str(), "." | "..")
+        })
+    }
+
+    /// One of the spellings of a path, as `choices` have it.
+    fn respelt(segments: &[String], choices: &[u8]) -> String {
+        let mut choices = choices.iter().copied().cycle();
+        let mut choice = move |of: u8| choices.next().unwrap_or_default() % of;
+        let mut out = String::new();
+        for segment in segments {
+            out.push_str(["/", "//", "/./", "/%2e/", "/x/../", "/x/%2E./", "/x/y/../../"][usize::from(choice(7))]);
+            let bytes = segment.as_bytes();
+            let mut at = 0;
+            while at < bytes.len() {
+                let width = if bytes[at] == b'%' { 3 } else { 1 };
+                let piece = &segment[at..at + width];
+                match (width, choice(3)) {
+                    (1, 0) => out.push_str(&format!("%{:02x}", bytes[at])),
+                    (1, 1) => out.push_str(&format!("%{:02X}", bytes[at])),
+                    (3, 0) => out.push_str(&piece.to_ascii_lowercase()),
+                    _ => out.push_str(piece),
+                }
+                at += width;
+            }
+        }
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn no_spelling_of_a_path_is_another_endpoint(
+            segments in proptest::collection::vec(segment(), 1..5),
+            choices in proptest::collection::vec(any::<u8>(), 1..40),
+        ) {
+            let expected: String = segments.iter().map(|segment| format!("/{segment}")).collect();
+            let spelt = respelt(&segments, &choices);
+            prop_assert_eq!(normal(&expected), Ok(expected.clone()));
+            // What servers could disagree about, a `..` behind `//`, is refused; nothing is another path.
+            if let Ok(found) = normal(&spelt) {
+                prop_assert_eq!(found, expected);
+            }
+        }
+
+        #[test]
+        fn what_is_normal_stays_so_and_has_nothing_left_to_resolve(path in "/[a/.%;2e5cCfF0\\\\é|]{0,24}") {
+            if let Ok(once) = normal(&path) {
+                prop_assert_eq!(normal(&once), Ok(once.clone()));
+                prop_assert!(once.starts_with('/') && !once.contains("//") && !once.contains("/../") && !once.contains("/./"));
+            }
         }
     }
 }

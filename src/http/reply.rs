@@ -11,7 +11,7 @@ use http::{Response, StatusCode, Version};
 use super::decision::Unanswered;
 use super::fault::Fault;
 use super::quota::{Stamp, number, push_number, seconds_until};
-use crate::config::Refusal;
+use crate::config::{Body, Refusal};
 use crate::rule::book::{Book, Line, Roster};
 use crate::rule::desk::Desk;
 
@@ -162,6 +162,33 @@ pub fn fault(fault: &Fault) -> Reply {
     reply
 }
 
+/// What a route answers by itself.
+pub fn own(status: u16, body: Option<&Body>) -> Reply {
+    // The configuration has been checked: a number that is no status never gets here.
+    let status = StatusCode::from_u16(status).unwrap_or_default();
+    let mut reply = match body {
+        Some(body) => {
+            let content_type = HeaderValue::from_str(&body.content_type).unwrap_or(TEXT);
+            answer(status, content_type, body.text.clone())
+        }
+        None => answer(status, TEXT, Bytes::new()),
+    };
+    if body.is_none() {
+        reply.headers_mut().remove(header::CONTENT_TYPE);
+        if [StatusCode::NO_CONTENT, StatusCode::NOT_MODIFIED].contains(&status) {
+            reply.headers_mut().remove(header::CONTENT_LENGTH);
+        }
+    }
+    reply
+}
+
+/// Sends a client elsewhere.
+pub fn redirect(status: u16, to: HeaderValue) -> Reply {
+    let mut reply = own(status, None);
+    reply.headers_mut().insert(header::LOCATION, to);
+    reply
+}
+
 pub fn fault_status(fault: &Fault) -> StatusCode {
     match fault {
         Fault::Target(_)
@@ -177,7 +204,8 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
         Fault::Crowded => StatusCode::SERVICE_UNAVAILABLE,
-        Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+        Fault::HeadTimeout | Fault::BodyTimeout | Fault::BodyTooSlow | Fault::Stalled => StatusCode::REQUEST_TIMEOUT,
+        Fault::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
         Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
         Fault::Expectation => StatusCode::EXPECTATION_FAILED,
         Fault::NoRoute => StatusCode::NOT_FOUND,

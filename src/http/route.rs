@@ -1,7 +1,8 @@
 //! Which route a request takes: a tree of path segments under every host, built when the
 //! configuration is loaded.
 //!
-//! The most specific match wins: an exact host over a wildcard over any; in the path, segment by
+//! Routes that name a scheme come before those that do not: they are a router of their own, asked first. There,
+//! the most specific match wins: an exact host over a wildcard over any; in the path, segment by
 //! segment, a literal over a parameter over a catch-all; then a route that names the method over
 //! one that takes all, and more required fields over fewer; at last, the order of the file. A
 //! branch in which no route takes the method or the fields is left again for a less specific one.
@@ -26,6 +27,8 @@ const DEPTH_MAX: usize = 64;
 /// within the nodes, so that a route that was not used for a while is found in few cache lines.
 #[derive(Debug)]
 pub struct Router {
+    /// Those that name a scheme: `http`, `https`.
+    of_scheme: [Option<Box<Router>>; 2],
     hosts: HashMap<String, usize>,
     /// By the part behind the `*`, with its dot.
     wildcards: HashMap<String, usize>,
@@ -85,13 +88,25 @@ pub struct Asked<'a> {
     pub headers: &'a HeaderMap,
     /// In normal form.
     pub path: &'a str,
+    /// Whether it came by https.
+    pub secure: bool,
 }
 
 impl Router {
     pub fn new(routes: &[Route]) -> Router {
+        let naming = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
+        let of_scheme = [false, true].map(|secure| {
+            let mut routes = routes.iter().enumerate().filter(naming(Some(secure))).peekable();
+            routes.peek().is_some().then_some(())?;
+            Some(Box::new(Router::of(routes)))
+        });
+        Router { of_scheme, ..Router::of(routes.iter().enumerate().filter(naming(None))) }
+    }
+
+    fn of<'r>(routes: impl Iterator<Item = (usize, &'r Route)>) -> Router {
         let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
         let mut any = Tree::default();
-        for (index, route) in routes.iter().enumerate() {
+        for (index, route) in routes {
             let candidate = Candidate::new(index, route);
             if route.hosts.is_empty() {
                 any.insert(&route.path, candidate.clone());
@@ -105,6 +120,7 @@ impl Router {
             }
         }
         let mut router = Router {
+            of_scheme: [None, None],
             hosts: HashMap::default(),
             wildcards: HashMap::default(),
             any: 0,
@@ -153,6 +169,11 @@ impl Router {
     /// The position of the route a request takes. `params` receives where in the path the values
     /// of its parameters stand, in the order of the pattern.
     pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+        if let Some(router) = &self.of_scheme[usize::from(asked.secure)]
+            && let Some(route) = router.find(asked, params)
+        {
+            return Some(route);
+        }
         params.clear();
         if !self.hosts.is_empty()
             && let Some(route) = self.hosts.get(asked.host).and_then(|root| self.find_in(*root, asked, params))
@@ -314,6 +335,8 @@ mod tests {
                 .map(|name| (name, None))
                 .collect(),
             path: pattern(words[2]),
+            secure: None,
+            actions: None,
             upstream: 0,
             rules: Vec::new(),
             cost: None,
@@ -323,7 +346,7 @@ mod tests {
     fn found<'a>(routes: &'a [Route], method: &str, host: &str, path: &str) -> Option<(&'a str, Vec<String>)> {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
-        let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path };
+        let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
         let route = Router::new(routes).find(&asked, &mut params)?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
@@ -379,6 +402,21 @@ mod tests {
     }
 
     #[test]
+    fn a_route_that_names_a_scheme_comes_first() {
+        let mut routes = ["- - /{*all}", "- a /x/y", "- - /ok"].map(route);
+        routes[0].secure = Some(false);
+        routes[2].secure = Some(true);
+        let name = |host, path, secure| {
+            let asked = Asked { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
+            Router::new(&routes).find(&asked, &mut Vec::new()).map(|route| routes[route].name.as_str())
+        };
+        assert_eq!(name("a", "/x/y", false), Some("- - /{*all}"));
+        assert_eq!(name("a", "/x/y", true), Some("- a /x/y"));
+        assert_eq!(name("a", "/ok", true), Some("- - /ok"));
+        assert_eq!(name("a", "/other", true), None);
+    }
+
+    #[test]
     fn head_by_its_own_name_comes_before_get() {
         let routes = ["GET - /x", "HEAD - /x"].map(route);
         assert_eq!(name(&routes, "HEAD", "", "/x"), Some("HEAD - /x"));
@@ -392,7 +430,7 @@ mod tests {
         assert_eq!(name(&routes, "PUT", "", "/x"), Some("- - /x"));
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
-        let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x" };
+        let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
         assert_eq!(Router::new(&routes).find(&asked, &mut Vec::new()), Some(1));
     }
 }

@@ -15,6 +15,7 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
+use super::head::Head;
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::interim::Interim;
@@ -25,9 +26,6 @@ use crate::wire::{Ending, Wire};
 pub const LINGER_BYTES: usize = 256 * 1024;
 pub const LINGER: Duration = Duration::from_secs(1);
 
-/// Room for the next head that a connection keeps.
-const HEAD_KEPT_BYTES: usize = 1024;
-
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
 pub struct Stage {
@@ -37,10 +35,8 @@ pub struct Stage {
     unflushed: Cell<bool>,
     /// Bytes of a head have come that is not complete.
     heard: Cell<bool>,
-    /// What came last while nothing was under way: a head, and what was sent along with it.
-    head: RefCell<Vec<u8>>,
-    /// A request has begun since, so that the next bytes are those of another.
-    begun: Cell<bool>,
+    /// The bytes of the last head.
+    head: RefCell<Head>,
     /// What to say when the connection is dropped.
     parting: RefCell<Option<Fault>>,
     /// What was said instead of hyper.
@@ -53,7 +49,13 @@ pub struct Stage {
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
     head_limit: Duration,
-    body_limit: Duration,
+    body_limit: Rc<Cell<Duration>>,
+    /// Bytes of an answer that a client has to take in each `body_limit`, once it does not take all at once.
+    least: u64,
+    /// How many of these are still to be taken before the time begins anew; 0 while the client keeps up.
+    owed: Cell<u64>,
+    /// There is no more of the answer at present: whoever has taken all of it has kept up.
+    drained: Cell<bool>,
 }
 
 /// What a connection is at.
@@ -69,15 +71,14 @@ enum Phase {
 
 impl Stage {
     /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
-    /// for how long a body may stand still.
-    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration) -> Rc<Stage> {
+    /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
+    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
         timer.arm(head_limit);
         let stage = Stage {
             busy: Cell::new(false),
             unflushed: Cell::new(false),
             heard: Cell::new(false),
             head: RefCell::default(),
-            begun: Cell::new(false),
             parting: RefCell::default(),
             refused: RefCell::default(),
             interim: Rc::default(),
@@ -85,7 +86,10 @@ impl Stage {
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
-            body_limit,
+            body_limit: Rc::new(Cell::new(body_limit)),
+            least: rate.saturating_mul(u64::try_from(body_limit.as_millis()).unwrap_or(u64::MAX)) / 1000,
+            owed: Cell::new(0),
+            drained: Cell::new(false),
         };
         Rc::new(stage)
     }
@@ -94,55 +98,54 @@ impl Stage {
         &self.interim
     }
 
+    /// How long a body may stand still; a request may have a limit of its own.
+    pub fn body_limit(&self) -> &Rc<Cell<Duration>> {
+        &self.body_limit
+    }
+
     pub fn waits(&self) -> &Rc<Cell<bool>> {
         &self.waits
     }
 
-    /// A request's head is complete.
-    pub fn begin(&self) {
+    /// A request's head is complete; `body_bytes` are to follow, if their number is known.
+    pub fn begin(&self, body_bytes: Option<u64>) {
         self.phase.set(Phase::Deciding);
         self.timer.disarm();
         self.busy.set(true);
         self.unflushed.set(true);
         self.heard.set(false);
-        self.begun.set(true);
+        self.head.borrow_mut().begin(body_bytes);
+    }
+
+    /// Bytes have come.
+    fn receive(&self, bytes: &[u8]) {
+        if self.head.borrow_mut().receive(bytes, self.busy.get()) {
+            self.heard.set(true);
+        }
+    }
+
+    /// What is wrong with the head of the request just begun that only its bytes tell. `chunked`: it
+    /// gives a transfer coding.
+    pub fn doubt(&self, chunked: bool) -> Option<Fault> {
+        let head = self.head.borrow();
+        if head.has_bare_line_end() {
+            return Some(Fault::BARE_LINE_FEED);
+        }
+        (chunked && head.gives_length_beside_chunks()).then_some(Fault::DOUBTFUL_LENGTH)
     }
 
     /// The head of its answer is there, or another piece of either body has moved.
     pub fn moved(&self) {
         self.phase.set(Phase::Answering);
-        self.timer.arm(self.body_limit);
+        self.drained.set(false);
+        if self.owed.get() == 0 {
+            self.timer.arm(self.body_limit.get());
+        }
     }
 
-    /// Bytes have come while nothing was under way.
-    fn hear(&self, bytes: &[u8]) {
-        self.heard.set(true);
-        let mut head = self.head.borrow_mut();
-        if self.begun.take() {
-            head.clear();
-            head.shrink_to(HEAD_KEPT_BYTES);
-        }
-        head.extend_from_slice(bytes);
-    }
-
-    /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
-    /// leaves the length out, so only the bytes can tell. They are kept of what came while nothing
-    /// was under way; behind that, what RFC 9112, section 6.3 says holds: the chunks count, and the
-    /// connection is closed.
-    pub fn gives_length_beside_chunks(&self) -> bool {
-        let head = self.head.borrow();
-        let lines = head.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
-        let (mut chunks, mut length) = (false, false);
-        for line in lines {
-            let name = line.split(|byte| *byte == b':').next().unwrap_or_default();
-            chunks |= name.eq_ignore_ascii_case(b"transfer-encoding");
-            length |= name.eq_ignore_ascii_case(b"content-length");
-            // Behind a head with a body comes the body, which may look like anything.
-            if (chunks && length) || (line.is_empty() && (chunks || length)) {
-                break;
-            }
-        }
-        chunks && length
+    /// The answer's next piece is not there yet.
+    pub fn awaits_piece(&self) {
+        self.drained.set(true);
     }
 
     /// Its answer has been handed over to the last byte.
@@ -153,16 +156,41 @@ impl Stage {
     /// The last byte of the answer has left.
     fn flushed(&self) {
         self.unflushed.set(false);
+        self.owed.set(0);
         if self.phase.replace(Phase::Head) != Phase::Head {
             self.timer.arm(self.head_limit);
         }
     }
 
-    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes.
+    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes, if it moves
+    /// as much in each of its limits as a client has to take.
     fn sent(&self, sent: &Poll<io::Result<usize>>) {
-        if sent.is_ready() && self.phase.get() == Phase::Answering {
-            self.timer.arm(self.body_limit);
+        if self.phase.get() != Phase::Answering {
+            return;
         }
+        let Poll::Ready(sent) = sent else {
+            if self.owed.get() == 0 {
+                self.owed.set(self.least);
+            }
+            return;
+        };
+        let sent = sent.as_ref().map_or(0, |bytes| *bytes as u64);
+        self.owed.set(self.owed.get().saturating_sub(sent));
+        if self.owed.get() == 0 {
+            self.timer.arm(self.body_limit.get());
+        }
+    }
+
+    /// All that there is of an answer has been sent, and more is to come.
+    fn caught_up(&self) {
+        if self.drained.get() && self.owed.replace(0) > 0 {
+            self.timer.arm(self.body_limit.get());
+        }
+    }
+
+    /// Whether the connection ended because the client did not take its answer.
+    pub fn is_stalled(&self) -> bool {
+        self.phase.get() == Phase::Answering
     }
 
     /// Whether a head took too long, or an answer stands still; wakes the task when it does.
@@ -297,8 +325,8 @@ impl AsyncRead for Guard {
         this.at_end |= !came;
         this.ahead_of_turn = false;
         this.ending = None;
-        if came && !this.stage.busy.get() {
-            this.stage.hear(&buffer.filled()[before..]);
+        if came {
+            this.stage.receive(&buffer.filled()[before..]);
         }
         Poll::Ready(read)
     }
@@ -341,7 +369,10 @@ impl AsyncWrite for Guard {
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         if !this.stage.busy.get() {
             this.stage.flushed();
-        } else if let Poll::Ready(gone) = this.poll_hung_up(cx) {
+            return Poll::Ready(Ok(()));
+        }
+        this.stage.caught_up();
+        if let Poll::Ready(gone) = this.poll_hung_up(cx) {
             return Poll::Ready(gone);
         }
         Poll::Ready(Ok(()))

@@ -21,27 +21,38 @@ use crate::gateway::body::{Body, Content};
 use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::{Passing, pass, record};
 use crate::http::fault::Fault;
+use crate::http::fields::Marks;
 use crate::http::reply;
 use crate::wire::Wire;
 
-/// Read-buffer limit, and so the largest request head that is accepted.
-const HEAD_MAX_BYTES: usize = 64 * 1024;
+/// Fields that hyper has room for without an allocation for each head.
+const USUAL_FIELDS: usize = 100;
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
 pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
     let address = origin.address;
-    let timeouts = hall.view().snapshot.config.timeouts.clone();
-    let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body);
-    let peer = Rc::new(Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits())));
+    let (timeouts, limits) = {
+        let config = &hall.view().snapshot.config;
+        (config.timeouts.clone(), config.limits.clone())
+    };
+    let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body, limits.min_response_rate);
+    let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
+    peer.body_limit = Some(Rc::clone(stage.body_limit()));
+    let peer = Rc::new(peer);
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
-    let connection = http1::Builder::new()
+    let mut builder = http1::Builder::new();
+    if limits.request_fields != USUAL_FIELDS {
+        builder.max_headers(limits.request_fields);
+    }
+    let connection = builder
         .header_read_timeout(None)
         // The guard looks for clients that go away.
         .half_close(true)
-        .max_buf_size(HEAD_MAX_BYTES)
+        // Of the read buffer, and so of a head.
+        .max_buf_size(limits.request_head)
         .serve_connection(TokioIo::new(Guard::new(wire, Rc::clone(&stage))), door);
     let mut connection = std::pin::pin!(connection);
-    let mut told = false;
+    let (mut told, mut late) = (false, false);
     let ended = poll_fn(|cx| {
         let mut poll = connection.as_mut().poll(cx);
         // Polled first: a request that has already come is answered before hyper is told to close.
@@ -50,13 +61,17 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             connection.as_mut().graceful_shutdown();
             poll = connection.as_mut().poll(cx);
         }
-        if poll.is_pending() && stage.poll_late(cx) { Poll::Ready(Ok(())) } else { poll }
+        late = poll.is_pending() && stage.poll_late(cx);
+        if late { Poll::Ready(Ok(())) } else { poll }
     });
     if let Err(error) = ended.await {
         if error.is_parse() {
             stage.head_is_malformed();
         }
         tracing::debug!(%address, %error, "a client connection broke off");
+    }
+    if late && stage.is_stalled() {
+        hall.meter.fault(Fault::Stalled.kind());
     }
     if let Some(fault) = stage.refused() {
         record::refused_head(&hall, address, &fault);
@@ -76,9 +91,10 @@ impl Service<Request<Incoming>> for Door {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        self.stage.begin();
-        let doubtful = || self.stage.gives_length_beside_chunks();
-        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubtful)));
+        self.stage.begin(request.body().size_hint().exact());
+        // What only the bytes of the head tell.
+        let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
+        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubts)));
         Answering {
             passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),
             stage: Rc::clone(&self.stage),
@@ -129,8 +145,9 @@ impl HttpBody for Staged {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
         let frame = Pin::new(&mut this.body).poll_frame(cx);
-        if frame.is_ready() {
-            this.stage.moved();
+        match frame {
+            Poll::Ready(_) => this.stage.moved(),
+            Poll::Pending => this.stage.awaits_piece(),
         }
         frame
     }

@@ -106,7 +106,7 @@ impl Service<Request<Incoming>> for Streams {
         let seat = self.0.seat();
         seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
-        let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, || false)));
+        let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, |_marks| None)));
         let passing = passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())));
         next.replace(Some((Rc::clone(&seat), matches!(passing, Passing::Done(_)))));
         Answering { passing, seat, body_limit: *body_limit }

@@ -44,10 +44,11 @@ static ACCESS_LOG_LOST: Name =
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
 pub static OVERFLOW: Name =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
+static FAULTS: Name = counter("transom_faults_total", "What went wrong with requests, by kind.");
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 17] = [
+pub static NAMES: [&Name; 18] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -64,6 +65,7 @@ pub static NAMES: [&Name; 17] = [
     &OVERFLOW,
     &RELOADS,
     &ACCESS_LOG_LOST,
+    &FAULTS,
     &BUILD_INFO,
 ];
 
@@ -191,14 +193,18 @@ pub struct LoopMeter {
     http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
+    /// By the kind of the fault.
+    faults: Vec<Arc<Cell>>,
 }
 
 impl LoopMeter {
-    pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
+    /// `faults` are the names of the kinds that there are.
+    pub fn new(registry: &Registry, owner: LoopId, faults: &[&str]) -> LoopMeter {
         LoopMeter {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
+            faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("fault", kind)])).collect(),
         }
     }
 
@@ -214,6 +220,11 @@ impl LoopMeter {
 
     pub fn access_log_lost(&self, lines: u64) {
         self.access_log_lost.add(lines);
+    }
+
+    /// `kind` is the position of its name.
+    pub fn fault(&self, kind: usize) {
+        self.faults[kind].add(1);
     }
 }
 

@@ -76,6 +76,21 @@ impl std::fmt::Display for Network {
     }
 }
 
+/// The address that is counted: that of IPv4 which is within one of IPv6, whatever put it there. An IPv4
+/// address as such (RFC 4291, 2.5.5.2), one behind NAT64 (RFC 6052), of 6to4 (RFC 3056) and of Teredo
+/// (RFC 4380, where it is inverted) is one client, who would otherwise have as many counters as spellings.
+pub fn counted(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(v6) = address else { return address };
+    let v4 = match v6.segments() {
+        [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] | [0x2002, high, low, ..] => {
+            (high, low)
+        }
+        [0x2001, 0, _, _, _, _, high, low] => (!high, !low),
+        _ => return address,
+    };
+    Ipv4Addr::from_bits(u32::from(v4.0) << 16 | u32::from(v4.1)).into()
+}
+
 /// The family, the number and the length of an address.
 fn number(address: IpAddr) -> (usize, u128, u32) {
     match address.to_canonical() {
@@ -182,6 +197,24 @@ mod tests {
             ("ffff::", Some("::/0")),
         ] {
             assert_eq!(networks.of(address.parse().unwrap()), found, "{address}");
+        }
+    }
+
+    #[test]
+    fn an_ipv4_address_is_counted_as_one_wherever_it_stands() {
+        for (address, expected) in [
+            ("192.0.2.7", "192.0.2.7"),
+            ("::ffff:192.0.2.7", "192.0.2.7"),
+            ("64:ff9b::192.0.2.7", "192.0.2.7"),
+            ("2002:c000:207::1", "192.0.2.7"),
+            ("2002:c000:207:9:8:7:6:5", "192.0.2.7"),
+            ("2001:0:4136:e378:8000:63bf:3fff:fdf8", "192.0.2.7"),
+            ("64:ff9b:1::192.0.2.7", "64:ff9b:1::c000:207"),
+            ("2001:db8::1", "2001:db8::1"),
+            ("::1", "::1"),
+        ] {
+            let expected: IpAddr = expected.parse().unwrap();
+            assert_eq!(counted(address.parse().unwrap()), expected, "{address}");
         }
     }
 

@@ -38,12 +38,14 @@ pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) ->
 /// Reads a body to its end; no piece may be longer than `limit` in coming.
 async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64, Fault> {
     let mut length = 0;
+    let progress = body.progress();
+    let broken = |_error| progress.as_ref().and_then(|progress| progress.fault()).unwrap_or(Fault::Body);
     loop {
         timer.arm(limit);
         let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
             Poll::Pending if timer.poll_up(cx) => Poll::Ready(Err(Fault::BodyTimeout)),
             Poll::Pending => Poll::Pending,
-            Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(|_broken| Fault::Body)),
+            Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(broken)),
         });
         let frame = frame.await;
         timer.disarm();

@@ -108,8 +108,8 @@ impl Servers {
                     return Err(fault);
                 }
                 Ok(Err(mut error)) => {
-                    if progress.as_ref().is_some_and(|progress| progress.failed.get()) {
-                        return Err(Fault::Body);
+                    if let Some(fault) = progress.as_ref().and_then(|progress| progress.fault()) {
+                        return Err(fault);
                     }
                     let unsent = if fresh { None } else { error.take_message() };
                     if reused && let Some(unsent) = unsent {

@@ -5,6 +5,7 @@
 //! server, `exchange` sends a request and decides when to try again, `upload` and `download` are what
 //! passes through, `echo` the upstream that is built in.
 
+pub mod bounds;
 pub mod connection;
 pub mod download;
 pub mod echo;

@@ -10,6 +10,9 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 
+use super::bounds::{Bounds, Breach};
+use crate::http::fault::Fault;
+
 /// How far the upload of a request's body has come, for the one who waits for the answer.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -19,7 +22,19 @@ pub struct Progress {
     pub starved: Cell<bool>,
     /// The client broke off, or its chunks are malformed.
     pub failed: Cell<bool>,
+    /// It is more, or slower, than it may be.
+    pub breach: Cell<Option<Breach>>,
 }
+
+impl Progress {
+    /// What went wrong on the client's side.
+    pub fn fault(&self) -> Option<Fault> {
+        self.breach.get().map(Fault::from).or(self.failed.get().then_some(Fault::Body))
+    }
+}
+
+/// Why a body ended before its end.
+pub type Broken = Box<dyn std::error::Error + Send + Sync>;
 
 /// Where the body of a request is left that nobody wants any more, for clients that are to send it all the same.
 #[derive(Debug, Default)]
@@ -42,7 +57,7 @@ impl Unwanted {
 /// The body of a request to the upstream.
 pub enum Upload {
     Empty,
-    Client { body: Inbound, progress: Rc<Progress> },
+    Client { body: Inbound, progress: Rc<Progress>, bounds: Option<Box<Bounds>> },
 }
 
 /// A body as it comes from the client. Dropped before its end, it is left where it may be.
@@ -76,7 +91,18 @@ impl Upload {
         if body.is_end_stream() {
             return Upload::Empty;
         }
-        Upload::Client { body: Inbound { body: Some(body), unwanted: unwanted.cloned() }, progress: Rc::default() }
+        let body = Inbound { body: Some(body), unwanted: unwanted.cloned() };
+        Upload::Client { body, progress: Rc::default(), bounds: None }
+    }
+
+    /// The same within bounds, if there is anything to send.
+    pub fn within(self, bounds: impl FnOnce() -> Bounds) -> Upload {
+        match self {
+            Upload::Empty => Upload::Empty,
+            Upload::Client { body, progress, .. } => {
+                Upload::Client { body, progress, bounds: Some(Box::new(bounds())) }
+            }
+        }
     }
 
     /// How far it has come; `None` where there is nothing to send.
@@ -90,10 +116,10 @@ impl Upload {
 
 impl Body for Upload {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Broken;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        let Upload::Client { body, progress } = self.get_mut() else { return Poll::Ready(None) };
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let Upload::Client { body, progress, bounds } = self.get_mut() else { return Poll::Ready(None) };
         let frame = body.poll_frame(cx);
         progress.starved.set(frame.is_pending());
         match &frame {
@@ -101,7 +127,18 @@ impl Body for Upload {
             Poll::Ready(Some(Err(_))) => progress.failed.set(true),
             Poll::Ready(None) | Poll::Pending => {}
         }
-        frame
+        let came = match &frame {
+            Poll::Ready(Some(Ok(frame))) => Some(Poll::Ready(frame.data_ref().map_or(0, Bytes::len))),
+            Poll::Pending => Some(Poll::Pending),
+            Poll::Ready(None | Some(Err(_))) => None,
+        };
+        if let (Some(bounds), Some(came)) = (bounds, came)
+            && let Some(breach) = bounds.look(came, cx)
+        {
+            progress.breach.set(Some(breach));
+            return Poll::Ready(Some(Err(breach.into())));
+        }
+        frame.map_err(Broken::from)
     }
 
     fn is_end_stream(&self) -> bool {

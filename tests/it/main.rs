@@ -9,6 +9,7 @@
 mod world;
 
 mod access_log;
+mod actions;
 mod activation;
 mod admin;
 mod answers;
@@ -31,14 +32,17 @@ mod files;
 mod first_minutes;
 mod framing;
 mod full_table;
+mod gate;
 mod grpc;
 mod http2;
 mod http2_attacks;
 mod httpbin;
 mod identity;
 mod keys;
+mod limits;
 mod malformed;
 mod passing;
+mod proxies;
 mod proxy_protocol;
 mod refusal_forms;
 mod reload;

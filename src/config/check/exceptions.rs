@@ -4,7 +4,6 @@
 //! problem: the operator believes that it has an effect.
 
 use std::collections::HashSet;
-use std::net::IpAddr;
 
 use toml::de::DeValue;
 
@@ -13,7 +12,7 @@ use crate::config::document::{Item, Word};
 use crate::config::problem::{Report, listed, shown};
 use crate::rule::digest::Digest;
 use crate::rule::key::Part;
-use crate::rule::network::{Network, NotANetwork};
+use crate::rule::network::{Network, NotANetwork, counted};
 use crate::rule::terms::{Exemptions, Override, Plan, Rule, Value};
 
 const PLAN_FIX: &str = "write `[rules.NAME.plans.PLAN]`, then its `windows`";
@@ -205,7 +204,7 @@ fn example(part: &Part) -> &'static str {
 fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
     let text = word.text;
     if let Part::Ip { v4_prefix, v6_prefix } = part {
-        let Ok(address) = text.parse::<IpAddr>().map(|address| address.to_canonical()) else {
+        let Ok(address) = text.parse().map(counted) else {
             let fix = "write such as `192.0.2.7`; whole networks can be exempt, but have no windows of their own";
             report.problem(word.span.clone(), format!("{} is no address", shown(text)), fix);
             return None;

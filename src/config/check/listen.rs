@@ -8,12 +8,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use toml::de::DeValue;
 
 use super::certificates::{Pair, authorities};
-use super::{exceptions, section};
-use crate::config::Files;
+use super::{exceptions, proxies, section};
 use crate::config::certificate::Certificate;
 use crate::config::document::{Item, Word};
 use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
 use crate::config::problem::{Report, shown};
+use crate::config::{Files, Proxies};
 use crate::rule::network::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
@@ -24,7 +24,7 @@ const NETWORKS: &str = "[\"10.0.0.0/8\"]";
 /// Addresses taken so far, and the line of each; 0: by default.
 type Taken = Vec<(SocketAddr, usize)>;
 
-pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> Listen {
+pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen, Option<Proxies>) {
     let mut listen = Listen {
         http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))],
         https: Vec::new(),
@@ -33,7 +33,7 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> Listen {
         max_connections: None,
         max_connections_per_client: None,
     };
-    let Some(mut table) = section(item, report) else { return listen };
+    let Some(mut table) = section(item, report) else { return (listen, None) };
     let mut taken = Taken::new();
     let (http, https) = (table.get("http"), table.get("https"));
     if let Some(item) = http {
@@ -57,8 +57,9 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> Listen {
     listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
     let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
     listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
+    let proxies = proxies::Settings::of(&mut table).read(report);
     table.finish(&[], report);
-    listen
+    (listen, proxies)
 }
 
 fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {

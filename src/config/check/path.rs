@@ -5,9 +5,9 @@
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
 use crate::config::document::Word;
-use crate::config::is_plain;
 use crate::config::problem::{Report, shown};
 use crate::config::{EncodedSlash, PathPattern, Segment};
+use crate::config::{doubt, is_plain};
 
 /// Segments beyond this one are not told apart when requests are matched.
 const SEGMENTS_MAX: usize = 64;
@@ -140,6 +140,10 @@ fn literal(part: &str, last: bool, slashes: EncodedSlash) -> Result<Segment, Lit
             Some(what) => what,
             None => String::from("is not in its normal form"),
         });
+    }
+    if let Some(doubt) = doubt(part) {
+        let what = format!("can never match: where {doubt}, requests are refused");
+        return Err(Literal::Other(what, String::from("write the path as clients ask for it")));
     }
     let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
     match (slash, slashes) {

@@ -24,7 +24,7 @@ pub struct Draft {
 pub fn never_matched(drafts: &[Draft], report: &mut Report) {
     let mut earlier: HashMap<_, Vec<&Draft>> = HashMap::new();
     for draft in drafts.iter().filter(|draft| draft.certain) {
-        let before = earlier.entry((shape(&draft.route), fields(&draft.route))).or_default();
+        let before = earlier.entry((shape(&draft.route), fields(&draft.route), draft.route.secure)).or_default();
         if let Some(lines) = takers(&draft.route, before, report) {
             let message = match lines.as_slice() {
                 [line] => format!("this route can never match: the route on line `{line}` takes all its requests"),
@@ -34,7 +34,7 @@ pub fn never_matched(drafts: &[Draft], report: &mut Report) {
                     format!("this route can never match: the routes on lines {lines} take all its requests")
                 }
             };
-            let fix = "remove one of them, or tell them apart by `path`, `host`, `methods` or `headers`";
+            let fix = "remove one of them, or tell them apart by `path`, `host`, `scheme`, `methods` or `headers`";
             report.unless_broken(draft.span.clone(), message, fix);
         }
         before.push(draft);
@@ -122,6 +122,8 @@ fn default_name(route: &Route, position: usize, level: usize) -> String {
     let mut name = route.path.text.clone();
     if level >= 1 {
         name = format!("{}{name}", route.hosts.join(","));
+        name =
+            route.secure.map_or(String::new(), |secure| String::from(if secure { "https " } else { "http " })) + &name;
     }
     if level >= 2 && !route.methods.is_empty() {
         name = format!("{} {name}", route.methods.join(","));

@@ -30,20 +30,25 @@ impl<'d> Settings<'d> {
 
     pub fn read(self, report: &mut Report) -> Refusal {
         let status = self.status.and_then(|item| item.integer(400..=599, report));
-        let kind = self.content_type.as_ref().and_then(|item| content_type(item, report));
-        let text = self.body.as_ref().and_then(|item| body(item, report));
-        if let (None, Some(item)) = (&self.body, &self.content_type) {
-            let message = "`content_type` has no effect: the rule has no `body` of its own";
-            report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
-        }
+        let body = own_body(self.body, self.content_type, "the rule", report);
         let jitter_ms = self.retry_jitter.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(5), report));
-        let kind = kind.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned());
         Refusal {
             status: status.and_then(|status| u16::try_from(status).ok()),
-            body: text.map(|text| Body { text, content_type: kind }),
+            body,
             retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
         }
     }
+}
+
+/// A body that the gateway answers with, and its type; `of` is whose it is.
+pub fn own_body(body: Option<Item>, kind: Option<Item>, of: &str, report: &mut Report) -> Option<Body> {
+    let content_type = kind.as_ref().and_then(|item| content_type(item, report));
+    if let (None, Some(item)) = (&body, &kind) {
+        let message = format!("`content_type` has no effect: {of} has no `body` of its own");
+        report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
+    }
+    let text = body.and_then(|item| self::body(&item, report))?;
+    Some(Body { text, content_type: content_type.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned()) })
 }
 
 fn body(item: &Item, report: &mut Report) -> Option<String> {

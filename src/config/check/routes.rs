@@ -4,10 +4,10 @@ use toml::de::DeValue;
 
 use super::reach::Draft;
 use super::rules::Looks;
-use super::{Section, cost, host, path, reach};
+use super::{Section, actions, cost, host, path, reach};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
-use crate::config::{EncodedSlash, PathPattern, Route, Segment, Upstream};
+use crate::config::{EncodedSlash, PathPattern, Route, Segment, Timeouts, Upstream};
 use crate::rule::key::{OnMissing, Part};
 use crate::rule::terms::{Cost, Rule};
 
@@ -18,6 +18,7 @@ pub fn routes(
     slashes: EncodedSlash,
     upstreams: &Section<Upstream>,
     rules: &Rules,
+    timeouts: &Timeouts,
     report: &mut Report,
 ) -> Vec<Route> {
     let Some(item) = item else { return Vec::new() };
@@ -34,7 +35,7 @@ pub fn routes(
     for item in items {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
-        drafts.push(draft(table, slashes, upstreams, rules, report));
+        drafts.push(draft(table, slashes, upstreams, rules, timeouts, report));
     }
     reach::never_matched(&drafts, report);
     reach::name(drafts, report)
@@ -45,6 +46,7 @@ fn draft(
     slashes: EncodedSlash,
     upstreams: &Section<Upstream>,
     rules: &Rules,
+    timeouts: &Timeouts,
     report: &mut Report,
 ) -> Draft {
     let header = table.span.clone();
@@ -55,8 +57,14 @@ fn draft(
     let hosts = host::hosts(table.get("host"), report);
     let methods = host::methods(table.get("methods"), report);
     let headers = host::headers(table.get("headers"), report);
+    let secure = table.get("scheme").map(|item| item.choice(&[("http", false), ("https", true)], report));
     let certain = report.count() == before;
-    let upstream = table.require("upstream", upstream_fix(upstreams));
+    let actions = actions::Settings::of(&mut table);
+    let upstream = if actions.answers() {
+        no_upstream(table.get("upstream"), report)
+    } else {
+        table.require("upstream", upstream_fix(upstreams))
+    };
     let names = table.get("rules");
     let cost = table.get("cost");
     let misspelt = table.finish(&[], report);
@@ -69,6 +77,7 @@ fn draft(
         let word = item.text(&format!("\"{}\"", a_name(upstreams)), report)?;
         upstreams.find("upstream", word.text, word.span, report)
     });
+    let actions = actions.read(path.as_ref(), slashes, timeouts, report);
     let used = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
     let cost = cost.and_then(|item| self::cost(&item, &used, rules, report));
 
@@ -82,11 +91,22 @@ fn draft(
             methods: methods.unwrap_or_default(),
             headers: headers.unwrap_or_default(),
             path: path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() }),
+            secure: secure.flatten(),
+            actions,
             upstream: upstream.unwrap_or(0),
             rules: used,
             cost,
         },
     }
+}
+
+/// A route that answers by itself has no upstream.
+fn no_upstream<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Item<'d>> {
+    if let Some(item) = item {
+        let message = "`upstream` has no effect: the route answers by itself";
+        report.unless_broken(item.key_span, message, "remove it, or what the route answers");
+    }
+    None
 }
 
 /// An upstream that there is, to show how to name one.

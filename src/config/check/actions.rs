@@ -1,0 +1,335 @@
+//! What a route changes on the way, or answers by itself.
+//!
+//! All of it is settled here: a prefix that no path of the route has, a variable that there is none of, a
+//! field that the gateway needs for itself, are problems, and not surprises in front of a request.
+
+use toml::de::DeValue;
+
+use super::host::{NAME_FIX, field_name};
+use super::text::text;
+use super::{limits, path, refusal};
+use crate::config::action::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
+use crate::config::document::{Item, Table, Word};
+use crate::config::problem::{Report, listed, shown};
+use crate::config::{EncodedSlash, PathPattern, Segment, Timeouts};
+
+/// Fields that say where a message ends, or are about one connection only.
+const OWN: [&str; 10] = [
+    "connection",
+    "content-length",
+    "expect",
+    "host",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+];
+
+const REDIRECT: &str = "{ to = \"https://{host}{uri}\", status = 308 }";
+const RESPOND: &str = "{ status = 200, body = \"fine\\n\" }";
+const FIELDS_FIX: &str = "write such as `[routes.request_headers]`, then `set = { x-name = \"value\" }`";
+
+/// What a route says about it.
+pub struct Settings<'d> {
+    strip_prefix: Option<Item<'d>>,
+    replace_prefix: Option<Item<'d>>,
+    rewrite: Option<Item<'d>>,
+    request_headers: Option<Item<'d>>,
+    response_headers: Option<Item<'d>>,
+    redirect: Option<Item<'d>>,
+    respond: Option<Item<'d>>,
+    timeouts: Option<Item<'d>>,
+    max_body: Option<Item<'d>>,
+}
+
+impl<'d> Settings<'d> {
+    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
+        Settings {
+            strip_prefix: table.get("strip_prefix"),
+            replace_prefix: table.get("replace_prefix"),
+            rewrite: table.get("rewrite"),
+            request_headers: table.get("request_headers"),
+            response_headers: table.get("response_headers"),
+            redirect: table.get("redirect"),
+            respond: table.get("respond"),
+            timeouts: table.get("timeouts"),
+            max_body: table.get("max_body"),
+        }
+    }
+
+    /// Whether the route answers by itself, and so needs no upstream.
+    pub fn answers(&self) -> bool {
+        self.redirect.is_some() || self.respond.is_some()
+    }
+
+    /// `path` is the route's, if it could be read, and `timeouts` are those of all routes.
+    pub fn read(
+        self,
+        path: Option<&PathPattern>,
+        slashes: EncodedSlash,
+        timeouts: &Timeouts,
+        report: &mut Report,
+    ) -> Option<Box<Actions>> {
+        self.contradictions(report);
+        let actions = Actions {
+            path: self.path_change(path, slashes, report),
+            answer: answer(self.redirect, self.respond, path, report),
+            request_fields: self.request_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
+            response_fields: self.response_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
+            timeouts: self.timeouts.and_then(|item| own_timeouts(&item, timeouts, report)),
+            max_body: self.max_body.and_then(|item| limits::max_body(&item, report)),
+        };
+        (actions != Actions::default()).then(|| Box::new(actions))
+    }
+
+    /// Settings of which one makes the others useless.
+    fn contradictions(&self, report: &mut Report) {
+        let paths = [&self.strip_prefix, &self.replace_prefix, &self.rewrite];
+        let answers = [&self.redirect, &self.respond];
+        for (what, items) in [("change the path", &paths[..]), ("answer the request", &answers[..])] {
+            let given: Vec<&Item> = items.iter().filter_map(|item| item.as_ref()).collect();
+            if let [_, second, ..] = given.as_slice() {
+                let message = format!("{} {what}, and only one can", listed(given.iter().map(|item| item.key), "and"));
+                report.unless_broken(second.key_span.clone(), message, "keep the one that is meant");
+            }
+        }
+        if let Some(answer) = answers.iter().find_map(|item| item.as_ref()) {
+            let in_vain = [&paths[..], &[&self.request_headers, &self.timeouts]].concat();
+            for item in in_vain.into_iter().flatten() {
+                let message =
+                    format!("`{}` has no effect: no upstream is asked, for there is `{}`", item.key, answer.key);
+                report.unless_broken(item.key_span.clone(), message, "remove one of the two");
+            }
+        }
+    }
+
+    fn path_change(
+        &self,
+        path: Option<&PathPattern>,
+        slashes: EncodedSlash,
+        report: &mut Report,
+    ) -> Option<PathChange> {
+        if let Some(item) = &self.strip_prefix {
+            let from = prefix(item, path, slashes, report)?;
+            return Some(PathChange::Prefix { from, to: String::new() });
+        }
+        if let Some(item) = &self.replace_prefix {
+            let mut table = item.table("`replace_prefix`", "write `{ from = \"/api\", to = \"/v2\" }`", report)?;
+            let from = table.require("from", "write `from = \"/api\"`: how the path begins");
+            let to = table.require("to", "write `to = \"/v2\"`: what stands there instead");
+            table.finish(&[], report);
+            let from = from.and_then(|item| prefix(&item, path, slashes, report));
+            let to = to.and_then(|item| literal(&item, slashes, report));
+            return Some(PathChange::Prefix { from: from?, to: to? });
+        }
+        let item = self.rewrite.as_ref()?;
+        let word = item.text("\"/v2/{id}\"", report)?;
+        let rewrite = path::path(&word, slashes, report)?;
+        let lacking = rewrite.segments.iter().find(|segment| match segment {
+            Segment::Literal(_) => false,
+            segment => path.is_some_and(|path| !path.segments.contains(segment)),
+        });
+        if let Some(Segment::Param(name) | Segment::Rest(name)) = lacking {
+            let message =
+                format!("the path of this route has no such parameter as {} names with `{name}`", shown(word.text));
+            let fix = format!("name parameters as {} does", shown(path.map_or("", |path| path.text.as_str())));
+            report.problem(word.span, message, fix);
+            return None;
+        }
+        Some(PathChange::Rewrite(rewrite))
+    }
+}
+
+/// The beginning of a path, without a slash at its end; `/` is nothing at all.
+fn literal(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
+    let word = item.text("\"/api\"", report)?;
+    let pattern = path::path(&word, slashes, report)?;
+    if pattern.segments.iter().any(|segment| !matches!(segment, Segment::Literal(_))) {
+        let message = format!("{} has a parameter, and a prefix has none", shown(word.text));
+        report.problem(word.span, message, "write the prefix as it stands in the path, or use `rewrite`");
+        return None;
+    }
+    Some(pattern.text.strip_suffix('/').unwrap_or(&pattern.text).to_owned())
+}
+
+/// A prefix that all paths of the route have.
+fn prefix(item: &Item, path: Option<&PathPattern>, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
+    let prefix = literal(item, slashes, report)?;
+    let literals = |path: &PathPattern| {
+        let literals = path.segments.iter().map_while(|segment| match segment {
+            Segment::Literal(text) => Some(format!("/{text}")),
+            Segment::Param(_) | Segment::Rest(_) => None,
+        });
+        literals.collect::<String>()
+    };
+    let begins = |path: &PathPattern| {
+        let rest = literals(path).strip_prefix(&prefix).map(str::to_owned);
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    };
+    if let Some(path) = path.filter(|path| !begins(path)) {
+        let message = format!("no path that this route takes begins with {}", shown(&prefix));
+        let own = literals(path);
+        let fix = match own.trim_end_matches('/') {
+            "" => String::from("write the path with its prefix, such as `/api/{*rest}`"),
+            own => format!("its paths begin with {}", shown(own)),
+        };
+        report.problem(item.span.clone(), message, fix);
+        return None;
+    }
+    Some(prefix)
+}
+
+fn answer(
+    redirect: Option<Item>,
+    respond: Option<Item>,
+    path: Option<&PathPattern>,
+    report: &mut Report,
+) -> Option<Answer> {
+    let redirect = redirect.and_then(|item| self::redirect(&item, path, report));
+    let respond = respond.and_then(|item| self::respond(&item, report));
+    redirect.or(respond)
+}
+
+fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Option<Answer> {
+    let mut table = item.table("`redirect`", &format!("write `redirect = {REDIRECT}`"), report)?;
+    let to = table.require("to", "write `to = \"https://{host}{uri}\"`");
+    let status = table.get("status");
+    table.finish(&[], report);
+    let statuses = [301, 302, 303, 307, 308];
+    let status = status.map_or(Some(308), |item| {
+        let status = item.integer(100..=599, report)?;
+        if !statuses.contains(&status) {
+            let message = format!("`{status}` is no status that sends a client elsewhere");
+            report.problem(item.span, message, "write `301`, `302`, `303`, `307` or `308`");
+            return None;
+        }
+        u16::try_from(status).ok()
+    });
+    let word = to?.text("\"https://{host}{uri}\"", report)?;
+    let to = text(&word, path, report)?;
+    if !is_reference(&to) {
+        let fix =
+            "begin with `https://`, `http://`, `{scheme}://`, one `/`, `{path}` or `{uri}`; write no blanks in it";
+        report.problem(word.span, format!("{} is no place to send a client to", shown(word.text)), fix);
+        return None;
+    }
+    Some(Answer::Redirect { to, status: status? })
+}
+
+/// Whether a text is an absolute URL, or a path of the same host: nothing that a request has may choose
+/// another host, but for its own.
+fn is_reference(Text(pieces): &Text) -> bool {
+    let sound = |piece: &Piece| match piece {
+        Piece::Literal(text) => text.bytes().all(|byte| byte.is_ascii_graphic()),
+        Piece::Variable(_) => true,
+    };
+    let begins = match pieces.as_slice() {
+        [Piece::Literal(text), rest @ ..] => {
+            match text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")) {
+                Some(host) => is_authority(host, rest),
+                // A second slash would begin a host.
+                None if text == "/" => matches!(rest, [] | [Piece::Variable(Variable::Param(_)), ..]),
+                None => text.starts_with('/') && !text.starts_with("//"),
+            }
+        }
+        [Piece::Variable(Variable::Path | Variable::Uri), ..] => true,
+        [Piece::Variable(Variable::Scheme), Piece::Literal(text), rest @ ..] => {
+            text.strip_prefix("://").is_some_and(|host| is_authority(host, rest))
+        }
+        _ => false,
+    };
+    begins && pieces.iter().all(sound)
+}
+
+/// Whether what stands before the path names a host, and takes nothing of the request but its host.
+fn is_authority(first: &str, rest: &[Piece]) -> bool {
+    if first.is_empty() && !matches!(rest.first(), Some(Piece::Variable(Variable::Host))) {
+        return false;
+    }
+    if let Some(end) = first.find(['/', '?', '#']) {
+        return end > 0;
+    }
+    for piece in rest {
+        match piece {
+            Piece::Literal(text) if text.contains(['/', '?', '#']) => return true,
+            Piece::Literal(_) | Piece::Variable(Variable::Host) => {}
+            Piece::Variable(Variable::Path | Variable::Uri) => return true,
+            Piece::Variable(_) => return false,
+        }
+    }
+    true
+}
+
+fn respond(item: &Item, report: &mut Report) -> Option<Answer> {
+    let mut table = item.table("`respond`", &format!("write `respond = {RESPOND}`"), report)?;
+    let status = table.get("status");
+    let kind = table.get("content_type");
+    let body = table.get("body");
+    table.finish(&[], report);
+    let status = status.map_or(Some(200), |item| item.integer(200..=599, report));
+    if let (Some(status @ (204 | 304)), Some(body)) = (status, &body) {
+        let message = format!("an answer with status `{status}` has no body");
+        report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
+    }
+    let body = refusal::own_body(body, kind, "the answer", report);
+    Some(Answer::Respond { status: u16::try_from(status?).ok()?, body })
+}
+
+fn fields(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> FieldChanges {
+    let Some(mut table) = item.table(format!("`{}`", item.key), FIELDS_FIX, report) else {
+        return FieldChanges::default();
+    };
+    let (set, add, remove) = (table.get("set"), table.get("add"), table.get("remove"));
+    table.finish(&[], report);
+    let set = set.map(|item| values(&item, path, report)).unwrap_or_default();
+    let add = add.map(|item| values(&item, path, report)).unwrap_or_default();
+    let words = remove.and_then(|item| item.texts("[\"x-name\"]", report)).unwrap_or_default();
+    let remove: Vec<String> = words.iter().filter_map(|word| name(word, report)).collect();
+    FieldChanges { remove, set, add }
+}
+
+/// Fields by name, each with a text.
+fn values(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Vec<(String, Text)> {
+    let fix = format!("write `{} = {{ x-name = \"value\" }}`", item.key);
+    let Some(table) = item.table(format!("`{}`", item.key), &fix, report) else { return Vec::new() };
+    let mut values: Vec<(String, Text)> = Vec::new();
+    for entry in table.all() {
+        let name = name(&Word { text: entry.key, span: entry.key_span.clone() }, report);
+        let value = entry.text("\"value\"", report).and_then(|word| text(&word, path, report));
+        let (Some(name), Some(value)) = (name, value) else { continue };
+        if values.iter().any(|(other, _)| *other == name) {
+            let message = format!("{} is there twice: names of fields are compared in lower case", shown(entry.key));
+            report.problem(entry.key_span, message, "remove one of the two");
+        }
+        values.push((name, value));
+    }
+    values
+}
+
+/// The name of a field that a route may change.
+fn name(word: &Word, report: &mut Report) -> Option<String> {
+    let Some(name) = field_name(word.text) else {
+        report.problem(word.span.clone(), format!("{} is no name of a header field", shown(word.text)), NAME_FIX);
+        return None;
+    };
+    if OWN.contains(&name.as_str()) {
+        let message = format!("{} is not for a route to change", shown(word.text));
+        let fix = "remove it: the gateway sets it as the connection, or the message's length, demands";
+        report.problem(word.span.clone(), message, fix);
+        return None;
+    }
+    Some(name)
+}
+
+fn own_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) -> Option<Timeouts> {
+    if !matches!(item.value, DeValue::Table(_)) {
+        return item.wrong_type("a table", "write `timeouts = { response_head = \"5s\" }`", report);
+    }
+    let mut table = item.table("`timeouts` of a route", "", report)?;
+    let mut own = timeouts.clone();
+    super::exchange_timeouts(&mut table, &mut own, report);
+    table.finish(&[], report);
+    Some(own)
+}

@@ -1,0 +1,400 @@
+//! Who asks behind proxies: the client's address as those say it who are believed.
+//!
+//! Every proxy adds the address that it was asked from, so only the end of the list is its own; what stands
+//! before can be anybody's invention. The list is read from its end to the first address that is not one of
+//! a trusted proxy. What can not be read ends the search at the last address that could: the proxy that
+//! passed it on is then taken for the client, and never somebody that a client named.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+
+use crate::config::{ForwardedBy, Proxies};
+use crate::rule::network::Networks;
+
+/// Proxies of a request that are looked at; a longer way is nobody's.
+const HOPS_MAX: usize = 32;
+/// No node is longer (RFC 7239, section 6): an IPv6 address with a zone, brackets and a port.
+const NODE_MAX_BYTES: usize = 128;
+
+pub const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+pub const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+
+/// Whom to believe, made ready.
+#[derive(Debug)]
+pub struct Trust {
+    networks: Networks<()>,
+    by: ForwardedBy,
+}
+
+/// What is known of who asks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Client {
+    pub address: IpAddr,
+    /// Whether it came by https.
+    pub is_secure: bool,
+    /// The field in which the peer was believed; `None`: nothing that it says about others is.
+    pub told: Option<ForwardedBy>,
+}
+
+impl Trust {
+    pub fn new(proxies: &Proxies) -> Trust {
+        Trust { networks: Networks::new(proxies.networks.iter().map(|network| (*network, ()))), by: proxies.by }
+    }
+
+    fn has(&self, address: IpAddr) -> bool {
+        self.networks.of(address).is_some()
+    }
+
+    /// Who asks, where `peer` opened the connection.
+    pub fn client(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> Client {
+        if !self.has(peer) {
+            return Client { address: peer, is_secure, told: None };
+        }
+        let told = Some(self.by);
+        match self.by {
+            ForwardedBy::XForwardedFor => {
+                let address = self.walk(peer, addresses(headers));
+                Client { address, is_secure: last_proto(headers).unwrap_or(is_secure), told }
+            }
+            ForwardedBy::Forwarded => self.walk_forwarded(peer, is_secure, headers),
+        }
+    }
+
+    /// The first address, from the end, that no trusted proxy has.
+    fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
+        let mut client = peer;
+        for hop in hops.take(HOPS_MAX) {
+            let Some(address) = hop else { return client };
+            client = address;
+            if !self.has(client) {
+                return client;
+            }
+        }
+        client
+    }
+
+    /// The same in Forwarded, whose elements also say by which scheme their client came.
+    fn walk_forwarded(&self, peer: IpAddr, is_secure: bool, headers: &HeaderMap) -> Client {
+        let mut client = Client { address: peer, is_secure, told: Some(self.by) };
+        let mut seen = 0;
+        for line in headers.get_all(header::FORWARDED).iter().rev() {
+            let Some((elements, count)) = last_elements(line.as_bytes()) else { return client };
+            for element in elements[..count].iter().rev() {
+                let hop = if seen < HOPS_MAX { read_element(element) } else { None };
+                seen += 1;
+                let Some(hop) = hop else { return client };
+                client.address = hop.address;
+                client.is_secure = hop.is_secure.unwrap_or(client.is_secure);
+                if !self.has(client.address) {
+                    return client;
+                }
+            }
+        }
+        client
+    }
+}
+
+/// The addresses of all X-Forwarded-For lines from the last on; `None` for what is none.
+fn addresses(headers: &HeaderMap) -> impl Iterator<Item = Option<IpAddr>> {
+    let lines = headers.get_all(X_FORWARDED_FOR).iter().rev().map(HeaderValue::as_bytes);
+    let hops = lines.flat_map(|line| line.rsplit(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+    // Lists may have empty elements (RFC 9110, section 5.6.1), which are none.
+    hops.filter(|hop| !hop.is_empty()).map(node)
+}
+
+/// The scheme that the nearest proxy was asked by.
+fn last_proto(headers: &HeaderMap) -> Option<bool> {
+    let last = headers.get_all(X_FORWARDED_PROTO).iter().next_back()?.as_bytes();
+    is_https(last.rsplit(|byte| *byte == b',').next().unwrap_or_default().trim_ascii())
+}
+
+fn is_https(scheme: &[u8]) -> Option<bool> {
+    match scheme {
+        scheme if scheme.eq_ignore_ascii_case(b"https") => Some(true),
+        scheme if scheme.eq_ignore_ascii_case(b"http") => Some(false),
+        _ => None,
+    }
+}
+
+/// An address, with or without a port; IPv6 with a port is in brackets. A zone means something only to
+/// whoever wrote it, and is left out.
+fn node(text: &[u8]) -> Option<IpAddr> {
+    let text = std::str::from_utf8(text).ok().filter(|text| text.len() <= NODE_MAX_BYTES)?;
+    let v6 = |text: &str| {
+        let address = text.split_once('%').map_or(text, |(address, _zone)| address);
+        address.parse::<Ipv6Addr>().ok().map(|address| IpAddr::from(address).to_canonical())
+    };
+    if let Some(rest) = text.strip_prefix('[') {
+        let (address, port) = rest.split_once(']')?;
+        return v6(address).filter(|_| port.is_empty() || port.strip_prefix(':').is_some_and(is_port));
+    }
+    match text.split_once(':') {
+        Some((address, port)) if !port.contains(':') => {
+            address.parse().ok().filter(|address: &IpAddr| address.is_ipv4() && is_port(port))
+        }
+        Some(_) => v6(text),
+        None => text.parse().ok(),
+    }
+}
+
+fn is_port(text: &str) -> bool {
+    (1..=5).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// One element of Forwarded, as far as it matters.
+struct Hop {
+    address: IpAddr,
+    is_secure: Option<bool>,
+}
+
+/// The last elements of a line, and how many; `None` if a quotation does not end.
+fn last_elements(line: &[u8]) -> Option<([&[u8]; HOPS_MAX], usize)> {
+    let mut last: [&[u8]; HOPS_MAX] = [&[]; HOPS_MAX];
+    let mut count = 0;
+    for element in unquoted(line, b',') {
+        let element = element?.trim_ascii();
+        if element.is_empty() {
+            continue;
+        }
+        if count == HOPS_MAX {
+            last.rotate_left(1);
+            count -= 1;
+        }
+        last[count] = element;
+        count += 1;
+    }
+    Some((last, count))
+}
+
+/// Splits where a byte stands outside of quotations; `None`, and nothing more, if one does not end.
+fn unquoted(text: &[u8], separator: u8) -> impl Iterator<Item = Option<&[u8]>> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        let (mut quoted, mut escaped) = (false, false);
+        for (at, byte) in text.iter().enumerate() {
+            match byte {
+                _ if escaped => escaped = false,
+                b'\\' if quoted => escaped = true,
+                b'"' => quoted = !quoted,
+                byte if *byte == separator && !quoted => {
+                    rest = Some(&text[at + 1..]);
+                    return Some(Some(&text[..at]));
+                }
+                _ => {}
+            }
+        }
+        rest = None;
+        Some(Some(text).filter(|_| !quoted))
+    })
+}
+
+/// Reads `for=…;proto=…` in any order; a name that is given twice makes it unreadable.
+fn read_element(element: &[u8]) -> Option<Hop> {
+    let (mut address, mut proto) = (None, None);
+    for pair in unquoted(element, b';') {
+        let pair = pair?.trim_ascii();
+        if pair.is_empty() {
+            continue;
+        }
+        let equals = pair.iter().position(|byte| *byte == b'=')?;
+        let (name, value) = (&pair[..equals], &pair[equals + 1..]);
+        let mut buffer = [0; NODE_MAX_BYTES];
+        if name.eq_ignore_ascii_case(b"for") {
+            let node = node(value_of(value, &mut buffer)?)?;
+            if address.replace(node).is_some() {
+                return None;
+            }
+        } else if name.eq_ignore_ascii_case(b"proto")
+            && proto.replace(is_https(value_of(value, &mut buffer)?)).is_some()
+        {
+            return None;
+        }
+    }
+    Some(Hop { address: address?, is_secure: proto.flatten() })
+}
+
+/// A token, or what a quoted string says.
+fn value_of<'a>(value: &'a [u8], buffer: &'a mut [u8; NODE_MAX_BYTES]) -> Option<&'a [u8]> {
+    let Some(inner) = value.strip_prefix(b"\"") else {
+        return (!value.contains(&b'"')).then_some(value);
+    };
+    let mut bytes = inner.strip_suffix(b"\"")?.iter();
+    let mut length = 0;
+    while let Some(byte) = bytes.next() {
+        let byte = match byte {
+            b'\\' => bytes.next()?,
+            b'"' => return None,
+            byte => byte,
+        };
+        *buffer.get_mut(length)? = *byte;
+        length += 1;
+    }
+    Some(&buffer[..length])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const PEER: &str = "10.0.0.1";
+
+    fn trust(by: ForwardedBy) -> Trust {
+        let networks = ["10.0.0.0/8", "fd00::/8"].map(|text| text.parse().unwrap()).to_vec();
+        Trust::new(&Proxies { networks, by })
+    }
+
+    fn found(by: ForwardedBy, peer: &str, fields: &[(&'static str, &str)]) -> Client {
+        let mut headers = HeaderMap::new();
+        for (name, value) in fields {
+            headers.append(*name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
+        }
+        trust(by).client(peer.parse().unwrap(), false, &headers)
+    }
+
+    fn by_list(lines: &[&str]) -> String {
+        let fields: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
+        found(ForwardedBy::XForwardedFor, PEER, &fields).address.to_string()
+    }
+
+    fn by_forwarded(lines: &[&str]) -> String {
+        let fields: Vec<_> = lines.iter().map(|line| ("forwarded", *line)).collect();
+        found(ForwardedBy::Forwarded, PEER, &fields).address.to_string()
+    }
+
+    #[test]
+    fn the_first_untrusted_address_from_the_right_asks() {
+        for (lines, client) in [
+            (&[][..], PEER),
+            (&["192.0.2.7"], "192.0.2.7"),
+            (&["6.6.6.6, 192.0.2.7"], "192.0.2.7"),
+            (&["6.6.6.6, 192.0.2.7, 10.1.1.1, fd00::1"], "192.0.2.7"),
+            (&["6.6.6.6", "192.0.2.7", "10.1.1.1"], "192.0.2.7"),
+            (&["192.0.2.7,,10.1.1.1 ,"], "192.0.2.7"),
+            (&["10.9.9.9, 10.1.1.1"], "10.9.9.9"),
+            (&["192.0.2.7:1234"], "192.0.2.7"),
+            (&["[2001:db8::1]:1234"], "2001:db8::1"),
+            (&["[2001:db8::1]"], "2001:db8::1"),
+            (&["2001:db8::1"], "2001:db8::1"),
+            (&["fe80::1%eth0"], "fe80::1"),
+            (&["::ffff:192.0.2.7"], "192.0.2.7"),
+            (&["192.0.2.7, ::ffff:10.1.1.1"], "192.0.2.7"),
+        ] {
+            assert_eq!(by_list(lines), client, "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn what_can_not_be_read_leaves_the_last_that_could() {
+        for hop in [
+            "unknown",
+            "_x",
+            "a",
+            "192.0.2",
+            "192.0.2.7:",
+            "192.0.2.7:a",
+            "192.0.2.7:123456",
+            "[::1",
+            "[::1]a",
+            "[::1]:",
+            "::1]",
+            "1:2",
+            "192.0.2.7 1.1.1.1",
+            "\"192.0.2.7\"",
+            "for=192.0.2.7",
+            "010.0.0.1",
+            "1.2.3.4%eth0",
+            "\u{e9}",
+        ] {
+            assert_eq!(by_list(&[&format!("192.0.2.7, {hop}, 10.2.2.2")]), "10.2.2.2", "{hop}");
+            assert_eq!(by_list(&[&format!("192.0.2.7, {hop}")]), PEER, "{hop}");
+        }
+        let long = format!("192.0.2.7{}", ", 10.3.3.3".repeat(HOPS_MAX));
+        assert_eq!(by_list(&[&long]), "10.3.3.3");
+        assert_eq!(by_list(&[&long[..long.len() - 10]]), "192.0.2.7");
+    }
+
+    #[test]
+    fn forwarded_is_read_as_rfc_7239_has_it() {
+        for (lines, client) in [
+            (&[][..], PEER),
+            (&["for=192.0.2.7"], "192.0.2.7"),
+            (&["For=\"192.0.2.7:80\";proto=https"], "192.0.2.7"),
+            (&["for=6.6.6.6, for=\"[2001:db8::1]:4711\""], "2001:db8::1"),
+            (&["for=\"[2001:db8::1]\";by=10.0.0.1, for=10.1.1.1"], "2001:db8::1"),
+            (&["for=6.6.6.6", "for=192.0.2.7;host=\"a,b;for=1.1.1.1\""], "192.0.2.7"),
+            (&["for=\"\\192.0.2\\.7\""], "192.0.2.7"),
+            (&["for=192.0.2.7, for=unknown"], PEER),
+            (&["for=192.0.2.7, for=_hidden, for=10.2.2.2"], "10.2.2.2"),
+            (&["for=192.0.2.7, proto=https"], PEER),
+            (&["for=192.0.2.7;for=192.0.2.7"], PEER),
+            (&["for=\"192.0.2.7"], PEER),
+            (&["for=192.0.2.7, for=\"10.2.2.2, for=10.1.1.1"], PEER),
+            (&["for=2001:db8::1"], "2001:db8::1"),
+            (&["192.0.2.7"], PEER),
+        ] {
+            assert_eq!(by_forwarded(lines), client, "{lines:?}");
+        }
+    }
+
+    #[test]
+    fn the_scheme_is_that_of_the_hop_which_is_believed() {
+        let secure = |by, peer, fields: &[(&'static str, &str)]| found(by, peer, fields).is_secure;
+        assert!(secure(ForwardedBy::XForwardedFor, PEER, &[("x-forwarded-proto", "http, HTTPS")]));
+        assert!(!secure(ForwardedBy::XForwardedFor, PEER, &[("x-forwarded-proto", "https, http")]));
+        assert!(!secure(ForwardedBy::XForwardedFor, "9.9.9.9", &[("x-forwarded-proto", "https")]));
+        assert!(secure(
+            ForwardedBy::Forwarded,
+            PEER,
+            &[("forwarded", "for=192.0.2.7;proto=https, for=10.1.1.1;proto=http")]
+        ));
+        assert!(!secure(ForwardedBy::Forwarded, PEER, &[("forwarded", "for=6.6.6.6;proto=https, for=192.0.2.7")]));
+    }
+
+    #[test]
+    fn nobody_else_is_believed_and_no_other_field() {
+        let field = |by, peer, name| found(by, peer, &[(name, "for=6.6.6.6"), (name, "6.6.6.6")]).address.to_string();
+        assert_eq!(field(ForwardedBy::XForwardedFor, "192.0.2.9", "x-forwarded-for"), "192.0.2.9");
+        assert_eq!(field(ForwardedBy::XForwardedFor, PEER, "forwarded"), PEER);
+        assert_eq!(field(ForwardedBy::Forwarded, PEER, "x-forwarded-for"), PEER);
+    }
+
+    /// An address, in one of its spellings in a list, and in Forwarded.
+    fn spelt() -> impl Strategy<Value = (IpAddr, String, String)> {
+        let v4 = prop_oneof![any::<u32>(), (0..0x0100_0000_u32).prop_map(|low| 0x0a00_0000 | low)];
+        let v6 = prop_oneof![any::<u128>(), any::<u128>().prop_map(|low| (low >> 8) | (0xfd << 120))];
+        prop_oneof![
+            (v4, any::<bool>()).prop_map(|(bits, port)| {
+                let address = std::net::Ipv4Addr::from_bits(bits);
+                let text = if port { format!("{address}:8080") } else { address.to_string() };
+                (address.into(), text.clone(), format!("for=\"{text}\""))
+            }),
+            (v6, any::<bool>()).prop_map(|(bits, port)| {
+                let address = Ipv6Addr::from_bits(bits);
+                let text = if port { format!("[{address}]:8080") } else { address.to_string() };
+                (IpAddr::from(address).to_canonical(), text.clone(), format!("proto=http;FOR=\"{text}\""))
+            }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_stands_before_the_client_changes_who_it_is(
+            noise in "[ -~]{0,60}",
+            hops in proptest::collection::vec(spelt(), 1..20),
+        ) {
+            let trusted = trust(ForwardedBy::XForwardedFor);
+            let expected = hops.iter().rev().map(|(address, ..)| *address).find(|address| !trusted.has(*address));
+            let list: Vec<&str> = hops.iter().map(|(_, text, _)| text.as_str()).collect();
+            let forwarded: Vec<&str> = hops.iter().map(|(.., text)| text.as_str()).collect();
+            if let Some(expected) = expected {
+                let expected = expected.to_string();
+                prop_assert_eq!(by_list(&[&noise, &list.join(", ")]), expected.clone());
+                prop_assert_eq!(by_list(&[&format!("{noise},{}", list.join(","))]), expected.clone());
+                prop_assert_eq!(by_forwarded(&[&noise, &forwarded.join(", ")]), expected);
+            }
+        }
+    }
+}

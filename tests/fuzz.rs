@@ -1,0 +1,100 @@
+//! The properties of the fuzz targets, for inputs that are the same each time: seeds, changed at random from a
+//! fixed start. `make fuzz` searches further.
+
+#[path = "../fuzz/properties/configuration.rs"]
+mod configuration;
+#[path = "../fuzz/properties/forwarded.rs"]
+mod forwarded;
+#[path = "../fuzz/properties/gate.rs"]
+mod gate;
+#[path = "../fuzz/properties/path.rs"]
+mod path;
+
+use fastrand::Rng;
+
+/// Gives a property every seed, and many changes of each: bytes flipped, left out, repeated, or taken from
+/// another seed or from `pieces`.
+fn holds(property: fn(&[u8]), seeds: &[&str], pieces: &[&str], rounds: usize) {
+    let mut rng = Rng::with_seed(1711);
+    for seed in seeds {
+        property(seed.as_bytes());
+    }
+    for _ in 0..rounds {
+        let mut bytes = seeds[rng.usize(..seeds.len())].as_bytes().to_vec();
+        for _ in 0..rng.usize(1..6) {
+            let at = rng.usize(..=bytes.len());
+            let end = (at + rng.usize(..8)).min(bytes.len());
+            match rng.u8(..5) {
+                0 if at < bytes.len() => bytes[at] = rng.u8(..),
+                1 => drop(bytes.drain(at..end)),
+                2 => {
+                    let again = bytes[at..end].to_vec();
+                    bytes.splice(at..at, again);
+                }
+                3 => {
+                    let other = seeds[rng.usize(..seeds.len())].as_bytes();
+                    bytes.splice(at..end, other[rng.usize(..=other.len())..].iter().copied());
+                }
+                _ => drop(bytes.splice(at..end, pieces[rng.usize(..pieces.len())].bytes())),
+            }
+        }
+        property(&bytes);
+    }
+}
+
+#[test]
+fn paths() {
+    let seeds = ["/", "/a/b", "//login", "/x/../login", "/%6Cogin", "/a;v=1/..;/b", "/caf\u{e9}/%c3%a9", "/a%2fb/%5c"];
+    let pieces = ["/", "..", ".", "%2e", "%2F", "%c0%af", "%0a", ";", "\\", "%", "%25", "?", "\u{e9}"];
+    holds(path::holds, &seeds, &pieces, 100_000);
+}
+
+#[test]
+fn forwarded_addresses() {
+    let seeds = [
+        "192.0.2.1, 10.1.1.1",
+        "2001:db8::1, [fd00::1]:80",
+        "unknown\n10.0.0.2:99",
+        "for=192.0.2.1;proto=https, for=\"[fd00::1]:80\";by=_x",
+        "for=\"\\1\\9\\2.0.2.1\"\nFor=10.1.1.1;host=\"a,b;c\"",
+    ];
+    let pieces =
+        [",", ";", "\"", "\\", "for=", "[", "]", ":", "%eth0", "10.2.2.2", "fd00::2", "\n", "=", "unknown", " "];
+    holds(forwarded::holds, &seeds, &pieces, 30_000);
+}
+
+#[test]
+fn heads() {
+    let seeds = [
+        "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        "POST http://a:80/b?c HTTP/1.1\r\nHost: A\r\nTransfer-Encoding: chunked\r\n\r\n",
+        "OPTIONS * HTTP/1.1\r\nHost: [::1]:80\r\nExpect: 100-continue\r\n\r\n",
+        "GET a:80 HTTP/1.0\r\nConnection: close, x\r\nContent-Length: 1\r\n\r\n",
+    ];
+    let pieces = [
+        "Host: b\r\n",
+        "host:",
+        "\r\n",
+        "Transfer-Encoding: chunked\r\n",
+        "@",
+        "*",
+        " ",
+        "http://b",
+        "CONNECT ",
+        ":",
+        "\n",
+    ];
+    holds(gate::holds, &seeds, &pieces, 100_000);
+}
+
+#[test]
+fn configurations() {
+    let seeds = [
+        include_str!("config/good/everything.toml"),
+        include_str!("config/good/edge.toml"),
+        include_str!("config/good/language.toml"),
+        include_str!("config/bad/actions.toml"),
+    ];
+    let pieces = ["[", "]", "\"", "=", "\n", "{", "}", "'", ",", "[[routes]]\n", "path = ", "#", "\u{e9}", "1_0", "\\"];
+    holds(configuration::holds, &seeds, &pieces, 400);
+}
