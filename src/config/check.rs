@@ -31,6 +31,7 @@ mod reach;
 mod refusal;
 mod routes;
 mod rules;
+mod upstream_tls;
 mod upstreams;
 mod window;
 
@@ -85,7 +86,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
 
     jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
     let jwt = jwt::jwt(jwt, files, report);
-    let mut upstreams = upstreams::upstreams(upstreams, report);
+    let mut upstreams = upstreams::upstreams(upstreams, files, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, report);
     rules.complete &= !misspelt.contains(&"rules");
@@ -137,6 +138,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         response_head: Duration::from_secs(60),
         body: Duration::from_secs(60),
         upstream_idle: Duration::from_secs(60),
+        tunnel: Duration::from_secs(60 * 60),
         drain: Duration::from_secs(30),
     };
     if let Some(mut table) = section(item, report) {
@@ -151,6 +153,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         read("response_head", &mut timeouts.response_head, 1..=DAY_MS);
         read("body", &mut timeouts.body, 1..=DAY_MS);
         read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
+        read("tunnel", &mut timeouts.tunnel, 1..=DAY_MS);
         read("drain", &mut timeouts.drain, 0..=DAY_MS);
         table.finish(&[], report);
     }

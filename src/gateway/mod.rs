@@ -3,7 +3,8 @@
 //! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn`
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints`
-//! how often the operator is told of failures, `body` the body of an answer on its way out.
+//! how often the operator is told of failures, `body` the body of an answer on its way out, `passage` the
+//! tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
 use std::pin::Pin;
@@ -18,6 +19,7 @@ pub mod abandoned;
 pub mod body;
 pub mod complaints;
 pub mod hall;
+pub mod passage;
 pub mod record;
 pub mod settlement;
 pub mod snapshot;
@@ -31,12 +33,13 @@ use crate::http::fields::Marks;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Reply};
 use crate::http::route::Asked;
-use crate::http::{fields, gate, path};
+use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::upstream::echo;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Peer, Scratch, Target, View};
+use passage::Passage;
 use record::Record;
 use settlement::Settlement;
 use turn::Turn;
@@ -51,7 +54,7 @@ pub enum Passing {
 
 /// What the rules made of a request.
 enum Decision {
-    Forward { lane: usize, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
+    Forward { lane: usize, websocket: bool, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
     Refuse(Reply),
 }
 
@@ -63,9 +66,10 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let (mut parts, body) = request.into_parts();
     let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
-        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
+        Ok(Decision::Forward { lane, websocket, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
-            let request = Box::new(Request::from_parts(parts, Upload::new(body)));
+            let upload = if websocket { Upload::Upgrade } else { Upload::new(body) };
+            let request = Box::new(Request::from_parts(parts, upload));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     stamp = match turn.come(&mut record, &mut settlement).await {
@@ -78,7 +82,11 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
                         }
-                        finish(answer, record)
+                        if websocket && upgrade::is_switch(&answer) {
+                            open(answer, record, &peer, &view).await
+                        } else {
+                            finish(answer, record)
+                        }
                     }
                     Err(fault) => fail(&fault, record),
                 };
@@ -95,6 +103,22 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
 fn fail(fault: &Fault, mut record: Record) -> Response<Body> {
     record.fault(fault);
     finish(reply::fault(fault).map(Content::from), record)
+}
+
+/// Makes the answer that opens a tunnel, and the tunnel behind it.
+async fn open(answer: Response<Content>, mut record: Record, peer: &Peer, view: &View) -> Response<Body> {
+    record.answer(answer.status().as_u16());
+    let (mut parts, content) = answer.into_parts();
+    let tunnel = match content {
+        Content::Upstream(download) => download.into_tunnel().await,
+        Content::Own(_) => None,
+    };
+    let Some(tunnel) = tunnel else {
+        return fail(&Fault::Upstream("it switched protocols on a shared connection".to_owned()), record);
+    };
+    upgrade::ask(&mut parts.headers);
+    peer.passage.replace(Some(Passage::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
+    Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
 }
 
 fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
@@ -166,13 +190,17 @@ fn decide(
     }
     let turn = Turn::of(judgement, hall, view, peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
-    let marks = clear.marks;
+    let (marks, route) = (clear.marks, &snapshot.config.routes[lane_index]);
+    let websocket = clear.websocket && route.websocket && view.targets[route.upstream].takes_upgrades();
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     fields::forward_request(&mut parts.headers, marks, &peer.origin.text, peer.origin.is_secure, &snapshot.key_fields);
+    if websocket {
+        upgrade::ask(&mut parts.headers);
+    }
     if normalized.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, normalized)?;
     }
-    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement })
+    Ok(Decision::Forward { lane: lane_index, websocket, stamp, turn, settlement })
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.

@@ -131,6 +131,21 @@ impl Record {
         }
     }
 
+    /// How many bytes have passed through the tunnel that the answer opened.
+    pub fn tunneled(&mut self, to_client: u64, to_upstream: u64) {
+        self.bytes += to_client;
+        if self.line.is_some() {
+            self.note("bytes_received", json!(to_upstream));
+        }
+    }
+
+    /// A tunnel ended, and neither side had ended it.
+    pub fn tunnel_ended(&mut self, what: &str) {
+        if self.line.is_some() {
+            self.note("fault", json!(what));
+        }
+    }
+
     fn note(&mut self, name: &str, value: Value) {
         if let Some(line) = &mut self.line {
             line.insert(name.to_owned(), value);

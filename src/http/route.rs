@@ -317,6 +317,7 @@ mod tests {
             upstream: 0,
             rules: Vec::new(),
             cost: None,
+            websocket: true,
         }
     }
 

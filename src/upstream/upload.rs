@@ -10,6 +10,8 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 
+use crate::http::fields;
+
 /// How far the upload of a request's body has come, for the one who waits for the answer.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -24,7 +26,12 @@ pub struct Progress {
 /// The body of a request to the upstream.
 pub enum Upload {
     Empty,
-    Client { body: Incoming, progress: Rc<Progress> },
+    /// None either, and the request asks for another protocol: it takes a connection of its own.
+    Upgrade,
+    Client {
+        body: Incoming,
+        progress: Rc<Progress>,
+    },
 }
 
 impl Upload {
@@ -35,7 +42,7 @@ impl Upload {
     /// How far it has come; `None` where there is nothing to send.
     pub fn progress(&self) -> Option<Rc<Progress>> {
         match self {
-            Upload::Empty => None,
+            Upload::Empty | Upload::Upgrade => None,
             Upload::Client { progress, .. } => Some(Rc::clone(progress)),
         }
     }
@@ -47,9 +54,14 @@ impl Body for Upload {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let Upload::Client { body, progress } = self.get_mut() else { return Poll::Ready(None) };
-        let frame = Pin::new(body).poll_frame(cx);
+        let mut frame = Pin::new(body).poll_frame(cx);
         progress.starved.set(frame.is_pending());
-        match &frame {
+        match &mut frame {
+            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() => {
+                progress.moved.set(true);
+                // Over HTTP/1.1 only those are sent that were announced; over HTTP/2 all.
+                frame.trailers_mut().into_iter().for_each(fields::forward_trailers);
+            }
             Poll::Ready(Some(Ok(_))) => progress.moved.set(true),
             Poll::Ready(Some(Err(_))) => progress.failed.set(true),
             Poll::Ready(None) | Poll::Pending => {}
@@ -59,14 +71,14 @@ impl Body for Upload {
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Upload::Empty => true,
+            Upload::Empty | Upload::Upgrade => true,
             Upload::Client { body, .. } => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Upload::Empty => SizeHint::with_exact(0),
+            Upload::Empty | Upload::Upgrade => SizeHint::with_exact(0),
             Upload::Client { body, .. } => body.size_hint(),
         }
     }

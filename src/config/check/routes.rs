@@ -59,6 +59,7 @@ fn draft(
     let upstream = table.require("upstream", upstream_fix(upstreams));
     let names = table.get("rules");
     let cost = table.get("cost");
+    let websocket = table.get("websocket").and_then(|item| item.flag(report)).unwrap_or(true);
     let misspelt = table.finish(&[], report);
 
     let named = name.as_ref().map(|item| item.span.clone());
@@ -83,6 +84,7 @@ fn draft(
             headers: headers.unwrap_or_default(),
             path: path.unwrap_or(PathPattern { text: String::new(), segments: Vec::new() }),
             upstream: upstream.unwrap_or(0),
+            websocket,
             rules: used,
             cost,
         },
