@@ -26,16 +26,13 @@ impl Passage {
     /// Passes bytes until the tunnel has ended. `early` is what the client sent before the answer.
     pub async fn open(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) {
         let Passage { tunnel, mut record, limit } = self;
+        record.tunnel_opened();
         // Told when it is dropped, as when the loop ends with tunnels still open.
         let told = Told { toll: Toll::default(), record: &mut record };
-        let end = tunnel.run(client, early, limit, timer, &told.toll).await;
-        let what = match end {
-            End::Finished | End::BrokenByClient => None,
-            End::Silent => Some("the tunnel was silent for too long"),
-            End::BrokenByUpstream => Some("the upstream server broke off the tunnel"),
-        };
-        if let Some(what) = what {
-            told.record.tunnel_ended(what);
+        match tunnel.run(client, early, limit, timer, &told.toll).await {
+            End::Finished | End::BrokenByClient => {}
+            End::Silent => told.record.tunnel_broke("the tunnel was silent for too long"),
+            End::BrokenByUpstream => told.record.tunnel_broke("the upstream server broke off the tunnel"),
         }
     }
 }

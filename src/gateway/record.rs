@@ -131,16 +131,22 @@ impl Record {
         }
     }
 
-    /// How many bytes have passed through the tunnel that the answer opened.
+    /// The answer has opened a tunnel.
+    pub fn tunnel_opened(&self) {
+        self.hall.meter.tunnel_opened();
+    }
+
+    /// How many bytes have passed through it by its end.
     pub fn tunneled(&mut self, to_client: u64, to_upstream: u64) {
+        self.hall.meter.tunnel_ended();
         self.bytes += to_client;
         if self.line.is_some() {
             self.note("bytes_received", json!(to_upstream));
         }
     }
 
-    /// A tunnel ended, and neither side had ended it.
-    pub fn tunnel_ended(&mut self, what: &str) {
+    /// It ended, and neither side had ended it.
+    pub fn tunnel_broke(&mut self, what: &str) {
         if self.line.is_some() {
             self.note("fault", json!(what));
         }

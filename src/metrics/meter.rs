@@ -31,6 +31,7 @@ static UPSTREAM_REQUESTS: Name = counter("transom_upstream_requests_total", "Req
 static UPSTREAM_DURATION: Name =
     histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
 static CONNECTIONS: Name = gauge("transom_connections", "Open client connections.");
+static TUNNELS: Name = gauge("transom_tunnels", "Client connections that have changed over to WebSocket.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
@@ -40,7 +41,7 @@ pub static OVERFLOW: Name =
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 13] = [
+pub static NAMES: [&Name; 14] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -49,6 +50,7 @@ pub static NAMES: [&Name; 13] = [
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
     &CONNECTIONS,
+    &TUNNELS,
     &COUNTERS,
     &OVERFLOW,
     &RELOADS,
@@ -165,6 +167,7 @@ impl UpstreamMeter {
 #[derive(Debug)]
 pub struct LoopMeter {
     connections: Arc<Cell>,
+    tunnels: Arc<Cell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
 }
@@ -173,6 +176,7 @@ impl LoopMeter {
     pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
         LoopMeter {
             connections: registry.cell(&CONNECTIONS, owner, &[("listener", "http")]),
+            tunnels: registry.cell(&TUNNELS, owner, &[]),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
         }
@@ -184,6 +188,14 @@ impl LoopMeter {
 
     pub fn disconnected(&self) {
         self.connections.sub(1);
+    }
+
+    pub fn tunnel_opened(&self) {
+        self.tunnels.add(1);
+    }
+
+    pub fn tunnel_ended(&self) {
+        self.tunnels.sub(1);
     }
 
     pub fn decided(&self, took: Duration) {

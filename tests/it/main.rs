@@ -40,4 +40,8 @@ mod stalls;
 mod startup;
 mod surprises;
 mod tokens;
+mod unix;
+mod upstream_http2;
+mod upstream_tls;
+mod websocket;
 mod windows;
