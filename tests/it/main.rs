@@ -31,6 +31,7 @@ mod httpbin;
 mod identity;
 mod keys;
 mod malformed;
+mod names;
 mod passing;
 mod refusal_forms;
 mod reload;

@@ -3,8 +3,8 @@
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 
-use crate::world::authority::{Authority, Identity};
 use crate::world::gateway::Gateway;
+use crate::world::notary::{Identity, Notary};
 use crate::world::parts;
 use crate::world::process::Process;
 use crate::world::streams::{Setup, Streams};
@@ -13,8 +13,8 @@ use crate::world::upstream::Upstream;
 const ROUTE: &str = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 /// A server that speaks HTTP/2 behind TLS.
-fn server(authority: &Authority, identity: &Identity, asks: bool) -> Streams {
-    let tls = Some(authority.server(identity, &["h2"], asks));
+fn server(notary: &Notary, identity: &Identity, asks: bool) -> Streams {
+    let tls = Some(notary.server(identity, &["h2"], asks));
     Streams::replying(Setup { tls, ..Setup::default() })
 }
 
@@ -25,15 +25,15 @@ fn toml(upstream: &Streams, settings: &str) -> String {
     )
 }
 
-fn trusting(authority: &Authority, more: &str) -> String {
-    format!("tls = {{ ca = \"{}\"{more} }}", authority.ca().display())
+fn trusting(notary: &Notary, more: &str) -> String {
+    format!("tls = {{ ca = \"{}\"{more} }}", notary.ca().display())
 }
 
 #[test]
 fn a_server_that_the_authority_vouches_for_is_believed() {
-    let authority = Authority::new();
-    let upstream = server(&authority, &authority.sign(&["localhost"]), false);
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&authority, "")));
+    let notary = Notary::new();
+    let upstream = server(&notary, &notary.sign(&["localhost"]), false);
+    let gateway = Gateway::start(&toml(&upstream, &trusting(&notary, "")));
     for _ in 0..3 {
         assert_eq!(gateway.get("/a").expect(200).text(), "fine\n");
     }
@@ -43,15 +43,15 @@ fn a_server_that_the_authority_vouches_for_is_believed() {
 
 #[test]
 fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
-    let (authority, other) = (Authority::new(), Authority::new());
-    let expired = authority.sign_with(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
+    let (notary, other) = (Notary::new(), Notary::new());
+    let expired = notary.sign_with(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
     for (identity, why) in [
         (other.sign(&["localhost"]), "UnknownIssuer"),
-        (authority.sign(&["api.internal"]), "not valid for name \"localhost\""),
+        (notary.sign(&["api.internal"]), "not valid for name \"localhost\""),
         (expired, "expired"),
     ] {
-        let upstream = server(&authority, &identity, false);
-        let process = Process::spawn(&toml(&upstream, &trusting(&authority, "")));
+        let upstream = server(&notary, &identity, false);
+        let process = Process::spawn(&toml(&upstream, &trusting(&notary, "")));
         let answer = process.get("/a").expect(502);
         answer.problem();
         assert!(!answer.text().to_lowercase().contains("certificate"), "{}", answer.text());
@@ -62,39 +62,39 @@ fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
 
 #[test]
 fn the_name_may_be_another_than_the_one_that_is_connected_to() {
-    let authority = Authority::new();
-    let upstream = server(&authority, &authority.sign(&["api.internal"]), false);
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&authority, ", server_name = \"api.internal\"")));
+    let notary = Notary::new();
+    let upstream = server(&notary, &notary.sign(&["api.internal"]), false);
+    let gateway = Gateway::start(&toml(&upstream, &trusting(&notary, ", server_name = \"api.internal\"")));
     gateway.get("/a").expect(200);
 }
 
 #[test]
 fn an_address_is_verified_as_one() {
-    let authority = Authority::new();
-    let upstream = server(&authority, &authority.sign(&["127.0.0.1"]), false);
-    let toml = toml(&upstream, &trusting(&authority, "")).replace("localhost", "127.0.0.1");
+    let notary = Notary::new();
+    let upstream = server(&notary, &notary.sign(&["127.0.0.1"]), false);
+    let toml = toml(&upstream, &trusting(&notary, "")).replace("localhost", "127.0.0.1");
     Gateway::start(&toml).get("/a").expect(200);
 }
 
 #[test]
 fn a_server_that_asks_is_shown_a_certificate() {
-    let authority = Authority::new();
-    let upstream = server(&authority, &authority.sign(&["localhost"]), true);
-    let client = authority.sign(&["gateway"]);
-    let certificate = authority.scratch.write("client.pem", &client.certificate);
-    let private_key = authority.scratch.write("client.key", &client.private_key);
+    let notary = Notary::new();
+    let upstream = server(&notary, &notary.sign(&["localhost"]), true);
+    let client = notary.sign(&["gateway"]);
+    let certificate = notary.scratch.write("client.pem", &client.certificate);
+    let private_key = notary.scratch.write("client.key", &client.private_key);
     let shown = format!(", certificate = \"{}\", private_key = \"{}\"", certificate.display(), private_key.display());
-    Gateway::start(&toml(&upstream, &trusting(&authority, &shown))).get("/a").expect(200);
-    Gateway::start(&toml(&upstream, &trusting(&authority, ""))).get("/a").expect(502);
+    Gateway::start(&toml(&upstream, &trusting(&notary, &shown))).get("/a").expect(200);
+    Gateway::start(&toml(&upstream, &trusting(&notary, ""))).get("/a").expect(502);
 }
 
 #[test]
 fn sessions_are_resumed() {
-    let authority = Authority::new();
-    let tls = Some(authority.server(&authority.sign(&["localhost"]), &["h2"], false));
+    let notary = Notary::new();
+    let tls = Some(notary.server(&notary.sign(&["localhost"]), &["h2"], false));
     let upstream =
         Streams::replying(Setup { tls, after: |_, _| crate::world::streams::After::Leave, ..Setup::default() });
-    let gateway = Gateway::start(&toml(&upstream, &trusting(&authority, "")));
+    let gateway = Gateway::start(&toml(&upstream, &trusting(&notary, "")));
     for _ in 0..5 {
         gateway.get("/a").expect(200);
     }
@@ -125,10 +125,10 @@ fn a_handshake_that_stands_still_is_504() {
 
 #[test]
 fn http2_that_is_not_spoken_is_502() {
-    let authority = Authority::new();
-    let tls = Some(authority.server(&authority.sign(&["localhost"]), &[], false));
+    let notary = Notary::new();
+    let tls = Some(notary.server(&notary.sign(&["localhost"]), &[], false));
     let upstream = Streams::replying(Setup { tls, ..Setup::default() });
-    let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&authority, "")));
+    let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&notary, "")));
     let process = Process::spawn(&toml);
     process.get("/a").expect(502).problem();
     assert!(process.stderr().contains("did not choose `h2`"), "{}", process.stderr());
@@ -136,23 +136,23 @@ fn http2_that_is_not_spoken_is_502() {
 
 #[test]
 fn a_reload_takes_a_new_authority_and_keeps_connections_under_the_old() {
-    let (authority, other) = (Authority::new(), Authority::new());
-    let upstream = server(&authority, &authority.sign(&["localhost"]), false);
+    let (notary, other) = (Notary::new(), Notary::new());
+    let upstream = server(&notary, &notary.sign(&["localhost"]), false);
     let mut gateway = Gateway::start(&toml(&upstream, &trusting(&other, "")));
     gateway.get("/a").expect(502);
-    gateway.reload(&toml(&upstream, &trusting(&authority, "")));
+    gateway.reload(&toml(&upstream, &trusting(&notary, "")));
     gateway.get("/a").expect(200);
-    gateway.reload(&toml(&upstream, &trusting(&authority, "")));
+    gateway.reload(&toml(&upstream, &trusting(&notary, "")));
     gateway.get("/a").expect(200);
     assert_eq!(upstream.heads()[1].connection, upstream.heads()[0].connection);
 }
 
 #[test]
 fn nginx_is_reached_by_what_it_offers() {
-    let authority = Authority::new();
-    let identity = authority.sign(&["localhost"]);
-    let certificate = authority.scratch.write("server.pem", &identity.certificate);
-    let private_key = authority.scratch.write("server.key", &identity.private_key);
+    let notary = Notary::new();
+    let identity = notary.sign(&["localhost"]);
+    let certificate = notary.scratch.write("server.pem", &identity.certificate);
+    let private_key = notary.scratch.write("server.key", &identity.private_key);
     let tls = format!("ssl_certificate {}; ssl_certificate_key {};", certificate.display(), private_key.display());
     for (listen, protocol, spoken) in [
         ("ssl http2", "auto", "HTTP/2.0"),
@@ -166,7 +166,7 @@ fn nginx_is_reached_by_what_it_offers() {
         let toml = format!(
             "[upstreams.u]\nservers = [\"https://localhost:{}\"]\nprotocol = \"{protocol}\"\n{}\n{ROUTE}",
             nginx.address.port(),
-            trusting(&authority, "")
+            trusting(&notary, "")
         );
         let gateway = Gateway::start(&toml);
         assert_eq!(gateway.get("/spoken").expect(200).text(), spoken, "{listen}, {protocol}");

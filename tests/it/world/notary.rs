@@ -12,7 +12,7 @@ use rustls::{RootCertStore, ServerConfig};
 
 use super::Scratch;
 
-pub struct Authority {
+pub struct Notary {
     issuer: CertifiedIssuer<'static, KeyPair>,
     pub scratch: Scratch,
 }
@@ -23,8 +23,8 @@ pub struct Identity {
     pub private_key: String,
 }
 
-impl Authority {
-    pub fn new() -> Authority {
+impl Notary {
+    pub fn new() -> Notary {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let key = KeyPair::generate().unwrap();
@@ -32,7 +32,7 @@ impl Authority {
         let name = key.public_key_raw().iter().map(|byte| format!("{byte:02x}")).take(16).collect::<String>();
         params.distinguished_name.push(DnType::CommonName, name);
         let issuer = CertifiedIssuer::self_signed(params, key).unwrap();
-        Authority { issuer, scratch: Scratch::new() }
+        Notary { issuer, scratch: Scratch::new() }
     }
 
     /// A certificate for these names and addresses.
