@@ -7,6 +7,7 @@ use std::future::poll_fn;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -45,7 +46,7 @@ pub struct Dialed {
 pub struct Dial {
     server: Server,
     protocol: Protocol,
-    pub names: Names,
+    pub names: Rc<Names>,
     tls: Option<Tls>,
 }
 

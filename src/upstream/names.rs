@@ -8,6 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use tokio::net::lookup_host;
@@ -20,6 +21,8 @@ pub struct Names {
     /// The host is an address, which nobody need be asked for.
     fixed: bool,
     known: RefCell<Vec<SocketAddr>>,
+    /// None of them could be connected to.
+    doubted: Cell<bool>,
     /// When the name was last asked for.
     asked: Cell<Option<Instant>>,
     /// Whose turn it is, among those known.
@@ -32,25 +35,29 @@ pub struct Names {
 }
 
 impl Names {
-    pub fn new(host: &str, port: u16, every: Duration, clock: Clock) -> Names {
+    pub fn new(host: &str, port: u16, every: Duration, clock: Clock) -> Rc<Names> {
         let address = host.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, port));
-        Names {
+        Rc::new(Names {
             host: host.to_owned(),
             port,
             fixed: address.is_some(),
             known: RefCell::new(address.into_iter().collect()),
+            doubted: Cell::new(false),
             asked: Cell::new(None),
             next: Cell::new(0),
             era: Cell::new(0),
             every,
             clock,
-        }
+        })
     }
 
-    /// All addresses, the one whose turn it is first.
-    pub async fn in_turn(&self) -> io::Result<Vec<SocketAddr>> {
-        if self.is_due() {
+    /// All addresses, the one whose turn it is first. What is too old is used once more, while the name is asked
+    /// for: nobody waits for a resolver who need not.
+    pub async fn in_turn(self: &Rc<Self>) -> io::Result<Vec<SocketAddr>> {
+        if self.known.borrow().is_empty() || self.doubted.take() {
             self.look_up().await?;
+        } else if self.is_due() {
+            self.refresh();
         }
         let mut addresses = self.known.borrow().clone();
         let turn = self.next.get();
@@ -68,19 +75,22 @@ impl Names {
 
     /// What is known led nowhere: the name is asked for before the next try.
     pub fn doubt(&self) {
-        self.asked.set(None);
+        self.doubted.set(!self.fixed);
     }
 
-    /// Asks what the name stands for.
-    pub async fn look_up(&self) -> io::Result<()> {
+    /// Asks what the name stands for, beside whatever goes on.
+    pub fn refresh(self: &Rc<Self>) {
+        let names = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            // What was known holds, if nobody can say more.
+            let _ = names.look_up().await;
+        });
+    }
+
+    async fn look_up(&self) -> io::Result<()> {
         // At once, so that one asks and not everyone who comes meanwhile.
-        let before = self.asked.replace(Some(self.clock.instant()));
-        let answer = lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect);
-        let learnt = self.learn(answer);
-        if learnt.is_err() {
-            self.asked.set(before);
-        }
-        learnt
+        self.asked.set(Some(self.clock.instant()));
+        self.learn(lookup_host((self.host.as_str(), self.port)).await.map(Iterator::collect))
     }
 
     fn learn(&self, answer: io::Result<Vec<SocketAddr>>) -> io::Result<()> {
@@ -119,7 +129,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn names() -> Names {
+    fn names() -> Rc<Names> {
         Names::new("api.internal", 80, Duration::from_secs(30), Clock::manual(0))
     }
 
@@ -152,6 +162,6 @@ mod tests {
         let names = Names::new("::1", 80, Duration::from_secs(30), Clock::manual(0));
         assert!(!names.is_due() && names.has(&address("[::1]:80")));
         names.doubt();
-        assert!(!names.is_due());
+        assert!(!names.is_due() && !names.doubted.get());
     }
 }

@@ -130,7 +130,7 @@ impl Pool {
 
     /// Closes what has been idle for longer than `limit`, was closed by the server, or leads to an address that
     /// is the server's no more.
-    pub fn sweep(self: &Rc<Self>, limit: Duration) {
+    pub fn sweep(&self, limit: Duration) {
         let now = self.clock.instant();
         let lasted = |since: Instant| now.duration_since(since);
         self.idle.borrow_mut().retain_mut(|idle| {
@@ -146,11 +146,7 @@ impl Pool {
         });
         let is_empty = self.idle.borrow().is_empty() && self.shared.borrow().is_empty();
         if !is_empty && self.dial.names.is_due() {
-            let pool = Rc::clone(self);
-            tokio::task::spawn_local(async move {
-                // What was known holds, if nobody can say more.
-                let _ = pool.dial.names.look_up().await;
-            });
+            self.dial.names.refresh();
         }
     }
 

@@ -21,6 +21,7 @@ mod cost;
 mod decision_api;
 mod delay;
 mod drain;
+mod event_stream;
 mod exactness;
 mod faults;
 mod files;

@@ -102,6 +102,20 @@ fn bodies_stream_both_ways_at_once() {
 }
 
 #[test]
+fn the_answer_to_head_tells_a_length_and_has_no_body() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "100").body(()).unwrap();
+        stream.respond.send_response(head, true).unwrap();
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    for _ in 0..2 {
+        let answer = client.ask("HEAD", "/a", &[], b"").expect(200);
+        assert_eq!((answer.field("content-length"), answer.body.len()), (Some("100"), 0));
+    }
+}
+
+#[test]
 fn large_bodies_pass_whole() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let length = stream.whole_body().await;

@@ -61,6 +61,22 @@ fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
 }
 
 #[test]
+fn a_certificate_that_nobody_signed_is_believed_if_it_is_named() {
+    let notary = Notary::new();
+    let named = Notary::of_nobody(&["localhost"], |_| {});
+    let other = Notary::of_nobody(&["localhost"], |_| {});
+    let misnamed = Notary::of_nobody(&["api.internal"], |_| {});
+    let expired = Notary::of_nobody(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
+    let all = [&named.certificate, &misnamed.certificate, &expired.certificate].map(String::as_str).concat();
+    let ca = notary.scratch.write("named.pem", all);
+    for (identity, status) in [(&named, 200), (&other, 502), (&misnamed, 502), (&expired, 502)] {
+        let upstream = server(&notary, identity, false);
+        let gateway = Gateway::start(&toml(&upstream, &format!("tls = {{ ca = \"{}\" }}", ca.display())));
+        gateway.get("/a").expect(status);
+    }
+}
+
+#[test]
 fn the_name_may_be_another_than_the_one_that_is_connected_to() {
     let notary = Notary::new();
     let upstream = server(&notary, &notary.sign(&["api.internal"]), false);

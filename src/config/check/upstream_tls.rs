@@ -7,6 +7,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use rustls::client::WebPkiServerVerifier;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -14,7 +15,7 @@ use rustls::{ClientConfig, RootCertStore};
 use sha2::{Digest, Sha256};
 
 use crate::config::Files;
-use crate::config::client_tls::ClientTls;
+use crate::config::client_tls::{ClientTls, Vouched};
 use crate::config::document::{Item, Table};
 use crate::config::problem::{Report, Span, shown};
 
@@ -55,7 +56,7 @@ pub fn tls(
 ) -> Option<ClientTls> {
     let mut print = Sha256::new();
     let Some(item) = item else {
-        let config = builder(roots.get(span, report))?.with_no_client_auth();
+        let config = builder(roots.get(span, report), Vec::new())?.with_no_client_auth();
         return Some(ClientTls::new(config, None, print.finalize().into()));
     };
     let mut table: Table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
@@ -63,8 +64,8 @@ pub fn tls(
     let (certificate, private_key) = (table.get("certificate"), table.get("private_key"));
     let misspelt = table.finish(&[], report);
     let anchors = match ca {
-        Some(item) => ca_file(&item, files, &mut print, report).map(Arc::new),
-        None => Some(roots.get(item.span.clone(), report)),
+        Some(item) => ca_file(&item, files, &mut print, report),
+        None => Some((roots.get(item.span.clone(), report), Vec::new())),
     };
     let name = match name {
         Some(item) => Some(server_name(&item, &mut print, report)?),
@@ -84,7 +85,8 @@ pub fn tls(
             return None;
         }
     };
-    let builder = builder(anchors?)?;
+    let (anchors, named) = anchors?;
+    let builder = builder(anchors, named)?;
     let client = match identity {
         None => builder.with_no_client_auth(),
         Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
@@ -101,23 +103,30 @@ pub fn tls(
 
 type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;
 
-fn builder(roots: Arc<RootCertStore>) -> Option<Builder> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
-    // The provider that is named here has suites for both versions.
-    Some(builder.with_safe_default_protocol_versions().ok()?.with_root_certificates(roots))
+/// `named` are certificates that a server may show itself.
+fn builder(roots: Arc<RootCertStore>, named: Vec<CertificateDer<'static>>) -> Option<Builder> {
+    let provider = Arc::new(default_provider());
+    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
+    // The provider that is named here has suites for both versions; there are no roots only beside a problem.
+    let builder = builder.with_safe_default_protocol_versions().ok()?;
+    let usual = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
+    Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(Vouched { usual, named })))
 }
 
-fn ca_file(item: &Item, files: Files, print: &mut Sha256, report: &mut Report) -> Option<RootCertStore> {
+type Anchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
+
+fn ca_file(item: &Item, files: Files, print: &mut Sha256, report: &mut Report) -> Option<Anchors> {
     let (name, bytes) = file(item, "\"ca.pem\"", files, print, report)?;
     let mut roots = RootCertStore::empty();
-    for certificate in certificates(item, &name, &bytes, report)? {
-        if let Err(error) = roots.add(certificate) {
+    let named = certificates(item, &name, &bytes, report)?;
+    for certificate in &named {
+        if let Err(error) = roots.add(certificate.clone()) {
             let message = format!("{name} has a certificate that can not be an authority's: {error}");
             report.problem(item.span.clone(), message, "name a file of certificates of authorities, in PEM");
             return None;
         }
     }
-    Some(roots)
+    Some((Arc::new(roots), named))
 }
 
 /// The client's own chain and key, and where the key is named.

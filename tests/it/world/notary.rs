@@ -48,6 +48,15 @@ impl Notary {
         Identity { certificate: certificate.pem(), private_key: key.serialize_pem() }
     }
 
+    /// A certificate that is its own authority, as `openssl req -x509` makes them.
+    pub fn of_nobody(names: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Identity {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(names.iter().map(ToString::to_string).collect::<Vec<_>>()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        change(&mut params);
+        Identity { certificate: params.self_signed(&key).unwrap().pem(), private_key: key.serialize_pem() }
+    }
+
     /// The authority's own certificate, in a file.
     pub fn ca(&self) -> PathBuf {
         self.scratch.write("ca.pem", self.issuer.pem())
