@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
 use transom::config::{
-    AccessLog, Config, EncodedSlash, ForwardPath, QuotaFields, Refusal, Segment, Target, read, read_with,
+    AccessLog, Config, EncodedSlash, ForwardPath, HostField, Protocol, QuotaFields, Refusal, Scheme, Segment, Target,
+    read, read_with,
 };
 use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
@@ -109,8 +110,13 @@ fn defaults_are_filled_in() {
     assert_eq!(config.timeouts.connect.as_secs(), 5);
     assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Refuse, ForwardPath::Original));
     assert_eq!(config.upstreams[0].target, Target::Echo);
+    assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
+    let way = &config.upstreams[0].way;
+    assert_eq!((way.protocol, &way.host, &way.tls), (Protocol::Auto, &HostField::Keep, &None));
+    assert_eq!(way.resolve.as_secs(), 30);
     let route = &config.routes[0];
     assert_eq!((route.name.as_str(), route.rules.len()), ("/", 0));
+    assert!(route.websocket);
     assert!(route.hosts.is_empty() && route.methods.is_empty() && route.headers.is_empty());
 }
 
@@ -124,6 +130,16 @@ fn everything_is_read_as_written() {
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);
+    let way = &config.upstreams[1].way;
+    assert_eq!((way.protocol, &way.host), (Protocol::Http1, &HostField::Fixed("api.example.com:8443".into())));
+    assert_eq!((way.resolve.as_secs(), config.timeouts.tunnel.as_secs()), (60, 7200));
+    let Target::Servers(servers) = &config.upstreams[2].target else { panic!() };
+    let servers: Vec<_> = servers.iter().map(|server| (server.scheme, server.host.as_str(), server.port)).collect();
+    assert_eq!(servers, [(Scheme::Https, "grpc.internal", 443), (Scheme::Unix, "/run/grpc.sock", 0)]);
+    let way = &config.upstreams[2].way;
+    assert_eq!((way.protocol, &way.host), (Protocol::Http2, &HostField::Server));
+    assert!(way.tls.as_ref().is_some_and(|tls| tls.server_name.is_some()));
+    assert!(!config.routes[0].websocket && config.routes[1].websocket);
 
     let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
     assert_eq!(names, ["per-client", "per-key", "per-user", "all"], "in the order of the file");

@@ -40,7 +40,7 @@ const GROUND_FLOOR: [&str; 2] = ["rule", "count"];
 /// Files that may name what others may not, and why.
 const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
-    ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
+    ("http/upgrade.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
 const ATOMICS: [(&str, &str); 8] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),

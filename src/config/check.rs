@@ -37,6 +37,7 @@ mod refusal;
 mod routes;
 mod rules;
 mod text;
+mod upstream_tls;
 mod upstreams;
 mod window;
 
@@ -94,7 +95,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
 
     jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
     let jwt = jwt::jwt(jwt, files, report);
-    let mut upstreams = upstreams::upstreams(upstreams, report);
+    let mut upstreams = upstreams::upstreams(upstreams, files, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, certs, report);
     rules.complete &= !misspelt.contains(&"rules");
@@ -151,6 +152,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         response_head: Duration::from_secs(60),
         body: Duration::from_secs(60),
         upstream_idle: Duration::from_secs(60),
+        tunnel: Duration::from_secs(60 * 60),
         drain: Duration::from_secs(30),
     };
     if let Some(mut table) = section(item, report) {
@@ -159,6 +161,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         timeout(&mut table, "request_head", &mut timeouts.request_head, 1..=DAY_MS, report);
         exchange_timeouts(&mut table, &mut timeouts, report);
         timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
+        timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
         timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
         table.finish(&[], report);
     }

@@ -3,9 +3,10 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know; `action` what
-//! routes change on the way; `outlook` what the rules amount to. This room opens
-//! no file but the time-zone database, and knows no socket: what other files hold is handed in.
+//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know, `client_tls` how
+//! the gateway is a client of TLS; `action` what routes change on the way; `outlook` what the rules amount to. This room opens
+//! no file but what belongs to the system, the time-zone database and the roots that it trusts, and knows no socket: what other
+//! files hold is handed in.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,6 +19,7 @@ use crate::token::Trust;
 pub mod action;
 pub mod certificate;
 pub mod check;
+pub mod client_tls;
 pub mod clients;
 pub mod document;
 pub mod listen;
@@ -26,6 +28,7 @@ pub mod problem;
 pub mod secret;
 
 use action::Actions;
+use client_tls::ClientTls;
 use clients::Clients;
 use listen::Listen;
 use problem::Problem;
@@ -82,6 +85,8 @@ pub struct Timeouts {
     pub body: Duration,
     /// How long an idle upstream connection is kept.
     pub upstream_idle: Duration,
+    /// How long a tunnel may be silent in both directions.
+    pub tunnel: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
 }
@@ -190,6 +195,38 @@ pub struct Body {
 pub struct Upstream {
     pub name: String,
     pub target: Target,
+    pub way: Way,
+}
+
+/// How the servers of an upstream are spoken to.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Way {
+    pub protocol: Protocol,
+    pub host: HostField,
+    /// For those reached by `https`; always there if one is.
+    pub tls: Option<ClientTls>,
+    /// How long the addresses of a name are believed.
+    pub resolve: Duration,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Protocol {
+    Http1,
+    /// Without TLS: with prior knowledge.
+    Http2,
+    /// What the server chooses by ALPN; without TLS, HTTP/1.1.
+    Auto,
+}
+
+/// What Host, or `:authority`, says to a server.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub enum HostField {
+    /// What the client said.
+    Keep,
+    /// The host of the server's URL.
+    Server,
+    /// Always this, which is sound as a field's value.
+    Fixed(String),
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -199,14 +236,23 @@ pub enum Target {
     Servers(Vec<Server>),
 }
 
-/// One server of an upstream, reached by HTTP/1.1 in the clear.
+/// One server of an upstream.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Server {
     /// As configured, such as `http://127.0.0.1:9001`; the metrics' label.
     pub url: String,
-    /// Host name or address, without brackets.
+    pub scheme: Scheme,
+    /// Host name or address, without brackets; of a Unix socket the path.
     pub host: String,
+    /// 0 for a Unix socket.
     pub port: u16,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scheme {
+    Http,
+    Https,
+    Unix,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -226,6 +272,8 @@ pub struct Route {
     pub actions: Option<Box<Actions>>,
     /// Position in [`Config::upstreams`]; of no meaning where `actions` have an answer.
     pub upstream: usize,
+    /// Whether clients may change over to WebSocket here.
+    pub websocket: bool,
     /// Positions in [`Config::rules`].
     pub rules: Vec<usize>,
     /// What a request costs here under rules with a fixed cost, instead of what they say.

@@ -13,10 +13,11 @@ use http::HeaderValue;
 
 use super::abandoned::Abandoned;
 use super::complaints::Complaints;
+use super::passage::Passage;
 use super::snapshot::{Lane, Slate, Snapshot};
 use crate::access::Sink;
 use crate::clock::Clock;
-use crate::config::{Server, Target as Configured, Upstream};
+use crate::config::{Server, Target as Configured, Upstream, Way};
 use crate::count::table::Table;
 use crate::http::fault::Fault;
 use crate::http::fields;
@@ -79,11 +80,13 @@ pub struct Peer {
     pub unwanted: Option<Rc<Unwanted>>,
     /// How long a body may stand still, where the connection looks after it; a request may have a limit of its own.
     pub body_limit: Option<Rc<Cell<Duration>>>,
+    /// The tunnel that the answer opens.
+    pub passage: RefCell<Option<Passage>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits, unwanted: None, body_limit: None }
+        Peer { origin, timer, interim, waits, unwanted: None, body_limit: None, passage: RefCell::default() }
     }
 
     /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
@@ -91,7 +94,7 @@ impl Peer {
     pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
         let Peer { origin, interim, waits, .. } = whole;
         let (origin, interim, waits) = (Rc::clone(origin), Rc::clone(interim), Rc::clone(waits));
-        Peer { origin, timer, interim, waits, unwanted: Some(Rc::default()), body_limit: None }
+        Peer { unwanted: Some(Rc::default()), ..Peer::new(origin, timer, interim, waits) }
     }
 }
 
@@ -112,13 +115,26 @@ pub struct View {
     pub access: Option<Sink>,
     /// Forgotten with the view, so that no token outlives the keys it was verified with.
     pub tokens: Checker,
-    pools: HashMap<(String, u16), Rc<Pool>>,
+    pools: Pools,
     scratch: RefCell<Scratch>,
 }
+
+/// By the server's URL, and how it is spoken to.
+type Pools = HashMap<(String, Way), Rc<Pool>>;
 
 pub enum Target {
     Echo,
     Servers(Servers),
+}
+
+impl Target {
+    /// Whether it can change over to another protocol.
+    pub fn takes_upgrades(&self) -> bool {
+        match self {
+            Target::Echo => false,
+            Target::Servers(servers) => servers.take_upgrades(),
+        }
+    }
 }
 
 /// Buffers used again by every decision with this view.
@@ -176,13 +192,14 @@ impl Hall {
 }
 
 impl View {
+    #[allow(clippy::mutable_key_type, reason = "of a way's TLS only the digest is compared")]
     fn new(
         owner: LoopId,
         registry: &Arc<Registry>,
         clock: &Clock,
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
-        known: &HashMap<(String, u16), Rc<Pool>>,
+        known: &Pools,
     ) -> View {
         let rules =
             |slate: &Slate| slate.roster.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
@@ -196,11 +213,10 @@ impl View {
                 rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
             WindowMeter::new(registry, owner, &layers)
         };
-        let mut pools: HashMap<(String, u16), Rc<Pool>> = HashMap::new();
-        let mut pool = |server: &Server| {
-            let address = (server.host.clone(), server.port);
-            let pool = pools.entry(address).or_insert_with_key(|address| {
-                known.get(address).cloned().unwrap_or_else(|| Pool::new(server.clone(), clock.clone()))
+        let mut pools = Pools::new();
+        let mut pool = |server: &Server, way: &Way| {
+            let pool = pools.entry((server.url.clone(), way.clone())).or_insert_with_key(|key| {
+                known.get(key).cloned().unwrap_or_else(|| Pool::new(server.clone(), way, clock.clone()))
             });
             Rc::clone(pool)
         };
@@ -208,8 +224,9 @@ impl View {
             Configured::Echo => Target::Echo,
             Configured::Servers(servers) => {
                 let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
+                let pools = servers.iter().map(|server| pool(server, &upstream.way));
                 let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
-                Target::Servers(Servers::new(servers.iter().map(&mut pool).collect(), meter, clock.clone()))
+                Target::Servers(Servers::new(pools.collect(), meter, clock.clone()))
             }
         };
         let desk = Desk::of_loop(owner as u32);

@@ -3,7 +3,8 @@
 //! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn`
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints`
-//! how often the operator is told of failures, `body` the body of an answer on its way out.
+//! how often the operator is told of failures, `body` the body of an answer on its way out, `passage` the
+//! tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
 use std::pin::Pin;
@@ -18,6 +19,7 @@ pub mod abandoned;
 pub mod body;
 pub mod complaints;
 pub mod hall;
+pub mod passage;
 pub mod record;
 pub mod settlement;
 pub mod snapshot;
@@ -33,7 +35,7 @@ use crate::http::forwarded::Client;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route::Asked;
-use crate::http::{fields, gate, path};
+use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::bounds::{Bounds, Pace};
@@ -41,6 +43,7 @@ use crate::upstream::echo;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
+use passage::Passage;
 use record::Record;
 use settlement::Settlement;
 use snapshot::Snapshot;
@@ -58,6 +61,7 @@ pub enum Passing {
 enum Decision {
     Forward {
         lane: usize,
+        websocket: bool,
         stamp: Stamp,
         turn: Option<Box<Turn>>,
         settlement: Option<Box<Settlement>>,
@@ -86,14 +90,18 @@ pub fn pass(
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let upload = Upload::new(body, peer.unwanted.as_ref());
+    let mut upload = Upload::new(body, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let asker = Asker { peer, client, body_bytes: upload.size_hint().lower(), now };
     match decide(hall, &view, &asker, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement, deed }) => {
-            let upload = upload.within(|| bounds(hall, &view.snapshot, lane, parts.version));
+        Ok(Decision::Forward { lane, websocket, mut stamp, turn, mut settlement, deed }) => {
+            upload = if websocket {
+                Upload::Upgrade
+            } else {
+                upload.within(|| bounds(hall, &view.snapshot, lane, parts.version))
+            };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));
             Passing::Forward(Box::pin(async move {
@@ -108,7 +116,11 @@ pub fn pass(
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
                         }
-                        finish(answer, record)
+                        if websocket && upgrade::is_switch(&answer) {
+                            open(answer, dialect, record, &peer, &view).await
+                        } else {
+                            finish(answer, record)
+                        }
                     }
                     Err(fault) => fail(&fault, dialect, record),
                 };
@@ -125,6 +137,28 @@ pub fn pass(
 fn fail(fault: &Fault, dialect: Dialect, mut record: Record) -> Response<Body> {
     record.fault(fault);
     finish(dialect.fault(fault).map(Content::from), record)
+}
+
+/// Makes the answer that opens a tunnel, and the tunnel behind it.
+async fn open(
+    answer: Response<Content>,
+    dialect: Dialect,
+    mut record: Record,
+    peer: &Peer,
+    view: &View,
+) -> Response<Body> {
+    record.answer(answer.status().as_u16());
+    let (mut parts, content) = answer.into_parts();
+    let tunnel = match content {
+        Content::Upstream(download) => download.into_tunnel().await,
+        Content::Own(_) => None,
+    };
+    let Some(tunnel) = tunnel else {
+        return fail(&Fault::Upstream("it switched protocols on a shared connection".to_owned()), dialect, record);
+    };
+    upgrade::ask(&mut parts.headers);
+    peer.passage.replace(Some(Passage::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
+    Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
 }
 
 fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
@@ -201,17 +235,22 @@ fn decide(
     }
     let turn = Turn::of(judgement, hall, view, asker.peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
-    let marks = clear.marks;
+    let (marks, route) = (clear.marks, &snapshot.config.routes[lane_index]);
+    let takes_upgrades = || view.targets.get(route.upstream).is_some_and(Target::takes_upgrades);
+    let websocket = clear.websocket && route.websocket && takes_upgrades();
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let target = deed.as_mut().and_then(|deed| deed.path.take()).or(normalized);
     fields::forward_request(&mut parts.headers, marks, &asker.peer.origin.text, &asker.client, &snapshot.key_fields);
     if let Some(deed) = &mut deed {
         deed.to_request(&mut parts.headers);
     }
+    if websocket {
+        upgrade::ask(&mut parts.headers);
+    }
     if target.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, target)?;
     }
-    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement, deed })
+    Ok(Decision::Forward { lane: lane_index, websocket, stamp, turn, settlement, deed })
 }
 
 /// A body that is known to be too large is refused before anything is counted, and before it comes.

@@ -132,6 +132,27 @@ impl Record {
         }
     }
 
+    /// The answer has opened a tunnel.
+    pub fn tunnel_opened(&self) {
+        self.hall.meter.tunnel_opened();
+    }
+
+    /// How many bytes have passed through it by its end.
+    pub fn tunneled(&mut self, to_client: u64, to_upstream: u64) {
+        self.hall.meter.tunnel_ended();
+        self.bytes += to_client;
+        if self.line.is_some() {
+            self.note("bytes_received", json!(to_upstream));
+        }
+    }
+
+    /// It ended, and neither side had ended it.
+    pub fn tunnel_broke(&mut self, what: &str) {
+        if self.line.is_some() {
+            self.note("fault", json!(what));
+        }
+    }
+
     fn note(&mut self, name: &str, value: Value) {
         if let Some(line) = &mut self.line {
             line.insert(name.to_owned(), value);

@@ -320,6 +320,7 @@ pub mod tests {
             upstream: 0,
             rules: vec![0],
             cost: None,
+            websocket: true,
         }
     }
 

@@ -47,6 +47,7 @@ impl Marks {
     const TRAILER: Marks = Marks(1 << 7);
     /// What proxies say of the one they were asked by, and anybody can write.
     const CLAIMS: Marks = Marks(1 << 8);
+    pub const UPGRADE: Marks = Marks(1 << 9);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
@@ -59,12 +60,10 @@ impl Marks {
             "connection" => Marks::CONNECTION,
             "transfer-encoding" => Marks::TRANSFER_ENCODING,
             "expect" => Marks::EXPECT,
-            "upgrade"
-            | "forwarded"
-            | "keep-alive"
-            | "proxy-connection"
-            | "proxy-authorization"
-            | "proxy-authenticate" => Marks::DROPPED,
+            "upgrade" => Marks::UPGRADE,
+            "forwarded" | "keep-alive" | "proxy-connection" | "proxy-authorization" | "proxy-authenticate" => {
+                Marks::DROPPED
+            }
             "trailer" => Marks::TRAILER,
             "x-real-ip" => Marks::CLAIMS,
             name if name.starts_with("x-forwarded-") => Marks::CLAIMS,
@@ -186,6 +185,7 @@ fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
         (Marks::TE, header::TE),
         (Marks::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
         (Marks::EXPECT, header::EXPECT),
+        (Marks::UPGRADE, header::UPGRADE),
     ] {
         if marks.has(mark) {
             headers.remove(name);
@@ -208,15 +208,21 @@ fn announce_trailers(headers: &mut HeaderMap, keys: &[HeaderName]) {
     let values = headers.get_all(header::TRAILER).iter().filter_map(|value| value.to_str().ok());
     let names = values.flat_map(|value| value.split(',')).map(str::trim);
     let names = names.filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
-    let names = names.filter(|name| {
-        let marks = Marks::of_name(name.as_str());
-        marks == Marks::default() && !NEVER_HOP_BY_HOP.contains(name) && !keys.contains(name)
-    });
+    let names = names.filter(|name| is_fit_for_a_trailer(name) && !keys.contains(name));
     let names: Vec<String> = names.map(|name| name.to_string()).collect();
     headers.remove(header::TRAILER);
     if let (false, Ok(value)) = (names.is_empty(), HeaderValue::from_str(&names.join(", "))) {
         headers.insert(header::TRAILER, value);
     }
+}
+
+/// Removes the trailers of a request that say what the head is trusted for.
+pub fn forward_trailers(trailers: &mut HeaderMap) {
+    remove_all(trailers, |name| !is_fit_for_a_trailer(name));
+}
+
+fn is_fit_for_a_trailer(name: &HeaderName) -> bool {
+    Marks::of_name(name.as_str()) == Marks::default() && !NEVER_HOP_BY_HOP.contains(name)
 }
 
 /// The field names that Connection lists, but for the two usual options, which name none.

@@ -13,6 +13,7 @@ use http::{Method, Version};
 
 use super::fault::Fault;
 use super::fields::Marks;
+use super::upgrade;
 use crate::config::byte_set;
 
 /// What the gate found out on the way.
@@ -22,6 +23,8 @@ pub struct Clear<'a> {
     pub host: Cow<'a, str>,
     /// Which fields need attention when the request is forwarded.
     pub marks: Marks,
+    /// Whether it asks for a WebSocket.
+    pub websocket: bool,
 }
 
 /// Lets a request pass, or says what is wrong with it.
@@ -39,11 +42,12 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if marks.has(Marks::EXPECT) {
         expectation(&parts.headers)?;
     }
+    let websocket = marks.has(Marks::UPGRADE) && upgrade::is_wanted(parts)?;
     let host = host_field(parts)?;
     target(parts, host.map(|host| host.authority))?;
     // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.
     let authority = host.or_else(|| parts.uri.authority().map(|authority| Host::of(authority.as_str())));
-    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), Host::in_normal_form), marks })
+    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), Host::in_normal_form), marks, websocket })
 }
 
 /// Makes a request of HTTP/2 look like one of HTTP/1.1 (RFC 9113, section 8.3): Host says what

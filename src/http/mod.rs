@@ -26,3 +26,4 @@ pub mod query;
 pub mod quota;
 pub mod reply;
 pub mod route;
+pub mod upgrade;

@@ -340,6 +340,7 @@ mod tests {
             upstream: 0,
             rules: Vec::new(),
             cost: None,
+            websocket: true,
         }
     }
 

@@ -231,6 +231,8 @@ pub struct Guard {
     ahead_of_turn: bool,
     /// Under TLS a client says goodbye with such bytes, before it closes the connection.
     ending: Option<Ending>,
+    /// What passes is no HTTP any more.
+    aside: bool,
 }
 
 impl Guard {
@@ -246,12 +248,18 @@ impl Guard {
             at_end: false,
             ahead_of_turn: false,
             ending: None,
+            aside: false,
         }
+    }
+
+    /// Leaves everything as it is from now on.
+    pub fn step_aside(&mut self) {
+        self.aside = true;
     }
 
     /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
     fn replaces(&mut self, start: &[u8]) -> bool {
-        if !self.stage.is_quiet() || self.replaced {
+        if !self.stage.is_quiet() || self.replaced || self.aside {
             return false;
         }
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
@@ -319,6 +327,9 @@ impl Guard {
 impl AsyncRead for Guard {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        if this.aside {
+            return Pin::new(&mut this.stream).poll_read(cx, buffer);
+        }
         let before = buffer.filled().len();
         let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
         let came = buffer.filled().len() > before;
@@ -367,6 +378,9 @@ impl AsyncWrite for Guard {
         let this = self.get_mut();
         ready!(this.poll_ahead(cx))?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
+        if this.aside {
+            return Poll::Ready(Ok(()));
+        }
         if !this.stage.busy.get() {
             this.stage.flushed();
             return Poll::Ready(Ok(()));
@@ -384,6 +398,9 @@ impl AsyncWrite for Guard {
             ready!(this.poll_ahead(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
             this.shut = true;
+        }
+        if this.aside {
+            return Poll::Ready(Ok(()));
         }
         ready!(this.poll_linger(cx));
         Poll::Ready(Ok(()))

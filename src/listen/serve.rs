@@ -14,6 +14,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
+use tokio::io::AsyncWrite;
 
 use super::drain::Guest;
 use super::guard::{Guard, Stage};
@@ -39,42 +40,63 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
     peer.body_limit = Some(Rc::clone(stage.body_limit()));
     let peer = Rc::new(peer);
-    let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer };
+    let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
     let mut builder = http1::Builder::new();
     if limits.request_fields != USUAL_FIELDS {
         builder.max_headers(limits.request_fields);
     }
-    let connection = builder
+    let mut connection = builder
         .header_read_timeout(None)
         // The guard looks for clients that go away.
         .half_close(true)
         // Of the read buffer, and so of a head.
         .max_buf_size(limits.request_head)
         .serve_connection(TokioIo::new(Guard::new(wire, Rc::clone(&stage))), door);
-    let mut connection = std::pin::pin!(connection);
     let (mut told, mut late) = (false, false);
     let ended = poll_fn(|cx| {
-        let mut poll = connection.as_mut().poll(cx);
+        let mut poll = Pin::new(&mut connection).poll(cx).map_ok(|()| true);
         // Polled first: a request that has already come is answered before hyper is told to close.
         if poll.is_pending() && !told && guest.poll_begun(cx) {
             told = true;
-            connection.as_mut().graceful_shutdown();
-            poll = connection.as_mut().poll(cx);
+            Pin::new(&mut connection).graceful_shutdown();
+            poll = Pin::new(&mut connection).poll(cx).map_ok(|()| true);
         }
         late = poll.is_pending() && stage.poll_late(cx);
-        if late { Poll::Ready(Ok(())) } else { poll }
+        if late { Poll::Ready(Ok(false)) } else { poll }
     });
-    if let Err(error) = ended.await {
-        if error.is_parse() {
-            stage.head_is_malformed();
+    match ended.await {
+        Ok(true) => {
+            let parts = connection.into_parts();
+            leave(parts.io.into_inner(), parts.read_buf, &peer).await;
         }
-        tracing::debug!(%address, %error, "a client connection broke off");
+        Ok(false) => drop(connection),
+        Err(error) => {
+            if error.is_parse() {
+                stage.head_is_malformed();
+            }
+            tracing::debug!(%address, %error, "a client connection broke off");
+        }
     }
     if late && stage.is_stalled() {
         hall.meter.fault(Fault::Stalled.kind());
     }
     if let Some(fault) = stage.refused() {
         record::refused_head(&hall, address, &fault);
+    }
+}
+
+/// What comes after the last answer: the tunnel that it opened, or the end.
+async fn leave(mut guard: Guard, early: Bytes, peer: &Peer) {
+    let passage = peer.passage.take();
+    match passage {
+        Some(passage) => {
+            guard.step_aside();
+            passage.open(guard, early, &peer.timer).await;
+        }
+        None => {
+            // hyper does so itself, unless the client had offered to change to another protocol.
+            let _ = poll_fn(|cx| Pin::new(&mut guard).poll_shutdown(cx)).await;
+        }
     }
 }
 

@@ -38,6 +38,7 @@ static CERTIFICATE_EXPIRY: Name =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
 static HTTP2_ABUSE: Name =
     counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
+static TUNNELS: Name = gauge("transom_tunnels", "Client connections that have changed over to WebSocket.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
@@ -48,7 +49,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 18] = [
+pub static NAMES: [&Name; 19] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -61,6 +62,7 @@ pub static NAMES: [&Name; 18] = [
     &TLS_HANDSHAKES,
     &CERTIFICATE_EXPIRY,
     &HTTP2_ABUSE,
+    &TUNNELS,
     &COUNTERS,
     &OVERFLOW,
     &RELOADS,
@@ -191,6 +193,7 @@ const HTTP2_ABUSES: [&str; 9] = [
 #[derive(Debug)]
 pub struct LoopMeter {
     http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
+    tunnels: Arc<Cell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
     /// By the kind of the fault.
@@ -202,6 +205,7 @@ impl LoopMeter {
     pub fn new(registry: &Registry, owner: LoopId, faults: &[&str]) -> LoopMeter {
         LoopMeter {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
+            tunnels: registry.cell(&TUNNELS, owner, &[]),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
             faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("fault", kind)])).collect(),
@@ -212,6 +216,14 @@ impl LoopMeter {
     pub fn http2_abuse(&self, kind: &str) {
         let known = HTTP2_ABUSES.iter().position(|known| *known == kind);
         known.into_iter().for_each(|kind| self.http2_abuse[kind].add(1));
+    }
+
+    pub fn tunnel_opened(&self) {
+        self.tunnels.add(1);
+    }
+
+    pub fn tunnel_ended(&self) {
+        self.tunnels.sub(1);
     }
 
     pub fn decided(&self, took: Duration) {

@@ -20,6 +20,7 @@ use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 
+use super::carrier::Bearing;
 use super::herald::{Hearsay, Herald};
 use super::relay::Relay;
 use super::upload::Upload;
@@ -31,14 +32,17 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 
 pub struct Connection {
     sender: SendRequest<Upload>,
-    /// `None` once the connection is closed.
-    driver: Option<http1::Connection<TokioIo<Herald>, Upload>>,
+    driver: http1::Connection<TokioIo<Herald>, Upload>,
+    /// The driver has nothing more to do: the connection is closed, or speaks another protocol.
+    ended: bool,
     hearsay: Rc<Hearsay>,
     relay: Arc<Relay>,
     /// Of the relay; what the driver is given to wake.
     waker: Waker,
     /// Whether the last request had no body, so that its answer was the end of it.
     plain: bool,
+    /// Where it leads.
+    pub bearing: Bearing,
     /// When the last answer came, if it was the end of the exchange as well; so that the clock need
     /// not be read again when the connection becomes idle.
     pub idle_since: Option<Instant>,
@@ -49,23 +53,21 @@ pub type SendError = TrySendError<Request<Upload>>;
 
 impl Connection {
     /// Makes a connection of a connected stream.
-    pub async fn new(stream: Wire) -> hyper::Result<Connection> {
+    pub async fn new(stream: Wire, bearing: Bearing) -> hyper::Result<Connection> {
         let hearsay = Rc::new(Hearsay::default());
         let io = TokioIo::new(Herald::new(stream, Rc::clone(&hearsay)));
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection { sender, driver: Some(driver), hearsay, relay, waker, plain: true, idle_since: None })
+        Ok(Connection { sender, driver, ended: false, hearsay, relay, waker, plain: true, bearing, idle_since: None })
     }
 
     /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
     fn drive(&mut self, task: &Waker) {
-        if let Some(driver) = &mut self.driver {
+        if !self.ended {
             self.relay.pass_on_to(task);
             // How a connection ended is told to whoever waits for an answer or a body.
-            if let Poll::Ready(_ended) = Pin::new(driver).poll(&mut Context::from_waker(&self.waker)) {
-                self.driver = None;
-            }
+            self.ended = Pin::new(&mut self.driver).poll(&mut Context::from_waker(&self.waker)).is_ready();
         }
     }
 
@@ -99,7 +101,7 @@ impl Connection {
     /// Whether a request can be sent right now. Notices a connection that the server has closed.
     pub fn is_ready(&mut self) -> bool {
         self.drive(Waker::noop());
-        self.driver.is_some() && self.sender.is_ready()
+        !self.ended && self.sender.is_ready()
     }
 
     /// Whether nothing of the last exchange is left to do, once its answer has ended.
@@ -125,5 +127,16 @@ impl Connection {
         self.relay.rest();
         let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
         poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
+    }
+    /// The stream, and what came behind the head of the last answer, if that switched protocols.
+    pub async fn into_stream(mut self) -> (Wire, Bytes) {
+        // The request had no body, so hyper has nothing left to do but to find that out.
+        poll_fn(|cx| {
+            self.drive(cx.waker());
+            if self.ended { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        let parts = self.driver.into_parts();
+        (parts.io.into_inner().into_stream(), parts.read_buf)
     }
 }

@@ -9,28 +9,40 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 
-use super::connection::Connection;
+use super::carrier::Carrier;
 use super::pool::Pool;
+use super::tunnel::Tunnel;
 
 /// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
 /// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
 pub struct Download {
     body: Incoming,
-    connection: Option<(Box<Connection>, Rc<Pool>)>,
+    carrier: Option<(Carrier, Rc<Pool>)>,
 }
 
 impl Download {
-    pub fn new(body: Incoming, connection: Box<Connection>, pool: Rc<Pool>) -> Download {
-        let mut download = Download { body, connection: Some((connection, pool)) };
+    pub fn new(body: Incoming, carrier: Carrier, pool: Rc<Pool>) -> Download {
+        let mut download = Download { body, carrier: Some((carrier, pool)) };
         if download.body.is_end_stream() {
             download.release();
         }
         download
     }
 
+    /// The answer that switched protocols: its connection is given to nobody else.
+    pub fn switched(body: Incoming, carrier: Carrier, pool: Rc<Pool>) -> Download {
+        Download { body, carrier: Some((carrier, pool)) }
+    }
+
+    /// The stream behind an answer that switched protocols.
+    pub async fn into_tunnel(mut self) -> Option<Tunnel> {
+        let (carrier, _) = self.carrier.take()?;
+        carrier.into_tunnel().await
+    }
+
     fn release(&mut self) {
-        if let Some((connection, pool)) = self.connection.take() {
-            pool.put(connection);
+        if let Some((carrier, pool)) = self.carrier.take() {
+            pool.put(carrier);
         }
     }
 }
@@ -41,8 +53,8 @@ impl Body for Download {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         let this = &mut *self;
-        let frame = match &mut this.connection {
-            Some((connection, _)) => connection.poll_body(&mut this.body, cx),
+        let frame = match &mut this.carrier {
+            Some((carrier, _)) => carrier.poll_body(&mut this.body, cx),
             None => Pin::new(&mut this.body).poll_frame(cx),
         };
         if let Poll::Ready(None) = frame {

@@ -12,16 +12,18 @@ use std::task::Poll;
 use std::time::Duration;
 
 use http::header::TRANSFER_ENCODING;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response};
 use hyper::body::Incoming;
 
-use super::connection::{Connection, SendError};
+use super::carrier::Carrier;
+use super::connection::SendError;
 use super::download::Download;
 use super::pool::Pool;
 use super::upload::{Progress, Upload};
 use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::fault::Fault;
+use crate::http::upgrade;
 use crate::interim::Interim;
 use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
 use crate::timer::Timer;
@@ -57,9 +59,12 @@ impl Servers {
 
     /// What Host says to a server when the client said nothing.
     pub fn authority(&self) -> HeaderValue {
-        let server = self.pools[0].server();
-        let authority = server.url.split_once("://").map_or(server.url.as_str(), |(_, authority)| authority);
-        HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("upstream"))
+        self.pools[0].authority()
+    }
+
+    /// Whether they can change over from HTTP/1.1 to another protocol.
+    pub fn take_upgrades(&self) -> bool {
+        !self.pools[0].is_http2()
     }
 
     /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
@@ -74,14 +79,16 @@ impl Servers {
         let progress = request.body().progress();
         let may_repeat = progress.is_none() && is_idempotent(request.method());
         let first = self.turn();
-        let mut fresh = false;
+        let alone = matches!(request.body(), Upload::Upgrade);
+        let mut fresh = alone;
         loop {
             let idle = if fresh { None } else { self.idle(first) };
             let (server, mut connection, reused) = match idle {
                 Some(connection) => (first, connection, true),
-                None => Box::pin(self.connection(first, fresh, limits)).await?,
+                None => Box::pin(self.connection(first, fresh, alone, limits)).await?,
             };
             let spare = may_repeat && reused;
+            self.pools[server].address(&mut request);
             let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
             let started = self.clock.instant();
             let answer = {
@@ -93,9 +100,15 @@ impl Servers {
                     count.outcome = Some(UpstreamOutcome::Answered);
                     let answered = self.clock.instant();
                     self.meter.answered_in(answered.duration_since(started));
-                    connection.idle_since = Some(answered);
+                    connection.answered(answered);
                     let pool = Rc::clone(&self.pools[server]);
                     return Ok(response.map(|body| Download::new(body, connection, pool)));
+                }
+                Ok(Ok(response)) if alone && upgrade::is_granted(&response) => {
+                    count.outcome = Some(UpstreamOutcome::Answered);
+                    self.meter.answered_in(self.clock.instant().duration_since(started));
+                    let pool = Rc::clone(&self.pools[server]);
+                    return Ok(response.map(|body| Download::switched(body, connection, pool)));
                 }
                 Ok(Ok(_unclear)) => {
                     count.outcome = Some(UpstreamOutcome::Failed);
@@ -111,6 +124,7 @@ impl Servers {
                     if let Some(fault) = progress.as_ref().and_then(|progress| progress.fault()) {
                         return Err(fault);
                     }
+                    let again = connection.again(error.error(), spare);
                     let unsent = if fresh { None } else { error.take_message() };
                     if reused && let Some(unsent) = unsent {
                         // The server closed the connection while it was idle. There may be others.
@@ -119,9 +133,9 @@ impl Servers {
                         continue;
                     }
                     count.outcome = Some(UpstreamOutcome::Failed);
-                    let again = if spare && ended_early(error.error()) { connection.sent() } else { unsent };
+                    let again = again.filter(|_| !fresh).or(unsent);
                     request = Box::new(again.ok_or_else(|| Fault::Upstream(describe(error)))?);
-                    // The second try, and the last, is on a connection of its own.
+                    // The second try is the last.
                     fresh = true;
                 }
             }
@@ -141,7 +155,7 @@ impl Servers {
     }
 
     /// An idle connection to a server: the usual case, for which nothing need be waited for.
-    fn idle(&self, server: usize) -> Option<Box<Connection>> {
+    fn idle(&self, server: usize) -> Option<Carrier> {
         if self.is_shunned(server) { None } else { self.pools[server].take() }
     }
 
@@ -151,8 +165,9 @@ impl Servers {
         &self,
         first: usize,
         fresh: bool,
+        alone: bool,
         limits: &Timeouts,
-    ) -> Result<(usize, Box<Connection>, bool), Fault> {
+    ) -> Result<(usize, Carrier, bool), Fault> {
         let mut last = None;
         let in_turn = || (0..self.pools.len()).map(|offset| (first + offset) % self.pools.len());
         let shunned = |server: &usize| self.is_shunned(*server);
@@ -161,7 +176,7 @@ impl Servers {
             if let Some(connection) = if fresh { None } else { pool.take() } {
                 return Ok((server, connection, true));
             }
-            match pool.connect(limits.connect).await {
+            match pool.connect(limits, alone).await {
                 Ok(connection) => return Ok((server, connection, false)),
                 Err(fault) => {
                     self.meter.ended(server, UpstreamOutcome::ConnectFailed);
@@ -178,25 +193,12 @@ fn is_clear(response: &Response<Incoming>) -> bool {
     // Known names compare as numbers, so this is less than a look-up in the map.
     let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
     let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();
-    response.status() != StatusCode::SWITCHING_PROTOCOLS
-        && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
+    !upgrade::is_switch(response) && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
 }
 
 /// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).
 fn is_idempotent(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
-}
-
-/// Whether the connection ended before a byte of the answer came.
-fn ended_early(error: &hyper::Error) -> bool {
-    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
-}
-
-fn is_reset(error: &hyper::Error) -> bool {
-    use std::error::Error;
-    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
-    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
-    source.is_some_and(|error| matches!(error.kind(), BrokenPipe | ConnectionReset))
 }
 
 fn describe(error: SendError) -> String {

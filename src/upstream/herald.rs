@@ -125,6 +125,10 @@ impl Herald {
     pub fn new(stream: Wire, hearsay: Rc<Hearsay>) -> Herald {
         Herald { stream, hearsay }
     }
+
+    pub fn into_stream(self) -> Wire {
+        self.stream
+    }
 }
 
 impl AsyncRead for Herald {

@@ -1,65 +1,153 @@
-//! The idle connections to one server, of one event loop.
+//! The connections to one server, of one event loop: idle ones, and those that several requests share.
 
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use tokio::net::TcpStream;
+use http::header::{self, HeaderValue};
+use http::{Request, uri};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use super::carrier::{Bearing, Carrier};
 use super::connection::Connection;
+use super::dial::{Dial, Spoken};
+use super::multiplex::{Lease, Multiplex};
+use super::upload::Upload;
 use crate::clock::Clock;
-use crate::config::Server;
+use crate::config::{HostField, Scheme, Server, Timeouts, Way};
 use crate::http::fault::Fault;
-use crate::wire::Wire;
 
 /// Idle connections that a loop keeps to one server.
 const IDLE_MAX: usize = 256;
+/// Shared connections to one server; beyond, requests wait for each other.
+const SHARED_MAX: usize = 64;
 /// How long a server that could not be connected to comes last.
 const SHUNNED: Duration = Duration::from_secs(10);
+/// The least time in which a server is expected to say something.
+const QUIET_MIN: Duration = Duration::from_secs(1);
 
 pub struct Pool {
     server: Server,
+    dial: Dial,
+    /// What Host says, where it is not what the client said.
+    host: Option<HeaderValue>,
     /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Connection>>>,
+    shared: RefCell<Vec<Rc<Multiplex>>>,
+    /// The server has chosen HTTP/2, and probably will again.
+    shares: Cell<bool>,
+    /// One opens a shared connection, and the others wait for it.
+    opening: Semaphore,
     /// When it last could not be connected to.
     failed: Cell<Option<Instant>>,
     clock: Clock,
 }
 
 impl Pool {
-    pub fn new(server: Server, clock: Clock) -> Rc<Pool> {
-        Rc::new(Pool { server, idle: RefCell::default(), failed: Cell::new(None), clock })
+    pub fn new(server: Server, way: &Way, clock: Clock) -> Rc<Pool> {
+        let host = match &way.host {
+            HostField::Keep => None,
+            HostField::Server => Some(authority(&server)),
+            HostField::Fixed(host) => HeaderValue::from_str(host).ok(),
+        };
+        let dial = Dial::new(server.clone(), way, clock.clone());
+        Rc::new(Pool {
+            host,
+            idle: RefCell::default(),
+            shared: RefCell::default(),
+            shares: Cell::new(dial.is_http2()),
+            opening: Semaphore::new(1),
+            failed: Cell::new(None),
+            dial,
+            server,
+            clock,
+        })
     }
 
     pub fn server(&self) -> &Server {
         &self.server
     }
 
-    /// An idle connection. Whether it is still alive is found out when it is used.
-    pub fn take(&self) -> Option<Box<Connection>> {
-        self.idle.borrow_mut().pop()
+    /// Whether the server is spoken to in HTTP/2 only.
+    pub fn is_http2(&self) -> bool {
+        self.dial.is_http2()
+    }
+
+    /// What Host says to the server when the client said nothing.
+    pub fn authority(&self) -> HeaderValue {
+        self.host.clone().unwrap_or_else(|| authority(&self.server))
+    }
+
+    /// Says in Host, or in the target that another server was sent, what this server is to be told.
+    pub fn address(&self, request: &mut Request<Upload>) {
+        if let Some(host) = &self.host {
+            super::multiplex::origin_form(request);
+            request.headers_mut().insert(header::HOST, host.clone());
+        }
+    }
+
+    /// A connection that takes a request right now. Whether it is still alive is found out when it is used.
+    pub fn take(&self) -> Option<Carrier> {
+        if let Some(connection) = self.idle.borrow_mut().pop() {
+            return Some(Carrier::Alone(connection));
+        }
+        self.share(false)
+    }
+
+    /// A place on a shared connection; if `crowded`, also where requests have to wait for others.
+    fn share(&self, crowded: bool) -> Option<Carrier> {
+        let mut shared = self.shared.borrow_mut();
+        // Nothing is sent on those that are left out; they end with the last answer.
+        shared.retain(|connection| connection.is_open());
+        let emptiest = shared.iter().min_by_key(|connection| connection.load())?;
+        let full = crowded && shared.len() >= SHARED_MAX;
+        (emptiest.has_room() || full).then(|| Carrier::Shared(Lease::of(emptiest)))
     }
 
     /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
     /// when there is one; but one that still sends a body is not kept.
-    pub fn put(&self, mut connection: Box<Connection>) {
+    pub fn put(&self, carrier: Carrier) {
+        let Carrier::Alone(mut connection) = carrier else { return };
         let mut idle = self.idle.borrow_mut();
-        if idle.len() < IDLE_MAX && connection.is_done() {
+        if idle.len() < IDLE_MAX && self.is_known(&mut connection.bearing) && connection.is_done() {
             connection.idle_since.get_or_insert_with(|| self.clock.instant());
             idle.push(connection);
         }
     }
 
-    /// Closes what has been idle for longer than `limit`, or was closed by the server.
+    /// Whether a connection leads to an address that the server still has.
+    fn is_known(&self, bearing: &mut Bearing) -> bool {
+        let names = &self.dial.names;
+        if bearing.era == names.era() {
+            return true;
+        }
+        bearing.era = names.era();
+        bearing.address.is_none_or(|address| names.has(&address))
+    }
+
+    /// Closes what has been idle for longer than `limit`, was closed by the server, or leads to an address that
+    /// is the server's no more.
     pub fn sweep(&self, limit: Duration) {
         let now = self.clock.instant();
+        let lasted = |since: Instant| now.duration_since(since);
         self.idle.borrow_mut().retain_mut(|idle| {
-            let lasted = idle.idle_since.map_or(Duration::ZERO, |since| now.duration_since(since));
-            lasted < limit && idle.is_ready()
+            let lasted = idle.idle_since.map_or(Duration::ZERO, lasted);
+            lasted < limit && self.is_known(&mut idle.bearing) && idle.is_ready()
         });
+        self.shared.borrow_mut().retain(|shared| {
+            if shared.address.is_some_and(|address| !self.dial.names.has(&address)) {
+                shared.retire();
+            }
+            let is_used = shared.load() > 0 || lasted(shared.idle_since.get()) < limit;
+            is_used && shared.is_open()
+        });
+        let is_empty = self.idle.borrow().is_empty() && self.shared.borrow().is_empty();
+        if !is_empty && self.dial.names.is_due() {
+            self.dial.names.refresh();
+        }
     }
 
     /// Whether connecting failed so lately that another server should be asked first.
@@ -67,19 +155,54 @@ impl Pool {
         self.failed.get().is_some_and(|failed| self.clock.instant().duration_since(failed) < SHUNNED)
     }
 
-    pub async fn connect(&self, within: Duration) -> Result<Box<Connection>, Fault> {
-        let connect = async {
-            let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
-            stream.set_nodelay(true)?;
-            Connection::new(Wire::tcp(stream)).await.map_err(io::Error::other)
-        };
-        let connected = timeout(within, connect).await;
+    /// A connection that was not there before, or a place on one that has room. `alone`: one that no other
+    /// request will ever use.
+    pub async fn connect(&self, limits: &Timeouts, alone: bool) -> Result<Carrier, Fault> {
+        let connected = timeout(limits.connect, self.open(limits, alone)).await;
         let failed = !matches!(connected, Ok(Ok(_)));
         self.failed.set(failed.then(|| self.clock.instant()));
         match connected {
-            Ok(Ok(connection)) => Ok(Box::new(connection)),
+            Ok(Ok(carrier)) => Ok(carrier),
             Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(Fault::ConnectTimeout),
         }
     }
+
+    async fn open(&self, limits: &Timeouts, alone: bool) -> io::Result<Carrier> {
+        let shares = self.shares.get() && !alone;
+        let _turn = match shares {
+            true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
+            false => None,
+        };
+        if shares && let Some(carrier) = self.share(true) {
+            return Ok(carrier);
+        }
+        let era = self.dial.names.era();
+        let dialed = self.dial.open(alone).await?;
+        let bearing = Bearing { address: dialed.address, era };
+        match dialed.spoken {
+            Spoken::Http1 => {
+                self.shares.set(self.dial.is_http2());
+                let connection = Connection::new(dialed.wire, bearing).await.map_err(io::Error::other)?;
+                Ok(Carrier::Alone(Box::new(connection)))
+            }
+            Spoken::Http2 => {
+                self.shares.set(true);
+                let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
+                let quiet = (limits.body.min(limits.response_head) / 2).max(QUIET_MIN);
+                let now = self.clock.instant();
+                let connection = Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await;
+                let connection = connection.map_err(io::Error::other)?;
+                let carrier = Carrier::Shared(Lease::of(&connection));
+                self.shared.borrow_mut().push(connection);
+                Ok(carrier)
+            }
+        }
+    }
+}
+
+/// The host of a server's URL, with the port if it names one.
+fn authority(server: &Server) -> HeaderValue {
+    let authority = server.url.split_once("://").map_or("localhost", |(_, authority)| authority);
+    HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("localhost"))
 }

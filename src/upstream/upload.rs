@@ -12,6 +12,7 @@ use hyper::body::Incoming;
 
 use super::bounds::{Bounds, Breach};
 use crate::http::fault::Fault;
+use crate::http::fields;
 
 /// How far the upload of a request's body has come, for the one who waits for the answer.
 #[derive(Debug, Default)]
@@ -57,7 +58,13 @@ impl Unwanted {
 /// The body of a request to the upstream.
 pub enum Upload {
     Empty,
-    Client { body: Inbound, progress: Rc<Progress>, bounds: Option<Box<Bounds>> },
+    /// None either, and the request asks for another protocol: it takes a connection of its own.
+    Upgrade,
+    Client {
+        body: Inbound,
+        progress: Rc<Progress>,
+        bounds: Option<Box<Bounds>>,
+    },
 }
 
 /// A body as it comes from the client. Dropped before its end, it is left where it may be.
@@ -98,7 +105,7 @@ impl Upload {
     /// The same within bounds, if there is anything to send.
     pub fn within(self, bounds: impl FnOnce() -> Bounds) -> Upload {
         match self {
-            Upload::Empty => Upload::Empty,
+            Upload::Empty | Upload::Upgrade => self,
             Upload::Client { body, progress, .. } => {
                 Upload::Client { body, progress, bounds: Some(Box::new(bounds())) }
             }
@@ -108,7 +115,7 @@ impl Upload {
     /// How far it has come; `None` where there is nothing to send.
     pub fn progress(&self) -> Option<Rc<Progress>> {
         match self {
-            Upload::Empty => None,
+            Upload::Empty | Upload::Upgrade => None,
             Upload::Client { progress, .. } => Some(Rc::clone(progress)),
         }
     }
@@ -120,9 +127,14 @@ impl Body for Upload {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let Upload::Client { body, progress, bounds } = self.get_mut() else { return Poll::Ready(None) };
-        let frame = body.poll_frame(cx);
+        let mut frame = body.poll_frame(cx);
         progress.starved.set(frame.is_pending());
-        match &frame {
+        match &mut frame {
+            Poll::Ready(Some(Ok(frame))) if frame.is_trailers() => {
+                progress.moved.set(true);
+                // Over HTTP/1.1 only those are sent that were announced; over HTTP/2 all.
+                frame.trailers_mut().into_iter().for_each(fields::forward_trailers);
+            }
             Poll::Ready(Some(Ok(_))) => progress.moved.set(true),
             Poll::Ready(Some(Err(_))) => progress.failed.set(true),
             Poll::Ready(None) | Poll::Pending => {}
@@ -143,14 +155,14 @@ impl Body for Upload {
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Upload::Empty => true,
+            Upload::Empty | Upload::Upgrade => true,
             Upload::Client { body, .. } => body.body.as_ref().is_none_or(Body::is_end_stream),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Upload::Empty => SizeHint::with_exact(0),
+            Upload::Empty | Upload::Upgrade => SizeHint::with_exact(0),
             Upload::Client { body, .. } => body.body.as_ref().map_or_else(SizeHint::default, Body::size_hint),
         }
     }

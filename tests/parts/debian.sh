@@ -14,6 +14,7 @@ need() {
 PATH=$PATH:/usr/sbin:/sbin
 need curl command -v curl
 need faketime command -v faketime
+need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
 need nghttp2-client command -v h2load
 need nginx-light command -v nginx
 need python3 command -v python3

@@ -67,6 +67,7 @@ fn draft(
     };
     let names = table.get("rules");
     let cost = table.get("cost");
+    let websocket = table.get("websocket").and_then(|item| item.flag(report)).unwrap_or(true);
     let misspelt = table.finish(&[], report);
 
     let named = name.as_ref().map(|item| item.span.clone());
@@ -94,6 +95,7 @@ fn draft(
             secure: secure.flatten(),
             actions,
             upstream: upstream.unwrap_or(0),
+            websocket,
             rules: used,
             cost,
         },

@@ -1,66 +1,154 @@
 //! Who answers: an upstream is a list of servers, or the gateway itself.
 //!
-//! A server is a URL of scheme, host and port, and nothing else: which path goes there is the
-//! request's business. This file resolves no names and connects to nothing.
+//! A server is a URL of scheme, host and port, or the path of a Unix socket, and nothing else: which path
+//! of a request goes there is the request's business. This file resolves no names and connects to nothing.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
+use std::time::Duration;
 
-use super::Section;
 use super::host::{is_ipv4_like, is_name};
+use super::upstream_tls::{SystemRoots, tls};
+use super::{DAY_MS, Section, duration};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
-use crate::config::{Server, Target, Upstream};
+use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, Upstream, Way};
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
+const PROTOCOLS: [(&str, Protocol); 3] =
+    [("auto", Protocol::Auto), ("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+const RESOLVE: Duration = Duration::from_secs(30);
+/// Of the path of a Unix socket: what the system has room for.
+const SOCKET_PATH_MAX_BYTES: usize = 107;
 
-pub fn upstreams(item: Option<Item>, report: &mut Report) -> Section<Upstream> {
-    Section::read(item, report, |name, table, report| Upstream {
-        name: name.to_owned(),
-        target: table.and_then(|table| target(table, report)).unwrap_or(Target::Echo),
+pub fn upstreams(item: Option<Item>, files: Files, report: &mut Report) -> Section<Upstream> {
+    let mut roots = SystemRoots::default();
+    Section::read(item, report, |name, table, report| {
+        let (target, way) = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
+        let way = way.unwrap_or(Way { protocol: Protocol::Auto, host: HostField::Keep, tls: None, resolve: RESOLVE });
+        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), way }
     })
 }
 
-fn target(mut table: Table, report: &mut Report) -> Option<Target> {
+/// The settings that only servers have, as they stand.
+struct Settings<'d> {
+    protocol: Option<Item<'d>>,
+    host: Option<Item<'d>>,
+    tls: Option<Item<'d>>,
+    resolve: Option<Item<'d>>,
+}
+
+fn upstream(
+    mut table: Table,
+    files: Files,
+    roots: &mut SystemRoots,
+    report: &mut Report,
+) -> (Option<Target>, Option<Way>) {
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
-    let misspelt = !table.finish(&[], report).is_empty();
+    let settings = Settings {
+        protocol: table.get("protocol"),
+        host: table.get("host"),
+        tls: table.get("tls"),
+        resolve: table.get("resolve"),
+    };
+    let misspelt = table.finish(&[], report).iter().any(|key| ["builtin", "servers"].contains(key));
     match (builtin, servers) {
-        (None, None) if misspelt => None,
+        (None, None) if misspelt => (None, None),
         (None, None) => {
             let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream that needs none");
             report.unless_broken(span, "the upstream has no `servers`", fix);
-            None
+            (None, None)
         }
         (Some(builtin), Some(_)) => {
             let message = "an upstream has `servers` or is `builtin`, not both";
             report.unless_broken(builtin.key_span, message, "remove this line to use the servers");
+            (None, None)
+        }
+        (Some(builtin), None) => {
+            let Settings { protocol, host, tls, resolve } = settings;
+            for item in [protocol, host, tls, resolve].into_iter().flatten() {
+                let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
+                report.unless_broken(item.key_span, message, "remove it");
+            }
+            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None)
+        }
+        (None, Some(item)) => {
+            let servers = servers_of(&item, report);
+            let way = way(&settings, servers.as_deref(), &item, files, roots, report);
+            (servers.map(Target::Servers), Some(way))
+        }
+    }
+}
+
+fn servers_of(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
+    let words = item.texts(EXAMPLE, report)?;
+    if words.is_empty() {
+        report.problem(item.span.clone(), "`servers` is an empty list", item.write(EXAMPLE));
+    }
+    let mut servers: Vec<Server> = Vec::new();
+    for word in words {
+        let Some(server) = server(&word, report) else { continue };
+        let same = |other: &&Server| other.host == server.host && other.port == server.port;
+        if let Some(other) = servers.iter().find(same) {
+            let message = format!("{} is the same server as {}", shown(word.text), shown(&other.url));
+            report.problem(word.span, message, "remove one of the two");
+        }
+        servers.push(server);
+    }
+    Some(servers)
+}
+
+/// How the servers are spoken to.
+fn way(
+    settings: &Settings,
+    servers: Option<&[Server]>,
+    item: &Item,
+    files: Files,
+    roots: &mut SystemRoots,
+    report: &mut Report,
+) -> Way {
+    let choose = |item: &Item, report: &mut Report| item.choice(&PROTOCOLS, report);
+    let protocol = settings.protocol.as_ref().and_then(|item| choose(item, report));
+    let host = settings.host.as_ref().and_then(|item| host_field(item, report));
+    let resolve = settings.resolve.as_ref().and_then(|item| duration(item, 1000..=DAY_MS, RESOLVE, report));
+    let secure = servers.is_none_or(|servers| servers.iter().any(|server| server.scheme == Scheme::Https));
+    let tls = match (&settings.tls, secure) {
+        (Some(item), false) => {
+            let message = "`tls` has no effect: no server is reached by `https`";
+            report.unless_broken(item.key_span.clone(), message, "remove it, or write `https://` in `servers`");
             None
         }
-        (Some(builtin), None) => builtin.choice(&[("echo", ())], report).map(|()| Target::Echo),
-        (None, Some(item)) => {
-            let words = item.texts(EXAMPLE, report)?;
-            if words.is_empty() {
-                report.problem(item.span.clone(), "`servers` is an empty list", item.write(EXAMPLE));
-            }
-            let mut servers: Vec<Server> = Vec::new();
-            for word in words {
-                let Some(server) = server(&word, report) else { continue };
-                let same = |other: &&Server| other.host == server.host && other.port == server.port;
-                if let Some(other) = servers.iter().find(same) {
-                    let message = format!("{} is the same server as {}", shown(word.text), shown(&other.url));
-                    report.problem(word.span, message, "remove one of the two");
-                }
-                servers.push(server);
-            }
-            Some(Target::Servers(servers))
+        (None, true) if servers.is_none() => None,
+        (given, true) => tls(given.as_ref(), item.span.clone(), files, roots, report),
+        (None, false) => None,
+    };
+    Way {
+        protocol: protocol.unwrap_or(Protocol::Auto),
+        host: host.unwrap_or(HostField::Keep),
+        tls,
+        resolve: resolve.map_or(RESOLVE, Duration::from_millis),
+    }
+}
+
+fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
+    let word = item.text("\"server\"", report)?;
+    match word.text {
+        "keep" => Some(HostField::Keep),
+        "server" => Some(HostField::Server),
+        host if authority(host, host, Scheme::Http).is_ok() => Some(HostField::Fixed(host.to_owned())),
+        host => {
+            let message = format!("`host` cannot be {}", shown(host));
+            let fix = "write `\"keep\"` (what the client said), `\"server\"` (the host of the server), or a host name";
+            report.problem(word.span, message, fix);
+            None
         }
     }
 }
 
 fn server(word: &Word, report: &mut Report) -> Option<Server> {
     match parse(word.text) {
-        Ok((host, port)) => Some(Server { url: word.text.to_owned(), host, port }),
+        Ok((scheme, host, port)) => Some(Server { url: word.text.to_owned(), scheme, host, port }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
             None
@@ -68,26 +156,46 @@ fn server(word: &Word, report: &mut Report) -> Option<Server> {
     }
 }
 
-/// Host, in lower case, and port of a server's URL; or message and fix.
-fn parse(url: &str) -> Result<(String, u16), (String, String)> {
+type Parsed<T> = Result<T, (String, String)>;
+
+/// Scheme, host in lower case, and port of a server; or message and fix.
+fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
     let is = |what: &str| format!("{} {what}", shown(url));
-    let write = |rest: &str| format!("write `\"http://{}\"`", rest.trim());
-    let authority = match url.split_once("://") {
-        Some(("http", rest)) => rest,
-        Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => {
-            return Err((is("is no URL of a server"), write(rest)));
+    let write = |scheme: &str, rest: &str| format!("write `\"{scheme}://{}\"`", rest.trim());
+    if let Some(path) = url.strip_prefix("unix:") {
+        return socket(url, path);
+    }
+    let (scheme, rest) = match url.split_once("://") {
+        Some(("http", rest)) => (Scheme::Http, rest),
+        Some(("https", rest)) => (Scheme::Https, rest),
+        Some((scheme, rest)) if ["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) => {
+            return Err((is("is no URL of a server"), write(&scheme.to_ascii_lowercase(), rest)));
         }
-        Some(("https", rest)) => {
-            let rest = rest.split('/').next().unwrap_or(rest);
-            let fix = format!("{}, or put a proxy that speaks TLS beside the gateway", write(rest));
-            return Err((is("cannot be reached: TLS to upstreams is not supported"), fix));
-        }
-        Some(_) => return Err((is("has a scheme that is not supported"), write("HOST:PORT"))),
-        None if url.is_empty() || url.starts_with("unix:") => {
-            return Err((is("is no URL of a server"), write("HOST:PORT")));
-        }
-        None => return Err((is("is no URL of a server"), write(url))),
+        Some(_) => return Err((is("has a scheme that is not supported"), write("http", "HOST:PORT"))),
+        None if url.is_empty() => return Err((is("is no URL of a server"), write("http", "HOST:PORT"))),
+        None => return Err((is("is no URL of a server"), write("http", url))),
     };
+    authority(url, rest, scheme).map(|(host, port)| (scheme, host, port))
+}
+
+fn socket(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
+    let message = |what: &str| format!("{} {what}", shown(url));
+    if !path.starts_with('/') || path.starts_with("//") {
+        let fix = format!("write `\"unix:/{}\"`", path.trim_start_matches('/'));
+        return Err((message("has no absolute path of a socket"), fix));
+    }
+    if path.len() > SOCKET_PATH_MAX_BYTES || path.contains('\0') {
+        let fix = format!("name a socket whose path has at most {SOCKET_PATH_MAX_BYTES} bytes");
+        return Err((message("is no path that a socket can have"), fix));
+    }
+    Ok((Scheme::Unix, path.to_owned(), 0))
+}
+
+/// Host, in lower case, and port of what stands behind the scheme; or message and fix.
+fn authority(url: &str, authority: &str, scheme: Scheme) -> Parsed<(String, u16)> {
+    let (name, usual) = if scheme == Scheme::Https { ("https", 443) } else { ("http", 80) };
+    let is = |what: &str| format!("{} {what}", shown(url));
+    let write = |rest: &str| format!("write `\"{name}://{}\"`", rest.trim());
     if let Some((_, rest)) = authority.rsplit_once('@') {
         return Err((is("has a user name, which is not supported"), write(rest)));
     }
@@ -103,11 +211,11 @@ fn parse(url: &str) -> Result<(String, u16), (String, String)> {
         _ => (authority, None),
     };
     let port = match port.map(|port| (port, port.parse::<u16>())) {
-        None => 80,
+        None => usual,
         Some((digits, Ok(port))) if port > 0 && digits.bytes().all(|b| b.is_ascii_digit()) => port,
         Some((port, _)) => {
-            let fix = "write a port from `1` to `65535`, or none for `80`";
-            return Err((is(&format!("has {} for a port", shown(port))), fix.to_owned()));
+            let fix = format!("write a port from `1` to `65535`, or none for `{usual}`");
+            return Err((is(&format!("has {} for a port", shown(port))), fix));
         }
     };
     if let Some(ip) = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
@@ -122,8 +230,8 @@ fn parse(url: &str) -> Result<(String, u16), (String, String)> {
             Err((is("has an IPv6 address without brackets"), write(&format!("[{host}]:{port}"))))
         }
         _ if numbers && host.parse::<Ipv4Addr>().is_err() => {
-            let fix = "write four numbers from `0` to `255`, such as `\"http://127.0.0.1:9001\"`";
-            Err((is("has no valid IPv4 address"), fix.to_owned()))
+            let fix = format!("write four numbers from `0` to `255`, such as `\"{name}://127.0.0.1:9001\"`");
+            Err((is("has no valid IPv4 address"), fix))
         }
         _ if numbers || is_name(host) => Ok((host.to_ascii_lowercase(), port)),
         "" => Err((is("names no host"), write(&format!("127.0.0.1:{port}")))),
@@ -140,14 +248,16 @@ mod tests {
 
     #[test]
     fn servers_are_read_as_written() {
-        for (url, host, port) in [
-            ("http://127.0.0.1:9001", "127.0.0.1", 9001),
-            ("http://API.example.com", "api.example.com", 80),
-            ("http://[::1]:8080", "::1", 8080),
-            ("http://[fd00:0::1]", "fd00::1", 80),
-            ("http://my_service:80", "my_service", 80),
+        for (url, scheme, host, port) in [
+            ("http://127.0.0.1:9001", Scheme::Http, "127.0.0.1", 9001),
+            ("http://API.example.com", Scheme::Http, "api.example.com", 80),
+            ("https://API.example.com", Scheme::Https, "api.example.com", 443),
+            ("http://[::1]:8080", Scheme::Http, "::1", 8080),
+            ("https://[fd00:0::1]:80", Scheme::Https, "fd00::1", 80),
+            ("http://my_service:80", Scheme::Http, "my_service", 80),
+            ("unix:/run/Api.sock", Scheme::Unix, "/run/Api.sock", 0),
         ] {
-            assert_eq!(parse(url), Ok((host.to_owned(), port)), "{url}");
+            assert_eq!(parse(url), Ok((scheme, host.to_owned(), port)), "{url}");
         }
         for url in [
             "",
@@ -167,11 +277,14 @@ mod tests {
             "http://10.0.0.256",
             "http://u@h",
             "http://h/",
-            "https://h",
+            "https://h/",
+            "https://",
             "ftp://h",
             "h:1",
             "HTTP://h",
-            "unix:/run/x.sock",
+            "unix:",
+            "unix:run/x.sock",
+            "unix:///run/x.sock",
         ] {
             assert!(parse(url).is_err(), "{url}");
         }

@@ -84,6 +84,11 @@ pub fn httpbin() -> Part {
 
 /// nginx, serving the files of `root`, which `fill` puts there.
 pub fn nginx(fill: impl FnOnce(&Path)) -> Part {
+    nginx_by("", "", fill)
+}
+
+/// nginx with parameters of `listen`, and settings of the server, of the test's own.
+pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part {
     let scratch = Scratch::new();
     let root = scratch.path().join("files");
     fs::create_dir(&root).unwrap();
@@ -92,7 +97,7 @@ pub fn nginx(fill: impl FnOnce(&Path)) -> Part {
     // nginx takes no port 0. One that was free may be taken by the time it starts: then another.
     for _ in 0..10 {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let config = scratch.write("nginx.conf", nginx_config(&home, address));
+        let config = scratch.write("nginx.conf", nginx_config(&home, address, listen, settings));
         let log = fs::File::create(scratch.path().join("nginx.log")).unwrap();
         let mut child = Command::new(program("nginx"))
             .args(["-e", "stderr", "-p", &home, "-c"])
@@ -113,7 +118,7 @@ pub fn nginx(fill: impl FnOnce(&Path)) -> Part {
     panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());
 }
 
-fn nginx_config(home: &str, address: SocketAddr) -> String {
+fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
     format!(
         "daemon off; master_process off; pid {home}/nginx.pid; error_log stderr;
          events {{ worker_connections 256; }}
@@ -123,11 +128,13 @@ fn nginx_config(home: &str, address: SocketAddr) -> String {
              uwsgi_temp_path {home}/uwsgi; scgi_temp_path {home}/scgi;
              types {{ text/html html; text/plain txt; application/octet-stream bin; }}
              server {{
-                 listen {address};
+                 listen {address} {listen};
+                 {settings}
                  root {home}/files;
                  autoindex on;
                  location /compressed/ {{ gzip on; gzip_min_length 1; gzip_types text/plain; root {home}/files; }}
                  location = /moved {{ return 301 /a.txt; }}
+                 location = /spoken {{ return 200 $server_protocol; }}
                  location = /empty {{ return 204; }}
                  location = /teapot {{ return 418 \"short and stout\\n\"; }}
              }}

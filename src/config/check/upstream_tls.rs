@@ -1,0 +1,195 @@
+//! TLS to upstream servers: whom the gateway trusts, and what it shows of itself.
+//!
+//! Everything is put together here, so that a certificate that is none is a problem of the file and not
+//! of the first request. There is no setting that verifies nothing: a server whose certificate nobody
+//! signed is reached by naming that certificate as `ca`. Nothing of a private key goes into a message.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use sha2::{Digest, Sha256};
+
+use crate::config::Files;
+use crate::config::client_tls::{ClientTls, Vouched};
+use crate::config::document::{Item, Table};
+use crate::config::problem::{Report, Span, shown};
+
+const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
+
+/// The roots that the system trusts, looked for once for each configuration, and only if some upstream
+/// needs them.
+#[derive(Default)]
+pub struct SystemRoots(Option<Arc<RootCertStore>>);
+
+impl SystemRoots {
+    /// `span` is what needs them.
+    fn get(&mut self, span: Span, report: &mut Report) -> Arc<RootCertStore> {
+        if report.count() > 0 {
+            // Nothing will come of this configuration, and there are hundreds of files to read.
+            return Arc::new(RootCertStore::empty());
+        }
+        let roots = self.0.get_or_insert_with(|| {
+            let mut roots = RootCertStore::empty();
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+            Arc::new(roots)
+        });
+        if roots.is_empty() {
+            let fix = "install the package `ca-certificates`, or name the authority: `ca = \"FILE\"` in its `tls`";
+            report.problem(span, "the system has no certificates of authorities to verify a server by", fix);
+        }
+        Arc::clone(roots)
+    }
+}
+
+/// Reads the table `tls` of an upstream; `span` is what takes TLS, where there is no table.
+pub fn tls(
+    item: Option<&Item>,
+    span: Span,
+    files: Files,
+    roots: &mut SystemRoots,
+    report: &mut Report,
+) -> Option<ClientTls> {
+    let mut print = Sha256::new();
+    let Some(item) = item else {
+        let config = builder(roots.get(span, report), Vec::new())?.with_no_client_auth();
+        return Some(ClientTls::new(config, None, print.finalize().into()));
+    };
+    let mut table: Table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
+    let (ca, name) = (table.get("ca"), table.get("server_name"));
+    let (certificate, private_key) = (table.get("certificate"), table.get("private_key"));
+    let misspelt = table.finish(&[], report);
+    let anchors = match ca {
+        Some(item) => ca_file(&item, files, &mut print, report),
+        None => Some((roots.get(item.span.clone(), report), Vec::new())),
+    };
+    let name = match name {
+        Some(item) => Some(server_name(&item, &mut print, report)?),
+        None => None,
+    };
+    let identity = match (certificate, private_key) {
+        (None, None) => None,
+        (Some(certificate), Some(private_key)) => {
+            Some(identity(&certificate, &private_key, files, &mut print, report)?)
+        }
+        (Some(one), None) | (None, Some(one)) => {
+            let other = if one.key == "certificate" { "private_key" } else { "certificate" };
+            if !misspelt.contains(&other) {
+                let message = format!("`{}` is given without `{other}`", one.key);
+                report.unless_broken(one.key_span, message, format!("write `{other} = \"FILE\"` as well"));
+            }
+            return None;
+        }
+    };
+    let (anchors, named) = anchors?;
+    let builder = builder(anchors, named)?;
+    let client = match identity {
+        None => builder.with_no_client_auth(),
+        Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
+            Ok(client) => client,
+            Err(error) => {
+                let message = format!("the certificate and the private key can not be used together: {error}");
+                report.problem(span, message, "name the key that the certificate was made for");
+                return None;
+            }
+        },
+    };
+    Some(ClientTls::new(client, name, print.finalize().into()))
+}
+
+type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;
+
+/// `named` are certificates that a server may show itself.
+fn builder(roots: Arc<RootCertStore>, named: Vec<CertificateDer<'static>>) -> Option<Builder> {
+    let provider = Arc::new(default_provider());
+    let builder = ClientConfig::builder_with_provider(Arc::clone(&provider));
+    // The provider that is named here has suites for both versions; there are no roots only beside a problem.
+    let builder = builder.with_safe_default_protocol_versions().ok()?;
+    let usual = WebPkiServerVerifier::builder_with_provider(roots, provider).build().ok()?;
+    Some(builder.dangerous().with_custom_certificate_verifier(Arc::new(Vouched { usual, named })))
+}
+
+type Anchors = (Arc<RootCertStore>, Vec<CertificateDer<'static>>);
+
+fn ca_file(item: &Item, files: Files, print: &mut Sha256, report: &mut Report) -> Option<Anchors> {
+    let (name, bytes) = file(item, "\"ca.pem\"", files, print, report)?;
+    let mut roots = RootCertStore::empty();
+    let named = certificates(item, &name, &bytes, report)?;
+    for certificate in &named {
+        if let Err(error) = roots.add(certificate.clone()) {
+            let message = format!("{name} has a certificate that can not be an authority's: {error}");
+            report.problem(item.span.clone(), message, "name a file of certificates of authorities, in PEM");
+            return None;
+        }
+    }
+    Some((Arc::new(roots), named))
+}
+
+/// The client's own chain and key, and where the key is named.
+fn identity(
+    certificate: &Item,
+    private_key: &Item,
+    files: Files,
+    print: &mut Sha256,
+    report: &mut Report,
+) -> Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>, Span)> {
+    let chain = file(certificate, "\"client.pem\"", files, print, report);
+    let chain = chain.and_then(|(name, bytes)| certificates(certificate, &name, &bytes, report));
+    let (name, bytes) = file(private_key, "\"client.key\"", files, print, report)?;
+    let Ok(key) = PrivateKeyDer::from_pem_slice(&bytes) else {
+        let message = format!("{name} has no private key in PEM");
+        let fix = "name a file with `-----BEGIN PRIVATE KEY-----`; one that takes a password can not be used";
+        report.problem(private_key.span.clone(), message, fix);
+        return None;
+    };
+    Some((chain?, key, private_key.span.clone()))
+}
+
+fn certificates(item: &Item, name: &str, bytes: &[u8], report: &mut Report) -> Option<Vec<CertificateDer<'static>>> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(bytes).collect();
+    let message = match read {
+        Ok(certificates) if !certificates.is_empty() => return Some(certificates),
+        Ok(_) => format!("{name} has no certificate"),
+        Err(error) => format!("{name} is no PEM: {error}"),
+    };
+    report.problem(item.span.clone(), message, "name a file with `-----BEGIN CERTIFICATE-----`");
+    None
+}
+
+fn server_name(item: &Item, print: &mut Sha256, report: &mut Report) -> Option<ServerName<'static>> {
+    let word = item.text("\"api.internal\"", report)?;
+    print.update([1]);
+    print.update(word.text);
+    let name = ServerName::try_from(word.text.to_owned());
+    name.map_err(|_no_name| {
+        let message = format!("{} is no name that a certificate can have", shown(word.text));
+        report.problem(word.span, message, "write a host name or an IP address, without port");
+    })
+    .ok()
+}
+
+/// What a file is called in messages, and what is in it.
+fn file(
+    item: &Item,
+    example: &str,
+    files: Files,
+    print: &mut Sha256,
+    report: &mut Report,
+) -> Option<(String, Vec<u8>)> {
+    let word = item.text(example, report)?;
+    match files(Path::new(word.text)) {
+        Ok(bytes) => {
+            print.update(item.key);
+            print.update(Sha256::digest(&bytes));
+            Some((shown(word.text), bytes))
+        }
+        Err(error) => {
+            report.problem(word.span, format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+            None
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What carries one request and its answer: a connection of its own, or a stream of a shared one.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::{Body, Frame};
+use hyper::body::Incoming;
+
+use super::connection::{Connection, SendError};
+use super::multiplex::{self, Lease};
+use super::tunnel::Tunnel;
+use super::upload::Upload;
+use crate::interim::Interim;
+
+pub enum Carrier {
+    /// HTTP/1.1.
+    Alone(Box<Connection>),
+    /// HTTP/2.
+    Shared(Lease),
+}
+
+/// Where a connection leads, and since when that is known.
+#[derive(Clone, Copy, Debug)]
+pub struct Bearing {
+    /// `None` for a Unix socket.
+    pub address: Option<SocketAddr>,
+    /// Of the server's addresses, at which this was one of them.
+    pub era: u32,
+}
+
+impl Carrier {
+    /// Sends a request and waits for the head of its answer: see [`Connection::send`].
+    #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
+    pub async fn send(
+        &mut self,
+        mut request: Box<Request<Upload>>,
+        keeps: bool,
+        interim: Option<Rc<Interim>>,
+    ) -> Result<Response<Incoming>, SendError> {
+        match self {
+            Carrier::Alone(connection) => {
+                multiplex::origin_form(&mut request);
+                connection.send(request, keeps, interim).await
+            }
+            Carrier::Shared(lease) => lease.send(request).await,
+        }
+    }
+
+    /// The head of the answer has come.
+    pub fn answered(&mut self, now: Instant) {
+        match self {
+            Carrier::Alone(connection) => connection.idle_since = Some(now),
+            Carrier::Shared(lease) => lease.answered = Some(now),
+        }
+    }
+
+    /// The last request, if it may be sent once more after this error. `spare`: it may be if the connection
+    /// ended before a byte of the answer came.
+    pub fn again(&mut self, error: &hyper::Error, spare: bool) -> Option<Request<Upload>> {
+        match self {
+            Carrier::Alone(connection) if spare && ended_early(error) => connection.sent(),
+            Carrier::Shared(lease) if multiplex::is_unprocessed(error) => lease.sent(),
+            Carrier::Shared(lease) if spare && (ended_early(error) || multiplex::is_cut(error)) => lease.sent(),
+            Carrier::Alone(_) | Carrier::Shared(_) => None,
+        }
+    }
+
+    /// The next piece of the body of an answer.
+    pub fn poll_body(
+        &mut self,
+        body: &mut Incoming,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        match self {
+            Carrier::Alone(connection) => connection.poll_body(body, cx),
+            Carrier::Shared(_) => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    /// The stream, after an answer that switched protocols.
+    pub async fn into_tunnel(self) -> Option<Tunnel> {
+        match self {
+            Carrier::Alone(connection) => {
+                let (wire, early) = connection.into_stream().await;
+                Some(Tunnel::new(wire, early))
+            }
+            Carrier::Shared(_) => None,
+        }
+    }
+}
+
+/// Whether the connection ended before a byte of the answer came.
+fn ended_early(error: &hyper::Error) -> bool {
+    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
+}
+
+fn is_reset(error: &hyper::Error) -> bool {
+    use std::error::Error;
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    source.is_some_and(|error| matches!(error.kind(), BrokenPipe | ConnectionReset))
+}

@@ -1,0 +1,240 @@
+//! One HTTP/2 connection to an upstream server, shared by the requests of an event loop.
+//!
+//! Other than over HTTP/1.1 nobody can drive it in passing, for it is everybody's: it is a task of its
+//! own. A request is a stream of it, and gives that up by being dropped, which resets the stream and
+//! nothing else.
+//!
+//! Windows are chosen so that all streams together can not use up that of the connection: a client that
+//! reads slowly holds up nobody else.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use h2::Reason;
+use http::header::{self, HeaderMap};
+use http::uri::{Authority, Scheme, Uri};
+use http::{Request, Response, Version};
+use http_body::Body;
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper::rt::Executor;
+use hyper_util::rt::{TokioIo, TokioTimer};
+
+use super::connection::SendError;
+use super::upload::Upload;
+use crate::wire::Wire;
+
+/// Requests at a time on one connection; servers may allow fewer.
+const STREAMS_MAX: usize = 100;
+/// Of an answer's body, read ahead of the client.
+const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+const CONNECTION_WINDOW_BYTES: u32 = STREAM_WINDOW_BYTES * STREAMS_MAX as u32;
+/// The largest head of an answer that is accepted.
+const HEAD_MAX_BYTES: u32 = 64 * 1024;
+/// The longest wait for the answer to a PING.
+const PING_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs hyper's tasks on the event loop they belong to.
+#[derive(Clone, Copy, Debug)]
+struct OnLoop;
+
+impl<F: Future + 'static> Executor<F> for OnLoop {
+    fn execute(&self, task: F) {
+        tokio::task::spawn_local(task);
+    }
+}
+
+pub struct Multiplex {
+    sender: RefCell<SendRequest<Upload>>,
+    /// Requests that have a stream, or wait for one.
+    streams: Cell<usize>,
+    /// So many may have one.
+    most: Rc<Cell<usize>>,
+    /// No request is sent here any more; those under way finish.
+    retired: Cell<bool>,
+    /// When the last stream ended.
+    pub idle_since: Cell<Instant>,
+    pub address: Option<SocketAddr>,
+    scheme: Scheme,
+}
+
+impl Multiplex {
+    /// Makes a connection of a connected stream. It is seen whether the server still answers when it has been
+    /// silent for as long as `quiet` while there are requests.
+    pub async fn new(
+        wire: Wire,
+        scheme: Scheme,
+        address: Option<SocketAddr>,
+        quiet: Duration,
+        now: Instant,
+    ) -> hyper::Result<Rc<Multiplex>> {
+        let (sender, mut driver) = Builder::new(OnLoop)
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .max_header_list_size(HEAD_MAX_BYTES)
+            .keep_alive_interval(quiet)
+            .keep_alive_timeout(quiet.min(PING_PATIENCE))
+            .handshake(TokioIo::new(wire))
+            .await?;
+        let most = Rc::new(Cell::new(STREAMS_MAX));
+        tokio::task::spawn_local({
+            let most = Rc::clone(&most);
+            async move {
+                // How it ended is told to those who wait for answers and bodies.
+                let _ended = poll_fn(|cx| {
+                    most.set(driver.current_max_send_streams().min(STREAMS_MAX));
+                    Pin::new(&mut driver).poll(cx)
+                })
+                .await;
+            }
+        });
+        Ok(Rc::new(Multiplex {
+            sender: RefCell::new(sender),
+            streams: Cell::new(0),
+            most,
+            retired: Cell::new(false),
+            idle_since: Cell::new(now),
+            address,
+            scheme,
+        }))
+    }
+
+    /// Whether requests can be sent here, now or when others have ended.
+    pub fn is_open(&self) -> bool {
+        !self.retired.get() && !self.sender.borrow().is_closed()
+    }
+
+    pub fn has_room(&self) -> bool {
+        self.streams.get() < self.most.get()
+    }
+
+    /// Requests that are under way.
+    pub fn load(&self) -> usize {
+        self.streams.get()
+    }
+
+    pub fn retire(&self) {
+        self.retired.set(true);
+    }
+}
+
+/// A request's place on a connection, until its answer has ended.
+pub struct Lease {
+    connection: Rc<Multiplex>,
+    /// The request once more, if it has no body.
+    spare: Option<Box<Request<Upload>>>,
+    /// When the answer's head came.
+    pub answered: Option<Instant>,
+}
+
+impl Lease {
+    pub fn of(connection: &Rc<Multiplex>) -> Lease {
+        connection.streams.set(connection.streams.get() + 1);
+        Lease { connection: Rc::clone(connection), spare: None, answered: None }
+    }
+
+    /// Sends a request and waits for the head of its answer. Informational answers before it are not told.
+    #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
+    pub async fn send(&mut self, mut request: Box<Request<Upload>>) -> Result<Response<Incoming>, SendError> {
+        if request.body().is_end_stream() {
+            self.spare = Some(Box::new(again(&request)));
+        }
+        address(&mut request, &self.connection.scheme);
+        let sending = self.connection.sender.borrow_mut().try_send_request(*request);
+        sending.await
+    }
+
+    /// The request once more, if it had no body.
+    pub fn sent(&mut self) -> Option<Request<Upload>> {
+        self.spare.take().map(|request| *request)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let connection = &self.connection;
+        connection.streams.set(connection.streams.get().saturating_sub(1));
+        if let Some(answered) = self.answered {
+            connection.idle_since.set(answered);
+        }
+    }
+}
+
+fn again(request: &Request<Upload>) -> Request<Upload> {
+    let mut again = Request::new(Upload::Empty);
+    *again.method_mut() = request.method().clone();
+    *again.uri_mut() = request.uri().clone();
+    again.headers_mut().clone_from(request.headers());
+    again
+}
+
+/// Moves Host to where HTTP/2 has it: `:scheme` and `:authority` are parts of the target.
+fn address(request: &mut Request<Upload>, scheme: &Scheme) {
+    *request.version_mut() = Version::HTTP_2;
+    if request.uri().authority().is_some() {
+        return;
+    }
+    let host = request.headers_mut().remove(header::HOST);
+    let authority = host.and_then(|host| Authority::from_maybe_shared(Bytes::copy_from_slice(host.as_bytes())).ok());
+    let mut parts = std::mem::take(request.uri_mut()).into_parts();
+    parts.scheme = Some(scheme.clone());
+    // A Host with escapes can be none. Nobody is called so (RFC 6761), and least of all a server that is trusted.
+    parts.authority = Some(authority.unwrap_or_else(|| Authority::from_static("invalid")));
+    // All three parts are there, so together they are a target.
+    *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+}
+
+/// Takes a request that was addressed for HTTP/2 back to what HTTP/1.1 sends.
+pub fn origin_form(request: &mut Request<Upload>) {
+    let Some(authority) = request.uri().authority().cloned() else { return };
+    *request.version_mut() = Version::HTTP_11;
+    let mut parts = std::mem::take(request.uri_mut()).into_parts();
+    (parts.scheme, parts.authority) = (None, None);
+    *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
+    let headers: &mut HeaderMap = request.headers_mut();
+    if let Ok(host) = authority.as_str().parse() {
+        headers.insert(header::HOST, host);
+    }
+}
+
+/// Whether the server says that it has not looked at the request (RFC 9113, section 8.7).
+pub fn is_unprocessed(error: &hyper::Error) -> bool {
+    cause(error).is_some_and(|cause| {
+        let reason = cause.reason();
+        cause.is_remote()
+            && (cause.is_reset() && reason == Some(Reason::REFUSED_STREAM)
+                || cause.is_go_away() && reason == Some(Reason::NO_ERROR))
+    })
+}
+
+/// Whether the connection was cut.
+pub fn is_cut(error: &hyper::Error) -> bool {
+    cause(error).is_some_and(h2::Error::is_io)
+}
+
+fn cause(error: &hyper::Error) -> Option<&h2::Error> {
+    use std::error::Error;
+    error.source().and_then(|source| source.downcast_ref())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_becomes_authority_and_back() {
+        let mut request = Request::get("/a?b").header("host", "api.internal:8443").body(Upload::Empty).unwrap();
+        address(&mut request, &Scheme::HTTPS);
+        assert_eq!(request.uri(), "https://api.internal:8443/a?b");
+        assert!(!request.headers().contains_key("host"));
+        origin_form(&mut request);
+        assert_eq!(request.uri(), "/a?b");
+        assert_eq!(request.headers()["host"], "api.internal:8443");
+    }
+}

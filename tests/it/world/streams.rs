@@ -1,0 +1,216 @@
+//! An upstream that speaks HTTP/2, in the clear or by TLS; what it makes of each request is the test's.
+//!
+//! It is written on the h2 library itself, so that it can do what no well-behaved server would.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use bytes::Bytes;
+use h2::server::{Builder, SendResponse};
+use h2::{Reason, RecvStream};
+use http::{HeaderMap, Request, Response};
+use rustls::ServerConfig;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio_rustls::TlsAcceptor;
+
+pub struct Streams {
+    pub address: SocketAddr,
+    pub state: Arc<State>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+pub struct State {
+    pub connections: AtomicUsize,
+    /// Requests that were answered in whatever way, in their order.
+    pub heads: Mutex<Vec<Head>>,
+    /// Connections that are over.
+    pub ended: AtomicUsize,
+    /// Handshakes of TLS that were resumed.
+    pub resumed: AtomicUsize,
+}
+
+#[derive(Clone, Debug)]
+pub struct Head {
+    pub method: String,
+    pub uri: String,
+    pub fields: HeaderMap,
+    pub connection: usize,
+}
+
+/// One request on a stream.
+pub struct Stream {
+    pub head: Head,
+    /// How many requests came on this connection before.
+    pub nth: usize,
+    pub body: RecvStream,
+    pub respond: SendResponse<Bytes>,
+}
+
+/// What becomes of the connection after a request has come.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum After {
+    Go,
+    /// GOAWAY, as a server does that is restarted.
+    Leave,
+}
+
+pub type Script = dyn Fn(Stream) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync;
+
+pub struct Setup {
+    pub tls: Option<Arc<ServerConfig>>,
+    pub streams_max: u32,
+    /// By connection and request, from 0.
+    pub after: fn(usize, usize) -> After,
+}
+
+impl Default for Setup {
+    fn default() -> Setup {
+        Setup { tls: None, streams_max: 100, after: |_, _| After::Go }
+    }
+}
+
+impl Streams {
+    pub fn with<F>(setup: Setup, script: impl Fn(Stream) -> F + Send + Sync + 'static) -> Streams
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let state = Arc::new(State::default());
+        let (stop, stopped) = oneshot::channel();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let script: Arc<Script> = Arc::new(move |stream| Box::pin(script(stream)));
+        let run = {
+            let state = Arc::clone(&state);
+            async move {
+                let listener = TcpListener::from_std(listener).unwrap();
+                let setup = Arc::new(setup);
+                let accept = async {
+                    loop {
+                        let (stream, _) = listener.accept().await.unwrap();
+                        stream.set_nodelay(true).unwrap();
+                        let number = state.connections.fetch_add(1, Ordering::SeqCst);
+                        let (state, setup, script) = (Arc::clone(&state), Arc::clone(&setup), Arc::clone(&script));
+                        tokio::spawn(async move {
+                            match &setup.tls {
+                                None => serve(stream, number, &setup, state, script).await,
+                                Some(tls) => {
+                                    let accepted = TlsAcceptor::from(Arc::clone(tls)).accept(stream).await;
+                                    let Ok(stream) = accepted else { return };
+                                    let resumed =
+                                        stream.get_ref().1.handshake_kind() == Some(rustls::HandshakeKind::Resumed);
+                                    state.resumed.fetch_add(usize::from(resumed), Ordering::SeqCst);
+                                    serve(stream, number, &setup, state, script).await;
+                                }
+                            }
+                        });
+                    }
+                };
+                tokio::select! {
+                    () = accept => {}
+                    _ = stopped => {}
+                }
+            }
+        };
+        let thread = std::thread::spawn(move || {
+            tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(run);
+        });
+        Streams { address, state, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// Answers every request with 200 and a line.
+    pub fn replying(setup: Setup) -> Streams {
+        Streams::with(setup, |mut stream| async move { stream.reply("fine\n") })
+    }
+
+    pub fn heads(&self) -> Vec<Head> {
+        self.state.heads.lock().unwrap().clone()
+    }
+
+    pub fn connections(&self) -> usize {
+        self.state.connections.load(Ordering::SeqCst)
+    }
+
+    /// Its section of a configuration, with prior knowledge.
+    pub fn toml(&self, name: &str) -> String {
+        format!("[upstreams.{name}]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", self.address)
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        let ended = self.thread.take().unwrap().join();
+        assert!(std::thread::panicking() || ended.is_ok(), "an upstream panicked");
+    }
+}
+
+async fn serve(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    number: usize,
+    setup: &Setup,
+    state: Arc<State>,
+    script: Arc<Script>,
+) {
+    let Ok(mut connection) =
+        Builder::new().max_concurrent_streams(setup.streams_max).handshake::<_, Bytes>(stream).await
+    else {
+        return;
+    };
+    let mut nth = 0;
+    while let Some(Ok((request, respond))) = connection.accept().await {
+        let (parts, body): (http::request::Parts, RecvStream) = Request::into_parts(request);
+        let head = Head {
+            method: parts.method.to_string(),
+            uri: parts.uri.to_string(),
+            fields: parts.headers,
+            connection: number,
+        };
+        state.heads.lock().unwrap().push(head.clone());
+        if (setup.after)(number, nth) == After::Leave {
+            connection.graceful_shutdown();
+        }
+        tokio::spawn(script(Stream { head, nth, body, respond }));
+        nth += 1;
+    }
+    state.ended.fetch_add(1, Ordering::SeqCst);
+}
+
+impl Stream {
+    pub fn reply(&mut self, text: &str) {
+        let mut body = self.begin(Response::new(()));
+        // Whoever has gone away misses it.
+        let _ = body.send_data(Bytes::copy_from_slice(text.as_bytes()), true);
+    }
+
+    pub fn begin(&mut self, answer: Response<()>) -> h2::SendStream<Bytes> {
+        self.respond.send_response(answer, false).unwrap()
+    }
+
+    pub fn refuse(&mut self) {
+        self.respond.send_reset(Reason::REFUSED_STREAM);
+    }
+
+    /// The next piece of the request's body; `None` at its end, or when it is reset.
+    pub async fn piece(&mut self) -> Option<Result<Bytes, h2::Error>> {
+        let piece = self.body.data().await?;
+        if let Ok(piece) = &piece {
+            let _ = self.body.flow_control().release_capacity(piece.len());
+        }
+        Some(piece)
+    }
+
+    pub async fn whole_body(&mut self) -> usize {
+        let mut length = 0;
+        while let Some(Ok(piece)) = self.piece().await {
+            length += piece.len();
+        }
+        length
+    }
+}
