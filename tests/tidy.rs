@@ -11,14 +11,17 @@ use std::path::{Path, PathBuf};
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 18] = [
     ("cli", &["clock", "config", "metrics", "reload", "rule", "run"]),
-    ("run", &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule"]),
+    (
+        "run",
+        &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule", "upstream"],
+    ),
     ("listen", &["gateway", "http", "interim", "timer", "wire"]),
     (
         "gateway",
         &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "token", "upstream"],
     ),
-    ("upstream", &["clock", "config", "http", "interim", "metrics", "timer", "wire"]),
-    ("admin", &["clock", "count", "http", "metrics"]),
+    ("admin", &["clock", "count", "http", "metrics", "upstream"]),
+    ("upstream", &["clock", "config", "http", "interim", "metrics", "rule", "timer", "wire"]),
     ("access", &["config", "metrics"]),
     ("reload", &[]),
     ("metrics", &[]),
@@ -42,11 +45,12 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 7] = [
+const ATOMICS: [(&str, &str); 8] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
+    ("upstream/fleet.rs", "what all loops know of the servers"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),

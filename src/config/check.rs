@@ -17,6 +17,7 @@ use crate::rule::terms::Rule;
 use crate::rule::window::duration_ms;
 use clients::Plans;
 
+mod balance;
 mod calendar;
 mod clients;
 mod cost;
@@ -138,6 +139,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         body: Duration::from_secs(60),
         upstream_idle: Duration::from_secs(60),
         drain: Duration::from_secs(30),
+        request: None,
     };
     if let Some(mut table) = section(item, report) {
         let mut read = |key, timeout: &mut Duration, range: RangeInclusive<u64>| {
@@ -152,6 +154,10 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         read("body", &mut timeouts.body, 1..=DAY_MS);
         read("upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS);
         read("drain", &mut timeouts.drain, 0..=DAY_MS);
+        if let Some(item) = table.get("request") {
+            let ms = duration(&item, 1..=DAY_MS, Duration::from_secs(300), report);
+            timeouts.request = ms.map(Duration::from_millis);
+        }
         table.finish(&[], report);
     }
     timeouts

@@ -3,7 +3,8 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! shown). `clients` is what a second file says; `balance` what
+//! an upstream says about its servers as a group; `outlook` what the rules amount to. This room opens
 //! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
@@ -14,6 +15,7 @@ use std::time::Duration;
 use crate::rule::terms::Rule;
 use crate::token::Trust;
 
+pub mod balance;
 pub mod check;
 pub mod clients;
 pub mod document;
@@ -21,6 +23,7 @@ pub mod outlook;
 pub mod problem;
 pub mod secret;
 
+use balance::Policy;
 use clients::Clients;
 use problem::Problem;
 
@@ -76,6 +79,8 @@ pub struct Timeouts {
     pub upstream_idle: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+    /// From sending a request on to the last byte of its answer, whatever is tried; `None`: as long as it moves.
+    pub request: Option<Duration>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -133,6 +138,8 @@ pub struct Body {
 pub struct Upstream {
     pub name: String,
     pub target: Target,
+    /// How its servers are chosen; without a meaning for one that is built in.
+    pub policy: Policy,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -150,6 +157,15 @@ pub struct Server {
     /// Host name or address, without brackets.
     pub host: String,
     pub port: u16,
+    /// Its share of the requests, relative to the others'; at least 1.
+    pub weight: u32,
+}
+
+impl Server {
+    /// Whether connections to the other are as good as connections to this one.
+    pub fn is_reached_as(&self, other: &Server) -> bool {
+        *self == Server { weight: self.weight, ..other.clone() }
+    }
 }
 
 #[derive(Clone, PartialEq, Debug)]

@@ -21,11 +21,14 @@ use crate::http::fields;
 use crate::http::quota::Stamp;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
+use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::desk::{Asker, Desk};
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
+use crate::upstream::fleet::Fleet;
+use crate::upstream::place::Place;
 use crate::upstream::pool::Pool;
 
 pub struct Hall {
@@ -91,9 +94,12 @@ pub struct View {
     pub access: Option<Sink>,
     /// Forgotten with the view, so that no token outlives the keys it was verified with.
     pub tokens: Checker,
-    pools: HashMap<(String, u16), Rc<Pool>>,
+    places: Places,
     scratch: RefCell<Scratch>,
 }
+
+/// The servers of all upstreams, by the name of the upstream and their URL.
+type Places = HashMap<(String, String), (Server, Rc<Place>)>;
 
 pub enum Target {
     Echo,
@@ -117,7 +123,7 @@ impl Hall {
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
     ) -> Hall {
-        let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
+        let view = View::new(owner, &registry, &clock, snapshot, access, &Places::new());
         Hall {
             meter: LoopMeter::new(&registry, owner),
             timers: Rc::default(),
@@ -137,7 +143,7 @@ impl Hall {
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
     pub fn adopt(&self, snapshot: Arc<Snapshot>, access: Option<Sink>) {
-        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().pools);
+        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().places);
         *self.view.borrow_mut() = Rc::new(view);
     }
 
@@ -150,7 +156,8 @@ impl Hall {
     pub fn sweep(&self) {
         self.give_up();
         let view = self.view();
-        view.pools.values().for_each(|pool| pool.sweep(view.snapshot.config.timeouts.upstream_idle));
+        let limit = view.snapshot.config.timeouts.upstream_idle;
+        view.places.values().for_each(|(_, place)| place.pool.sweep(limit));
     }
 }
 
@@ -161,7 +168,7 @@ impl View {
         clock: &Clock,
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
-        known: &HashMap<(String, u16), Rc<Pool>>,
+        known: &Places,
     ) -> View {
         let rules =
             |slate: &Slate| slate.roster.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
@@ -175,20 +182,29 @@ impl View {
                 rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
             WindowMeter::new(registry, owner, &layers)
         };
-        let mut pools: HashMap<(String, u16), Rc<Pool>> = HashMap::new();
-        let mut pool = |server: &Server| {
-            let address = (server.host.clone(), server.port);
-            let pool = pools.entry(address).or_insert_with_key(|address| {
-                known.get(address).cloned().unwrap_or_else(|| Pool::new(server.clone(), clock.clone()))
-            });
-            Rc::clone(pool)
-        };
-        let mut target = |upstream: &Upstream| match &upstream.target {
+        let mut places = Places::new();
+        let mut target = |(upstream, fleet): (&Upstream, &Arc<Fleet>)| match &upstream.target {
             Configured::Echo => Target::Echo,
             Configured::Servers(servers) => {
+                let mut place = |server: &Server| {
+                    let name = (upstream.name.clone(), server.url.clone());
+                    let same = known.get(&name).filter(|(known, _)| known.is_reached_as(server));
+                    let place = same.map_or_else(
+                        || {
+                            let meter = UnderWay::new(registry, owner, &upstream.name, &server.url);
+                            Place::new(Pool::new(server.clone(), clock.clone()), meter)
+                        },
+                        |(_, place)| Rc::clone(place),
+                    );
+                    place.limit(upstream.policy.circuit.max_connections, owner, fleet.loops);
+                    places.insert(name, (server.clone(), Rc::clone(&place)));
+                    place
+                };
                 let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
                 let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
-                Target::Servers(Servers::new(servers.iter().map(&mut pool).collect(), meter, clock.clone()))
+                let retries = RetryMeter::new(registry, owner, &upstream.name);
+                let places = servers.iter().map(&mut place).collect();
+                Target::Servers(Servers::new(Arc::clone(fleet), places, meter, retries, clock.clone()))
             }
         };
         let desk = Desk::of_loop(owner as u32);
@@ -197,10 +213,10 @@ impl View {
             windows: snapshot.slates.iter().map(windows).collect(),
             policies: snapshot.slates.iter().map(|slate| slate.sheet.policy()).collect(),
             unrouted: RouteMeter::new(registry, owner, "", &[]),
-            targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
+            targets: snapshot.config.upstreams.iter().zip(&snapshot.fleets).map(&mut target).collect(),
             access,
             tokens: snapshot.checker(),
-            pools,
+            places,
             snapshot,
             scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),
         }

@@ -51,7 +51,13 @@ pub enum Passing {
 
 /// What the rules made of a request.
 enum Decision {
-    Forward { lane: usize, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
+    Forward {
+        lane: usize,
+        server_key: Option<u64>,
+        stamp: Stamp,
+        turn: Option<Box<Turn>>,
+        settlement: Option<Box<Settlement>>,
+    },
     Refuse(Reply),
 }
 
@@ -63,7 +69,7 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let (mut parts, body) = request.into_parts();
     let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
-        Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
+        Ok(Decision::Forward { lane, server_key, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
@@ -73,7 +79,7 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
                         Err(refusal) => return finish(refusal.map(Content::from), record),
                     };
                 }
-                let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
+                let mut answer = match forward(&view, &peer, lane, server_key, request, &mut record).await {
                     Ok(answer) => {
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
@@ -166,13 +172,15 @@ fn decide(
     }
     let turn = Turn::of(judgement, hall, view, peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
+    let affinity = snapshot.affinities[lane.upstream as usize].as_ref();
+    let server_key = affinity.and_then(|affinity| affinity.of(&caller));
     let marks = clear.marks;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     fields::forward_request(&mut parts.headers, marks, &peer.origin.text, peer.origin.is_secure, &snapshot.key_fields);
     if normalized.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, normalized)?;
     }
-    Ok(Decision::Forward { lane: lane_index, stamp, turn, settlement })
+    Ok(Decision::Forward { lane: lane_index, server_key, stamp, turn, settlement })
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.
@@ -196,6 +204,7 @@ async fn forward(
     view: &View,
     peer: &Peer,
     lane: usize,
+    server_key: Option<u64>,
     mut request: Box<Request<Upload>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {
@@ -214,7 +223,8 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, servers.authority());
             }
             *request.version_mut() = Version::HTTP_11;
-            let mut answer = servers.exchange(request, &snapshot.config.timeouts, &peer.timer, interim).await?;
+            let mut answer =
+                servers.exchange(request, server_key, &snapshot.config.timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             Ok(answer.map(Content::from))

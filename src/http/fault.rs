@@ -68,6 +68,10 @@ pub enum Fault {
     /// The upstream closed the connection, or spoke something else than HTTP.
     Upstream(String),
     ResponseTimeout,
+    /// The whole took too long.
+    RequestTimeout,
+    /// The upstream has as many requests as it may have.
+    Overloaded,
     /// A defect of the gateway.
     Panic,
 }
@@ -96,7 +100,12 @@ impl Fault {
             | Fault::Token(_)
             | Fault::Body
             | Fault::BodyTimeout => Side::Client,
-            Fault::Connect(_) | Fault::ConnectTimeout | Fault::Upstream(_) | Fault::ResponseTimeout => Side::Upstream,
+            Fault::Connect(_)
+            | Fault::ConnectTimeout
+            | Fault::Upstream(_)
+            | Fault::ResponseTimeout
+            | Fault::RequestTimeout
+            | Fault::Overloaded => Side::Upstream,
             Fault::Panic => Side::Gateway,
         }
     }
@@ -126,7 +135,9 @@ impl Fault {
             | Fault::Connect(_)
             | Fault::ConnectTimeout
             | Fault::Upstream(_)
-            | Fault::ResponseTimeout => false,
+            | Fault::ResponseTimeout
+            | Fault::RequestTimeout
+            | Fault::Overloaded => false,
         }
     }
 }
@@ -173,6 +184,8 @@ impl fmt::Display for Fault {
             Fault::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
             Fault::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),
             Fault::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
+            Fault::RequestTimeout => f.write_str("the request took too long"),
+            Fault::Overloaded => f.write_str("the upstream has too many requests at the moment"),
             Fault::Panic => f.write_str("the gateway failed on this request"),
         }
     }

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::cell::{Cell, Histogram, RouteCells};
-use super::{Kind, LoopId, Name, Registry};
+use super::{Kind, LoopId, Name, Registry, upstream};
 
-const fn counter(name: &'static str, help: &'static str) -> Name {
+pub const fn counter(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Counter }
 }
 
-const fn gauge(name: &'static str, help: &'static str) -> Name {
+pub const fn gauge(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Gauge }
 }
 
@@ -40,7 +40,7 @@ pub static OVERFLOW: Name =
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 13] = [
+pub static NAMES: [&Name; 20] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -48,6 +48,13 @@ pub static NAMES: [&Name; 13] = [
     &DECISION_DURATION,
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
+    &upstream::UNDER_WAY,
+    &upstream::UP,
+    &upstream::EJECTED,
+    &upstream::EJECTIONS,
+    &upstream::CHECKS,
+    &upstream::RETRIES,
+    &upstream::REFUSED,
     &CONNECTIONS,
     &COUNTERS,
     &OVERFLOW,

@@ -1,9 +1,9 @@
 //! The idle connections to one server, of one event loop.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -16,26 +16,18 @@ use crate::wire::Wire;
 
 /// Idle connections that a loop keeps to one server.
 const IDLE_MAX: usize = 256;
-/// How long a server that could not be connected to comes last.
-const SHUNNED: Duration = Duration::from_secs(10);
 
 pub struct Pool {
     server: Server,
     /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Connection>>>,
-    /// When it last could not be connected to.
-    failed: Cell<Option<Instant>>,
     clock: Clock,
 }
 
 impl Pool {
     pub fn new(server: Server, clock: Clock) -> Rc<Pool> {
-        Rc::new(Pool { server, idle: RefCell::default(), failed: Cell::new(None), clock })
-    }
-
-    pub fn server(&self) -> &Server {
-        &self.server
+        Rc::new(Pool { server, idle: RefCell::default(), clock })
     }
 
     /// An idle connection. Whether it is still alive is found out when it is used.
@@ -62,21 +54,13 @@ impl Pool {
         });
     }
 
-    /// Whether connecting failed so lately that another server should be asked first.
-    pub fn is_shunned(&self) -> bool {
-        self.failed.get().is_some_and(|failed| self.clock.instant().duration_since(failed) < SHUNNED)
-    }
-
     pub async fn connect(&self, within: Duration) -> Result<Box<Connection>, Fault> {
         let connect = async {
             let stream = TcpStream::connect((self.server.host.as_str(), self.server.port)).await?;
             stream.set_nodelay(true)?;
             Connection::new(Wire::tcp(stream)).await.map_err(io::Error::other)
         };
-        let connected = timeout(within, connect).await;
-        let failed = !matches!(connected, Ok(Ok(_)));
-        self.failed.set(failed.then(|| self.clock.instant()));
-        match connected {
+        match timeout(within, connect).await {
             Ok(Ok(connection)) => Ok(Box::new(connection)),
             Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(Fault::ConnectTimeout),

@@ -5,8 +5,9 @@
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use super::Section;
 use super::host::{is_ipv4_like, is_name};
+use super::{Section, balance};
+use crate::config::balance::Policy;
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
 use crate::config::{Server, Target, Upstream};
@@ -14,16 +15,18 @@ use crate::config::{Server, Target, Upstream};
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 
 pub fn upstreams(item: Option<Item>, report: &mut Report) -> Section<Upstream> {
-    Section::read(item, report, |name, table, report| Upstream {
-        name: name.to_owned(),
-        target: table.and_then(|table| target(table, report)).unwrap_or(Target::Echo),
+    Section::read(item, report, |name, table, report| {
+        let read = table.and_then(|table| target(table, report));
+        let (target, policy) = read.unwrap_or((Target::Echo, Policy::default()));
+        Upstream { name: name.to_owned(), target, policy }
     })
 }
 
-fn target(mut table: Table, report: &mut Report) -> Option<Target> {
+fn target(mut table: Table, report: &mut Report) -> Option<(Target, Policy)> {
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
+    let settings = balance::Settings::of(&mut table);
     let misspelt = !table.finish(&[], report).is_empty();
     match (builtin, servers) {
         (None, None) if misspelt => None,
@@ -37,15 +40,19 @@ fn target(mut table: Table, report: &mut Report) -> Option<Target> {
             report.unless_broken(builtin.key_span, message, "remove this line to use the servers");
             None
         }
-        (Some(builtin), None) => builtin.choice(&[("echo", ())], report).map(|()| Target::Echo),
+        (Some(builtin), None) => {
+            settings.in_vain(report);
+            builtin.choice(&[("echo", ())], report).map(|()| (Target::Echo, Policy::default()))
+        }
         (None, Some(item)) => {
-            let words = item.texts(EXAMPLE, report)?;
+            let policy = settings.read(report);
+            let words = balance::servers(&item, EXAMPLE, report)?;
             if words.is_empty() {
                 report.problem(item.span.clone(), "`servers` is an empty list", item.write(EXAMPLE));
             }
             let mut servers: Vec<Server> = Vec::new();
-            for word in words {
-                let Some(server) = server(&word, report) else { continue };
+            for (word, weight) in words {
+                let Some(server) = server(&word, weight, report) else { continue };
                 let same = |other: &&Server| other.host == server.host && other.port == server.port;
                 if let Some(other) = servers.iter().find(same) {
                     let message = format!("{} is the same server as {}", shown(word.text), shown(&other.url));
@@ -53,14 +60,14 @@ fn target(mut table: Table, report: &mut Report) -> Option<Target> {
                 }
                 servers.push(server);
             }
-            Some(Target::Servers(servers))
+            Some((Target::Servers(servers), policy))
         }
     }
 }
 
-fn server(word: &Word, report: &mut Report) -> Option<Server> {
+fn server(word: &Word, weight: u32, report: &mut Report) -> Option<Server> {
     match parse(word.text) {
-        Ok((host, port)) => Some(Server { url: word.text.to_owned(), host, port }),
+        Ok((host, port)) => Some(Server { url: word.text.to_owned(), host, port, weight }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
             None
