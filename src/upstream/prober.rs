@@ -91,15 +91,15 @@ async fn checks(server: Server, health: Health, told: Rc<RefCell<(Arc<Fleet>, us
             Ok(result) => result,
             Err(_elapsed) => Err(String::from("it did not answer in time")),
         };
-        let (fleet, position) = &*told.borrow();
-        let is_first = fleet.checked(*position, result.is_ok());
+        let (fleet, position) = told.borrow().clone();
+        let is_first = fleet.checked(position, result.is_ok());
         // How often in a row it was not as it is taken to be.
-        streak = if fleet.is_up(*position) == result.is_ok() { 0 } else { streak + 1 };
+        streak = if fleet.is_up(position) == result.is_ok() { 0 } else { streak + 1 };
         let enough = if result.is_ok() { health.healthy_after } else { health.unhealthy_after };
         if streak >= enough || (is_first && streak > 0) {
             streak = 0;
             let why = result.as_ref().err().map_or("", String::as_str);
-            fleet.set_up(*position, result.is_ok(), clock.instant(), why);
+            fleet.set_up(position, result.is_ok(), clock.instant(), why);
         }
         sleep(pause(health.interval)).await;
     }
