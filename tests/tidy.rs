@@ -45,11 +45,12 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 8] = [
+const ATOMICS: [(&str, &str); 9] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
+    ("upstream/circuit.rs", "what is under way in all loops, where it is limited"),
     ("upstream/fleet.rs", "what all loops know of the servers"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),

@@ -101,6 +101,7 @@ pub struct View {
 /// The servers of all upstreams, by the name of the upstream and their URL.
 type Places = HashMap<(String, String), (Server, Rc<Place>)>;
 
+#[allow(clippy::large_enum_variant, reason = "there is one for each upstream, and a request goes through it")]
 pub enum Target {
     Echo,
     Servers(Servers),

@@ -11,8 +11,8 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep_until};
 
+use super::circuit::Ticket;
 use super::connection::Connection;
-use super::fleet::Ticket;
 use super::place::Visit;
 
 /// The body of an upstream's answer. It drives the connection it comes from, and gives it back to

@@ -18,9 +18,10 @@ use hyper::body::Incoming;
 
 use super::balance::{Asked, Balancer, Choice, Tried};
 use super::budget::Budget;
+use super::circuit::Ticket;
 use super::connection::{Connection, SendError};
 use super::download::{Download, Source};
-use super::fleet::{Fleet, Sign, Ticket};
+use super::fleet::{Fleet, Sign};
 use super::place::{Full, Offer, Place, Visit};
 use super::upload::{Progress, Upload};
 use crate::clock::Clock;
@@ -195,7 +196,7 @@ impl Servers {
     fn course(&self, asked: Asked, limits: &Timeouts) -> Result<Course, Fault> {
         let ticket = match self.fleet.policy.circuit.max_requests {
             None => None,
-            Some(max) => match self.fleet.tally.request(max) {
+            Some(max) => match self.fleet.circuit.request(max) {
                 None => return Err(self.refuse(Limit::Requests)),
                 ticket => ticket,
             },
@@ -229,7 +230,7 @@ impl Servers {
         let slot = match place.room() {
             Ok(slot) => slot,
             Err(Full) => {
-                let Some(_pending) = self.fleet.tally.pending(self.fleet.policy.circuit.max_pending) else {
+                let Some(_pending) = self.fleet.circuit.pending(self.fleet.policy.circuit.max_pending) else {
                     return Err(self.refuse(Limit::Pending));
                 };
                 match tokio::time::timeout(limit, place.queue()).await {

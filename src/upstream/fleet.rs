@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::circuit::Circuit;
 use crate::config::balance::{Ejection, Policy};
 use crate::config::{Config, Server, Target};
 use crate::metrics::Registry;
@@ -34,17 +35,16 @@ pub struct Fleet {
     pub servers: Vec<Server>,
     standings: Vec<Arc<Standing>>,
     /// What the fleets of this upstream have in common over reloads.
-    pub tally: Arc<Tally>,
+    tally: Arc<Tally>,
+    pub circuit: Arc<Circuit>,
 }
 
-/// What is counted of an upstream as a whole.
+/// What the servers of an upstream share.
 #[derive(Debug)]
-pub struct Tally {
+struct Tally {
     origin: Instant,
     /// Goes up with every change of a server's standing.
     changes: AtomicU64,
-    requests: AtomicU32,
-    pending: AtomicU32,
     /// Held by whoever changes a standing. All that are in use, by their servers' URLs: a server that
     /// is taken out and put back while old requests still run is the same one.
     known: Mutex<Known>,
@@ -124,6 +124,7 @@ impl Fleet {
         now: Instant,
     ) -> Fleet {
         let tally = before.map_or_else(|| Arc::new(Tally::new(now)), |before| Arc::clone(&before.tally));
+        let circuit = before.map_or_else(Arc::default, |before| Arc::clone(&before.circuit));
         let mut known = tally.lock();
         known.retain(|_, standing| standing.strong_count() > 0);
         let standing = |server: &Server| {
@@ -135,7 +136,7 @@ impl Fleet {
         };
         let standings: Vec<_> = servers.iter().map(standing).collect();
         drop(known);
-        let fleet = Fleet { name: name.to_owned(), policy, loops, servers, standings, tally };
+        let fleet = Fleet { name: name.to_owned(), policy, loops, servers, standings, tally, circuit };
         fleet.forgive();
         fleet.tally.changes.fetch_add(1, Relaxed);
         fleet
@@ -330,7 +331,7 @@ impl Fleet {
         };
         json!({
             "name": self.name,
-            "pending": self.tally.pending.load(Relaxed),
+            "pending": self.circuit.waiting(),
             "servers": self.servers.iter().enumerate().map(server).collect::<Vec<_>>(),
         })
     }
@@ -359,52 +360,121 @@ impl Drop for Standing {
     }
 }
 
-/// One of a limited number; gives itself back.
-#[derive(Debug)]
-pub struct Ticket {
-    tally: Arc<Tally>,
-    of: fn(&Tally) -> &AtomicU32,
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        (self.of)(&self.tally).fetch_sub(1, Relaxed);
-    }
-}
-
 impl Tally {
     fn new(now: Instant) -> Tally {
-        Tally {
-            origin: now,
-            changes: AtomicU64::new(0),
-            requests: AtomicU32::new(0),
-            pending: AtomicU32::new(0),
-            known: Mutex::default(),
-        }
+        Tally { origin: now, changes: AtomicU64::new(0), known: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    /// Room for one more request under way, if there is any.
-    pub fn request(self: &Arc<Tally>, max: u32) -> Option<Ticket> {
-        self.ticket(|tally| &tally.requests, max)
-    }
-
-    /// Room for one more request that waits for a connection.
-    pub fn pending(self: &Arc<Tally>, max: u32) -> Option<Ticket> {
-        self.ticket(|tally| &tally.pending, max)
-    }
-
-    fn ticket(self: &Arc<Tally>, of: fn(&Tally) -> &AtomicU32, max: u32) -> Option<Ticket> {
-        let taken = of(self).fetch_add(1, Relaxed);
-        let ticket = Ticket { tally: Arc::clone(self), of };
-        // One too many gives itself back.
-        (taken < max).then_some(ticket)
-    }
 }
 
 fn whole_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::Clock;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn fleet(count: u16, ejection: Ejection, before: Option<&Arc<Fleet>>, now: Instant) -> Arc<Fleet> {
+        let server = |port| Server { url: format!("http://a:{port}"), host: "a".to_owned(), port, weight: 2 };
+        let policy = Policy { ejection: Some(ejection), slow_start: 100 * MS, ..Policy::default() };
+        let servers = (1..=count).map(server).collect();
+        Arc::new(Fleet::new("u", policy, servers, before, &Registry::default(), 1, now))
+    }
+
+    fn ejection(max_ejected: u8) -> Ejection {
+        Ejection { failures: 3, time: 100 * MS, max_time: 350 * MS, max_ejected, ..Ejection::default() }
+    }
+
+    fn fail(fleet: &Fleet, server: usize, times: u32, now: Instant) {
+        (0..times).for_each(|_| fleet.report(server, Sign::Bad, false, || now));
+    }
+
+    fn is_out(fleet: &Fleet, server: usize, now: Instant) -> bool {
+        matches!(fleet.state(server, fleet.ms(now)), State::Out(_))
+    }
+
+    #[test]
+    fn failures_in_a_row_eject_and_others_do_not() {
+        let now = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, now);
+        for _ in 0..5 {
+            fail(&fleet, 0, 2, now);
+            fleet.report(0, Sign::Good, false, || now);
+        }
+        assert!(!is_out(&fleet, 0, now));
+        let changes = fleet.changes();
+        fail(&fleet, 0, 3, now);
+        assert!(is_out(&fleet, 0, now) && fleet.changes() > changes);
+        // What was under way then says nothing new.
+        fail(&fleet, 0, 9, now);
+        assert_eq!(fleet.state(0, fleet.ms(now)), State::Out(100));
+    }
+
+    #[test]
+    fn never_more_than_the_share_and_never_a_lone_server() {
+        let now = Clock::manual(0).instant();
+        for (count, share, wanted) in [(1, 100, 0), (2, 10, 1), (3, 50, 1), (4, 50, 2), (5, 100, 5), (5, 0, 0)] {
+            let fleet = fleet(count, ejection(share), None, now);
+            (0..usize::from(count)).for_each(|server| fail(&fleet, server, 3, now));
+            let out = (0..usize::from(count)).filter(|server| is_out(&fleet, *server, now)).count();
+            assert_eq!(out, wanted, "{count} servers, {share} %");
+        }
+    }
+
+    #[test]
+    fn one_tries_and_every_failure_takes_twice_as_long() {
+        let start = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, start);
+        fail(&fleet, 1, 3, start);
+        let mut now = start;
+        for (lasts, next) in [(100, 200), (200, 350), (350, 350)] {
+            assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(lasts));
+            assert!(!fleet.claim(1, fleet.ms(now + (lasts as u32 - 1) * MS)));
+            now += lasts as u32 * MS;
+            assert!(fleet.claim(1, fleet.ms(now)) && !fleet.claim(1, fleet.ms(now)), "one only");
+            fleet.report(1, Sign::Bad, true, || now);
+            assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(next));
+        }
+        // A trial that was given up is for the next.
+        now += 350 * MS;
+        assert!(fleet.claim(1, fleet.ms(now)));
+        fleet.report(1, Sign::None, true, || now);
+        assert!(fleet.claim(1, fleet.ms(now)));
+        fleet.report(1, Sign::Good, true, || now);
+        // It is back, and grows from a tenth of its weight.
+        let weight = |after: u32| fleet.state(1, fleet.ms(now + after * MS));
+        assert_eq!((weight(0), weight(50)), (State::Growing(204), State::Growing(1126)));
+        assert_eq!(weight(100), State::In(2048));
+        // Soon after, it is the same trouble; long after, another.
+        fail(&fleet, 1, 3, now + 10 * MS);
+        assert_eq!(fleet.state(1, fleet.ms(now + 10 * MS)), State::Out(350));
+        now += 360 * MS;
+        assert!(fleet.claim(1, fleet.ms(now)));
+        fleet.report(1, Sign::Good, true, || now);
+        now += 351 * MS;
+        fail(&fleet, 1, 3, now);
+        assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(100));
+    }
+
+    #[test]
+    fn standings_outlive_reloads_and_what_is_switched_off_ends() {
+        let now = Clock::manual(0).instant();
+        let first = fleet(3, ejection(50), None, now);
+        fail(&first, 1, 3, now);
+        let second = fleet(2, ejection(50), Some(&first), now);
+        assert!(is_out(&second, 1, now));
+        // Out and in again while somebody still remembers it.
+        let third = fleet(1, ejection(50), Some(&second), now);
+        let fourth = fleet(3, ejection(50), Some(&third), now);
+        assert!(is_out(&fourth, 1, now));
+        let off = fleet(3, ejection(0), Some(&fourth), now);
+        assert!(!is_out(&off, 1, now));
+    }
 }

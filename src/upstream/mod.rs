@@ -4,10 +4,12 @@
 //! whoever waits for it, `herald` overhears it, `pool` keeps the idle ones of one server, `place` counts what is under
 //! way there. `fleet` is what all loops know of an upstream's servers, `prober` asks them how they are,
 //! `balance` chooses one by the arithmetic of `pick`. `exchange` sends a request and decides when to try again,
-//! `budget` how often. `upload` and `download` are what passes through, `echo` the upstream that is built in.
+//! `budget` how often,
+//! and `circuit` counts what is under way in all loops. `upload` and `download` are what passes through, `echo` the upstream that is built in.
 
 pub mod balance;
 pub mod budget;
+pub mod circuit;
 pub mod connection;
 pub mod download;
 pub mod echo;

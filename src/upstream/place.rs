@@ -52,11 +52,7 @@ impl Place {
 
     /// Takes over this loop's part of a limit, of so many loops.
     pub fn limit(&self, max: Option<u32>, owner: usize, loops: usize) {
-        let part = |max: u32| {
-            let (each, rest) = (max as usize / loops.max(1), max as usize % loops.max(1));
-            u32::try_from(each + usize::from(owner < rest)).unwrap_or(u32::MAX).max(1)
-        };
-        self.most.set(max.map(part));
+        self.most.set(max.map(|max| part(max, owner, loops)));
     }
 
     pub fn under_way(&self) -> u32 {
@@ -138,5 +134,25 @@ impl Drop for Slot {
             // If that one has gone, the slot comes back here and goes to the next.
             drop(next.send(Offer::Room(self.0.slot())));
         }
+    }
+}
+
+/// One loop's part of a number; all parts together are the number, or one each if that is more.
+fn part(max: u32, owner: usize, loops: usize) -> u32 {
+    let (each, rest) = (max as usize / loops.max(1), max as usize % loops.max(1));
+    u32::try_from(each + usize::from(owner < rest)).unwrap_or(u32::MAX).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::part;
+
+    #[test]
+    fn parts_add_up() {
+        let sum = |max, loops| (0..loops).map(|owner| part(max, owner, loops)).sum::<u32>();
+        for (max, loops) in [(1, 1), (4, 4), (10, 4), (7, 2), (1_000_000, 7)] {
+            assert_eq!(sum(max, loops), max);
+        }
+        assert_eq!(sum(2, 8), 8);
     }
 }

@@ -62,10 +62,11 @@ impl<'d> Settings<'d> {
     }
 
     pub fn read(self, report: &mut Report) -> Policy {
+        let limited = self.max_connections.is_some();
         let mut count = |item: Option<Item>| item.and_then(|item| number(&item, 1..=COUNT_MAX, report));
         let max_requests = count(self.max_requests);
         let max_connections = count(self.max_connections);
-        if let (Some(item), None) = (&self.max_pending, max_connections) {
+        if let (Some(item), false) = (&self.max_pending, limited) {
             let message = "`max_pending` has no effect: nothing waits for a connection without `max_connections`";
             report.unless_broken(item.key_span.clone(), message, "add `max_connections`, or remove it");
         }
