@@ -37,6 +37,8 @@ use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter};
 use crate::rule::book::Book;
 use crate::rule::key::Seed;
 use crate::rule::window::PERIOD_MAX_MS;
+use crate::upstream::fleet::{self, Fleet};
+use crate::upstream::prober;
 
 /// How often idle upstream connections are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -139,6 +141,13 @@ pub struct Gateway {
     counsel: watch::Sender<Option<Arc<Counsel>>>,
     /// The rules that are in force.
     book: Option<Arc<Book>>,
+    /// The upstream servers, as all loops know them.
+    fleets: watch::Sender<Vec<Arc<Fleet>>>,
+    /// Who asks the servers how they are, once somebody should.
+    prober: Option<JoinHandle<()>>,
+    clock: Clock,
+    /// How many event loops there are.
+    workers: usize,
     access: Option<Sink>,
     writers: Vec<Writer>,
 }
@@ -177,6 +186,10 @@ impl Gateway {
             office: None,
             counsel: watch::Sender::default(),
             book: None,
+            fleets: watch::Sender::default(),
+            prober: None,
+            clock: clock.clone(),
+            workers,
             access: None,
             writers: Vec::new(),
             config: config.clone(),
@@ -186,12 +199,15 @@ impl Gateway {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
         let admin = config.listen.admin;
-        let snapshot = Snapshot::new(config, seed, None);
+        let fleets = gateway.fleets_of(&config);
+        gateway.start_prober(&fleets)?;
+        let snapshot = Snapshot::new(config, seed, None, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         if let Some(address) = admin {
             let counsel = gateway.counsel.subscribe();
-            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready, counsel };
+            let fleets = gateway.fleets.subscribe();
+            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready, counsel, fleets };
             gateway.start_office(address, office, &mut inherited)?;
         }
         if let Some(address) = inherited.left_over() {
@@ -258,7 +274,11 @@ impl Gateway {
         meter::certificates(&self.registry, expiries(&config));
         self.capacity.adopt(&config.listen);
         self.config = config.clone();
-        let snapshot = Snapshot::new(config, self.seed, self.book.as_deref());
+        let fleets = self.fleets_of(&config);
+        if let Err(error) = self.start_prober(&fleets) {
+            tracing::error!(%error, "servers are not checked");
+        }
+        let snapshot = Snapshot::new(config, self.seed, self.book.as_deref(), fleets);
         self.book = Some(Arc::clone(&snapshot.book));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         for orders in &self.orders {
@@ -283,6 +303,9 @@ impl Gateway {
         for thread in self.loops.drain(..) {
             join(thread);
         }
+        // The prober runs for as long as it could be told of other servers.
+        drop(self.fleets);
+        self.prober.into_iter().for_each(join);
         if let Some((stop, thread)) = self.office.take() {
             let _ = stop.send(());
             join(thread);
@@ -298,6 +321,23 @@ impl Gateway {
         let (sink, writer) = Sink::open(log, meter)?;
         self.access = Some(sink);
         self.writers.push(writer);
+        Ok(())
+    }
+
+    /// The servers of a configuration, with what is known of them, told to whoever watches.
+    fn fleets_of(&self, config: &Config) -> Vec<Arc<Fleet>> {
+        let former = self.fleets.borrow().clone();
+        let fleets = fleet::fleets(config, &former, &self.registry, self.workers, self.clock.instant());
+        self.fleets.send_replace(fleets.clone());
+        fleets
+    }
+
+    /// Starts the checks of servers, if there are any and they do not run yet.
+    fn start_prober(&mut self, fleets: &[Arc<Fleet>]) -> Result<(), StartError> {
+        if self.prober.is_none() && prober::is_wanted(fleets) {
+            let (fleets, clock) = (self.fleets.subscribe(), self.clock.clone());
+            self.prober = Some(spawn("health".to_owned(), move || prober::run(fleets, clock))?);
+        }
         Ok(())
     }
 

@@ -11,14 +11,17 @@ use std::path::{Path, PathBuf};
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 18] = [
     ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run"]),
-    ("run", &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule"]),
+    (
+        "run",
+        &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule", "upstream"],
+    ),
     ("listen", &["config", "gateway", "http", "interim", "metrics", "rule", "timer", "wire"]),
     (
         "gateway",
         &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "token", "upstream"],
     ),
-    ("upstream", &["clock", "config", "http", "interim", "metrics", "timer", "wire"]),
-    ("admin", &["clock", "count", "http", "metrics"]),
+    ("admin", &["clock", "count", "http", "metrics", "upstream"]),
+    ("upstream", &["clock", "config", "http", "interim", "metrics", "rule", "timer", "wire"]),
     ("access", &["config", "metrics"]),
     ("reload", &[]),
     ("metrics", &[]),
@@ -42,12 +45,14 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("http/upgrade.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 8] = [
+const ATOMICS: [(&str, &str); 10] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
     ("listen/capacity.rs", "connections are limited in all, and touch it once when they come and once when they go"),
+    ("upstream/circuit.rs", "what is under way in all loops, where it is limited"),
+    ("upstream/fleet.rs", "what all loops know of the servers"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),

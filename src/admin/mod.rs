@@ -1,4 +1,4 @@
-//! The admin address: `/metrics`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
+//! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
 //!
 //! It has a thread of its own, so that a scrape takes no time from requests.
 
@@ -28,6 +28,7 @@ use crate::http::reply::{self, Reply};
 use crate::metrics::Registry;
 use crate::metrics::meter::{BUILD_INFO, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::page::{Reading, render};
+use crate::upstream::fleet::Fleet;
 
 /// Until a request's head is there, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -43,6 +44,7 @@ pub struct Office {
     pub ready: Arc<AtomicBool>,
     /// Who answers the decision API.
     pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
+    pub fleets: watch::Receiver<Vec<Arc<Fleet>>>,
 }
 
 /// Serves the admin pages until the task is dropped.
@@ -124,11 +126,20 @@ fn page<B>(office: &Office, request: &Request<B>) -> Reply {
     }
     match request.uri().path() {
         "/metrics" => reply::metrics(metrics(office)),
+        "/upstreams" => reply::json(format!("{:#}\n", upstreams(office))),
         "/healthz" => reply::text("ok\n".to_owned()),
         "/readyz" if office.ready.load(Ordering::Acquire) => reply::text("ready\n".to_owned()),
         "/readyz" => reply::not_ready("draining\n".to_owned()),
         _ => reply::fault(&Fault::NoRoute),
     }
+}
+
+/// How the servers are.
+fn upstreams(office: &Office) -> serde_json::Value {
+    let now = office.clock.instant();
+    let fleets = office.fleets.borrow();
+    let fleets = fleets.iter().filter(|fleet| !fleet.servers.is_empty());
+    serde_json::json!({ "upstreams": fleets.map(|fleet| fleet.describe(now)).collect::<Vec<_>>() })
 }
 
 fn metrics(office: &Office) -> String {

@@ -18,6 +18,7 @@ use crate::rule::window::duration_ms;
 use clients::Plans;
 
 mod actions;
+mod balance;
 mod calendar;
 mod certificates;
 mod clients;
@@ -154,6 +155,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         upstream_idle: Duration::from_secs(60),
         tunnel: Duration::from_secs(60 * 60),
         drain: Duration::from_secs(30),
+        request: None,
     };
     if let Some(mut table) = section(item, report) {
         timeout(&mut table, "proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS, report);
@@ -173,6 +175,10 @@ fn exchange_timeouts(table: &mut Table, timeouts: &mut Timeouts, report: &mut Re
     timeout(table, "connect", &mut timeouts.connect, 1..=DAY_MS, report);
     timeout(table, "response_head", &mut timeouts.response_head, 1..=DAY_MS, report);
     timeout(table, "body", &mut timeouts.body, 1..=DAY_MS, report);
+    if let Some(item) = table.get("request") {
+        let ms = duration(&item, 1..=DAY_MS, Duration::from_secs(300), report);
+        timeouts.request = ms.map(Duration::from_millis);
+    }
 }
 
 fn timeout(

@@ -4,9 +4,9 @@
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
 //! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know, `client_tls` how
-//! the gateway is a client of TLS; `action` what routes change on the way; `outlook` what the rules amount to. This room opens
-//! no file but what belongs to the system, the time-zone database and the roots that it trusts, and knows no socket: what other
-//! files hold is handed in.
+//! the gateway is a client of TLS; `balance` what an upstream says about its servers as a group; `action` what routes change on
+//! the way; `outlook` what the rules amount to. This room opens no file but what belongs to the system, the time-zone database and
+//! the roots that it trusts, and knows no socket: what other files hold is handed in.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,7 @@ use crate::rule::terms::Rule;
 use crate::token::Trust;
 
 pub mod action;
+pub mod balance;
 pub mod certificate;
 pub mod check;
 pub mod client_tls;
@@ -28,6 +29,7 @@ pub mod problem;
 pub mod secret;
 
 use action::Actions;
+use balance::Policy;
 use client_tls::ClientTls;
 use clients::Clients;
 use listen::Listen;
@@ -89,6 +91,8 @@ pub struct Timeouts {
     pub tunnel: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+    /// From sending a request on to the last byte of its answer, whatever is tried; `None`: as long as it moves.
+    pub request: Option<Duration>,
 }
 
 /// What clients may do on one HTTP/2 connection.
@@ -195,6 +199,8 @@ pub struct Body {
 pub struct Upstream {
     pub name: String,
     pub target: Target,
+    /// How its servers are chosen; without a meaning for one that is built in.
+    pub policy: Policy,
     pub way: Way,
 }
 
@@ -246,6 +252,15 @@ pub struct Server {
     pub host: String,
     /// 0 for a Unix socket.
     pub port: u16,
+    /// Its share of the requests, relative to the others'; at least 1.
+    pub weight: u32,
+}
+
+impl Server {
+    /// Whether connections to the other are as good as connections to this one.
+    pub fn is_reached_as(&self, other: &Server) -> bool {
+        *self == Server { weight: self.weight, ..other.clone() }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

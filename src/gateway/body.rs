@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::record::Record;
-use crate::upstream::download::Download;
+use crate::upstream::download::{Broken, Download};
 
 /// Where the bytes come from.
 pub enum Content {
@@ -33,7 +33,7 @@ pub struct Body {
     content: Content,
     record: Option<Record>,
     /// How the upstream's answer broke off, until hyper has been told.
-    broken: Option<hyper::Error>,
+    broken: Option<Broken>,
 }
 
 impl Body {
@@ -54,9 +54,9 @@ impl Body {
 
 impl HttpBody for Body {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Broken;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let this = self.get_mut();
         if let Some(error) = this.broken.take() {
             return Poll::Ready(Some(Err(error)));

@@ -24,11 +24,14 @@ use crate::http::fields;
 use crate::http::quota::Stamp;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
+use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::desk::{Asker, Desk};
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
+use crate::upstream::fleet::Fleet;
+use crate::upstream::place::Place;
 use crate::upstream::pool::Pool;
 use crate::upstream::upload::Unwanted;
 
@@ -115,13 +118,14 @@ pub struct View {
     pub access: Option<Sink>,
     /// Forgotten with the view, so that no token outlives the keys it was verified with.
     pub tokens: Checker,
-    pools: Pools,
+    places: Places,
     scratch: RefCell<Scratch>,
 }
 
-/// By the server's URL, and how it is spoken to.
-type Pools = HashMap<(String, Way), Rc<Pool>>;
+/// The servers of all upstreams, by the name of the upstream and their URL.
+type Places = HashMap<(String, String), (Server, Way, Rc<Place>)>;
 
+#[allow(clippy::large_enum_variant, reason = "there is one for each upstream, and a request goes through it")]
 pub enum Target {
     Echo,
     Servers(Servers),
@@ -154,7 +158,7 @@ impl Hall {
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
     ) -> Hall {
-        let view = View::new(owner, &registry, &clock, snapshot, access, &HashMap::new());
+        let view = View::new(owner, &registry, &clock, snapshot, access, &Places::new());
         Hall {
             meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
             timers: Rc::default(),
@@ -174,7 +178,7 @@ impl Hall {
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
     pub fn adopt(&self, snapshot: Arc<Snapshot>, access: Option<Sink>) {
-        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().pools);
+        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().places);
         *self.view.borrow_mut() = Rc::new(view);
     }
 
@@ -187,7 +191,8 @@ impl Hall {
     pub fn sweep(&self) {
         self.give_up();
         let view = self.view();
-        view.pools.values().for_each(|pool| pool.sweep(view.snapshot.config.timeouts.upstream_idle));
+        let limit = view.snapshot.config.timeouts.upstream_idle;
+        view.places.values().for_each(|(.., place)| place.pool.sweep(limit));
     }
 }
 
@@ -199,7 +204,7 @@ impl View {
         clock: &Clock,
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
-        known: &Pools,
+        known: &Places,
     ) -> View {
         let rules =
             |slate: &Slate| slate.roster.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
@@ -213,20 +218,31 @@ impl View {
                 rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
             WindowMeter::new(registry, owner, &layers)
         };
-        let mut pools = Pools::new();
-        let mut pool = |server: &Server, way: &Way| {
-            let pool = pools.entry((server.url.clone(), way.clone())).or_insert_with_key(|key| {
-                known.get(key).cloned().unwrap_or_else(|| Pool::new(server.clone(), way, clock.clone()))
-            });
-            Rc::clone(pool)
-        };
-        let mut target = |upstream: &Upstream| match &upstream.target {
+        let mut places = Places::new();
+        let mut target = |(upstream, fleet): (&Upstream, &Arc<Fleet>)| match &upstream.target {
             Configured::Echo => Target::Echo,
             Configured::Servers(servers) => {
+                let mut place = |server: &Server| {
+                    let name = (upstream.name.clone(), server.url.clone());
+                    let is_same =
+                        |(known, way, _): &&(Server, Way, _)| known.is_reached_as(server) && *way == upstream.way;
+                    let same = known.get(&name).filter(is_same);
+                    let place = same.map_or_else(
+                        || {
+                            let meter = UnderWay::new(registry, owner, &upstream.name, &server.url);
+                            Place::new(Pool::new(server.clone(), &upstream.way, clock.clone()), meter)
+                        },
+                        |(.., place)| Rc::clone(place),
+                    );
+                    place.limit(upstream.policy.circuit.max_connections, owner, fleet.loops);
+                    places.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&place)));
+                    place
+                };
                 let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
-                let pools = servers.iter().map(|server| pool(server, &upstream.way));
                 let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
-                Target::Servers(Servers::new(pools.collect(), meter, clock.clone()))
+                let retries = RetryMeter::new(registry, owner, &upstream.name);
+                let places = servers.iter().map(&mut place).collect();
+                Target::Servers(Servers::new(Arc::clone(fleet), places, meter, retries, clock.clone()))
             }
         };
         let desk = Desk::of_loop(owner as u32);
@@ -235,10 +251,10 @@ impl View {
             windows: snapshot.slates.iter().map(windows).collect(),
             policies: snapshot.slates.iter().map(|slate| slate.sheet.policy()).collect(),
             unrouted: RouteMeter::new(registry, owner, "", &[]),
-            targets: snapshot.config.upstreams.iter().map(&mut target).collect(),
+            targets: snapshot.config.upstreams.iter().zip(&snapshot.fleets).map(&mut target).collect(),
             access,
             tokens: snapshot.checker(),
-            pools,
+            places,
             snapshot,
             scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),
         }

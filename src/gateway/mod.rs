@@ -62,6 +62,8 @@ enum Decision {
     Forward {
         lane: usize,
         websocket: bool,
+        /// What the choice of a server goes by, where requests that belong together go to one.
+        server_key: Option<u64>,
         stamp: Stamp,
         turn: Option<Box<Turn>>,
         settlement: Option<Box<Settlement>>,
@@ -96,7 +98,7 @@ pub fn pass(
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let asker = Asker { peer, client, body_bytes: upload.size_hint().lower(), now };
     match decide(hall, &view, &asker, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { lane, websocket, mut stamp, turn, mut settlement, deed }) => {
+        Ok(Decision::Forward { lane, websocket, server_key, mut stamp, turn, mut settlement, deed }) => {
             upload = if websocket {
                 Upload::Upgrade
             } else {
@@ -111,7 +113,7 @@ pub fn pass(
                         Err(refusal) => return finish(dialect.refusal(refusal).map(Content::from), record),
                     };
                 }
-                let mut answer = match forward(&view, &peer, lane, request, deed, &mut record).await {
+                let mut answer = match forward(&view, &peer, lane, server_key, request, deed, &mut record).await {
                     Ok(answer) => {
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
@@ -235,6 +237,8 @@ fn decide(
     }
     let turn = Turn::of(judgement, hall, view, asker.peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
+    let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
+    let server_key = affinity.and_then(|affinity| affinity.of(&caller));
     let (marks, route) = (clear.marks, &snapshot.config.routes[lane_index]);
     let takes_upgrades = || view.targets.get(route.upstream).is_some_and(Target::takes_upgrades);
     let websocket = clear.websocket && route.websocket && takes_upgrades();
@@ -250,7 +254,7 @@ fn decide(
     if target.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, target)?;
     }
-    Ok(Decision::Forward { lane: lane_index, websocket, stamp, turn, settlement, deed })
+    Ok(Decision::Forward { lane: lane_index, websocket, server_key, stamp, turn, settlement, deed })
 }
 
 /// A body that is known to be too large is refused before anything is counted, and before it comes.
@@ -319,6 +323,7 @@ async fn forward(
     view: &View,
     peer: &Peer,
     lane: usize,
+    server_key: Option<u64>,
     mut request: Box<Request<Upload>>,
     mut deed: Option<Box<Deed>>,
     record: &mut Record,
@@ -344,7 +349,7 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, servers.authority());
             }
             *request.version_mut() = Version::HTTP_11;
-            let mut answer = servers.exchange(request, timeouts, &peer.timer, interim).await?;
+            let mut answer = servers.exchange(request, server_key, timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             answer.map(Content::from)

@@ -17,6 +17,7 @@ use crate::http::reply::{self, CLIENT_GONE};
 use crate::metrics::meter::RouteMeter;
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
+use crate::upstream::download::Broken;
 
 /// Of a host and of a path, in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
@@ -120,7 +121,7 @@ impl Record {
     }
 
     /// The upstream's answer ended before its end.
-    pub fn broke_off(&mut self, error: &hyper::Error) {
+    pub fn broke_off(&mut self, error: &Broken) {
         self.complain(&format!("the upstream server's answer broke off: {error}"));
         self.cut_off();
     }

@@ -12,6 +12,7 @@ use http::HeaderName;
 use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::action::Action;
+use crate::http::affinity::Affinity;
 use crate::http::caller::Identity;
 use crate::http::clients::Clients;
 use crate::http::decision::Counsel;
@@ -23,11 +24,16 @@ use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
 use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use crate::token::checker::Checker;
+use crate::upstream::fleet::Fleet;
 
 #[derive(Debug)]
 pub struct Snapshot {
     pub config: Config,
     pub router: Router,
+    /// The servers of each upstream, as all loops know them.
+    pub fleets: Vec<Arc<Fleet>>,
+    /// What each upstream chooses a server by, if that is a hash.
+    pub affinities: Vec<Option<Affinity>>,
     pub book: Arc<Book>,
     /// Answers those who ask without a request.
     pub counsel: Arc<Counsel>,
@@ -75,7 +81,7 @@ pub struct Slate {
 
 impl Snapshot {
     /// `former` is the book of the snapshot before, if there was one.
-    pub fn new(config: Config, seed: Seed, former: Option<&Book>) -> Arc<Snapshot> {
+    pub fn new(config: Config, seed: Seed, former: Option<&Book>, fleets: Vec<Arc<Fleet>>) -> Arc<Snapshot> {
         let book = Book::new(&config.rules, seed, former);
         let book = Arc::new(book);
         let clients = config.clients.as_ref().map(Clients::new);
@@ -95,6 +101,7 @@ impl Snapshot {
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32, action });
         }
         let counsel = Arc::new(Counsel::new(&book, &exceptions, seed));
+        let affinities = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hash = KeyHasher::new(seed, 0);
@@ -104,6 +111,8 @@ impl Snapshot {
             trust: config.proxies.as_ref().map(Trust::new),
             actions,
             router,
+            fleets,
+            affinities,
             forms,
             lanes,
             slates,

@@ -78,6 +78,10 @@ pub enum Fault {
     /// The upstream closed the connection, or spoke something else than HTTP.
     Upstream(String),
     ResponseTimeout,
+    /// The whole took too long.
+    RequestTimeout,
+    /// The upstream has as many requests as it may have.
+    Overloaded,
     /// A defect of the gateway.
     Panic,
 }
@@ -89,7 +93,7 @@ impl Fault {
     pub const BARE_LINE_FEED: Fault = Fault::Framing("a line of the head ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
-    pub const KINDS: [&str; 28] = [
+    pub const KINDS: [&str; 30] = [
         "target",
         "host",
         "path",
@@ -118,6 +122,8 @@ impl Fault {
         "panic",
         "cleartext",
         "crowded",
+        "request_timeout",
+        "overloaded",
     ];
 
     /// The position of its name among [`Fault::KINDS`].
@@ -151,6 +157,8 @@ impl Fault {
             Fault::Panic => 25,
             Fault::Cleartext => 26,
             Fault::Crowded => 27,
+            Fault::RequestTimeout => 28,
+            Fault::Overloaded => 29,
         }
     }
 
@@ -179,7 +187,12 @@ impl Fault {
             | Fault::BodyTooSlow
             | Fault::BodyTooLarge(_)
             | Fault::Stalled => Side::Client,
-            Fault::Connect(_) | Fault::ConnectTimeout | Fault::Upstream(_) | Fault::ResponseTimeout => Side::Upstream,
+            Fault::Connect(_)
+            | Fault::ConnectTimeout
+            | Fault::Upstream(_)
+            | Fault::ResponseTimeout
+            | Fault::RequestTimeout
+            | Fault::Overloaded => Side::Upstream,
             Fault::Panic => Side::Gateway,
         }
     }
@@ -214,7 +227,9 @@ impl Fault {
             | Fault::Connect(_)
             | Fault::ConnectTimeout
             | Fault::Upstream(_)
-            | Fault::ResponseTimeout => false,
+            | Fault::ResponseTimeout
+            | Fault::RequestTimeout
+            | Fault::Overloaded => false,
         }
     }
 }
@@ -266,6 +281,8 @@ impl fmt::Display for Fault {
             Fault::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
             Fault::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),
             Fault::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
+            Fault::RequestTimeout => f.write_str("the request took too long"),
+            Fault::Overloaded => f.write_str("the upstream has too many requests at the moment"),
             Fault::Panic => f.write_str("the gateway failed on this request"),
         }
     }

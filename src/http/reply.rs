@@ -210,7 +210,8 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::Expectation => StatusCode::EXPECTATION_FAILED,
         Fault::NoRoute => StatusCode::NOT_FOUND,
         Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
-        Fault::ConnectTimeout | Fault::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
+        Fault::ConnectTimeout | Fault::ResponseTimeout | Fault::RequestTimeout => StatusCode::GATEWAY_TIMEOUT,
+        Fault::Overloaded => StatusCode::SERVICE_UNAVAILABLE,
         Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }

@@ -162,9 +162,9 @@ struct Staged {
 
 impl HttpBody for Staged {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = <Body as HttpBody>::Error;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = self.get_mut();
         let frame = Pin::new(&mut this.body).poll_frame(cx);
         match frame {

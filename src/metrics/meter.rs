@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::cell::{Cell, Histogram, RouteCells};
-use super::{Kind, LoopId, Name, Registry};
+use super::{Kind, LoopId, Name, Registry, upstream};
 
-const fn counter(name: &'static str, help: &'static str) -> Name {
+pub const fn counter(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Counter }
 }
 
-const fn gauge(name: &'static str, help: &'static str) -> Name {
+pub const fn gauge(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Gauge }
 }
 
@@ -49,7 +49,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 19] = [
+pub static NAMES: [&Name; 26] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -57,6 +57,13 @@ pub static NAMES: [&Name; 19] = [
     &DECISION_DURATION,
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
+    &upstream::UNDER_WAY,
+    &upstream::UP,
+    &upstream::EJECTED,
+    &upstream::EJECTIONS,
+    &upstream::CHECKS,
+    &upstream::RETRIES,
+    &upstream::REFUSED,
     &CONNECTIONS,
     &CONNECTIONS_REFUSED,
     &TLS_HANDSHAKES,

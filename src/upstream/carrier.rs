@@ -13,6 +13,7 @@ use hyper::body::Incoming;
 
 use super::connection::{Connection, SendError};
 use super::multiplex::{self, Lease};
+use super::place::Slot;
 use super::tunnel::Tunnel;
 use super::upload::Upload;
 use crate::interim::Interim;
@@ -51,6 +52,22 @@ impl Carrier {
         }
     }
 
+    /// Takes room among the connections to its server; a shared one keeps what it has.
+    pub fn occupy(&mut self, slot: Option<Slot>) {
+        match self {
+            Carrier::Alone(connection) => connection.slot = slot,
+            Carrier::Shared(lease) => lease.occupy(slot),
+        }
+    }
+
+    /// The last request, where it was sent with `keeps` or has no body.
+    pub fn sent(&mut self) -> Option<Request<Upload>> {
+        match self {
+            Carrier::Alone(connection) => connection.sent(),
+            Carrier::Shared(lease) => lease.sent(),
+        }
+    }
+
     /// The head of the answer has come.
     pub fn answered(&mut self, now: Instant) {
         match self {
@@ -85,9 +102,10 @@ impl Carrier {
     /// The stream, after an answer that switched protocols.
     pub async fn into_tunnel(self) -> Option<Tunnel> {
         match self {
-            Carrier::Alone(connection) => {
+            Carrier::Alone(mut connection) => {
+                let slot = connection.slot.take();
                 let (wire, early) = connection.into_stream().await;
-                Some(Tunnel::new(wire, early))
+                Some(Tunnel::new(wire, early, slot))
             }
             Carrier::Shared(_) => None,
         }

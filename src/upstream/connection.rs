@@ -22,6 +22,7 @@ use hyper_util::rt::TokioIo;
 
 use super::carrier::Bearing;
 use super::herald::{Hearsay, Herald};
+use super::place::Slot;
 use super::relay::Relay;
 use super::upload::Upload;
 use crate::interim::Interim;
@@ -46,6 +47,8 @@ pub struct Connection {
     /// When the last answer came, if it was the end of the exchange as well; so that the clock need
     /// not be read again when the connection becomes idle.
     pub idle_since: Option<Instant>,
+    /// Its room among the connections to its server, where these are limited.
+    pub slot: Option<Slot>,
 }
 
 /// What a request met with when no answer came; with the request, if none of it was sent.
@@ -59,7 +62,18 @@ impl Connection {
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection { sender, driver, ended: false, hearsay, relay, waker, plain: true, bearing, idle_since: None })
+        Ok(Connection {
+            sender,
+            driver,
+            ended: false,
+            hearsay,
+            relay,
+            waker,
+            plain: true,
+            bearing,
+            idle_since: None,
+            slot: None,
+        })
     }
 
     /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
@@ -93,7 +107,7 @@ impl Connection {
         self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
     }
 
-    /// The last request once more, if it was sent with `keeps`.
+    /// The last request once more, if it was sent with `keeps` and nothing of an answer was passed on.
     pub fn sent(&self) -> Option<Request<Upload>> {
         self.hearsay.request()
     }

@@ -1,66 +1,94 @@
 //! The body of an upstream's answer on its way back: nothing is collected, every piece moves when the
 //! client takes it.
 
+use std::fmt;
 use std::pin::Pin;
-use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use tokio::time::{Sleep, sleep_until};
 
 use super::carrier::Carrier;
-use super::pool::Pool;
+use super::circuit::Ticket;
+use super::place::Visit;
 use super::tunnel::Tunnel;
 
 /// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
 /// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
 pub struct Download {
     body: Incoming,
-    carrier: Option<(Carrier, Rc<Pool>)>,
+    source: Option<Source>,
+    /// When it is broken off, come what may.
+    ends: Option<Pin<Box<Sleep>>>,
+}
+
+/// Where it comes from, and what is held until its end.
+pub struct Source {
+    pub connection: Carrier,
+    pub visit: Visit,
+    pub ticket: Option<Ticket>,
+}
+
+/// Why an answer ended before its end.
+#[derive(Debug)]
+pub enum Broken {
+    Upstream(hyper::Error),
+    /// The whole request took too long.
+    Late,
 }
 
 impl Download {
-    pub fn new(body: Incoming, carrier: Carrier, pool: Rc<Pool>) -> Download {
-        let mut download = Download { body, carrier: Some((carrier, pool)) };
+    pub fn new(body: Incoming, source: Source, ends: Option<Instant>) -> Download {
+        let mut download = Download { body, source: Some(source), ends: None };
         if download.body.is_end_stream() {
             download.release();
+        } else if let Some(ends) = ends {
+            download.ends = Some(Box::pin(sleep_until(ends.into())));
         }
         download
     }
 
     /// The answer that switched protocols: its connection is given to nobody else.
-    pub fn switched(body: Incoming, carrier: Carrier, pool: Rc<Pool>) -> Download {
-        Download { body, carrier: Some((carrier, pool)) }
+    pub fn switched(body: Incoming, source: Source) -> Download {
+        Download { body, source: Some(source), ends: None }
     }
 
     /// The stream behind an answer that switched protocols.
     pub async fn into_tunnel(mut self) -> Option<Tunnel> {
-        let (carrier, _) = self.carrier.take()?;
-        carrier.into_tunnel().await
+        let Source { connection, visit, ticket } = self.source.take()?;
+        Some(connection.into_tunnel().await?.held_by(visit, ticket))
     }
 
     fn release(&mut self) {
-        if let Some((carrier, pool)) = self.carrier.take() {
-            pool.put(carrier);
+        if let Some(Source { connection, visit, ticket }) = self.source.take() {
+            visit.place().put(connection);
+            drop(ticket);
         }
     }
 }
 
 impl Body for Download {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Broken;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let this = &mut *self;
-        let frame = match &mut this.carrier {
-            Some((carrier, _)) => carrier.poll_body(&mut this.body, cx),
+        let frame = match &mut this.source {
+            Some(source) => source.connection.poll_body(&mut this.body, cx),
             None => Pin::new(&mut this.body).poll_frame(cx),
         };
-        if let Poll::Ready(None) = frame {
-            this.release();
+        match frame {
+            Poll::Ready(None) => this.release(),
+            Poll::Pending if this.ends.as_mut().is_some_and(|ends| ends.as_mut().poll(cx).is_ready()) => {
+                this.source = None;
+                return Poll::Ready(Some(Err(Broken::Late)));
+            }
+            Poll::Ready(Some(_)) | Poll::Pending => {}
         }
-        frame
+        frame.map_err(Broken::Upstream)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -77,6 +105,24 @@ impl Drop for Download {
     fn drop(&mut self) {
         if self.body.is_end_stream() {
             self.release();
+        }
+    }
+}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Broken::Upstream(error) => write!(f, "{error}"),
+            Broken::Late => f.write_str("the whole request took longer than `timeouts.request`"),
+        }
+    }
+}
+
+impl std::error::Error for Broken {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Broken::Upstream(error) => Some(error),
+            Broken::Late => None,
         }
     }
 }

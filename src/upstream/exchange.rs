@@ -1,24 +1,29 @@
-//! One request for one answer: choosing a server, and trying again where that is safe.
+//! One request for one answer: on which server, how long, and whether it is tried again.
 //!
-//! Safe means: none of the request was sent (RFC 9110, section 9.2.2 allows that for any method), or
-//! it is idempotent, has no body, and went to a connection that had been idle, where the server may
-//! have been about to close.
+//! Trying again must be safe: none of the request was sent (RFC 9110, section 9.2.2 allows that for
+//! any method), or it is idempotent and has no body; and nothing of an answer was passed on. A
+//! connection that had been idle may have been closed by its server just then: that is repeated at
+//! once, on a new connection, and is nobody's failure. Every other further try is paid for.
 
-use std::cell::Cell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::header::TRANSFER_ENCODING;
-use http::{HeaderValue, Method, Request, Response};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
+use super::balance::{Asked, Balancer, Choice, Tried};
+use super::budget::Budget;
 use super::carrier::Carrier;
+use super::circuit::Ticket;
 use super::connection::SendError;
-use super::download::Download;
-use super::pool::Pool;
+use super::download::{Download, Source};
+use super::fleet::{Fleet, Sign};
+use super::place::{Full, Offer, Place, Visit};
 use super::upload::{Progress, Upload};
 use crate::clock::Clock;
 use crate::config::Timeouts;
@@ -26,165 +31,378 @@ use crate::http::fault::Fault;
 use crate::http::upgrade;
 use crate::interim::Interim;
 use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
+use crate::metrics::upstream::{Limit, RetryMeter};
 use crate::timer::Timer;
+
+/// Further tries where the configuration does not say: one for each other server, and at most so many.
+const ATTEMPTS: usize = 2;
 
 /// The servers of one upstream, as one event loop sees them.
 pub struct Servers {
-    pools: Vec<Rc<Pool>>,
-    next: Cell<usize>,
+    fleet: Arc<Fleet>,
+    balancer: Balancer,
+    budget: Budget,
     meter: UpstreamMeter,
+    retries: RetryMeter,
     clock: Clock,
 }
 
-/// Counts a request as given up if it is dropped before it ended otherwise.
-struct Count<'a> {
-    meter: &'a UpstreamMeter,
-    server: usize,
-    /// `None` if nothing was sent.
-    outcome: Option<UpstreamOutcome>,
+/// One request, over all its tries.
+struct Course {
+    asked: Asked,
+    tried: Tried,
+    /// How often it may be tried again.
+    left: usize,
+    /// When it ends, come what may.
+    ends: Option<Instant>,
+    /// Its place among those that the upstream takes at a time.
+    ticket: Option<Ticket>,
+    /// Whether it has been repeated on a new connection to the server it is at.
+    fresh: bool,
+    /// It asks for another protocol, and so for a connection that no other request will use.
+    alone: bool,
 }
 
-impl Drop for Count<'_> {
+/// One try: its outcome is counted and its sign told when it is dropped. Dropped before it ended
+/// otherwise, it was given up.
+struct Attempt<'a> {
+    servers: &'a Servers,
+    choice: Choice,
+    /// `None` once the answer has it.
+    visit: Option<Visit>,
+    /// `None` if nothing was sent.
+    outcome: Option<UpstreamOutcome>,
+    sign: Sign,
+}
+
+impl Drop for Attempt<'_> {
     fn drop(&mut self) {
+        let (servers, server) = (self.servers, self.choice.server);
         if let Some(outcome) = self.outcome {
-            self.meter.ended(self.server, outcome);
+            servers.meter.ended(server, outcome);
         }
+        servers.fleet.report(server, self.sign, self.choice.is_trial, || servers.clock.instant());
     }
 }
 
+impl Attempt<'_> {
+    fn ended(&mut self, outcome: UpstreamOutcome, sign: Sign) {
+        self.outcome = Some(outcome);
+        self.sign = sign;
+    }
+}
+
+/// Why something may be tried again.
+#[derive(Clone, Copy)]
+enum Cause {
+    Connect,
+    Reset,
+    Timeout,
+    Status(StatusCode),
+}
+
+/// What follows a try.
+enum Next {
+    Answer(Response<Download>),
+    /// The request once more.
+    Again(Choice, Box<Request<Upload>>),
+    Fault(Fault),
+}
+
 impl Servers {
-    pub fn new(pools: Vec<Rc<Pool>>, meter: UpstreamMeter, clock: Clock) -> Servers {
-        Servers { pools, next: Cell::new(0), meter, clock }
+    pub fn new(
+        fleet: Arc<Fleet>,
+        places: Vec<Rc<Place>>,
+        meter: UpstreamMeter,
+        retries: RetryMeter,
+        clock: Clock,
+    ) -> Servers {
+        let policy = &fleet.policy.retries;
+        Servers {
+            budget: Budget::new(policy.budget, policy.budget_min, fleet.loops),
+            balancer: Balancer::new(&fleet, places),
+            fleet,
+            meter,
+            retries,
+            clock,
+        }
     }
 
     /// What Host says to a server when the client said nothing.
     pub fn authority(&self) -> HeaderValue {
-        self.pools[0].authority()
+        self.balancer.places()[0].pool.authority()
     }
 
     /// Whether they can change over from HTTP/1.1 to another protocol.
     pub fn take_upgrades(&self) -> bool {
-        !self.pools[0].is_http2()
+        !self.balancer.places()[0].pool.is_http2()
     }
 
     /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
-    /// because it is large, and handed from one future to the next.
+    /// because it is large, and handed from one future to the next. `key`: what a hash is of.
     pub async fn exchange(
         &self,
         mut request: Box<Request<Upload>>,
+        key: Option<u64>,
         limits: &Timeouts,
         timer: &Timer,
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Download>, Fault> {
         let progress = request.body().progress();
-        let may_repeat = progress.is_none() && is_idempotent(request.method());
-        let first = self.turn();
+        let repeatable = progress.is_none() && is_idempotent(request.method());
         let alone = matches!(request.body(), Upload::Upgrade);
-        let mut fresh = alone;
+        let mut course = self.course(Asked { key, repeatable: repeatable && !alone }, alone, limits)?;
+        let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
         loop {
-            let idle = if fresh { None } else { self.idle(first) };
-            let (server, mut connection, reused) = match idle {
-                Some(connection) => (first, connection, true),
-                None => Box::pin(self.connection(first, fresh, alone, limits)).await?,
+            let place = &self.balancer.places()[choice.server];
+            let mut attempt = Attempt {
+                servers: self,
+                choice,
+                visit: Some(place.visit()),
+                outcome: Some(UpstreamOutcome::Canceled),
+                sign: Sign::None,
             };
-            let spare = may_repeat && reused;
-            self.pools[server].address(&mut request);
-            let mut count = Count { meter: &self.meter, server, outcome: Some(UpstreamOutcome::Canceled) };
-            let started = self.clock.instant();
-            let answer = {
-                let sending = pin!(connection.send(request, spare, interim.clone()));
-                within(limits.response_head, timer, progress.as_deref(), sending).await
-            };
-            match answer {
-                Ok(Ok(response)) if is_clear(&response) => {
-                    count.outcome = Some(UpstreamOutcome::Answered);
-                    let answered = self.clock.instant();
-                    self.meter.answered_in(answered.duration_since(started));
-                    connection.answered(answered);
-                    let pool = Rc::clone(&self.pools[server]);
-                    return Ok(response.map(|body| Download::new(body, connection, pool)));
-                }
-                Ok(Ok(response)) if alone && upgrade::is_granted(&response) => {
-                    count.outcome = Some(UpstreamOutcome::Answered);
-                    self.meter.answered_in(self.clock.instant().duration_since(started));
-                    let pool = Rc::clone(&self.pools[server]);
-                    return Ok(response.map(|body| Download::switched(body, connection, pool)));
-                }
-                Ok(Ok(_unclear)) => {
-                    count.outcome = Some(UpstreamOutcome::Failed);
-                    return Err(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
-                }
-                Err(fault) => {
-                    if fault == Fault::ResponseTimeout {
-                        count.outcome = Some(UpstreamOutcome::TimedOut);
-                    }
-                    return Err(fault);
-                }
-                Ok(Err(mut error)) => {
-                    if let Some(fault) = progress.as_ref().and_then(|progress| progress.fault()) {
-                        return Err(fault);
-                    }
-                    let again = connection.again(error.error(), spare);
-                    let unsent = if fresh { None } else { error.take_message() };
-                    if reused && let Some(unsent) = unsent {
-                        // The server closed the connection while it was idle. There may be others.
-                        count.outcome = None;
-                        request = Box::new(unsent);
+            let idle = if course.fresh || alone { None } else { place.pool.take() };
+            let (mut connection, reused) = match idle {
+                Some(connection) => (connection, true),
+                None => match Box::pin(self.connect(place, &course, limits)).await {
+                    Ok(connected) => connected,
+                    Err(fault) => {
+                        choice = self.unreached(&mut course, attempt, fault)?;
                         continue;
                     }
-                    count.outcome = Some(UpstreamOutcome::Failed);
-                    let again = again.filter(|_| !fresh).or(unsent);
-                    request = Box::new(again.ok_or_else(|| Fault::Upstream(describe(error)))?);
-                    // The second try is the last.
-                    fresh = true;
-                }
-            }
-        }
-    }
-
-    /// Whose turn it is, in round-robin order.
-    fn turn(&self) -> usize {
-        let turn = self.next.get();
-        self.next.set((turn + 1) % self.pools.len());
-        turn
-    }
-
-    /// Whether a server could not be connected to lately, and there are others to ask first.
-    fn is_shunned(&self, server: usize) -> bool {
-        self.pools.len() > 1 && self.pools[server].is_shunned()
-    }
-
-    /// An idle connection to a server: the usual case, for which nothing need be waited for.
-    fn idle(&self, server: usize) -> Option<Carrier> {
-        if self.is_shunned(server) { None } else { self.pools[server].take() }
-    }
-
-    /// A connection to the first server from `first` on that takes one, and whether it was idle.
-    /// Servers that could not be connected to lately come last.
-    async fn connection(
-        &self,
-        first: usize,
-        fresh: bool,
-        alone: bool,
-        limits: &Timeouts,
-    ) -> Result<(usize, Carrier, bool), Fault> {
-        let mut last = None;
-        let in_turn = || (0..self.pools.len()).map(|offset| (first + offset) % self.pools.len());
-        let shunned = |server: &usize| self.is_shunned(*server);
-        for server in in_turn().filter(|server| !shunned(server)).chain(in_turn().filter(shunned)) {
-            let pool = &self.pools[server];
-            if let Some(connection) = if fresh { None } else { pool.take() } {
-                return Ok((server, connection, true));
-            }
-            match pool.connect(limits, alone).await {
-                Ok(connection) => return Ok((server, connection, false)),
+                },
+            };
+            let limit = self.try_timeout(&course).map_or(limits.response_head, |limit| limit.min(limits.response_head));
+            place.pool.address(&mut request);
+            let started = self.clock.instant();
+            let answer = {
+                let sending = pin!(connection.send(request, repeatable, interim.clone()));
+                within(limit, course.ends, &self.clock, timer, progress.as_deref(), sending).await
+            };
+            let next = match answer {
+                Ok(Ok(response)) => self.answered(&mut course, attempt, connection, response, started),
+                Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.fault()) {
+                    Some(fault) => Next::Fault(fault),
+                    None => self.broken(&mut course, attempt, connection, error, reused),
+                },
                 Err(fault) => {
-                    self.meter.ended(server, UpstreamOutcome::ConnectFailed);
-                    last = Some(fault);
+                    if matches!(fault, Fault::ResponseTimeout | Fault::RequestTimeout) {
+                        attempt.ended(UpstreamOutcome::TimedOut, Sign::Bad);
+                    }
+                    self.late(&mut course, attempt, connection, fault)
                 }
+            };
+            match next {
+                Next::Answer(answer) => return Ok(answer),
+                Next::Fault(fault) => return Err(fault),
+                Next::Again(next, again) => (choice, request) = (next, again),
             }
         }
-        Err(last.unwrap_or_else(|| Fault::Connect("the upstream has no servers".to_owned())))
+    }
+
+    /// Lets a request in, if there are not too many.
+    fn course(&self, asked: Asked, alone: bool, limits: &Timeouts) -> Result<Course, Fault> {
+        let ticket = match self.fleet.policy.circuit.max_requests {
+            None => None,
+            Some(max) => match self.fleet.circuit.request(max) {
+                None => return Err(self.refuse(Limit::Requests)),
+                ticket => ticket,
+            },
+        };
+        self.budget.earn();
+        let default = || ATTEMPTS.min(self.balancer.places().len() - 1);
+        let left = self.fleet.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
+        let ends = limits.request.map(|limit| self.clock.instant() + limit);
+        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
+    }
+
+    fn refuse(&self, limit: Limit) -> Fault {
+        self.retries.refused(limit);
+        Fault::Overloaded
+    }
+
+    /// How long one try may take, where there could be another.
+    fn try_timeout(&self, course: &Course) -> Option<Duration> {
+        self.fleet.policy.retries.try_timeout.filter(|_| course.asked.repeatable)
+    }
+
+    fn connect_limit(&self, course: &Course, limits: &Timeouts) -> Duration {
+        let left = course.ends.map(|ends| ends.saturating_duration_since(self.clock.instant()));
+        let limits = [Some(limits.connect), self.try_timeout(course), left];
+        limits.into_iter().flatten().min().unwrap_or(Duration::ZERO)
+    }
+
+    /// A new connection. Where their number is limited and reached, the first that becomes free, which
+    /// then was in use before.
+    async fn connect(&self, place: &Rc<Place>, course: &Course, limits: &Timeouts) -> Result<(Carrier, bool), Fault> {
+        let limit = self.connect_limit(course, limits);
+        let slot = match place.room() {
+            Ok(slot) => slot,
+            Err(Full) => {
+                if !course.alone
+                    && let Some(crowded) = place.pool.share(true)
+                {
+                    return Ok((crowded, true));
+                }
+                let Some(_pending) = self.fleet.circuit.pending(self.fleet.policy.circuit.max_pending) else {
+                    return Err(self.refuse(Limit::Pending));
+                };
+                match tokio::time::timeout(limit, place.queue()).await {
+                    Ok(Ok(Offer::Idle(connection))) => return Ok((Carrier::Alone(connection), true)),
+                    Ok(Ok(Offer::Room(slot))) => Some(slot),
+                    Ok(Err(_)) | Err(_) => return Err(self.refuse(Limit::Waited)),
+                }
+            }
+        };
+        let quiet = limits.body.min(limits.response_head) / 2;
+        let mut carrier = place.pool.connect(limit, quiet, course.alone).await?;
+        carrier.occupy(slot);
+        Ok((carrier, false))
+    }
+
+    /// No connection: nothing was sent, so any request can go elsewhere.
+    fn unreached(&self, course: &mut Course, mut attempt: Attempt<'_>, fault: Fault) -> Result<Choice, Fault> {
+        if fault == Fault::Overloaded {
+            attempt.outcome = None;
+            return Err(fault);
+        }
+        attempt.ended(UpstreamOutcome::ConnectFailed, Sign::Bad);
+        if self.may_try_again(course, Cause::Connect) { Ok(self.next(course, attempt)) } else { Err(fault) }
+    }
+
+    fn answered(
+        &self,
+        course: &mut Course,
+        mut attempt: Attempt<'_>,
+        mut connection: Carrier,
+        response: Response<Incoming>,
+        started: Instant,
+    ) -> Next {
+        let is_switched = course.alone && upgrade::is_granted(&response);
+        if !is_switched && !is_clear(&response) {
+            attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
+            return Next::Fault(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
+        }
+        let answered = self.clock.instant();
+        self.meter.answered_in(answered.duration_since(started));
+        connection.answered(answered);
+        attempt.ended(UpstreamOutcome::Answered, self.sign_of(response.status()));
+        let again = if course.asked.repeatable && self.may_try_again(course, Cause::Status(response.status())) {
+            connection.sent()
+        } else {
+            None
+        };
+        let Some(visit) = attempt.visit.take() else { return Next::Fault(Fault::Panic) };
+        match again {
+            None => {
+                let source = Source { connection, visit, ticket: course.ticket.take() };
+                let ends = course.ends;
+                Next::Answer(response.map(|body| match is_switched {
+                    true => Download::switched(body, source),
+                    false => Download::new(body, source, ends),
+                }))
+            }
+            Some(request) => {
+                // An answer without a body leaves a connection that can be used again.
+                drop(Download::new(response.into_body(), Source { connection, visit, ticket: None }, None));
+                Next::Again(self.next(course, attempt), Box::new(request))
+            }
+        }
+    }
+
+    fn sign_of(&self, status: StatusCode) -> Sign {
+        let ejection = self.fleet.policy.ejection.as_ref();
+        if ejection.is_some_and(|ejection| ejection.statuses.contains(&status.as_u16())) {
+            Sign::Bad
+        } else {
+            Sign::Good
+        }
+    }
+
+    /// The connection ended, or what came was no answer.
+    fn broken(
+        &self,
+        course: &mut Course,
+        mut attempt: Attempt<'_>,
+        mut connection: Carrier,
+        mut error: SendError,
+        reused: bool,
+    ) -> Next {
+        let unsent = error.take_message().map(Box::new);
+        if let Some(unsent) = unsent {
+            if reused || !course.fresh {
+                // The server closed the connection before it was used. There may be others.
+                attempt.outcome = if reused { None } else { Some(UpstreamOutcome::Failed) };
+                course.fresh |= !reused;
+                return Next::Again(attempt.choice, unsent);
+            }
+            attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
+            return match self.may_try_again(course, Cause::Reset) {
+                true => Next::Again(self.next(course, attempt), unsent),
+                false => Next::Fault(Fault::Upstream(describe(error))),
+            };
+        }
+        let again = connection.again(error.error(), course.asked.repeatable);
+        if reused
+            && !course.fresh
+            && let Some(request) = again
+        {
+            attempt.outcome = Some(UpstreamOutcome::Failed);
+            course.fresh = true;
+            return Next::Again(attempt.choice, Box::new(request));
+        }
+        attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
+        match again {
+            Some(request) if self.may_try_again(course, Cause::Reset) => {
+                Next::Again(self.next(course, attempt), Box::new(request))
+            }
+            _ => Next::Fault(Fault::Upstream(describe(error))),
+        }
+    }
+
+    /// The answer did not come in time.
+    fn late(&self, course: &mut Course, attempt: Attempt<'_>, mut connection: Carrier, fault: Fault) -> Next {
+        let is_try = fault == Fault::ResponseTimeout && self.try_timeout(course).is_some();
+        match is_try.then(|| connection.sent()).flatten() {
+            Some(request) if self.may_try_again(course, Cause::Timeout) => {
+                Next::Again(self.next(course, attempt), Box::new(request))
+            }
+            _ => Next::Fault(fault),
+        }
+    }
+
+    /// Whether there is another try; if so, it is paid for.
+    fn may_try_again(&self, course: &mut Course, cause: Cause) -> bool {
+        let retries = &self.fleet.policy.retries;
+        let is_cause = match cause {
+            Cause::Connect => retries.on_connect_failure,
+            Cause::Reset => retries.on_reset,
+            Cause::Timeout => retries.on_timeout,
+            Cause::Status(status) => retries.on_statuses.contains(&status.as_u16()),
+        };
+        if !is_cause || course.left == 0 {
+            return false;
+        }
+        let now = self.clock.instant();
+        if course.ends.is_some_and(|ends| ends <= now) {
+            return false;
+        }
+        if !self.budget.spend(now) {
+            self.retries.over_budget();
+            return false;
+        }
+        course.left -= 1;
+        self.retries.retried();
+        true
+    }
+
+    /// Where to try it next. What became of the try before is told first.
+    fn next(&self, course: &mut Course, attempt: Attempt<'_>) -> Choice {
+        course.tried.push(attempt.choice.server as u32);
+        course.fresh = false;
+        drop(attempt);
+        self.balancer.next(&self.fleet, course.asked, &course.tried, self.clock.instant())
     }
 }
 
@@ -211,22 +429,27 @@ fn describe(error: SendError) -> String {
 }
 
 /// Waits for an answer as long as the exchange moves: nothing may stand still for `limit`, neither
-/// the request's body on its way nor, behind it, the upstream.
+/// the request's body on its way nor, behind it, the upstream; and at `ends` it is over.
 async fn within<T>(
     limit: Duration,
+    ends: Option<Instant>,
+    clock: &Clock,
     timer: &Timer,
     progress: Option<&Progress>,
     mut answer: Pin<&mut impl Future<Output = T>>,
 ) -> Result<T, Fault> {
-    timer.arm(limit);
+    let left = || ends.map(|ends| ends.saturating_duration_since(clock.instant()));
+    let arm = || timer.arm(left().map_or(limit, |left| limit.min(left)));
+    arm();
     let answer = poll_fn(|cx| {
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
             return Poll::Ready(Ok(answer));
         }
         if progress.is_some_and(|progress| progress.moved.take()) {
-            timer.arm(limit);
+            arm();
         }
         match timer.poll_up(cx) {
+            true if left() == Some(Duration::ZERO) => Poll::Ready(Err(Fault::RequestTimeout)),
             true if progress.is_some_and(|progress| progress.starved.get()) => Poll::Ready(Err(Fault::BodyTimeout)),
             true => Poll::Ready(Err(Fault::ResponseTimeout)),
             false => Poll::Pending,

@@ -33,6 +33,8 @@ pub struct Hearsay {
     /// Whether the next head that is sent is put aside.
     keeps: Cell<bool>,
     sent: RefCell<Vec<u8>>,
+    /// Whether something of the answer was passed on.
+    told: Cell<bool>,
     /// Who is told of informational answers, until the final answer begins.
     listener: RefCell<Option<Rc<Interim>>>,
     /// Such an answer as far as it has come.
@@ -43,12 +45,16 @@ impl Hearsay {
     /// What comes next is a request, put aside if `keeps`, and the answer to it, for this listener.
     pub fn listen(&self, keeps: bool, listener: Option<Rc<Interim>>) {
         self.keeps.set(keeps);
+        self.told.set(false);
         self.head.borrow_mut().clear();
         self.listener.replace(listener);
     }
 
-    /// The request that was put aside. It had no body.
+    /// The request that was put aside. It had no body. `None` once something of the answer was passed on.
     pub fn request(&self) -> Option<Request<Upload>> {
+        if self.told.get() {
+            return None;
+        }
         let sent = self.sent.borrow();
         let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
         let mut head = httparse::Request::new(&mut fields);
@@ -83,7 +89,10 @@ impl Hearsay {
             let known = if may_be_informational(&head) { pass_on(&head, interim) } else { None };
             match known {
                 Some(0) if head.len() <= HEAD_MAX_BYTES => return,
-                Some(end) if end > 0 => drop(head.drain(..end)),
+                Some(end) if end > 0 => {
+                    self.told.set(true);
+                    drop(head.drain(..end));
+                }
                 Some(_) | None => {
                     *listener = None;
                     head.clear();

@@ -1,22 +1,31 @@
 //! The way to the upstream servers: connections, and the exchange of one request for one answer.
 //!
-//! Every event loop has its own connections; nothing here is shared between loops. `names` knows the addresses
-//! of a server, `dial` opens a stream to it. `connection` is one HTTP/1.1 connection, `relay` wakes whoever waits
-//! for it, `herald` overhears it; `multiplex` is one HTTP/2 connection, and `carrier` either of the two. `pool` keeps
-//! those of one server, `exchange` sends a request and decides when to try again, `upload` and `download` are what
-//! passes through, `bounds` what an upload is held to, `tunnel` what passes when protocols were switched, `echo` the upstream that is built in.
+//! Every event loop has its own connections. `names` knows the addresses of a server, `dial` opens a stream to it.
+//! `connection` is one HTTP/1.1 connection, `relay` wakes whoever waits for it, `herald` overhears it; `multiplex` is one
+//! HTTP/2 connection, and `carrier` either of the two. `pool` keeps those of one server, `place` counts what is under way
+//! there. `fleet` is what all loops know of an upstream's servers, `prober` asks them how they are, `balance` chooses one by the
+//! arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how often, and `circuit` counts
+//! what is under way in all loops. `upload` and `download` are what passes through, `bounds` what an upload is held to,
+//! `tunnel` what passes when protocols were switched, `echo` the upstream that is built in.
 
+pub mod balance;
 pub mod bounds;
+pub mod budget;
 pub mod carrier;
+pub mod circuit;
 pub mod connection;
 pub mod dial;
 pub mod download;
 pub mod echo;
 pub mod exchange;
+pub mod fleet;
 pub mod herald;
 pub mod multiplex;
 pub mod names;
+pub mod pick;
+pub mod place;
 pub mod pool;
+pub mod prober;
 pub mod relay;
 pub mod tunnel;
 pub mod upload;

@@ -26,6 +26,7 @@ use hyper::rt::Executor;
 use hyper_util::rt::{TokioIo, TokioTimer};
 
 use super::connection::SendError;
+use super::place::Slot;
 use super::upload::Upload;
 use crate::wire::Wire;
 
@@ -61,6 +62,8 @@ pub struct Multiplex {
     pub idle_since: Cell<Instant>,
     pub address: Option<SocketAddr>,
     scheme: Scheme,
+    /// Its room among the connections to its server, where these are limited.
+    slot: RefCell<Option<Slot>>,
 }
 
 impl Multiplex {
@@ -102,6 +105,7 @@ impl Multiplex {
             idle_since: Cell::new(now),
             address,
             scheme,
+            slot: RefCell::default(),
         }))
     }
 
@@ -148,6 +152,13 @@ impl Lease {
         address(&mut request, &self.connection.scheme);
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
         sending.await
+    }
+
+    /// Gives the connection room, unless it has some.
+    pub fn occupy(&self, slot: Option<Slot>) {
+        if let Some(slot) = slot {
+            self.connection.slot.borrow_mut().get_or_insert(slot);
+        }
     }
 
     /// The request once more, if it had no body.

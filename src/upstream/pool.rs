@@ -16,15 +16,13 @@ use super::dial::{Dial, Spoken};
 use super::multiplex::{Lease, Multiplex};
 use super::upload::Upload;
 use crate::clock::Clock;
-use crate::config::{HostField, Scheme, Server, Timeouts, Way};
+use crate::config::{HostField, Scheme, Server, Way};
 use crate::http::fault::Fault;
 
 /// Idle connections that a loop keeps to one server.
 const IDLE_MAX: usize = 256;
 /// Shared connections to one server; beyond, requests wait for each other.
 const SHARED_MAX: usize = 64;
-/// How long a server that could not be connected to comes last.
-const SHUNNED: Duration = Duration::from_secs(10);
 /// The least time in which a server is expected to say something.
 const QUIET_MIN: Duration = Duration::from_secs(1);
 
@@ -41,8 +39,6 @@ pub struct Pool {
     shares: Cell<bool>,
     /// One opens a shared connection, and the others wait for it.
     opening: Semaphore,
-    /// When it last could not be connected to.
-    failed: Cell<Option<Instant>>,
     clock: Clock,
 }
 
@@ -60,15 +56,10 @@ impl Pool {
             shared: RefCell::default(),
             shares: Cell::new(dial.is_http2()),
             opening: Semaphore::new(1),
-            failed: Cell::new(None),
             dial,
             server,
             clock,
         })
-    }
-
-    pub fn server(&self) -> &Server {
-        &self.server
     }
 
     /// Whether the server is spoken to in HTTP/2 only.
@@ -98,7 +89,7 @@ impl Pool {
     }
 
     /// A place on a shared connection; if `crowded`, also where requests have to wait for others.
-    fn share(&self, crowded: bool) -> Option<Carrier> {
+    pub fn share(&self, crowded: bool) -> Option<Carrier> {
         let mut shared = self.shared.borrow_mut();
         // Nothing is sent on those that are left out; they end with the last answer.
         shared.retain(|connection| connection.is_open());
@@ -109,8 +100,7 @@ impl Pool {
 
     /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
     /// when there is one; but one that still sends a body is not kept.
-    pub fn put(&self, carrier: Carrier) {
-        let Carrier::Alone(mut connection) = carrier else { return };
+    pub fn put(&self, mut connection: Box<Connection>) {
         let mut idle = self.idle.borrow_mut();
         if idle.len() < IDLE_MAX && self.is_known(&mut connection.bearing) && connection.is_done() {
             connection.idle_since.get_or_insert_with(|| self.clock.instant());
@@ -150,25 +140,18 @@ impl Pool {
         }
     }
 
-    /// Whether connecting failed so lately that another server should be asked first.
-    pub fn is_shunned(&self) -> bool {
-        self.failed.get().is_some_and(|failed| self.clock.instant().duration_since(failed) < SHUNNED)
-    }
-
-    /// A connection that was not there before, or a place on one that has room. `alone`: one that no other
+    /// A connection that was not there before, or a place on one that has room, no later than `within`. It is seen
+    /// whether a server of HTTP/2 that was silent for as long as `quiet` is still there. `alone`: one that no other
     /// request will ever use.
-    pub async fn connect(&self, limits: &Timeouts, alone: bool) -> Result<Carrier, Fault> {
-        let connected = timeout(limits.connect, self.open(limits, alone)).await;
-        let failed = !matches!(connected, Ok(Ok(_)));
-        self.failed.set(failed.then(|| self.clock.instant()));
-        match connected {
+    pub async fn connect(&self, within: Duration, quiet: Duration, alone: bool) -> Result<Carrier, Fault> {
+        match timeout(within, self.open(quiet, alone)).await {
             Ok(Ok(carrier)) => Ok(carrier),
             Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(Fault::ConnectTimeout),
         }
     }
 
-    async fn open(&self, limits: &Timeouts, alone: bool) -> io::Result<Carrier> {
+    async fn open(&self, quiet: Duration, alone: bool) -> io::Result<Carrier> {
         let shares = self.shares.get() && !alone;
         let _turn = match shares {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
@@ -189,7 +172,7 @@ impl Pool {
             Spoken::Http2 => {
                 self.shares.set(true);
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
-                let quiet = (limits.body.min(limits.response_head) / 2).max(QUIET_MIN);
+                let quiet = quiet.max(QUIET_MIN);
                 let now = self.clock.instant();
                 let connection = Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await;
                 let connection = connection.map_err(io::Error::other)?;

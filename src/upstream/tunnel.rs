@@ -15,6 +15,8 @@ use std::time::Duration;
 use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use super::circuit::Ticket;
+use super::place::{Slot, Visit};
 use crate::timer::Timer;
 use crate::wire::Wire;
 
@@ -28,6 +30,9 @@ pub struct Tunnel {
     wire: Wire,
     /// What came behind the head of the answer.
     early: Bytes,
+    /// What a request has at its server until it ends; given back with the tunnel.
+    _slot: Option<Slot>,
+    _held: Option<(Visit, Option<Ticket>)>,
 }
 
 /// How many bytes have passed.
@@ -49,8 +54,13 @@ pub enum End {
 }
 
 impl Tunnel {
-    pub fn new(wire: Wire, early: Bytes) -> Tunnel {
-        Tunnel { wire, early }
+    pub fn new(wire: Wire, early: Bytes, slot: Option<Slot>) -> Tunnel {
+        Tunnel { wire, early, _slot: slot, _held: None }
+    }
+
+    /// The same, as the rest of this visit.
+    pub fn held_by(self, visit: Visit, ticket: Option<Ticket>) -> Tunnel {
+        Tunnel { _held: Some((visit, ticket)), ..self }
     }
 
     /// Passes bytes until both sides have ended, one is gone, or both have been silent for `limit`. `early`

@@ -160,7 +160,7 @@ fn requests_go_round_and_past_a_dead_server() {
     let toml = |servers: &[&Upstream]| {
         let servers: Vec<String> = servers.iter().map(|server| format!("\"http://{}\"", server.address)).collect();
         format!(
-            "workers = 1\n[upstreams.u]\nservers = [{}]\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+            "workers = 1\n[upstreams.u]\nservers = [{}]\nbalance = \"round-robin\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
             servers.join(", ")
         )
     };

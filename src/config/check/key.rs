@@ -123,7 +123,7 @@ fn comes_with_the_request(part: &Part, certs: ClientCerts) -> bool {
 }
 
 /// The parts of a key; `ip` is what the part of that name stands for.
-fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
+pub fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
     let words = item.texts("\"ip\"", report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");

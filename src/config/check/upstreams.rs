@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use super::host::{is_ipv4_like, is_name};
 use super::upstream_tls::{SystemRoots, tls};
-use super::{DAY_MS, Section, duration};
+use super::{DAY_MS, Section, balance, duration};
+use crate::config::balance::Policy;
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
 use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, Upstream, Way};
@@ -23,9 +24,10 @@ const SOCKET_PATH_MAX_BYTES: usize = 107;
 pub fn upstreams(item: Option<Item>, files: Files, report: &mut Report) -> Section<Upstream> {
     let mut roots = SystemRoots::default();
     Section::read(item, report, |name, table, report| {
-        let (target, way) = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
+        let read = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
+        let (target, way, policy) = read;
         let way = way.unwrap_or(Way { protocol: Protocol::Auto, host: HostField::Keep, tls: None, resolve: RESOLVE });
-        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), way }
+        Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), way, policy }
     })
 }
 
@@ -42,7 +44,7 @@ fn upstream(
     files: Files,
     roots: &mut SystemRoots,
     report: &mut Report,
-) -> (Option<Target>, Option<Way>) {
+) -> (Option<Target>, Option<Way>, Policy) {
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
@@ -52,43 +54,47 @@ fn upstream(
         tls: table.get("tls"),
         resolve: table.get("resolve"),
     };
-    let misspelt = table.finish(&[], report).iter().any(|key| ["builtin", "servers"].contains(key));
+    let group = balance::Settings::of(&mut table);
+    let misspelt = !table.finish(&[], report).is_empty();
+    let none = (None, None, Policy::default());
     match (builtin, servers) {
-        (None, None) if misspelt => (None, None),
+        (None, None) if misspelt => none,
         (None, None) => {
             let fix = format!("write `servers = {EXAMPLE}`, or `builtin = \"echo\"` for an upstream that needs none");
             report.unless_broken(span, "the upstream has no `servers`", fix);
-            (None, None)
+            none
         }
         (Some(builtin), Some(_)) => {
             let message = "an upstream has `servers` or is `builtin`, not both";
             report.unless_broken(builtin.key_span, message, "remove this line to use the servers");
-            (None, None)
+            none
         }
         (Some(builtin), None) => {
             let Settings { protocol, host, tls, resolve } = settings;
             for item in [protocol, host, tls, resolve].into_iter().flatten() {
                 let message = format!("`{}` has no effect: the upstream has no `servers`", item.key);
-                report.unless_broken(item.key_span, message, "remove it");
+                report.unless_broken(item.key_span, message, "remove it, or write `servers` instead of `builtin`");
             }
-            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None)
+            group.in_vain(report);
+            (builtin.choice(&[("echo", ())], report).map(|()| Target::Echo), None, Policy::default())
         }
         (None, Some(item)) => {
+            let policy = group.read(report);
             let servers = servers_of(&item, report);
             let way = way(&settings, servers.as_deref(), &item, files, roots, report);
-            (servers.map(Target::Servers), Some(way))
+            (servers.map(Target::Servers), Some(way), policy)
         }
     }
 }
 
 fn servers_of(item: &Item, report: &mut Report) -> Option<Vec<Server>> {
-    let words = item.texts(EXAMPLE, report)?;
+    let words = balance::servers(item, EXAMPLE, report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "`servers` is an empty list", item.write(EXAMPLE));
     }
     let mut servers: Vec<Server> = Vec::new();
-    for word in words {
-        let Some(server) = server(&word, report) else { continue };
+    for (word, weight) in words {
+        let Some(server) = server(&word, weight, report) else { continue };
         let same = |other: &&Server| other.host == server.host && other.port == server.port;
         if let Some(other) = servers.iter().find(same) {
             let message = format!("{} is the same server as {}", shown(word.text), shown(&other.url));
@@ -146,9 +152,9 @@ fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
     }
 }
 
-fn server(word: &Word, report: &mut Report) -> Option<Server> {
+fn server(word: &Word, weight: u32, report: &mut Report) -> Option<Server> {
     match parse(word.text) {
-        Ok((scheme, host, port)) => Some(Server { url: word.text.to_owned(), scheme, host, port }),
+        Ok((scheme, host, port)) => Some(Server { url: word.text.to_owned(), scheme, host, port, weight }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
             None

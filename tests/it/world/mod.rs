@@ -45,6 +45,16 @@ pub fn pass_all(upstream: &upstream::Upstream) -> String {
     format!("{}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
 }
 
+/// A configuration with one route for everything to these servers, of an upstream called `u` with these
+/// settings.
+pub fn pass_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
+    let servers: Vec<String> = servers.iter().map(|address| format!("\"http://{address}\"")).collect();
+    format!(
+        "[upstreams.u]\nservers = [{}]\n{settings}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        servers.join(", ")
+    )
+}
+
 /// A configuration of one rule, called `r`, on everything that goes to the built-in upstream.
 pub fn one_rule(rule: &str) -> String {
     format!(

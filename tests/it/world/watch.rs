@@ -18,7 +18,7 @@ pub fn begin() {
         panic::set_hook(Box::new(move |info| {
             let thread = thread::current();
             let name = thread.name().unwrap_or("");
-            if name.starts_with("loop-") || name == "admin" || name == "access-log" {
+            if name.starts_with("loop-") || name == "admin" || name == "health" || name == "access-log" {
                 SEEN.lock().unwrap_or_else(PoisonError::into_inner).push(format!("{name}: {info}"));
             }
             before(info);

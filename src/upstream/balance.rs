@@ -1,0 +1,191 @@
+//! Which of an upstream's servers gets a request, of those that can take one.
+//!
+//! Every loop chooses by itself, from the same standings. An ordinary choice looks at one number, which
+//! says that no server has changed; only where one is away or growing, each is looked at, and the
+//! clock read. A server whose ejection is over gets one request, if it can be made again: nobody
+//! should pay for the trial.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
+
+use smallvec::SmallVec;
+
+use super::fleet::{Fleet, State};
+use super::pick;
+use super::place::Place;
+use crate::clock::Clock;
+use crate::config::balance::Balance;
+use crate::rule::key::Seed;
+
+/// Chooses servers, for one upstream in one loop.
+pub struct Balancer {
+    places: Vec<Rc<Place>>,
+    /// Of the servers' names; equal on all gateways, so that they choose alike.
+    names: Vec<u64>,
+    view: RefCell<Sight>,
+    /// The standings' number of changes when they were looked at.
+    seen: Cell<u64>,
+    /// Whether they stay as they were seen until that number changes.
+    is_settled: Cell<bool>,
+}
+
+/// The servers as they were last seen.
+struct Sight {
+    /// 0: not to be chosen.
+    weights: Vec<u32>,
+    states: Vec<State>,
+    turns: Vec<i64>,
+}
+
+/// What is chosen.
+#[derive(Clone, Copy)]
+pub struct Choice {
+    pub server: usize,
+    /// Whether it is to be found out if an ejected server works again.
+    pub is_trial: bool,
+}
+
+/// The servers that a request has been to.
+pub type Tried = SmallVec<[u32; 4]>;
+
+/// What a choice depends on beside the servers.
+#[derive(Clone, Copy)]
+pub struct Asked {
+    /// What a hash is of; `None` where the request lacks it.
+    pub key: Option<u64>,
+    /// Whether it can be sent again.
+    pub repeatable: bool,
+}
+
+impl Balancer {
+    pub fn new(fleet: &Fleet, places: Vec<Rc<Place>>) -> Balancer {
+        let count = places.len();
+        Balancer {
+            places,
+            names: fleet.servers.iter().map(|server| Seed::EVERYWHERE.bits(&[&server.url])).collect(),
+            view: RefCell::new(Sight {
+                weights: vec![0; count],
+                states: vec![State::Down; count],
+                turns: vec![0; count],
+            }),
+            seen: Cell::new(0),
+            is_settled: Cell::new(false),
+        }
+    }
+
+    pub fn places(&self) -> &[Rc<Place>] {
+        &self.places
+    }
+
+    /// The server for a request that has been nowhere yet.
+    pub fn first(&self, fleet: &Arc<Fleet>, asked: Asked, clock: &Clock) -> Choice {
+        if self.places.len() == 1 {
+            return Choice { server: 0, is_trial: false };
+        }
+        let mut sight = self.view.borrow_mut();
+        if !(self.is_settled.get() && self.seen.get() == fleet.changes()) {
+            let now_ms = fleet.ms(clock.instant());
+            self.look(fleet, &mut sight, now_ms);
+            if let Some(server) = self.trial(fleet, &mut sight, asked, now_ms) {
+                return Choice { server, is_trial: true };
+            }
+        }
+        let server = self.pick(fleet, &mut sight, asked.key).unwrap_or_else(|| {
+            // All are away: rather ask one of them than nobody.
+            self.pick_where(fleet, &mut sight, asked.key, |_, _| true).unwrap_or(0)
+        });
+        Choice { server, is_trial: false }
+    }
+
+    /// The server for a further try: one that works and was not tried; else one that is ejected, which
+    /// may be back; else one that works; else any.
+    pub fn next(&self, fleet: &Arc<Fleet>, asked: Asked, tried: &Tried, now: Instant) -> Choice {
+        let mut sight = self.view.borrow_mut();
+        self.look(fleet, &mut sight, fleet.ms(now));
+        let fresh = |server: usize| !tried.contains(&(server as u32));
+        let works = |state: State| matches!(state, State::In(_) | State::Growing(_));
+        let ejected = |state: State| matches!(state, State::Out(_));
+        let mut pick = |may: &dyn Fn(usize, State) -> bool| self.pick_where(fleet, &mut sight, asked.key, may);
+        let server = pick(&|server, state| fresh(server) && works(state))
+            .or_else(|| pick(&|server, state| fresh(server) && ejected(state)))
+            .or_else(|| pick(&|_, state| works(state)))
+            .or_else(|| pick(&|server, _| fresh(server)))
+            .or_else(|| pick(&|_, _| true));
+        Choice { server: server.unwrap_or(0), is_trial: false }
+    }
+
+    /// Looks at all servers anew.
+    fn look(&self, fleet: &Fleet, sight: &mut Sight, now_ms: u64) {
+        // Before the standings, so that a change between the two is looked at again.
+        self.seen.set(fleet.changes());
+        let mut settled = true;
+        for server in 0..self.places.len() {
+            let state = fleet.state(server, now_ms);
+            sight.states[server] = state;
+            sight.weights[server] = match state {
+                State::In(weight) => weight,
+                State::Growing(weight) => {
+                    settled = false;
+                    weight
+                }
+                State::Out(_) => {
+                    settled = false;
+                    0
+                }
+                State::Down => 0,
+            };
+        }
+        self.is_settled.set(settled);
+    }
+
+    /// A server whose ejection is over, if this request is the one to try it.
+    fn trial(&self, fleet: &Arc<Fleet>, sight: &mut Sight, asked: Asked, now_ms: u64) -> Option<usize> {
+        let patience_ms = fleet.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
+        let due = (0..self.places.len()).find(|server| sight.states[*server] == State::Out(0))?;
+        if !asked.repeatable && fleet.overdue_ms(due, now_ms) < patience_ms {
+            return None;
+        }
+        if let (Balance::Hash(_), Some(_)) = (&fleet.policy.balance, asked.key) {
+            // A key that belongs elsewhere stays there.
+            let works = |server, state| server == due || matches!(state, State::In(_) | State::Growing(_));
+            if self.pick_where(fleet, sight, asked.key, works) != Some(due) {
+                return None;
+            }
+        }
+        fleet.claim(due, now_ms).then_some(due)
+    }
+
+    fn pick(&self, fleet: &Fleet, sight: &mut Sight, key: Option<u64>) -> Option<usize> {
+        let Sight { weights, turns, .. } = sight;
+        self.by(&fleet.policy.balance, weights, turns, key)
+    }
+
+    /// Picks among the servers that may be chosen; those that are away with the weight they had.
+    fn pick_where(
+        &self,
+        fleet: &Fleet,
+        sight: &mut Sight,
+        key: Option<u64>,
+        may: impl Fn(usize, State) -> bool,
+    ) -> Option<usize> {
+        let weight = |server: usize| match sight.states[server] {
+            state if !may(server, state) => 0,
+            State::In(weight) | State::Growing(weight) => weight,
+            State::Out(_) | State::Down => fleet.full_weight(server),
+        };
+        let weights: SmallVec<[u32; 16]> = (0..self.places.len()).map(weight).collect();
+        self.by(&fleet.policy.balance, &weights, &mut sight.turns, key)
+    }
+
+    fn by(&self, balance: &Balance, weights: &[u32], turns: &mut [i64], key: Option<u64>) -> Option<usize> {
+        match (balance, key) {
+            (Balance::RoundRobin, _) => pick::round_robin(weights, turns),
+            (Balance::Hash(_), Some(key)) => pick::rendezvous(weights, &self.names, key),
+            (Balance::LeastRequests | Balance::Hash(_), _) => {
+                pick::least_requests(weights, |server| self.places[server].under_way(), |below| fastrand::u64(..below))
+            }
+        }
+    }
+}

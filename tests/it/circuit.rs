@@ -1,0 +1,142 @@
+//! What is too much for an upstream is refused at once, or waits in a line that has an end.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use crate::world::client::{Client, request};
+use crate::world::gateway::Gateway;
+use crate::world::upstream::Upstream;
+use crate::world::{eventually, pass_to};
+
+/// Answers each request when it is told to.
+struct Held {
+    upstream: Upstream,
+    /// `None` once nobody is held any more.
+    waiting: Arc<Mutex<Option<Vec<Sender<()>>>>>,
+}
+
+impl Held {
+    fn new() -> Held {
+        let waiting = Arc::new(Mutex::new(Some(Vec::new())));
+        let upstream = Upstream::with({
+            let waiting = Arc::clone(&waiting);
+            move |talk| {
+                while talk.request().is_some() {
+                    let (go, gone) = channel::<()>();
+                    waiting.lock().unwrap().as_mut().map_or_else(Default::default, |waiting| waiting.push(go));
+                    let _ = gone.recv();
+                    talk.reply(200, &[], b"held\n");
+                }
+            }
+        });
+        Held { upstream, waiting }
+    }
+
+    fn arrived(&self, count: usize) {
+        eventually("requests arrive", || {
+            self.waiting.lock().unwrap().as_ref().is_some_and(|waiting| waiting.len() == count)
+        });
+    }
+
+    /// Lets all that are here go.
+    fn release(&self) {
+        self.waiting.lock().unwrap().iter_mut().for_each(Vec::clear);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        *self.waiting.lock().unwrap() = None;
+    }
+}
+
+fn ask(gateway: &Gateway) -> Client {
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client
+}
+
+fn refused(gateway: &Gateway, limit: &str) -> u64 {
+    gateway.metrics().sum("transom_upstream_refused_total", &[("upstream", "u"), ("limit", limit)])
+}
+
+#[test]
+fn one_request_too_many_is_503_at_once() {
+    let held = Held::new();
+    let gateway = Gateway::start(&pass_to(&[held.upstream.address], "max_requests = 2"));
+    let mut first = [ask(&gateway), ask(&gateway)];
+    held.arrived(2);
+    let problem = gateway.get("/a").expect(503).problem();
+    assert_eq!(problem["detail"], "the upstream has too many requests at the moment");
+    assert_eq!(refused(&gateway, "max_requests"), 1);
+    held.release();
+    first.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+    // A client that goes away makes room as well.
+    let gone = [ask(&gateway), ask(&gateway)];
+    held.arrived(2);
+    gateway.get("/a").expect(503);
+    drop(gone);
+    eventually("there is room again", || {
+        gateway.metrics().sum("transom_upstream_requests_under_way", &[("upstream", "u")]) == 0
+    });
+    held.release();
+    let mut client = ask(&gateway);
+    held.arrived(1);
+    held.release();
+    client.answer().expect(200);
+}
+
+#[test]
+fn who_finds_no_connection_waits_in_line() {
+    let held = Held::new();
+    let settings = "max_connections = 1\nmax_pending = 2";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let mut first = ask(&gateway);
+    held.arrived(1);
+    let mut line = [ask(&gateway), ask(&gateway)];
+    eventually("two wait", || {
+        let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
+        state["upstreams"][0]["pending"] == 2
+    });
+    gateway.get("/a").expect(503).problem();
+    assert_eq!(refused(&gateway, "max_pending"), 1);
+    for client in std::iter::once(&mut first).chain(&mut line) {
+        held.arrived(1);
+        held.release();
+        client.answer().expect(200);
+    }
+    assert_eq!((held.upstream.connections(), held.upstream.received().len()), (1, 3));
+}
+
+#[test]
+fn the_room_of_a_connection_that_ends_goes_to_the_next() {
+    let held = Held::new();
+    let settings = "max_connections = 1";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let first = ask(&gateway);
+    held.arrived(1);
+    let mut second = ask(&gateway);
+    eventually("the second waits", || {
+        let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
+        state["upstreams"][0]["pending"] == 1
+    });
+    // Who goes away takes its connection along.
+    drop(first);
+    held.arrived(2);
+    held.release();
+    second.answer().expect(200);
+    assert_eq!(held.upstream.connections(), 2);
+}
+
+#[test]
+fn nobody_waits_in_line_for_ever() {
+    let held = Held::new();
+    let toml = pass_to(&[held.upstream.address], "max_connections = 1");
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}\n[timeouts]\nconnect = \"50ms\"\n"));
+    let mut first = ask(&gateway);
+    held.arrived(1);
+    gateway.get("/a").expect(503).problem();
+    assert_eq!(refused(&gateway, "connect"), 1);
+    held.release();
+    first.answer().expect(200);
+}
