@@ -25,7 +25,7 @@ use super::lobby::Listener;
 use super::proxy_header::{MAX_BYTES, Progress, Source, parse};
 use super::serve::serve;
 use super::tls::fingerprint;
-use crate::gateway::hall::Origin;
+use crate::gateway::hall::{Hall, Origin};
 use crate::gateway::record;
 use crate::http::fault::Fault;
 use crate::http::reply;
@@ -97,51 +97,58 @@ async fn welcome(
         }
         return Err(TurnedAway::MaxConnectionsPerClient.into());
     }
-    let Some(tls) = listener.tls() else {
-        let origin = Rc::new(Origin::new(address, false));
-        serve(Wire::tcp(stream), origin, hall, guest).await;
-        return Ok(());
+    let (wire, origin) = match listener.tls() {
+        None => (Wire::tcp(stream), Origin::new(address, false)),
+        Some(tls) => Box::pin(secure(stream, tls, address, listener, &guest)).await?,
     };
-    let stream = Box::pin(secure(stream, tls, address, listener, &guest)).await?;
-    let (_, session) = stream.get_ref();
-    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
-    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
-    let origin = Rc::new(Origin::new(address, true).with_certificate(certificate));
-    // What is spoken from here on was agreed in `session.alpn_protocol()`, out of `tls::ALPN`: HTTP/1.1, also
-    // where a client names nothing.
-    serve(Wire::tls(EitherSide::from(stream)), origin, hall, guest).await;
+    // What is spoken from here on. Inside TLS `wire.alpn()` says which of `tls::ALPN` was agreed upon; where a client
+    // names nothing, it is HTTP/1.1.
+    serve(wire, Rc::new(origin), hall, guest).await;
     Ok(())
 }
 
-/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+/// Leads a connection through TLS, and notes whose it is.
 async fn secure(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
     address: IpAddr,
     listener: &Listener,
     guest: &Guest,
-) -> Result<TlsStream<TcpStream>, End> {
+) -> Result<(Wire, Origin), End> {
     let hall = &listener.lobby.hall;
     let limit = hall.view().snapshot.config.timeouts.tls_handshake;
     let timer = hall.timers.timer();
-    let shaking = async move {
-        let mut first = [0];
-        // Looked at, not taken: to what it does not know, rustls answers with an alert.
-        match stream.peek(&mut first).await {
-            Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
-            Ok(1..) => {
-                record::refused_head(hall, address, &Fault::Cleartext);
-                part(stream, &Fault::Cleartext).await;
-                return Err(TurnedAway::Cleartext.into());
-            }
-            Ok(0) | Err(_) => return Err(End::Left),
+    let shaken = within(&timer, limit, guest, handshake(stream, tls, address, hall)).await;
+    let stream = shaken.ok_or(TurnedAway::HandshakeTimeout)??;
+    let (_, session) = stream.get_ref();
+    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
+    let origin = Origin::new(address, true).with_certificate(certificate);
+    Ok((Wire::tls(EitherSide::from(stream)), origin))
+}
+
+/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+async fn handshake(
+    stream: TcpStream,
+    tls: Arc<ServerConfig>,
+    address: IpAddr,
+    hall: &Hall,
+) -> Result<TlsStream<TcpStream>, End> {
+    let mut first = [0];
+    // Looked at, not taken: to what it does not know, rustls answers with an alert.
+    match stream.peek(&mut first).await {
+        Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
+        Ok(1..) => {
+            record::refused_head(hall, address, &Fault::Cleartext);
+            part(stream, &Fault::Cleartext).await;
+            return Err(TurnedAway::Cleartext.into());
         }
-        TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
-            tracing::debug!(%address, %error, "a TLS handshake failed");
-            End::from(TurnedAway::Handshake)
-        })
-    };
-    within(&timer, limit, guest, shaking).await.ok_or(TurnedAway::HandshakeTimeout)?
+        Ok(0) | Err(_) => return Err(End::Left),
+    }
+    TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
+        tracing::debug!(%address, %error, "a TLS handshake failed");
+        TurnedAway::Handshake.into()
+    })
 }
 
 /// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and
