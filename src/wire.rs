@@ -52,6 +52,14 @@ impl Wire {
         Wire { early, ..self }
     }
 
+    /// What both sides have agreed to speak inside TLS (RFC 7301), if they have.
+    pub fn alpn(&self) -> Option<&[u8]> {
+        match &self.stream {
+            Stream::Tls(tls) => tls.get_ref().1.alpn_protocol(),
+            Stream::Tcp(_) | Stream::Unix(_) => None,
+        }
+    }
+
     /// Whether bytes wait to be read, of whatever layer: `false` at their end. Takes none of them.
     pub fn poll_waiting(&self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         if !self.early.is_empty() {

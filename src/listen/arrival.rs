@@ -27,7 +27,7 @@ use super::preface::{Spoken, listen_for};
 use super::proxy_header::{MAX_BYTES, Progress, Source, parse};
 use super::serve::serve;
 use super::tls::{HTTP2, fingerprint};
-use crate::gateway::hall::Origin;
+use crate::gateway::hall::{Hall, Origin};
 use crate::gateway::record;
 use crate::http::fault::Fault;
 use crate::http::reply;
@@ -99,65 +99,70 @@ async fn welcome(
         }
         return Err(TurnedAway::MaxConnectionsPerClient.into());
     }
-    let Some(tls) = listener.tls() else {
-        let (origin, wire) = (Rc::new(Origin::new(address, false)), Wire::tcp(stream));
-        if !hall.view().snapshot.config.http2.h2c {
-            serve(wire, origin, hall, guest).await;
-            return Ok(());
-        }
-        match listen_for(wire, &hall, &guest).await {
-            Some((wire, Spoken::Http1)) => serve(wire, origin, hall, guest).await,
-            // Apart, so that the others take no memory for it.
-            Some((wire, Spoken::Http2)) => Box::pin(http2::serve(wire, origin, hall, guest)).await,
-            None => {}
-        }
-        return Ok(());
+    let (wire, origin) = match listener.tls() {
+        None => (Wire::tcp(stream), Origin::new(address, false)),
+        Some(tls) => Box::pin(secure(stream, tls, address, listener, &guest)).await?,
     };
-    let stream = Box::pin(secure(stream, tls, address, listener, &guest)).await?;
-    let (_, session) = stream.get_ref();
-    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
-    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
-    let origin = Rc::new(Origin::new(address, true).with_certificate(certificate));
-    // Where a client names nothing, it speaks HTTP/1.1.
-    let speaks_http2 = session.alpn_protocol() == Some(HTTP2);
-    let wire = Wire::tls(EitherSide::from(stream));
-    if speaks_http2 {
-        Box::pin(http2::serve(wire, origin, hall, guest)).await;
-    } else {
-        serve(wire, origin, hall, guest).await;
+    let origin = Rc::new(origin);
+    let (wire, spoken) = match origin.is_secure {
+        // Where a client names nothing, it speaks HTTP/1.1.
+        true if wire.alpn() == Some(HTTP2) => (wire, Spoken::Http2),
+        false if hall.view().snapshot.config.http2.h2c => match listen_for(wire, &hall, &guest).await {
+            Some(found) => found,
+            None => return Ok(()),
+        },
+        true | false => (wire, Spoken::Http1),
+    };
+    match spoken {
+        Spoken::Http1 => serve(wire, origin, hall, guest).await,
+        // Apart, so that the others take no memory for it.
+        Spoken::Http2 => Box::pin(http2::serve(wire, origin, hall, guest)).await,
     }
     Ok(())
 }
 
-/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+/// Leads a connection through TLS, and notes whose it is.
 async fn secure(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
     address: IpAddr,
     listener: &Listener,
     guest: &Guest,
-) -> Result<TlsStream<TcpStream>, End> {
+) -> Result<(Wire, Origin), End> {
     let hall = &listener.lobby.hall;
     let limit = hall.view().snapshot.config.timeouts.tls_handshake;
     let timer = hall.timers.timer();
-    let shaking = async move {
-        let mut first = [0];
-        // Looked at, not taken: to what it does not know, rustls answers with an alert.
-        match stream.peek(&mut first).await {
-            Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
-            Ok(1..) => {
-                record::refused_head(hall, address, &Fault::Cleartext);
-                part(stream, &Fault::Cleartext).await;
-                return Err(TurnedAway::Cleartext.into());
-            }
-            Ok(0) | Err(_) => return Err(End::Left),
+    let shaken = within(&timer, limit, guest, handshake(stream, tls, address, hall)).await;
+    let stream = shaken.ok_or(TurnedAway::HandshakeTimeout)??;
+    let (_, session) = stream.get_ref();
+    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
+    let origin = Origin::new(address, true).with_certificate(certificate);
+    Ok((Wire::tls(EitherSide::from(stream)), origin))
+}
+
+/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+async fn handshake(
+    stream: TcpStream,
+    tls: Arc<ServerConfig>,
+    address: IpAddr,
+    hall: &Hall,
+) -> Result<TlsStream<TcpStream>, End> {
+    let mut first = [0];
+    // Looked at, not taken: to what it does not know, rustls answers with an alert.
+    match stream.peek(&mut first).await {
+        Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
+        Ok(1..) => {
+            record::refused_head(hall, address, &Fault::Cleartext);
+            part(stream, &Fault::Cleartext).await;
+            return Err(TurnedAway::Cleartext.into());
         }
-        TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
-            tracing::debug!(%address, %error, "a TLS handshake failed");
-            End::from(TurnedAway::Handshake)
-        })
-    };
-    within(&timer, limit, guest, shaking).await.ok_or(TurnedAway::HandshakeTimeout)?
+        Ok(0) | Err(_) => return Err(End::Left),
+    }
+    TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
+        tracing::debug!(%address, %error, "a TLS handshake failed");
+        TurnedAway::Handshake.into()
+    })
 }
 
 /// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and

@@ -1,10 +1,12 @@
 //! How many connections there may be, in all and of one client.
 
 use std::net::TcpStream;
+use std::process::Command;
 
 use crate::world::client::Client;
 use crate::world::gateway::Gateway;
-use crate::world::{eventually, one_rule};
+use crate::world::process::{BINARY, Process};
+use crate::world::{Scratch, eventually, one_rule};
 
 fn toml(limits: &str) -> String {
     format!(
@@ -92,4 +94,21 @@ fn nobody_who_was_turned_away_keeps_a_place() {
     drop(only);
     eventually("there is room again", || enter(gateway.http, "").is_some());
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn files_that_may_be_open_are_as_many_as_allowed() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -S -n 40; exec \"$0\" \"$@\"", BINARY]);
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let mut clients: Vec<Client> = (0..100).map(|_| process.client()).collect();
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    // Where there are few to be had, clients are told before it has none left.
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
+    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let mut clients: Vec<Client> = (0..20).map(|_| enter(process.http, "").unwrap()).collect();
+    assert!(enter(process.http, "").is_none());
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
 }
