@@ -39,7 +39,7 @@ pub type Broken = Box<dyn std::error::Error + Send + Sync>;
 /// The body of a request to the upstream.
 pub enum Upload {
     Empty,
-    Client { body: Incoming, progress: Rc<Progress>, bounds: Option<Box<Bounds>> },
+    Client { body: Incoming, progress: Rc<Progress>, bounds: Option<Bounds> },
 }
 
 impl Upload {
@@ -55,9 +55,7 @@ impl Upload {
     pub fn within(self, bounds: impl FnOnce() -> Bounds) -> Upload {
         match self {
             Upload::Empty => Upload::Empty,
-            Upload::Client { body, progress, .. } => {
-                Upload::Client { body, progress, bounds: Some(Box::new(bounds())) }
-            }
+            Upload::Client { body, progress, .. } => Upload::Client { body, progress, bounds: Some(bounds()) },
         }
     }
 
