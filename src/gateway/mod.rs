@@ -2,9 +2,9 @@
 //!
 //! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn`
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
-//! `settlement` a cost that the answer tells, `record` what is written down of a request, `complaints`
-//! how often the operator is told of failures, `body` the body of an answer on its way out, `passage` the
-//! tunnel behind an answer that opens one.
+//! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
+//! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
+//! `passage` the tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
 use std::pin::Pin;
@@ -16,6 +16,7 @@ use http::{Request, Response, Version, header};
 use hyper::body::{Body as _, Incoming};
 
 pub mod abandoned;
+mod allowance;
 pub mod body;
 pub mod complaints;
 pub mod hall;
@@ -27,7 +28,7 @@ pub mod turn;
 
 use crate::clock::Moment;
 use crate::config::ForwardPath;
-use crate::http::action::{Action, Deed, Seen};
+use crate::http::action::{Deed, Seen};
 use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
@@ -38,7 +39,6 @@ use crate::http::route::Asked;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
-use crate::upstream::bounds::{Bounds, Pace};
 use crate::upstream::echo;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
@@ -73,7 +73,7 @@ enum Decision {
 }
 
 /// Who asks, and when.
-struct Asker<'a> {
+struct Visitor<'a> {
     peer: &'a Peer,
     client: Client,
     /// As far as the head tells.
@@ -96,13 +96,13 @@ pub fn pass(
     let dialect = Dialect::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
-    let asker = Asker { peer, client, body_bytes: upload.size_hint().lower(), now };
-    match decide(hall, &view, &asker, &mut parts, doubts, &mut record) {
+    let visitor = Visitor { peer, client, body_bytes: upload.size_hint().lower(), now };
+    match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
         Ok(Decision::Forward { lane, websocket, server_key, mut stamp, turn, mut settlement, deed }) => {
             upload = if websocket {
                 Upload::Upgrade
             } else {
-                upload.within(|| bounds(hall, &view.snapshot, lane, parts.version))
+                upload.within(|| allowance::bounds(hall, &view.snapshot, lane, parts.version))
             };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));
@@ -181,12 +181,12 @@ fn client(snapshot: &Snapshot, peer: &Peer, parts: &Parts) -> Client {
 fn decide(
     hall: &Rc<Hall>,
     view: &Rc<View>,
-    asker: &Asker<'_>,
+    visitor: &Visitor<'_>,
     parts: &mut Parts,
     doubts: impl FnOnce(Marks) -> Option<Fault>,
     record: &mut Record,
 ) -> Result<Decision, Fault> {
-    let (snapshot, now) = (&*view.snapshot, asker.now);
+    let (snapshot, now) = (&*view.snapshot, visitor.now);
     if parts.version == Version::HTTP_2 {
         gate::translate(parts)?;
     }
@@ -200,18 +200,18 @@ fn decide(
     };
     let mut scratch = view.scratch();
     let Scratch { desk, params, text } = &mut *scratch;
-    let secure = asker.client.is_secure;
+    let secure = visitor.client.is_secure;
     let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path, secure };
     let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
     record.route(lane_index);
     let action = snapshot.action_of(lane);
-    admit_size(snapshot, action, asker)?;
+    allowance::admit(snapshot, action, visitor.body_bytes)?;
 
     let caller = Caller {
-        address: asker.client.address,
-        client_cert: asker.peer.origin.client_cert.as_deref(),
+        address: visitor.client.address,
+        client_cert: visitor.peer.origin.client_cert.as_deref(),
         host: &clear.host,
         method: &parts.method,
         path: &path,
@@ -225,7 +225,7 @@ fn decide(
         plan: OnceCell::new(),
     };
     identify(view, lane_index, &caller, desk)?;
-    let mut deed = action.map(|action| action.of(&seen(&caller, secure))).transpose()?;
+    let mut deed = action.map(|action| action.of(&Seen::of(&caller, secure))).transpose()?;
     let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane.slate as usize, desk, &judgement);
@@ -235,7 +235,7 @@ fn decide(
         let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
         return Ok(Decision::Refuse(reply));
     }
-    let turn = Turn::of(judgement, hall, view, asker.peer, lane.slate as usize, desk, now.unix_ms);
+    let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
     let server_key = affinity.and_then(|affinity| affinity.of(&caller));
@@ -244,37 +244,31 @@ fn decide(
     let websocket = clear.websocket && route.websocket && takes_upgrades();
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let target = deed.as_mut().and_then(|deed| deed.path.take()).or(normalized);
-    fields::forward_request(&mut parts.headers, marks, &asker.peer.origin.text, &asker.client, &snapshot.key_fields);
-    if let Some(deed) = &mut deed {
-        deed.to_request(&mut parts.headers);
-    }
+    make_ready(parts, snapshot, visitor, marks, deed.as_deref_mut(), target)?;
     if websocket {
         upgrade::ask(&mut parts.headers);
-    }
-    if target.is_some() || parts.uri.authority().is_some() {
-        parts.uri = origin_form(&parts.uri, target)?;
     }
     Ok(Decision::Forward { lane: lane_index, websocket, server_key, stamp, turn, settlement, deed })
 }
 
-/// A body that is known to be too large is refused before anything is counted, and before it comes.
-fn admit_size(snapshot: &Snapshot, action: Option<&Action>, asker: &Asker<'_>) -> Result<(), Fault> {
-    match max_body(snapshot, action) {
-        Some(most) if asker.body_bytes > most => Err(Fault::BodyTooLarge(most)),
-        _ => Ok(()),
+/// Makes the head ready for the upstream; `path` is the one that goes there, if it is not the client's.
+fn make_ready(
+    parts: &mut Parts,
+    snapshot: &Snapshot,
+    visitor: &Visitor<'_>,
+    marks: Marks,
+    deed: Option<&mut Deed>,
+    path: Option<String>,
+) -> Result<(), Fault> {
+    let peer = &visitor.peer.origin.text;
+    fields::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
+    if let Some(deed) = deed {
+        deed.to_request(&mut parts.headers);
     }
-}
-
-fn max_body(snapshot: &Snapshot, action: Option<&Action>) -> Option<u64> {
-    action.and_then(|action| action.max_body).unwrap_or(snapshot.config.limits.max_body)
-}
-
-/// What a request's body is held to on its way. A stream of HTTP/2 is looked after by its connection.
-fn bounds(hall: &Hall, snapshot: &Snapshot, lane: usize, version: Version) -> Bounds {
-    let limits = &snapshot.config.limits;
-    let pace =
-        (version <= Version::HTTP_11).then(|| Pace::new(&hall.timers, limits.min_request_rate, limits.rate_grace));
-    Bounds::new(max_body(snapshot, snapshot.action_of(&snapshot.lanes[lane])), pace.flatten())
+    if path.is_some() || parts.uri.authority().is_some() {
+        parts.uri = origin_form(&parts.uri, path)?;
+    }
+    Ok(())
 }
 
 /// Finds the keys that the rules of a route count a request by.
@@ -294,12 +288,6 @@ fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> R
         });
     }
     Ok(())
-}
-
-/// What the texts of a route's actions can tell of a request.
-fn seen<'a>(caller: &Caller<'a>, is_secure: bool) -> Seen<'a> {
-    let Caller { address: client, host, method, path, params, uri, route, .. } = *caller;
-    Seen { client, is_secure, host, method, path, uri, route, params }
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.

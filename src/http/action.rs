@@ -11,6 +11,7 @@ use std::ops::Range;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 
+use super::caller::Caller;
 use super::fault::Fault;
 use super::reply::{self, Reply};
 use crate::config::action::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
@@ -209,7 +210,12 @@ impl Path {
     }
 }
 
-impl Seen<'_> {
+impl<'a> Seen<'a> {
+    pub fn of(caller: &Caller<'a>, is_secure: bool) -> Seen<'a> {
+        let Caller { address: client, host, method, path, params, uri, route, .. } = *caller;
+        Seen { client, is_secure, host, method, path, uri, route, params }
+    }
+
     fn param(&self, position: usize) -> &str {
         self.params.get(position).and_then(|range| self.path.get(range.clone())).unwrap_or_default()
     }

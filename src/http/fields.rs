@@ -46,8 +46,8 @@ impl Marks {
     const ODD: Marks = Marks(1 << 6);
     const TRAILER: Marks = Marks(1 << 7);
     /// What proxies say of the one they were asked by, and anybody can write.
-    const CLAIMS: Marks = Marks(1 << 8);
-    pub const UPGRADE: Marks = Marks(1 << 9);
+    const CLAIMS: Marks = Marks(1 << 9);
+    pub const UPGRADE: Marks = Marks(1 << 8);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))

@@ -188,9 +188,10 @@ impl Stage {
         }
     }
 
-    /// Whether the connection ended because the client did not take its answer.
-    pub fn is_stalled(&self) -> bool {
-        self.phase.get() == Phase::Answering
+    /// Why an answer stands still, if there is one: the client does not take it, or the upstream does not go on.
+    pub fn stalled(&self) -> Option<Fault> {
+        let fault = if self.drained.get() { Fault::ResponseTimeout } else { Fault::Stalled };
+        (self.phase.get() == Phase::Answering).then_some(fault)
     }
 
     /// Whether a head took too long, or an answer stands still; wakes the task when it does.

@@ -93,7 +93,7 @@ impl Head {
 }
 
 /// Whether a line feed comes without a carriage return before it; `last` is the byte before these. All bytes
-/// are looked at, without a branch: that is sixteen at a time.
+/// are looked at, without a branch: so the compiler takes many at a time.
 fn has_bare_line_feed(last: Option<u8>, bytes: &[u8]) -> bool {
     let begins_bare = bytes.first() == Some(&b'\n') && last.is_some_and(|last| last != b'\r');
     let pairs = bytes.iter().zip(bytes.iter().skip(1));

@@ -77,8 +77,8 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             tracing::debug!(%address, %error, "a client connection broke off");
         }
     }
-    if late && stage.is_stalled() {
-        hall.meter.fault(Fault::Stalled.kind());
+    if let Some(fault) = stage.stalled().filter(|_| late) {
+        hall.meter.fault(fault.kind());
     }
     if let Some(fault) = stage.refused() {
         record::refused_head(&hall, address, &fault);

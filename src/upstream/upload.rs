@@ -63,7 +63,7 @@ pub enum Upload {
     Client {
         body: Inbound,
         progress: Rc<Progress>,
-        bounds: Option<Box<Bounds>>,
+        bounds: Option<Bounds>,
     },
 }
 
@@ -106,9 +106,7 @@ impl Upload {
     pub fn within(self, bounds: impl FnOnce() -> Bounds) -> Upload {
         match self {
             Upload::Empty | Upload::Upgrade => self,
-            Upload::Client { body, progress, .. } => {
-                Upload::Client { body, progress, bounds: Some(Box::new(bounds())) }
-            }
+            Upload::Client { body, progress, .. } => Upload::Client { body, progress, bounds: Some(bounds()) },
         }
     }
 

@@ -5,6 +5,7 @@ use crate::world::client::Answer;
 use crate::world::gateway::Gateway;
 use crate::world::quota::remaining;
 use crate::world::upstream::Upstream;
+use crate::world::{Scratch, eventually};
 
 /// The client of every test is on loopback, so that is where the proxy is.
 fn listen(settings: &str) -> String {
@@ -131,4 +132,16 @@ fn whom_to_believe_is_read_again_with_the_configuration() {
     gateway.reload(&counted_by_ip(TRUSTED, echo()));
     assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
     assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 98);
+}
+
+#[test]
+fn the_access_log_tells_who_asked() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let log = format!("[access_log]\nfile = \"{}\"\n", file.display());
+    let gateway = Gateway::start(&counted_by_ip(TRUSTED, &format!("{}{log}", echo())));
+    by_list(&gateway, &["6.6.6.6, 192.0.2.7, 10.0.0.1"]);
+    let written = || std::fs::read_to_string(&file).unwrap_or_default();
+    eventually("the line is written", || written().ends_with('\n'));
+    assert!(written().contains("\"client\":\"192.0.2.7\""), "{}", written());
 }

@@ -18,6 +18,7 @@ fn an_answer_that_stands_still_is_given_up_on_both_sides() {
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     assert_eq!(client.rest(), b"abc");
+    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "response_timeout")]), 1);
 }
 
 #[test]
@@ -62,4 +63,5 @@ fn a_reader_that_does_not_read_is_let_go() {
         gateway.metrics().sum("transom_requests_total", &[("code", "200")]) == 1
             && gateway.metrics().sum("transom_connections", &[]) == 0
     });
+    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
 }
