@@ -26,8 +26,8 @@ use crate::rule::desk::{Asker, Desk};
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
+use crate::upstream::inbound::Unwanted;
 use crate::upstream::pool::Pool;
-use crate::upstream::upload::Unwanted;
 
 pub struct Hall {
     pub table: Arc<Table>,

@@ -34,6 +34,7 @@ use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
 use crate::rule::book::Judgement;
 use crate::upstream::echo;
+use crate::upstream::inbound::Inbound;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Peer, Scratch, Target, View};
@@ -61,13 +62,13 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let body = Upload::new(body, peer.unwanted.as_ref());
+    let body = Inbound::new(body, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
     let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
         Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
-            let request = Box::new(Request::from_parts(parts, body));
+            let request = Box::new(Request::from_parts(parts, Upload::new(body)));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     stamp = match turn.come(&mut record, &mut settlement).await {
