@@ -31,9 +31,9 @@ use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::inbound::Unwanted;
 use crate::upstream::place::Place;
 use crate::upstream::pool::Pool;
-use crate::upstream::upload::Unwanted;
 
 pub struct Hall {
     pub table: Arc<Table>,

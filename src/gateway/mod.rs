@@ -40,6 +40,7 @@ use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::echo;
+use crate::upstream::inbound::Inbound;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
@@ -92,17 +93,17 @@ pub fn pass(
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
-    let mut upload = Upload::new(body, peer.unwanted.as_ref());
+    let body = Inbound::new(body, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
-    let visitor = Visitor { peer, client, body_bytes: upload.size_hint().lower(), now };
+    let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
     match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
         Ok(Decision::Forward { lane, websocket, server_key, mut stamp, turn, mut settlement, deed }) => {
-            upload = if websocket {
+            let upload = if websocket {
                 Upload::Upgrade
             } else {
-                upload.within(|| allowance::bounds(hall, &view.snapshot, lane, parts.version))
+                Upload::new(body).within(|| allowance::bounds(hall, &view.snapshot, lane, parts.version))
             };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));

@@ -77,13 +77,16 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             connection.as_mut().graceful_shutdown();
         }
     });
+    let mut is_silent = false;
     if let Err(error) = ended.await {
+        // The client did not answer a PING; hyper says farewell to it all the same.
+        is_silent = error.is_timeout();
         tracing::debug!(%address, %error, "a client connection broke off");
     }
     if let Some(abuse) = session.abuse() {
         hall.meter.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
-    } else if session.is_broken() {
+    } else if session.is_broken() && !is_silent {
         hall.meter.http2_abuse("protocol_error");
     }
 }

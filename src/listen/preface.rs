@@ -21,8 +21,8 @@ use crate::wire::Wire;
 /// How long a preface may take from its first byte to its last: it is one packet.
 const PREFACE_MAX: Duration = Duration::from_secs(3);
 
-/// More than most first requests have; what is beyond stays in the socket.
-const FIRST_BYTES: usize = 4096;
+/// What hyper would read at first; by whether that is filled it finds out how much to read next.
+const FIRST_BYTES: usize = 8192;
 
 /// What is spoken on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

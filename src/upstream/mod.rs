@@ -5,7 +5,8 @@
 //! HTTP/2 connection, and `carrier` either of the two. `pool` keeps those of one server, `place` counts what is under way
 //! there. `fleet` is what all loops know of an upstream's servers, `prober` asks them how they are, `balance` chooses one by the
 //! arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how often, and `circuit` counts
-//! what is under way in all loops. `upload` and `download` are what passes through, `bounds` what an upload is held to,
+//! what is under way in all loops. `upload` and `download` are what passes through, `inbound` the body of a request before it does, `bounds` what it is
+//! held to,
 //! `tunnel` what passes when protocols were switched, `echo` the upstream that is built in.
 
 pub mod balance;
@@ -20,6 +21,7 @@ pub mod echo;
 pub mod exchange;
 pub mod fleet;
 pub mod herald;
+pub mod inbound;
 pub mod multiplex;
 pub mod names;
 pub mod pick;

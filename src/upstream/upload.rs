@@ -1,16 +1,16 @@
 //! The body of a request on its way to an upstream: nothing is collected, every piece moves when the
 //! upstream takes it.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 
 use super::bounds::{Bounds, Breach};
+use super::inbound::Inbound;
 use crate::http::fault::Fault;
 use crate::http::fields;
 
@@ -37,24 +37,6 @@ impl Progress {
 /// Why a body ended before its end.
 pub type Broken = Box<dyn std::error::Error + Send + Sync>;
 
-/// Where the body of a request is left that nobody wants any more, for clients that are to send it all the same.
-#[derive(Debug, Default)]
-pub struct Unwanted {
-    body: RefCell<Option<Incoming>>,
-    moved: Cell<bool>,
-}
-
-impl Unwanted {
-    pub fn take(&self) -> Option<Incoming> {
-        self.body.take()
-    }
-
-    /// Whether a piece of the body was taken by whoever wanted it, since this was last asked.
-    pub fn has_moved(&self) -> bool {
-        self.moved.take()
-    }
-}
-
 /// The body of a request to the upstream.
 pub enum Upload {
     Empty,
@@ -67,38 +49,11 @@ pub enum Upload {
     },
 }
 
-/// A body as it comes from the client. Dropped before its end, it is left where it may be.
-pub struct Inbound {
-    /// Always there, until it is dropped.
-    body: Option<Incoming>,
-    unwanted: Option<Rc<Unwanted>>,
-}
-
-impl Inbound {
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        let Some(body) = &mut self.body else { return Poll::Ready(None) };
-        let frame = Pin::new(body).poll_frame(cx);
-        if let (true, Some(unwanted)) = (frame.is_ready(), &self.unwanted) {
-            unwanted.moved.set(true);
-        }
-        frame
-    }
-}
-
-impl Drop for Inbound {
-    fn drop(&mut self) {
-        if let (Some(unwanted), Some(body)) = (&self.unwanted, self.body.take().filter(|body| !body.is_end_stream())) {
-            unwanted.body.replace(Some(body));
-        }
-    }
-}
-
 impl Upload {
-    pub fn new(body: Incoming, unwanted: Option<&Rc<Unwanted>>) -> Upload {
+    pub fn new(body: Inbound) -> Upload {
         if body.is_end_stream() {
             return Upload::Empty;
         }
-        let body = Inbound { body: Some(body), unwanted: unwanted.cloned() };
         Upload::Client { body, progress: Rc::default(), bounds: None }
     }
 
@@ -125,7 +80,7 @@ impl Body for Upload {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let Upload::Client { body, progress, bounds } = self.get_mut() else { return Poll::Ready(None) };
-        let mut frame = body.poll_frame(cx);
+        let mut frame = Pin::new(body).poll_frame(cx);
         progress.starved.set(frame.is_pending());
         match &mut frame {
             Poll::Ready(Some(Ok(frame))) if frame.is_trailers() => {
@@ -154,14 +109,14 @@ impl Body for Upload {
     fn is_end_stream(&self) -> bool {
         match self {
             Upload::Empty | Upload::Upgrade => true,
-            Upload::Client { body, .. } => body.body.as_ref().is_none_or(Body::is_end_stream),
+            Upload::Client { body, .. } => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Upload::Empty | Upload::Upgrade => SizeHint::with_exact(0),
-            Upload::Client { body, .. } => body.body.as_ref().map_or_else(SizeHint::default, Body::size_hint),
+            Upload::Client { body, .. } => body.size_hint(),
         }
     }
 }

@@ -40,11 +40,21 @@ fn beside<T>(gateway: &Gateway, attack: impl FnOnce() -> T) -> T {
                 }
             }
         });
+        let end = End(&over);
         let result = attack();
-        over.store(true, Ordering::SeqCst);
+        drop(end);
         calm.join().unwrap();
         result
     })
+}
+
+/// The end of an attack, also of one that fails its test.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
 }
 
 /// Sends the same again and again until the gateway does not take it any more, or it has been sent often enough; then the

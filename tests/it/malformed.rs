@@ -74,7 +74,7 @@ fn request_lines_that_are_none() {
         ("a method of signs", "G(T / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("TLS", "\u{16}\u{3}\u{1}\u{2}\0\u{1}\0\u{1}\r\n\r\n", 400),
         ("SSH", "SSH-2.0-OpenSSH_9.2\r\n\r\n", 400),
-        ("the preface of HTTP/2", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        ("the preface of HTTP/2, misspelt", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r.", 400),
         ("a bare CR in the line", "GET /\r HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("NUL in the line", "GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("the PROXY protocol", "PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n", 400),
