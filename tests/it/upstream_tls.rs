@@ -101,9 +101,8 @@ fn a_server_that_asks_is_shown_a_certificate() {
     let private_key = notary.scratch.write("client.key", &client.private_key);
     let shown = format!(", certificate = \"{}\", private_key = \"{}\"", certificate.display(), private_key.display());
     Gateway::start(&toml(&upstream, &trusting(&notary, &shown))).get("/a").expect(200);
-    let process = Process::spawn(&toml(&upstream, &trusting(&notary, "")));
-    process.get("/a").expect(502).problem();
-    eventually("the operator is told", || process.stderr().contains("CertificateRequired"));
+    // Why, the server says behind the handshake; a reset may overtake it.
+    Gateway::start(&toml(&upstream, &trusting(&notary, ""))).get("/a").expect(502).problem();
 }
 
 #[test]
