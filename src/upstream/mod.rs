@@ -2,12 +2,12 @@
 //!
 //! Every event loop has its own connections. `names` knows the addresses of a server, `dial` opens a stream to it.
 //! `connection` is one HTTP/1.1 connection, `relay` wakes whoever waits for it, `herald` overhears it; `multiplex` is one
-//! HTTP/2 connection, and `carrier` either of the two. `pool` keeps those of one server, `place` counts what is under way
-//! there. `fleet` is what all loops know of an upstream's servers, `prober` asks them how they are, `balance` chooses one by the
-//! arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how often, and `circuit` counts
-//! what is under way in all loops. `upload` and `download` are what passes through, `inbound` the body of a request before it does, `bounds` what it is
-//! held to,
-//! `tunnel` what passes when protocols were switched, `echo` the upstream that is built in.
+//! HTTP/2 connection (which `greeting` tells of), and `carrier` either of the two. `pool` keeps those of one server, `place`
+//! counts what is under way there. `fleet` is what all loops know of an upstream's servers, `prober` asks them how they are,
+//! `balance` chooses one by the arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how
+//! often, and `circuit` counts what is under way in all loops. `upload` and `download` are what passes through, `inbound` the
+//! body of a request before it does, `bounds` what it is held to, `tunnel` what passes when protocols were switched, `echo` the
+//! upstream that is built in.
 
 pub mod balance;
 pub mod bounds;
@@ -20,6 +20,7 @@ pub mod download;
 pub mod echo;
 pub mod exchange;
 pub mod fleet;
+pub mod greeting;
 pub mod herald;
 pub mod inbound;
 pub mod multiplex;

@@ -9,6 +9,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -24,14 +25,18 @@ use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper::rt::Executor;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::sync::oneshot;
 
 use super::connection::SendError;
+use super::greeting::{Greeting, Listener};
 use super::place::Slot;
 use super::upload::Upload;
 use crate::wire::Wire;
 
 /// Requests at a time on one connection; servers may allow fewer.
 const STREAMS_MAX: usize = 100;
+/// What hyper takes for the server's limit before the server has said it.
+const UNSAID: usize = usize::MAX - 1;
 /// Of an answer's body, read ahead of the client.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = STREAM_WINDOW_BYTES * STREAMS_MAX as u32;
@@ -58,7 +63,7 @@ pub struct Multiplex {
     most: Rc<Cell<usize>>,
     /// No request is sent here any more; those under way finish.
     retired: Cell<bool>,
-    /// When the last stream ended.
+    /// When it was last seen at work.
     pub idle_since: Cell<Instant>,
     pub address: Option<SocketAddr>,
     scheme: Scheme,
@@ -67,36 +72,32 @@ pub struct Multiplex {
 }
 
 impl Multiplex {
-    /// Makes a connection of a connected stream. It is seen whether the server still answers when it has been
-    /// silent for as long as `quiet` while there are requests.
+    /// Makes a connection of a connected stream, and waits until the server has said how many streams it allows.
+    /// It is seen whether the server still answers when it has been silent for as long as `quiet` while there are
+    /// requests.
     pub async fn new(
         wire: Wire,
         scheme: Scheme,
         address: Option<SocketAddr>,
         quiet: Duration,
         now: Instant,
-    ) -> hyper::Result<Rc<Multiplex>> {
-        let (sender, mut driver) = Builder::new(OnLoop)
+    ) -> io::Result<Rc<Multiplex>> {
+        let listener = Rc::new(Listener::default());
+        let (sender, driver) = Builder::new(OnLoop)
             .timer(TokioTimer::new())
+            .initial_max_send_streams(UNSAID)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_header_list_size(HEAD_MAX_BYTES)
             .keep_alive_interval(quiet)
             .keep_alive_timeout(quiet.min(PING_PATIENCE))
-            .handshake(TokioIo::new(wire))
-            .await?;
-        let most = Rc::new(Cell::new(STREAMS_MAX));
-        tokio::task::spawn_local({
-            let most = Rc::clone(&most);
-            async move {
-                // How it ended is told to those who wait for answers and bodies.
-                let _ended = poll_fn(|cx| {
-                    most.set(driver.current_max_send_streams().min(STREAMS_MAX));
-                    Pin::new(&mut driver).poll(cx)
-                })
-                .await;
-            }
-        });
+            .handshake(TokioIo::new(Greeting::new(wire, Rc::clone(&listener))))
+            .await
+            .map_err(io::Error::other)?;
+        let most = Rc::new(Cell::new(0));
+        let (tell, greeted) = oneshot::channel();
+        tokio::task::spawn_local(drive(driver, Rc::clone(&most), listener, tell));
+        greeted.await.map_err(io::Error::other)?.map_err(io::Error::other)?;
         Ok(Rc::new(Multiplex {
             sender: RefCell::new(sender),
             streams: Cell::new(0),
@@ -126,6 +127,42 @@ impl Multiplex {
     pub fn retire(&self) {
         self.retired.set(true);
     }
+}
+
+type Driver = hyper::client::conn::http2::Connection<TokioIo<Greeting>, Upload, OnLoop>;
+
+/// Moves what requests want to be moved. `tell` learns when the server has greeted, or why it never did.
+async fn drive(
+    mut driver: Driver,
+    most: Rc<Cell<usize>>,
+    listener: Rc<Listener>,
+    tell: oneshot::Sender<Result<(), String>>,
+) {
+    let mut tell = Some(tell);
+    let ended = poll_fn(|cx| {
+        let streams = driver.current_max_send_streams();
+        if streams != UNSAID {
+            most.set(streams.min(STREAMS_MAX));
+            listener.leave();
+            // Whoever has gone away does not wait for it.
+            tell.take().map(|tell| tell.send(Ok(())));
+        } else {
+            listener.wait(cx.waker());
+        }
+        Pin::new(&mut driver).poll(cx)
+    });
+    // Later on it is told to those who wait for answers and bodies.
+    let ended = ended.await;
+    if let Some(tell) = tell {
+        let closed = || ended.err().map_or_else(|| String::from("it closed the connection"), |error| describe(&error));
+        let why = listener.failure().unwrap_or_else(closed);
+        let _ = tell.send(Err(format!("HTTP/2: {why}")));
+    }
+}
+
+fn describe(error: &hyper::Error) -> String {
+    use std::error::Error;
+    error.source().map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
 }
 
 /// A request's place on a connection, until its answer has ended.
@@ -172,7 +209,7 @@ impl Drop for Lease {
         let connection = &self.connection;
         connection.streams.set(connection.streams.get().saturating_sub(1));
         if let Some(answered) = self.answered {
-            connection.idle_since.set(answered);
+            connection.idle_since.set(answered.max(connection.idle_since.get()));
         }
     }
 }

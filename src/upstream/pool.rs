@@ -131,8 +131,10 @@ impl Pool {
             if shared.address.is_some_and(|address| !self.dial.names.has(&address)) {
                 shared.retire();
             }
-            let is_used = shared.load() > 0 || lasted(shared.idle_since.get()) < limit;
-            is_used && shared.is_open()
+            if shared.load() > 0 {
+                shared.idle_since.set(now);
+            }
+            lasted(shared.idle_since.get()) < limit && shared.is_open()
         });
         let is_empty = self.idle.borrow().is_empty() && self.shared.borrow().is_empty();
         if !is_empty && self.dial.names.is_due() {
@@ -174,8 +176,7 @@ impl Pool {
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let quiet = quiet.max(QUIET_MIN);
                 let now = self.clock.instant();
-                let connection = Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await;
-                let connection = connection.map_err(io::Error::other)?;
+                let connection = Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await?;
                 let carrier = Carrier::Shared(Lease::of(&connection));
                 self.shared.borrow_mut().push(connection);
                 Ok(carrier)

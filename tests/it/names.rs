@@ -122,7 +122,7 @@ fn connections_to_an_address_that_has_left_are_used_no_more() {
 fn a_name_of_nobody_is_502_until_there_is_somebody() {
     let gateway = gateway(two(), &[]);
     gateway.get("/a").expect(502).problem();
-    assert!(gateway.stderr().contains("`api.test` can not be resolved"), "{}", gateway.stderr());
+    eventually("the operator is told", || gateway.stderr().contains("`api.test` can not be resolved"));
     write(&gateway.scratch.path().join("hosts"), &["127.0.0.1"], 2000);
     gateway.get("/a").expect(200);
 }

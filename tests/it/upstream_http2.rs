@@ -319,6 +319,19 @@ fn a_stream_that_is_silent_is_504_and_reset() {
 }
 
 #[test]
+fn a_server_of_http1_alone_is_502_and_is_sent_no_request() {
+    let upstream = crate::world::upstream::Upstream::with(|talk| {
+        talk.send("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+        while !talk.closed() {}
+    });
+    let toml =
+        format!("{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+    let gateway = Gateway::start(&toml);
+    gateway.client().post("/a", "body").expect(502).problem();
+    assert_eq!(gateway.metrics().sum("transom_upstream_requests_total", &[("outcome", "connect_failed")]), 1);
+}
+
+#[test]
 fn a_server_that_does_not_even_answer_a_ping_is_left() {
     // It says what a server says at first, and then nothing for ever.
     let quiet = crate::world::upstream::Upstream::with(|talk| {
@@ -354,6 +367,18 @@ fn the_host_is_what_the_configuration_says() {
         let expected = authority.map_or_else(|| upstream.address.to_string(), str::to_owned);
         assert_eq!(upstream.heads()[0].uri, format!("http://{expected}/a"));
         assert_eq!(upstream.heads()[0].fields["x-forwarded-host"], HOST);
+    }
+}
+
+#[test]
+fn over_http1_as_well() {
+    for (host, said) in [("keep", Some(HOST)), ("server", None), ("api.internal", Some("api.internal"))] {
+        let upstream = crate::world::upstream::Upstream::replying(200);
+        let toml =
+            format!("{}host = \"{host}\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+        Gateway::start(&toml).get("/a").expect(200);
+        let expected = said.map_or_else(|| upstream.address.to_string(), str::to_owned);
+        assert_eq!(upstream.only().all("host"), [expected.as_str()]);
     }
 }
 

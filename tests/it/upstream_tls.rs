@@ -3,6 +3,7 @@
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
 
+use crate::world::eventually;
 use crate::world::gateway::Gateway;
 use crate::world::notary::{Identity, Notary};
 use crate::world::parts;
@@ -55,8 +56,7 @@ fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
         let answer = process.get("/a").expect(502);
         answer.problem();
         assert!(!answer.text().to_lowercase().contains("certificate"), "{}", answer.text());
-        let log = process.stderr();
-        assert!(log.contains("TLS: ") && log.contains(why), "{why}: {log}");
+        eventually(why, || process.stderr().contains("TLS: ") && process.stderr().contains(why));
     }
 }
 
@@ -101,7 +101,8 @@ fn a_server_that_asks_is_shown_a_certificate() {
     let private_key = notary.scratch.write("client.key", &client.private_key);
     let shown = format!(", certificate = \"{}\", private_key = \"{}\"", certificate.display(), private_key.display());
     Gateway::start(&toml(&upstream, &trusting(&notary, &shown))).get("/a").expect(200);
-    Gateway::start(&toml(&upstream, &trusting(&notary, ""))).get("/a").expect(502);
+    // Why, the server says behind the handshake; a reset may overtake it.
+    Gateway::start(&toml(&upstream, &trusting(&notary, ""))).get("/a").expect(502).problem();
 }
 
 #[test]
@@ -147,7 +148,7 @@ fn http2_that_is_not_spoken_is_502() {
     let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&notary, "")));
     let process = Process::spawn(&toml);
     process.get("/a").expect(502).problem();
-    assert!(process.stderr().contains("did not choose `h2`"), "{}", process.stderr());
+    eventually("the operator is told", || process.stderr().contains("did not choose `h2`"));
 }
 
 #[test]
