@@ -7,6 +7,7 @@
 //! `passage` the tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
+use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::rc::Rc;
 
@@ -64,7 +65,7 @@ enum Decision {
         lane: usize,
         websocket: bool,
         /// What the choice of a server goes by, where requests that belong together go to one.
-        server_key: Option<u64>,
+        server_key: Option<NonZeroU64>,
         stamp: Stamp,
         turn: Option<Box<Turn>>,
         settlement: Option<Box<Settlement>>,
@@ -312,7 +313,7 @@ async fn forward(
     view: &View,
     peer: &Peer,
     lane: usize,
-    server_key: Option<u64>,
+    server_key: Option<NonZeroU64>,
     mut request: Box<Request<Upload>>,
     mut deed: Option<Box<Deed>>,
     record: &mut Record,
