@@ -12,12 +12,16 @@ need() {
 }
 
 PATH=$PATH:/usr/sbin:/sbin
+need chromium command -v chromium
 need curl command -v curl
 need faketime command -v faketime
+need nghttp2-client command -v h2load
 need nginx-light command -v nginx
+need openssl command -v openssl
 need python3 command -v python3
 need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
+need slowhttptest command -v slowhttptest
 
 [ -n "$missing" ] || exit 0
 
