@@ -265,9 +265,11 @@ async def main():
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks only")
     options = parser.parse_args()
     way = Way(options)
-    checks = [("refused", refused)] if options.refused else CHECKS
-    if options.only:
-        checks = [(name, function) for name, function in checks if name in options.only]
+    checks = CHECKS
+    if options.refused:
+        checks = [("refused", refused)]
+    elif options.only:
+        checks = [(name, function) for name, function in CHECKS if name in options.only]
     broken = 0
     for name, function in checks:
         broken += not await held(name, function, way)
