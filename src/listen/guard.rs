@@ -21,8 +21,9 @@ use crate::interim::Interim;
 use crate::timer::Timer;
 use crate::wire::Wire;
 
-/// How much, and for how long, a closing connection still reads.
-const LINGER_BYTES: usize = 256 * 1024;
+/// How much, and for how long, a closing connection still reads. It is the time that ends an upload which was refused:
+/// with bytes unread the connection is reset, and a client that has not read its answer yet never does.
+const LINGER_BYTES: usize = 64 * 1024 * 1024;
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Room for the next head that a connection keeps.
