@@ -61,14 +61,22 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common_arguments(parser)
+    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
+    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
+    return checked(parser)
+
+
+def common_arguments(parser):
     parser.add_argument("--transom", default=os.path.join(ROOT, "target/release/transom"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each gateway per scenario (default 6)")
     parser.add_argument("--seconds", type=int, default=3, help="load per turn (default 3)")
-    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
-    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
     parser.add_argument("--server-core", type=int, default=0, help="core of the gateways (default 0)")
     parser.add_argument("--load-core", type=int, default=1, help="core of load and upstream (default 1)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
+
+
+def checked(parser):
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds < 1:
         parser.error("`--rounds` and `--seconds` are at least 1")
@@ -78,27 +86,35 @@ def arguments():
 def measure(options, directory, report):
     transom = contenders.Transom(options.transom)
     gateways = [transom, contenders.Nginx(), contenders.Haproxy()]
-    require_all(options, gateways)
     generator = load.GENERATORS[options.load](directory)
-    versions = [(each.name, each.version()) for each in (*gateways, generator)]
-    report.machine(machine.description(versions), options)
+    begin(options, report, gateways, generator)
     upstream, upstream_port = load.start_upstream(directory, options.load_core)
     with upstream:
         for name in options.scenario or contenders.SCENARIOS:
             scenario = contenders.SCENARIOS[name]
             # Only where something is refused do the two nginx differ.
             several = [*gateways, contenders.NginxLogging()] if scenario.limits else gateways
-            rounds = []
-            for number in range(options.rounds):
-                rounds.append({})
-                for gateway in in_turn(several, number):
-                    server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
-                    with server:
-                        turn = take_turn(server, port, scenario, generator, options)
-                    rounds[-1][gateway.name] = turn
-                report.round(scenario, number, rounds[-1])
-            report.scenario(scenario, rounds)
+            compare(options, directory, report, scenario, several, generator, upstream_port)
         report.memory(*idle_memory(transom, directory, upstream_port))
+
+
+def begin(options, report, gateways, generator):
+    require_all(options, [*gateways, generator])
+    versions = [(each.name, each.version()) for each in (*gateways, generator)]
+    report.machine(machine.description(versions), options, generator)
+
+
+def compare(options, directory, report, scenario, gateways, generator, upstream_port):
+    """All rounds of one scenario."""
+    rounds = []
+    for number in range(options.rounds):
+        rounds.append({})
+        for gateway in in_turn(gateways, number):
+            server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
+            with server:
+                rounds[-1][gateway.name] = take_turn(server, port, scenario, generator, options)
+        report.round(scenario, number, rounds[-1])
+    report.scenario(scenario, rounds)
 
 
 def in_turn(gateways, number):
@@ -111,12 +127,12 @@ def in_turn(gateways, number):
 def take_turn(server, port, scenario, generator, options):
     # Warm caches and open upstream connections; in the refusing scenario this also uses up the limit.
     generator.run(options.load_core, port, WARM_UP_S)
-    expect(server, port, scenario)
+    expect(server, port, scenario, generator)
     core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
     outcome = generator.run(options.load_core, port, options.seconds)
     cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
     core_s = machine.core_busy_s(options.server_core) - core_before
-    expect(server, port, scenario)
+    expect(server, port, scenario, generator)
     if outcome.answers == 0:
         raise Trouble(f"{server.name} answered nothing; it said:\n{server.said()}")
     wanted = outcome.answers - outcome.good if scenario.limits else outcome.good
@@ -134,11 +150,11 @@ def take_turn(server, port, scenario, generator, options):
     )
 
 
-def expect(server, port, scenario):
+def expect(server, port, scenario, generator):
     """The load generators only count classes of statuses; that it is the right one is asked apart."""
     # A window may just have ended, and then the first requests of the next are rightly admitted.
     for _ in range(50):
-        status, _fields = load.probe(port)
+        status = generator.probe(port)
         if status == scenario.status:
             return
     raise Trouble(f"{server.name}, {scenario.name}: answered {status}, not {scenario.status}")
@@ -158,11 +174,11 @@ def idle_memory(transom, directory, upstream_port):
     return resident(64), resident(1_000_000)
 
 
-def require_all(options, gateways):
+def require_all(options, tools):
     """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
     missing = sorted({
         tool.package
-        for tool in (*gateways, load.GENERATORS[options.load])
+        for tool in tools
         if tool.package and not shutil.which(tool.name)
     })
     if missing:
@@ -197,11 +213,11 @@ class Report:
                 self._say("| " + " | ".join(rules) + " |")
         self._say()
 
-    def machine(self, facts, options):
+    def machine(self, facts, options, generator):
         for what, which in facts:
             self._say(f"- {what}: {which}")
         self._say(
-            f"- load: {options.load}, {load.CONNECTIONS} kept connections, {options.rounds} rounds of "
+            f"- load: {generator.description}, {options.rounds} rounds of "
             f"{options.seconds} s per gateway; gateways on core {options.server_core}, "
             f"load and upstream on core {options.load_core}"
         )
