@@ -176,6 +176,13 @@ def idle_memory(transom, directory, upstream_port):
 
 def require_all(options, tools):
     """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
+    require(options.transom, tools)
+    cores = {options.server_core, options.load_core}
+    if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
+        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+
+
+def require(transom, tools):
     missing = sorted({
         tool.package
         for tool in tools
@@ -183,11 +190,8 @@ def require_all(options, tools):
     })
     if missing:
         raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
-    if not os.access(options.transom, os.X_OK):
-        raise Trouble(f"`{options.transom}` is not there; build it with:\n    cargo build --release")
-    cores = {options.server_core, options.load_core}
-    if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
-        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+    if not os.access(transom, os.X_OK):
+        raise Trouble(f"`{transom}` is not there; build it with:\n    cargo build --release")
 
 
 class Report:
@@ -203,7 +207,7 @@ class Report:
     def markdown(self):
         return "\n".join(self._lines) + "\n"
 
-    def _table(self, head, rows):
+    def table(self, head, rows):
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         for number, row in enumerate([head, *rows]):
             cells = [text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
@@ -213,15 +217,22 @@ class Report:
                 self._say("| " + " | ".join(rules) + " |")
         self._say()
 
-    def machine(self, facts, options, generator):
+    def facts(self, facts):
         for what, which in facts:
             self._say(f"- {what}: {which}")
-        self._say(
-            f"- load: {generator.description}, {options.rounds} rounds of "
+        self._say()
+
+    def section(self, title):
+        self._say(f"### {title}")
+        self._say()
+
+    def machine(self, facts, options, generator):
+        how = (
+            f"{generator.description}, {options.rounds} rounds of "
             f"{options.seconds} s per gateway; gateways on core {options.server_core}, "
             f"load and upstream on core {options.load_core}"
         )
-        self._say()
+        self.facts([*facts, ("load", how)])
 
     def round(self, scenario, number, turns):
         """Progress, on the terminal only."""
@@ -229,8 +240,7 @@ class Report:
         print(f"  {scenario.name}, round {number + 1}: {figures} µs", file=sys.stderr, flush=True)
 
     def scenario(self, scenario, rounds):
-        self._say(f"### {scenario.name.capitalize()}: CPU time per request")
-        self._say()
+        self.section(f"{scenario.name.capitalize()}: CPU time per request")
         rows = []
         for name in sorted(rounds[0], key=lambda name: name != "transom"):
             turns = [turns[name] for turns in rounds]
@@ -242,7 +252,7 @@ class Report:
                 name, f"{median('cpu_us'):.2f}", f"{median('rate'):,.0f}", f"{median('busy'):.0%}",
                 f"{max(turn.others for turn in turns):.0%}", f"{max(turn.memory_mib for turn in turns):.1f}",
             ])
-        self._table(
+        self.table(
             ["gateway", "median µs", "requests/s", "core used", "core lost to others, worst", "MiB after load"], rows
         )
         rows = []
@@ -251,13 +261,12 @@ class Report:
             middle, target = statistics.median(ratios), scenario.targets.get(other)
             verdict = "no target" if target is None else f"≤ {target:.2f}: {met(middle <= target)}"
             rows.append([f"transom / {other}", f"{ratios[0]:.2f}", f"{middle:.2f}", f"{ratios[-1]:.2f}", verdict])
-        self._table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
+        self.table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
 
     def memory(self, small, full):
-        self._say("### Memory: idle, on all cores")
-        self._say()
+        self.section("Memory: idle, on all cores")
         table = 1_000_000 * BYTES_PER_COUNTER / MIB
-        self._table(
+        self.table(
             ["transom, resident", "MiB", "target"],
             [
                 ["without the table (capacity = 64)", f"{small:.1f}",

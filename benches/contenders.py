@@ -31,6 +31,7 @@ class Nginx:
     # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
     log_of_refusals = "limit_req_log_level info;"
     speaks, upstream_connections = "", load.CONNECTIONS
+    connections = 4096
 
     def start(self, directory, upstream_port, scenario, cores):
         port = machine.free_port()
@@ -68,7 +69,7 @@ class Nginx:
         if scenario.limits:
             # Without a burst there is nothing to delay, and `nodelay` is not accepted.
             config = config.replace("per_client  nodelay;", "per_client;")
-        command = load.nginx_command(prefix, config)
+        command = load.nginx_command(prefix, config, self.connections)
         return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
 
     def version(self):
@@ -86,6 +87,12 @@ class NginxHttp2(Nginx):
     """HTTP/2 with prior knowledge; as many kept upstream connections as there are streams."""
 
     speaks, upstream_connections = "http2", load.Http2.CONNECTIONS * load.Http2.STREAMS
+
+
+class NginxWide(Nginx):
+    """With room for very many connections, which it allocates at start."""
+
+    connections = 32_768
 
 
 class Envoy:

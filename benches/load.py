@@ -142,7 +142,7 @@ def start_upstream(directory, core):
     return machine.Server("the upstream", command, port, os.path.join(prefix, "log"), {core}), port
 
 
-def nginx_command(prefix, http_block):
+def nginx_command(prefix, http_block, connections=4096):
     """How to run an nginx, one worker, that touches nothing of an nginx installed on the system."""
     os.makedirs(prefix, exist_ok=True)
     temporary = "\n".join(
@@ -154,7 +154,7 @@ def nginx_command(prefix, http_block):
             # Started by root, nginx would hand its worker to `nobody`, who cannot use the prefix.
             ("user root;\n" if os.geteuid() == 0 else "")
             + f"daemon off;\nworker_processes 1;\npid {prefix}/pid;\nerror_log stderr crit;\n"
-            + "events { worker_connections 4096; }\n"
+            + f"events {{ worker_connections {connections}; }}\n"
             + http_block.replace("http {", "http {\n" + temporary, 1)
         )
     return ["nginx", "-p", prefix, "-e", "stderr", "-c", config]
