@@ -5,15 +5,15 @@
 use std::fs::File;
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::world::Scratch;
 use crate::world::edge::Edge;
 use crate::world::parts::program;
 use crate::world::process::signal;
 use crate::world::scripts::Script;
+use crate::world::{DEADLINE, Scratch};
 
 /// A browser takes long to start on a machine that is busy.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -54,9 +54,15 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // So that it ends its own processes.
+        // Not killed at first, for it has children to end.
         signal(self.child.id(), "TERM");
-        let _ = self.child.wait();
+        let start = Instant::now();
+        while let Ok(None) = self.child.try_wait() {
+            if start.elapsed() > DEADLINE {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 
