@@ -22,16 +22,18 @@ use tokio::sync::{oneshot, watch};
 use crate::access::{Sink, Writer};
 use crate::admin::{self, Office};
 use crate::clock::Clock;
+use crate::config::listen::Listen;
 use crate::config::{AccessLog, Config};
 use crate::count::table::Table;
 use crate::count::word::END_MAX_MS;
 use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::http::decision::Counsel;
-use crate::listen::drain::Drain;
-use crate::listen::socket;
+use crate::listen::capacity::{Capacity, raise_descriptors};
+use crate::listen::lobby::{Listener, Lobby, Terms};
+use crate::listen::socket::{self, Inherited};
 use crate::metrics::Registry;
-use crate::metrics::meter::AccessLogMeter;
+use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter};
 use crate::rule::book::Book;
 use crate::rule::key::Seed;
 use crate::rule::window::PERIOD_MAX_MS;
@@ -49,6 +51,9 @@ pub enum StartError {
         address: SocketAddr,
         source: io::Error,
     },
+    /// A socket was handed over for an address that is not configured.
+    Inherited(SocketAddr),
+    Tls(rustls::Error),
     AccessLog(io::Error),
     Thread(io::Error),
     Memory {
@@ -65,6 +70,10 @@ impl fmt::Display for StartError {
                 write!(f, "can not listen on `{address}` (ports under 1024 take CAP_NET_BIND_SERVICE)")
             }
             StartError::Listen { address, .. } => write!(f, "can not listen on `{address}`"),
+            StartError::Inherited(address) => {
+                write!(f, "a socket was handed over for `{address}`, which is not in `listen`: write it there just so")
+            }
+            StartError::Tls(_) => f.write_str("TLS can not be set up"),
             StartError::Memory { capacity } => {
                 write!(f, "there is no memory for a table of {capacity} counters: lower `counters.capacity`")
             }
@@ -80,7 +89,8 @@ impl std::error::Error for StartError {
         match self {
             StartError::Listen { source, .. } => Some(source),
             StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
-            StartError::Memory { .. } | StartError::Clock => None,
+            StartError::Tls(source) => Some(source),
+            StartError::Inherited(_) | StartError::Memory { .. } | StartError::Clock => None,
         }
     }
 }
@@ -88,15 +98,17 @@ impl std::error::Error for StartError {
 /// Why a configuration could not be taken over while running.
 #[derive(Debug)]
 pub enum ReloadError {
-    /// A change of this section takes a restart.
+    /// A change of this takes a restart.
     NeedsRestart(&'static str),
+    Tls(rustls::Error),
     AccessLog(io::Error),
 }
 
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of `{section}` takes a restart"),
+            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart"),
+            ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
         }
     }
@@ -104,13 +116,14 @@ impl fmt::Display for ReloadError {
 
 /// What an event loop is told.
 enum Order {
-    Adopt(Arc<Snapshot>, Option<Sink>),
+    Adopt(Arc<Snapshot>, Arc<Terms>, Option<Sink>),
     Drain(Duration),
 }
 
 /// A running gateway.
 pub struct Gateway {
     http: Vec<SocketAddr>,
+    https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     seed: Seed,
     config: Config,
@@ -119,6 +132,9 @@ pub struct Gateway {
     orders: Vec<UnboundedSender<Order>>,
     loops: Vec<JoinHandle<()>>,
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    /// What holds for new connections.
+    terms: Arc<Terms>,
+    capacity: Arc<Capacity>,
     /// Who answers the decision API, by the configuration that is in force.
     counsel: watch::Sender<Option<Arc<Counsel>>>,
     /// The rules that are in force.
@@ -130,6 +146,11 @@ pub struct Gateway {
 impl Gateway {
     /// Opens the addresses and starts the loops. It serves when this returns.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
+        Gateway::start_with(config, clock, Inherited::default())
+    }
+
+    /// Starts on the sockets that were opened for it, and opens the others.
+    pub fn start_with(config: Config, clock: Clock, mut inherited: Inherited) -> Result<Gateway, StartError> {
         let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         let seed = Seed(fresh_bits(), fresh_bits());
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
@@ -138,10 +159,16 @@ impl Gateway {
         let table = Arc::new(table(config.counters.capacity)?);
         let registry = Arc::new(Registry::default());
         let ready = Arc::new(AtomicBool::new(true));
-        let (http, listeners) = open_all(&config.listen.http, workers)?;
+        raise_descriptors();
+        let capacity = Capacity::new(&config.listen);
+        let terms = Terms::new(&config.listen, None).map_err(StartError::Tls)?;
+        let opened = Opened::new(&config.listen, workers, &mut inherited)?;
         let mut gateway = Gateway {
-            http,
+            http: opened.http,
+            https: opened.https,
             admin: None,
+            terms: Arc::clone(&terms),
+            capacity: Arc::clone(&capacity),
             seed,
             registry: Arc::clone(&registry),
             ready: Arc::clone(&ready),
@@ -154,6 +181,7 @@ impl Gateway {
             writers: Vec::new(),
             config: config.clone(),
         };
+        meter::certificates(&gateway.registry, expiries(&config));
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
@@ -164,15 +192,24 @@ impl Gateway {
         if let Some(address) = admin {
             let counsel = gateway.counsel.subscribe();
             let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready, counsel };
-            gateway.start_office(address, office)?;
+            gateway.start_office(address, office, &mut inherited)?;
         }
-        for (id, listeners) in listeners.into_iter().enumerate() {
+        if let Some(address) = inherited.left_over() {
+            return Err(StartError::Inherited(address));
+        }
+        for (id, doors) in opened.by_loop.into_iter().enumerate() {
             let (orders, inbox) = unbounded_channel();
             let (table, clock, registry) = (Arc::clone(&table), clock.clone(), Arc::clone(&gateway.registry));
             let (snapshot, access) = (Arc::clone(&snapshot), gateway.access.clone());
+            let (terms, capacity) = (Arc::clone(&terms), Arc::clone(&capacity));
             let run = move || {
-                let hall = Rc::new(Hall::new(id, table, clock, registry, snapshot, access));
-                run_loop(hall, listeners, inbox)
+                let hall = Rc::new(Hall::new(id, table, clock, Arc::clone(&registry), snapshot, access));
+                let lobby = Rc::new(Lobby::new(hall, capacity, terms));
+                let listeners = doors.into_iter().map(|door| {
+                    let meter = ListenerMeter::new(&registry, id, &door.address.to_string(), door.https.is_some());
+                    (door.socket, Rc::new(Listener::new(Rc::clone(&lobby), meter, door.https)))
+                });
+                run_loop(Rc::clone(&lobby), listeners.collect(), inbox)
             };
             gateway.loops.push(spawn(format!("loop-{id}"), run)?);
             gateway.orders.push(orders);
@@ -185,34 +222,48 @@ impl Gateway {
         &self.http
     }
 
+    /// As [`Gateway::http`], those that speak TLS.
+    pub fn https(&self) -> &[SocketAddr] {
+        &self.https
+    }
+
     pub fn admin(&self) -> Option<SocketAddr> {
         self.admin
+    }
+
+    /// The configuration that is in force.
+    pub fn config(&self) -> &Config {
+        &self.config
     }
 
     /// Takes over a configuration without dropping a connection or a count. Requests that are under
     /// way finish on the old one.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
-            ("listen", config.listen == self.config.listen),
-            ("workers", config.workers == self.config.workers),
-            ("counters", config.counters == self.config.counters),
+            ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
+            ("`workers`", config.workers == self.config.workers),
+            ("`counters`", config.counters == self.config.counters),
         ] {
             if !same {
                 return Err(ReloadError::NeedsRestart(name));
             }
         }
+        let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
+        self.terms = terms;
+        meter::certificates(&self.registry, expiries(&config));
+        self.capacity.adopt(&config.listen);
         self.config = config.clone();
         let snapshot = Snapshot::new(config, self.seed, self.book.as_deref());
         self.book = Some(Arc::clone(&snapshot.book));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         for orders in &self.orders {
             // A loop that is gone has panicked, which was reported then.
-            let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), self.access.clone()));
+            let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
         }
         Ok(())
     }
@@ -250,9 +301,14 @@ impl Gateway {
         Ok(())
     }
 
-    fn start_office(&mut self, address: SocketAddr, office: Office) -> Result<(), StartError> {
+    fn start_office(
+        &mut self,
+        address: SocketAddr,
+        office: Office,
+        inherited: &mut Inherited,
+    ) -> Result<(), StartError> {
         let failed = |source| StartError::Listen { address, source };
-        let listener = StdListener::bind(address).map_err(failed)?;
+        let listener = inherited.take(address).map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         self.admin = Some(listener.local_addr().map_err(failed)?);
         let (stop, stopped) = oneshot::channel();
@@ -279,21 +335,59 @@ fn table(capacity: usize) -> Result<Table, StartError> {
     Ok(Table::with_capacity(capacity))
 }
 
-/// Addresses as they were chosen, and the listeners of each loop.
-type Opened = (Vec<SocketAddr>, Vec<Vec<StdListener>>);
+/// The files of certificates, and when these end.
+fn expiries(config: &Config) -> impl Iterator<Item = (&str, i64)> {
+    let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    all.map(|certificate| (certificate.file.as_str(), certificate.not_after_s))
+}
 
-fn open_all(addresses: &[SocketAddr], workers: usize) -> Result<Opened, StartError> {
-    let mut chosen = Vec::new();
-    let mut by_loop: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
-    for &address in addresses {
-        let opened = socket::is_free(address).and_then(|()| socket::open(address, workers));
-        let (address, listeners) = opened.map_err(|source| StartError::Listen { address, source })?;
-        chosen.push(address);
-        for (of_loop, listener) in by_loop.iter_mut().zip(listeners) {
-            of_loop.push(listener);
+/// All listeners.
+struct Opened {
+    /// Addresses, with the ports that were chosen.
+    http: Vec<SocketAddr>,
+    https: Vec<SocketAddr>,
+    by_loop: Vec<Vec<Door>>,
+}
+
+/// A socket on which one loop accepts.
+struct Door {
+    socket: StdListener,
+    /// As configured.
+    address: SocketAddr,
+    /// Position in `listen.https`.
+    https: Option<usize>,
+}
+
+impl Opened {
+    fn new(listen: &Listen, workers: usize, inherited: &mut Inherited) -> Result<Opened, StartError> {
+        let by_loop = (0..workers).map(|_| Vec::new()).collect();
+        let mut opened = Opened { http: Vec::new(), https: Vec::new(), by_loop };
+        for address in &listen.http {
+            let chosen = opened.open(*address, None, inherited)?;
+            opened.http.push(chosen);
         }
+        for (position, https) in listen.https.iter().enumerate() {
+            for address in &https.addresses {
+                let chosen = opened.open(*address, Some(position), inherited)?;
+                opened.https.push(chosen);
+            }
+        }
+        Ok(opened)
     }
-    Ok((chosen, by_loop))
+
+    fn open(
+        &mut self,
+        address: SocketAddr,
+        https: Option<usize>,
+        inherited: &mut Inherited,
+    ) -> Result<SocketAddr, StartError> {
+        let opened = socket::open(address, self.by_loop.len(), inherited);
+        let (chosen, sockets) = opened.map_err(|source| StartError::Listen { address, source })?;
+        for (doors, socket) in self.by_loop.iter_mut().zip(sockets) {
+            doors.push(Door { socket, address, https });
+        }
+        Ok(chosen)
+    }
 }
 
 /// Starts a thread with a runtime of its own, and returns when that runtime stands.
@@ -330,13 +424,11 @@ fn fresh_bits() -> u64 {
 }
 
 /// The life of one event loop.
-async fn run_loop(hall: Rc<Hall>, listeners: Vec<StdListener>, mut inbox: UnboundedReceiver<Order>) {
-    let drain = Rc::new(Drain::default());
-    for listener in listeners {
-        match TcpListener::from_std(listener) {
-            Ok(listener) => {
-                tokio::task::spawn_local(socket::accept(listener, Rc::clone(&hall), Rc::clone(&drain)));
-            }
+async fn run_loop(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, mut inbox: UnboundedReceiver<Order>) {
+    let hall = Rc::clone(&lobby.hall);
+    for (socket, listener) in listeners {
+        match TcpListener::from_std(socket) {
+            Ok(socket) => drop(tokio::task::spawn_local(socket::accept(socket, listener))),
             Err(error) => tracing::error!(%error, "a listener can not be used"),
         }
     }
@@ -355,10 +447,13 @@ async fn run_loop(hall: Rc<Hall>, listeners: Vec<StdListener>, mut inbox: Unboun
     });
     while let Some(order) = inbox.recv().await {
         match order {
-            Order::Adopt(snapshot, access) => hall.adopt(snapshot, access),
+            Order::Adopt(snapshot, terms, access) => {
+                hall.adopt(snapshot, access);
+                lobby.adopt(terms);
+            }
             Order::Drain(limit) => {
-                drain.begin();
-                if tokio::time::timeout(limit, drain.ended()).await.is_err() {
+                lobby.drain.begin();
+                if tokio::time::timeout(limit, lobby.drain.ended()).await.is_err() {
                     tracing::warn!("requests that did not finish in time were broken off");
                 }
                 break;

@@ -37,6 +37,11 @@ impl Timers {
         timer
     }
 
+    /// How many tenths of a second have passed.
+    pub fn tick(&self) -> u64 {
+        self.tick.get()
+    }
+
     /// Lets time pass, as long as it is polled.
     pub async fn run(&self) {
         let mut ticks = tokio::time::interval(TICK);

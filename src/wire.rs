@@ -7,12 +7,13 @@
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Buf, Bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::dup;
 use smallvec::SmallVec;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
@@ -77,11 +78,40 @@ impl Wire {
         poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ends)
     }
 
+    /// What notices the end of a TLS connection behind bytes that nobody reads for now; `None` if it is
+    /// none, or can not be watched.
+    pub fn ending(&self) -> Option<Ending> {
+        let Stream::Tls(tls) = &self.stream else { return None };
+        // A descriptor of its own: what is known of the other one decides whether it is read from.
+        let watched = dup(tls.get_ref().0).ok()?;
+        TcpStream::from_std(watched.into()).ok().map(Ending)
+    }
+
     /// Sends what there is room for right now.
     pub fn send_at_once(&mut self, bytes: &[u8]) {
         let cx = &mut Context::from_waker(Waker::noop());
         if let Poll::Ready(Ok(_)) = Pin::new(&mut *self).poll_write(cx, bytes) {
             let _ = Pin::new(self).poll_flush(cx);
+        }
+    }
+}
+
+/// Wakes whenever something more has come on a connection, whether or not it is read.
+#[derive(Debug)]
+pub struct Ending(TcpStream);
+
+impl Ending {
+    /// Ready when the other side has closed the connection.
+    pub fn poll_ended(&self, wire: &Wire, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            if ready!(self.0.poll_read_ready(cx)).is_err() {
+                return Poll::Ready(());
+            }
+            // Forgotten before it is looked, so that what comes in between is not missed.
+            let _ = self.0.try_io(Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
+            if wire.has_hung_up() {
+                return Poll::Ready(());
+            }
         }
     }
 }
@@ -92,6 +122,10 @@ impl AsyncRead for Wire {
             let length = self.early.len().min(buffer.remaining());
             buffer.put_slice(&self.early[..length]);
             self.early.advance(length);
+            if self.early.is_empty() {
+                // Its memory would last as long as the connection.
+                self.early = Bytes::new();
+            }
             return Poll::Ready(Ok(()));
         }
         match &mut self.stream {

@@ -48,6 +48,15 @@ fn difference(expected: &str, found: &str) -> String {
 }
 
 #[test]
+fn the_limits_on_http2_are_read() {
+    let http2 = good("http2.toml").http2;
+    assert_eq!((http2.h2c, http2.max_concurrent_streams, http2.ping), (false, 32, None));
+    assert_eq!((http2.idle.as_secs(), http2.max_resets, http2.max_control_frames), (180, 50, 5000));
+    let http2 = good("smallest.toml").http2;
+    assert_eq!((http2.h2c, http2.max_concurrent_streams, http2.idle.as_secs()), (true, 100, 60));
+}
+
+#[test]
 fn every_good_file_is_accepted() {
     let files = files("good", "toml");
     assert!(files.len() >= 8);

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 18] = [
-    ("cli", &["clock", "config", "metrics", "reload", "rule", "run"]),
+    ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run"]),
     ("run", &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule"]),
-    ("listen", &["gateway", "http", "interim", "timer", "wire"]),
+    ("listen", &["config", "gateway", "http", "interim", "metrics", "rule", "timer", "wire"]),
     (
         "gateway",
         &["access", "clock", "config", "count", "http", "interim", "metrics", "rule", "timer", "token", "upstream"],
@@ -42,11 +42,12 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("upstream/exchange.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 7] = [
+const ATOMICS: [(&str, &str); 8] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
     ("run.rs", "whether the gateway is ready"),
+    ("listen/capacity.rs", "connections are limited in all, and touch it once when they come and once when they go"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use super::{Exit, read};
+use crate::clock::Clock;
 use crate::config::outlook;
 use crate::reload::Watch;
 
@@ -14,6 +15,9 @@ pub fn check(path: &Path) -> Exit {
             show!("{}: fine: {routes} routes, {rules} rules, {upstreams} upstreams", path.display());
             for line in outlook::lines(&config) {
                 show!("  {line}");
+            }
+            for line in outlook::certificates(&config, Clock::system().now().unix_ms) {
+                show!("  note: {line}");
             }
             Exit::Fine
         }

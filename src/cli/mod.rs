@@ -17,6 +17,7 @@ macro_rules! tell {
 pub mod check;
 pub mod clients;
 pub mod run;
+pub mod systemd;
 
 use std::cell::RefCell;
 use std::fs::File;

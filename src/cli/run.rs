@@ -9,8 +9,9 @@ use std::time::Duration;
 use tokio::runtime::Builder;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{Exit, read};
+use super::{Exit, read, systemd};
 use crate::clock::Clock;
+use crate::config::{Config, outlook};
 use crate::metrics::meter::ReloadMeter;
 use crate::reload::Watch;
 use crate::run::Gateway;
@@ -27,7 +28,16 @@ pub fn run(path: &Path) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let gateway = match Gateway::start(config, Clock::system()) {
+    let clock = Clock::system();
+    warn_of_certificates(&config, &clock);
+    let sockets = match systemd::sockets() {
+        Ok(sockets) => sockets,
+        Err(error) => {
+            tell!("transom: can not use the sockets that were handed over: {error}");
+            return Exit::Failed;
+        }
+    };
+    let gateway = match Gateway::start_with(config, clock.clone(), sockets) {
         Ok(gateway) => gateway,
         Err(error) => {
             say(&error);
@@ -41,7 +51,7 @@ pub fn run(path: &Path) -> Exit {
             return Exit::Failed;
         }
     };
-    let ended = runtime.block_on(attend(gateway, path, &mut watch));
+    let ended = runtime.block_on(attend(gateway, &clock, path, &mut watch));
     // A drain that was cut short is not waited for.
     runtime.shutdown_background();
     match ended {
@@ -65,7 +75,7 @@ fn say(error: &dyn Error) {
 }
 
 /// Waits for signals and for changes of the files.
-async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Result<()> {
+async fn attend(mut gateway: Gateway, clock: &Clock, path: &Path, watch: &mut Watch) -> io::Result<()> {
     let meter = ReloadMeter::new(&gateway.registry);
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -74,9 +84,13 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
     for address in gateway.http() {
         tell(&format!("listening on http://{address}"));
     }
+    for address in gateway.https() {
+        tell(&format!("listening on https://{address}"));
+    }
     if let Some(address) = gateway.admin() {
         tell(&format!("admin on http://{address}"));
     }
+    systemd::notify(systemd::READY);
     loop {
         tokio::select! {
             _ = terminate.recv() => break,
@@ -85,16 +99,17 @@ async fn attend(mut gateway: Gateway, path: &Path, watch: &mut Watch) -> io::Res
                 // What is read now need not be read again for having changed.
                 watch.changed();
                 gateway.reopen_access_log();
-                reload(&mut gateway, path, watch, &meter);
+                reload(&mut gateway, clock, path, watch, &meter);
             }
             () = tokio::time::sleep(LOOK) => {
                 if watch.changed() {
-                    reload(&mut gateway, path, watch, &meter);
+                    reload(&mut gateway, clock, path, watch, &meter);
                 }
             }
         }
     }
     tracing::info!("draining");
+    systemd::notify(systemd::STOPPING);
     let draining = tokio::task::spawn_blocking(move || gateway.drain());
     tokio::select! {
         drained = draining => drained.map_err(io::Error::other),
@@ -109,10 +124,12 @@ fn tell(line: &str) {
 }
 
 /// Takes over the files as they are now; a bad one leaves everything as it was.
-fn reload(gateway: &mut Gateway, path: &Path, watch: &mut Watch, meter: &ReloadMeter) {
+fn reload(gateway: &mut Gateway, clock: &Clock, path: &Path, watch: &mut Watch, meter: &ReloadMeter) {
+    systemd::notify(systemd::RELOADING);
     match read(path, watch) {
         Ok(config) => match gateway.reload(config) {
             Ok(()) => {
+                warn_of_certificates(gateway.config(), clock);
                 meter.applied();
                 tracing::info!("the configuration was taken over");
             }
@@ -125,5 +142,13 @@ fn reload(gateway: &mut Gateway, path: &Path, watch: &mut Watch, meter: &ReloadM
             meter.refused();
             tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
         }
+    }
+    systemd::notify(systemd::READY);
+}
+
+/// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.
+fn warn_of_certificates(config: &Config, clock: &Clock) {
+    for line in outlook::certificates(config, clock.now().unix_ms) {
+        tracing::warn!("{line}");
     }
 }

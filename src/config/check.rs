@@ -18,10 +18,12 @@ use crate::rule::window::duration_ms;
 use clients::Plans;
 
 mod calendar;
+mod certificates;
 mod clients;
 mod cost;
 mod exceptions;
 mod host;
+mod http2;
 mod jwt;
 mod key;
 pub mod layers;
@@ -72,9 +74,11 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let encoded_slash = encoded_slash.unwrap_or(EncodedSlash::Refuse);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
-    let listen = listen::listen(top.get("listen"), report);
+    let listen = listen::listen(top.get("listen"), files, report);
+    let certs = listen.client_certs();
     let counters = counters(top.get("counters"), report);
     let timeouts = timeouts(top.get("timeouts"), report);
+    let http2 = http2::http2(top.get("http2"), report);
     let access_log = access_log(top.get("access_log"), report);
     let jwt = top.get("jwt");
     let upstreams = top.get("upstreams");
@@ -87,12 +91,12 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
-    let mut rules = rules::rules(rules, fields, report);
+    let mut rules = rules::rules(rules, fields, certs, report);
     rules.complete &= !misspelt.contains(&"rules");
     let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
-    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, files, report);
+    let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);
 
     let (rules, looks): (Vec<Rule>, Vec<rules::Looks>) = rules.into_values().into_iter().unzip();
     let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
@@ -101,6 +105,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
         workers: workers.map(|workers| workers as usize),
         counters,
         timeouts,
+        http2,
         access_log,
         clients,
         jwt,
@@ -132,6 +137,8 @@ fn counters(item: Option<Item>, report: &mut Report) -> Counters {
 
 fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
     let mut timeouts = Timeouts {
+        proxy_protocol: Duration::from_secs(5),
+        tls_handshake: Duration::from_secs(10),
         request_head: Duration::from_secs(30),
         connect: Duration::from_secs(5),
         response_head: Duration::from_secs(60),
@@ -146,6 +153,8 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
                 *timeout = Duration::from_millis(ms);
             }
         };
+        read("proxy_protocol", &mut timeouts.proxy_protocol, 1..=DAY_MS);
+        read("tls_handshake", &mut timeouts.tls_handshake, 1..=DAY_MS);
         read("request_head", &mut timeouts.request_head, 1..=DAY_MS);
         read("connect", &mut timeouts.connect, 1..=DAY_MS);
         read("response_head", &mut timeouts.response_head, 1..=DAY_MS);

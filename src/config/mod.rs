@@ -3,25 +3,28 @@
 //! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
 //! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says; `outlook` what the rules amount to. This room opens
+//! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know;
+//! `outlook` what the rules amount to. This room opens
 //! no file but the time-zone database, and knows no socket: what other files hold is handed in.
 
 use std::io;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::rule::terms::Rule;
 use crate::token::Trust;
 
+pub mod certificate;
 pub mod check;
 pub mod clients;
 pub mod document;
+pub mod listen;
 pub mod outlook;
 pub mod problem;
 pub mod secret;
 
 use clients::Clients;
+use listen::Listen;
 use problem::Problem;
 
 /// Everything that `gateway.toml` says.
@@ -32,6 +35,7 @@ pub struct Config {
     pub workers: Option<usize>,
     pub counters: Counters,
     pub timeouts: Timeouts,
+    pub http2: Http2,
     pub access_log: Option<AccessLog>,
     /// Who is on which plan.
     pub clients: Option<Clients>,
@@ -51,12 +55,6 @@ pub struct Config {
 }
 
 #[derive(Clone, PartialEq, Debug)]
-pub struct Listen {
-    pub http: Vec<SocketAddr>,
-    pub admin: Option<SocketAddr>,
-}
-
-#[derive(Clone, PartialEq, Debug)]
 pub struct Counters {
     /// Open windows that the table can hold.
     pub capacity: usize,
@@ -64,6 +62,10 @@ pub struct Counters {
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeouts {
+    /// From the connection until the PROXY header is there, where one is due.
+    pub proxy_protocol: Duration,
+    /// Until a TLS handshake is complete.
+    pub tls_handshake: Duration,
     /// From the connection, or from the answer before, until the head of a request is complete.
     pub request_head: Duration,
     /// Until a connection to an upstream server stands.
@@ -76,6 +78,23 @@ pub struct Timeouts {
     pub upstream_idle: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+}
+
+/// What clients may do on one HTTP/2 connection.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Http2 {
+    /// Whether it is spoken in the clear, to clients that begin with it.
+    pub h2c: bool,
+    /// Requests at the same time.
+    pub max_concurrent_streams: u32,
+    /// How long a connection without a request is kept.
+    pub idle: Duration,
+    /// How often a client is asked whether it is still there; `None`: never.
+    pub ping: Option<Duration>,
+    /// Requests that a client may give up in a second.
+    pub max_resets: u32,
+    /// Frames that are neither request nor body, in a second.
+    pub max_control_frames: u32,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,5 +1,6 @@
 //! What the rules of a configuration amount to, in plain sentences: how much they let through at
-//! worst around the end of a window, and which of their layers never refuse anything.
+//! worst around the end of a window, and which of their layers never refuse anything. And which certificates
+//! clients refuse, or soon will.
 //!
 //! The arithmetic is `rule::bound`'s. This file only knows how to put it.
 
@@ -10,6 +11,9 @@ use crate::rule::limit::Limit;
 use crate::rule::terms::{Cost, OnLimit, Rule};
 
 const SHORT_MS: u64 = 2000;
+const DAY_S: i64 = 24 * 60 * 60;
+/// A certificate that ends in so many days has not been renewed in time: most are a month before.
+const SOON_DAYS: i64 = 14;
 
 /// A line for each rule, and one for each layer that never refuses.
 pub fn lines(config: &Config) -> Vec<String> {
@@ -32,6 +36,26 @@ pub fn lines(config: &Config) -> Vec<String> {
         }
     }
     lines
+}
+
+/// A line for each certificate that is not valid now, or not for long.
+pub fn certificates(config: &Config, now_ms: u64) -> Vec<String> {
+    let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
+    let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    let told = all.filter_map(|certificate| {
+        let what = match (certificate.not_before_s - now_s, certificate.not_after_s - now_s) {
+            (_, ..0) => format!("ended {}", day(certificate.not_after_s)),
+            (1.., _) => format!("begins {}", day(certificate.not_before_s)),
+            (_, left_s) if left_s < SOON_DAYS * DAY_S => format!("ends {}", day(certificate.not_after_s)),
+            _ => return None,
+        };
+        Some(format!("the certificate in `{}` {what}", certificate.file))
+    });
+    told.collect()
+}
+
+fn day(unix_s: i64) -> String {
+    jiff::Timestamp::from_second(unix_s).map_or_else(|_| unix_s.to_string(), |time| format!("on {time}"))
 }
 
 struct Told {

@@ -55,11 +55,15 @@ fn spans(text: &str) -> Vec<Range<usize>> {
         at = end;
         // `=` as in TOML, or `:` where that was mixed up.
         let rest = text[end..].trim_start_matches(['"', '\'', ' ', '\t']);
-        let Some(value) = rest.strip_prefix(['=', ':']).filter(|_| is_secret(&text[start..end])) else { continue };
+        let Some(value) = rest.strip_prefix(['=', ':']) else { continue };
         let value = value.trim_start_matches([' ', '\t']);
+        let label = label_length(value);
+        if !is_secret(&text[start..end]) && label == 0 {
+            continue;
+        }
         let from = text.len() - value.len();
-        at = from + length(value);
-        spans.push(from..at);
+        at = from + length(value).max(label);
+        spans.push(from + label..at);
     }
     spans
 }
@@ -69,6 +73,14 @@ fn is_secret(name: &str) -> bool {
     // Nobody misspells a key at such length.
     let is_near = name.len() < 16 && strsim::damerau_levenshtein(&name, "secret") <= 2;
     (is_near || name.starts_with("secret")) && !name.ends_with("file")
+}
+
+/// Where a private key stands instead of the name of its file: how long it is up to the key itself, else 0.
+fn label_length(value: &str) -> usize {
+    const END: &str = "PRIVATE KEY-----";
+    let label = value.trim_start_matches(['"', '\'', '\n', '\r']).strip_prefix("-----BEGIN ");
+    let end = label.and_then(|label| label.lines().next()?.find(END).map(|at| value.len() - label.len() + at));
+    end.map_or(0, |end| end + END.len())
 }
 
 /// How long a value is: to its closing quotes, or to the end of the line.
@@ -125,6 +137,8 @@ mod tests {
             "secret = \"\\\"hunter2-hunter2\"",
             "secret = \"\"\"\nhunter2-hunter2\n\"\"\"",
             "secret = '''\nhunter2-hunter2",
+            "private_key = \"-----BEGIN EC PRIVATE KEY-----\\nhunter2-hunter2\"",
+            "private_key = \"\"\"\n-----BEGIN PRIVATE KEY-----\nhunter2-hunter2\n\"\"\"",
         ] {
             let covered = Secrets::find(line).covered();
             assert!(!covered.contains("hunter"), "{covered}");

@@ -41,6 +41,11 @@ impl Body {
         Body { content, record: Some(record), broken: None }
     }
 
+    /// Leaves out the content, for an answer to HEAD.
+    pub fn omit(&mut self) {
+        self.content = Content::Own(None);
+    }
+
     /// For an answer to a request whose record was lost in a panic.
     pub fn unrecorded(content: Content) -> Body {
         Body { content, record: None, broken: None }

@@ -27,6 +27,7 @@ use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
 use crate::upstream::pool::Pool;
+use crate::upstream::upload::Unwanted;
 
 pub struct Hall {
     pub table: Arc<Table>,
@@ -49,11 +50,17 @@ pub struct Origin {
     pub text: HeaderValue,
     /// Whether it came by TLS.
     pub is_secure: bool,
+    /// The fingerprint of the client's certificate, if it has shown one that was verified: SHA-256, in lower-case hex.
+    pub client_cert: Option<Box<str>>,
 }
 
 impl Origin {
     pub fn new(address: IpAddr, is_secure: bool) -> Origin {
-        Origin { address, text: fields::address(address), is_secure }
+        Origin { address, text: fields::address(address), is_secure, client_cert: None }
+    }
+
+    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> Origin {
+        Origin { client_cert, ..self }
     }
 }
 
@@ -66,11 +73,21 @@ pub struct Peer {
     pub interim: Rc<Interim>,
     /// Whether a request waits for its turn: then it is looked whether the client is still there.
     pub waits: Rc<Cell<bool>>,
+    /// Where the rest of a request's body is left; `None` where a connection is closed instead.
+    pub unwanted: Option<Rc<Unwanted>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits }
+        Peer { origin, timer, interim, waits, unwanted: None }
+    }
+
+    /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
+    /// sees by itself that a stream is reset.
+    pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
+        let Peer { origin, interim, waits, .. } = whole;
+        let (origin, interim, waits) = (Rc::clone(origin), Rc::clone(interim), Rc::clone(waits));
+        Peer { origin, timer, interim, waits, unwanted: Some(Rc::default()) }
     }
 }
 

@@ -29,7 +29,7 @@ use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::http::quota::Stamp;
-use crate::http::reply::{self, Reply};
+use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route::Asked;
 use crate::http::{fields, gate, path};
 use crate::rule::book::Judgement;
@@ -61,16 +61,18 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
     let now = hall.clock.now();
     let view = hall.view();
     let (mut parts, body) = request.into_parts();
+    let body = Upload::new(body, peer.unwanted.as_ref());
+    let dialect = Dialect::of(&parts);
     let mut record = Record::new(hall, &view, peer.origin.address, &parts, now);
     match decide(hall, &view, peer, &mut parts, doubtful, now, &mut record) {
         Ok(Decision::Forward { lane, mut stamp, turn, mut settlement }) => {
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
-            let request = Box::new(Request::from_parts(parts, Upload::new(body)));
+            let request = Box::new(Request::from_parts(parts, body));
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     stamp = match turn.come(&mut record, &mut settlement).await {
                         Ok(stamp) => stamp,
-                        Err(refusal) => return finish(refusal.map(Content::from), record),
+                        Err(refusal) => return finish(dialect.refusal(refusal).map(Content::from), record),
                     };
                 }
                 let mut answer = match forward(&view, &peer, lane, request, &mut record).await {
@@ -80,21 +82,21 @@ pub fn pass(hall: &Rc<Hall>, peer: &Rc<Peer>, request: Request<Incoming>, doubtf
                         }
                         finish(answer, record)
                     }
-                    Err(fault) => fail(&fault, record),
+                    Err(fault) => fail(&fault, dialect, record),
                 };
                 // A request that was admitted has consumed, whatever became of it.
                 stamp.put(answer.headers_mut());
                 answer
             }))
         }
-        Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(reply.map(Content::from), record))),
-        Err(fault) => Passing::Done(Some(fail(&fault, record))),
+        Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record))),
+        Err(fault) => Passing::Done(Some(fail(&fault, dialect, record))),
     }
 }
 
-fn fail(fault: &Fault, mut record: Record) -> Response<Body> {
+fn fail(fault: &Fault, dialect: Dialect, mut record: Record) -> Response<Body> {
     record.fault(fault);
-    finish(reply::fault(fault).map(Content::from), record)
+    finish(dialect.fault(fault).map(Content::from), record)
 }
 
 fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
@@ -113,6 +115,9 @@ fn decide(
     record: &mut Record,
 ) -> Result<Decision, Fault> {
     let snapshot = &*view.snapshot;
+    if parts.version == Version::HTTP_2 {
+        gate::translate(parts)?;
+    }
     let clear = gate::check(parts)?;
     if clear.marks.has(Marks::TRANSFER_ENCODING) && doubtful() {
         return Err(Fault::DOUBTFUL_LENGTH);
@@ -131,6 +136,7 @@ fn decide(
 
     let caller = Caller {
         address: peer.origin.address,
+        client_cert: peer.origin.client_cert.as_deref(),
         host: &clear.host,
         method: &parts.method,
         path: &path,

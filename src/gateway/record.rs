@@ -190,10 +190,12 @@ fn shortened(text: &str) -> &str {
 /// What is known of a request before it is decided. The query is left out: secrets travel there.
 fn first_half(peer: IpAddr, parts: &Parts, started: Moment) -> Map<String, Value> {
     let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
+    let host = host.or_else(|| parts.uri.authority().map(|authority| authority.as_str().into()));
     let mut line = Map::new();
     line.insert("time".to_owned(), json!(time_text(started)));
     line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
     line.insert("method".to_owned(), json!(parts.method.as_str()));
+    line.insert("protocol".to_owned(), json!(format!("{:?}", parts.version)));
     line.insert("host".to_owned(), json!(host.as_deref().map(shortened)));
     line.insert("path".to_owned(), json!(shortened(parts.uri.path())));
     line

@@ -60,6 +60,8 @@ struct Recipe {
 /// What of a request keys are made of.
 pub struct Caller<'a> {
     pub address: IpAddr,
+    /// The fingerprint of its verified certificate: SHA-256, in lower-case hex.
+    pub client_cert: Option<&'a str>,
     pub host: &'a str,
     pub method: &'a Method,
     /// In normal form.
@@ -323,6 +325,7 @@ pub mod tests {
         let id = 3..5;
         identity.of(&Caller {
             address: address.parse().unwrap(),
+            client_cert: None,
             host: "example.com",
             method: &Method::GET,
             path: "/u/77",

@@ -36,6 +36,10 @@ pub enum Fault {
     Malformed,
     /// The head took too long to arrive.
     HeadTimeout,
+    /// HTTP in the clear, where TLS is spoken.
+    Cleartext,
+    /// There are as many connections as there may be.
+    Crowded,
     /// CONNECT and TRACE.
     Method,
     Expectation,
@@ -87,6 +91,8 @@ impl Fault {
             | Fault::TargetTooLong
             | Fault::Malformed
             | Fault::HeadTimeout
+            | Fault::Cleartext
+            | Fault::Crowded
             | Fault::Method
             | Fault::Expectation
             | Fault::NoRoute
@@ -113,6 +119,8 @@ impl Fault {
             | Fault::TargetTooLong
             | Fault::Malformed
             | Fault::HeadTimeout
+            | Fault::Cleartext
+            | Fault::Crowded
             | Fault::Method
             | Fault::Expectation
             | Fault::KeyAmbiguous { .. }
@@ -160,6 +168,8 @@ impl fmt::Display for Fault {
             Fault::TargetTooLong => f.write_str("the request target is too long"),
             Fault::Malformed => f.write_str("the request is not well-formed HTTP"),
             Fault::HeadTimeout => f.write_str("the head of the request took too long"),
+            Fault::Cleartext => f.write_str("this port speaks TLS: use https"),
+            Fault::Crowded => f.write_str("there are too many connections"),
             Fault::Method => f.write_str("the method is not allowed here"),
             Fault::Expectation => f.write_str("the only expectation understood is `100-continue`"),
             Fault::NoRoute => f.write_str("no route matches this request"),

@@ -2,7 +2,8 @@
 //!
 //! hyper has parsed the head, so syntax is settled; what is decided here is what hyper leaves to a
 //! proxy: the form of the target (RFC 9112, section 3.2), Host (RFC 9110, section 7.2), message
-//! framing (RFC 9112, section 6.1) and expectations (RFC 9110, section 10.1.1).
+//! framing (RFC 9112, section 6.1) and expectations (RFC 9110, section 10.1.1). Requests of HTTP/2 are
+//! translated first, so that behind it there is one kind of request only.
 
 use std::borrow::Cow;
 
@@ -43,6 +44,53 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.
     let authority = host.or_else(|| parts.uri.authority().map(|authority| Host::of(authority.as_str())));
     Ok(Clear { host: authority.map_or(Cow::Borrowed(""), Host::in_normal_form), marks })
+}
+
+/// Makes a request of HTTP/2 look like one of HTTP/1.1 (RFC 9113, section 8.3): Host says what
+/// `:authority` says, and cookies stand in one field.
+pub fn translate(parts: &mut Parts) -> Result<(), Fault> {
+    if parts.method == Method::CONNECT {
+        return Ok(());
+    }
+    let (mut hosts, mut cookies, mut lengths) = (0, 0, 0);
+    for (name, value) in &parts.headers {
+        if name == header::COOKIE {
+            cookies += 1;
+        } else if name == header::HOST {
+            hosts += 1;
+        } else if name == header::CONTENT_LENGTH {
+            lengths += 1;
+        }
+        // What HTTP/1.1 can not say (RFC 9113, section 8.2.1): a server would read another value than was counted by.
+        if value.as_bytes() != value.as_bytes().trim_ascii() {
+            return Err(Fault::Malformed);
+        }
+    }
+    if lengths > 1 {
+        return Err(Fault::Framing("Content-Length is given more than once"));
+    }
+    if cookies > 1 {
+        let joined = parts.headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
+        let joined = HeaderValue::from_bytes(&joined.join(&b"; "[..])).map_err(|_| Fault::Malformed)?;
+        parts.headers.insert(header::COOKIE, joined);
+    }
+    let Some(authority) = parts.uri.authority() else { return Ok(()) };
+    let port = match parts.uri.scheme_str() {
+        Some("http") => "80",
+        Some("https") => "443",
+        Some(_) | None => return Err(Fault::Target("the request target is of another scheme")),
+    };
+    let same = |host: &HeaderValue| host.to_str().is_ok_and(|host| same_authority(authority.as_str(), host, port));
+    match (hosts, parts.headers.get(header::HOST)) {
+        (0, _) => {}
+        (1, Some(host)) if same(host) => {}
+        (1, _) => return Err(Fault::Host("the Host field is not `:authority`")),
+        _ => return Err(Fault::Host("the Host field is given more than once")),
+    }
+    // Of an authority that is none, the check of Host tells.
+    let host = HeaderValue::from_str(authority.as_str()).map_err(|_| Fault::Host("`:authority` is malformed"))?;
+    parts.headers.insert(header::HOST, host);
+    Ok(())
 }
 
 /// Methods are case-sensitive, but some servers take `post` for POST.
@@ -155,18 +203,20 @@ fn target(parts: &Parts, host: Option<&str>) -> Result<(), Fault> {
     if !uri.path().starts_with('/') {
         return Err(Fault::Target("the request target is not a path"));
     }
-    let Some(authority) = uri.authority() else { return Ok(()) };
+    // A translated request has its authority from there.
+    let Some(authority) = uri.authority().filter(|_| parts.version != Version::HTTP_2) else { return Ok(()) };
     match uri.scheme_str() {
-        Some("http") if host.is_none_or(|host| same_authority(authority.as_str(), host)) => Ok(()),
+        Some("http") if host.is_none_or(|host| same_authority(authority.as_str(), host, "80")) => Ok(()),
         Some("http") => Err(Fault::Host("the Host field is not the host of the request target")),
         Some(_) | None => Err(Fault::Target("the request target is of another scheme")),
     }
 }
 
-fn same_authority(a: &str, b: &str) -> bool {
+/// Whether two name the same host; `port` is the one that need not be named.
+fn same_authority(a: &str, b: &str, port: &str) -> bool {
     let split = |authority| {
-        let (name, port) = split_port(authority);
-        (name, port.filter(|port| !port.is_empty()).unwrap_or("80"))
+        let (name, named) = split_port(authority);
+        (name, named.filter(|named| !named.is_empty()).unwrap_or(port))
     };
     let ((a, a_port), (b, b_port)) = (split(a), split(b));
     a.eq_ignore_ascii_case(b) && a_port == b_port
@@ -227,6 +277,33 @@ mod tests {
         }
         let absolute = Request::get("http://Example.com:81/").version(Version::HTTP_10);
         assert_eq!(pass(absolute).as_deref(), Ok("example.com"));
+    }
+
+    #[test]
+    fn a_request_of_http_2_is_translated() {
+        let translated = |request: http::request::Builder| {
+            let (mut parts, ()) = request.version(Version::HTTP_2).body(()).unwrap().into_parts();
+            translate(&mut parts)?;
+            check(&parts).map(|clear| clear.host.into_owned())?;
+            let fields = |name| parts.headers.get_all(name).iter().map(|value| value.to_str().unwrap().to_owned());
+            Ok((fields("host").collect::<Vec<_>>().join("|"), fields("cookie").collect::<Vec<_>>().join("|")))
+        };
+        let told = |host: &str, cookie: &str| Ok((host.to_owned(), cookie.to_owned()));
+        let get = |uri| Request::get(uri);
+        assert_eq!(translated(get("http://A:80/b")), told("A:80", ""));
+        assert_eq!(translated(get("https://a:443/b").header("host", "A")), told("a:443", ""));
+        assert_eq!(translated(get("/b").header("host", "a")), told("a", ""));
+        let cookies = get("http://a/").header("cookie", "b=1").header("x", "y").header("cookie", "c=2; d");
+        assert_eq!(translated(cookies), told("a", "b=1; c=2; d"));
+        assert!(matches!(translated(get("/b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("http://u@a/b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("http://a/b").header("host", "b")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("https://a/b").header("host", "a:80")), Err(Fault::Host(_))));
+        assert!(matches!(translated(get("ws://a/b")), Err(Fault::Target(_))));
+        assert!(matches!(translated(get("http://a/").header("x", " y")), Err(Fault::Malformed)));
+        assert!(matches!(translated(Request::connect("a:80")), Err(Fault::Method)));
+        let lengths = get("http://a/").header("content-length", "1").header("content-length", "1");
+        assert!(matches!(translated(lengths), Err(Fault::Framing(_))));
     }
 
     #[test]

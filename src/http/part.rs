@@ -31,6 +31,7 @@ pub enum Source {
     Param(usize),
     /// No request of the route has it.
     Nowhere,
+    ClientCert,
     Host,
     Method,
     Path,
@@ -62,6 +63,7 @@ impl Source {
                 let position = params.iter().position(|known| known == name);
                 position.map_or(Source::Nowhere, Source::Param)
             }
+            Part::ClientCert => Source::ClientCert,
             Part::Host => Source::Host,
             Part::Method => Source::Method,
             Part::Path => Source::Path,
@@ -88,6 +90,7 @@ impl Source {
                 take(4, caller.path[range.clone()].as_bytes());
             }
             Source::Nowhere => return Err(Lack::Missing),
+            Source::ClientCert => take(13, caller.client_cert.ok_or(Lack::Missing)?.as_bytes()),
             Source::Host => take(5, caller.host.as_bytes()),
             Source::Method => take(6, caller.method.as_str().as_bytes()),
             Source::Path => take(7, caller.path.as_bytes()),
@@ -142,6 +145,7 @@ pub fn kind(part: &Part) -> u8 {
         Part::Cookie(_) => 10,
         Part::Query(_) => 11,
         Part::Jwt(_) => 12,
+        Part::ClientCert => 13,
     }
 }
 

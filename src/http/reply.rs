@@ -4,8 +4,9 @@
 //! the IANA registry lists for an exceeded quota.
 
 use bytes::Bytes;
-use http::header::{self, HeaderMap, HeaderValue};
-use http::{Response, StatusCode};
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Response, StatusCode, Version};
 
 use super::decision::Unanswered;
 use super::fault::Fault;
@@ -169,11 +170,13 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         | Fault::Query(_)
         | Fault::Framing(_)
         | Fault::Malformed
+        | Fault::Cleartext
         | Fault::Body => StatusCode::BAD_REQUEST,
         Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => StatusCode::BAD_REQUEST,
         Fault::Token(_) => StatusCode::UNAUTHORIZED,
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
+        Fault::Crowded => StatusCode::SERVICE_UNAVAILABLE,
         Fault::HeadTimeout | Fault::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
         Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
         Fault::Expectation => StatusCode::EXPECTATION_FAILED,
@@ -182,6 +185,98 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::ConnectTimeout | Fault::ResponseTimeout => StatusCode::GATEWAY_TIMEOUT,
         Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
+}
+
+/// In what terms a client is told that something did not work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dialect {
+    Http,
+    /// A client of gRPC looks at `grpc-status`, and takes any other status than 200 for a broken proxy.
+    Grpc,
+}
+
+impl Dialect {
+    pub fn of(parts: &Parts) -> Dialect {
+        // gRPC is spoken over HTTP/2 only.
+        let content_type =
+            (parts.version == Version::HTTP_2).then(|| parts.headers.get(header::CONTENT_TYPE)).flatten();
+        let is_grpc = content_type.is_some_and(|value| {
+            let rest = value.as_bytes().strip_prefix(b"application/grpc");
+            rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+        });
+        if is_grpc { Dialect::Grpc } else { Dialect::Http }
+    }
+
+    /// A refusal by a rule, as the client understands it.
+    pub fn refusal(self, reply: Reply) -> Reply {
+        match self {
+            Dialect::Http => reply,
+            Dialect::Grpc => {
+                let waits = reply.headers().contains_key(header::RETRY_AFTER);
+                grpc(reply, StatusCode::TOO_MANY_REQUESTS, if waits { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL })
+            }
+        }
+    }
+
+    pub fn fault(self, told: &Fault) -> Reply {
+        let reply = fault(told);
+        match self {
+            Dialect::Http => reply,
+            Dialect::Grpc => {
+                let status = reply.status();
+                grpc(reply, status, &told.to_string())
+            }
+        }
+    }
+}
+
+/// Makes of an answer one that consists of trailers only, as gRPC calls it: a head that ends the stream.
+fn grpc(mut reply: Reply, status: StatusCode, message: &str) -> Reply {
+    let (code, message) = (grpc_status(status), percent_encoded(message));
+    *reply.body_mut() = Bytes::new();
+    *reply.status_mut() = StatusCode::OK;
+    let headers = reply.headers_mut();
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(header::CONNECTION);
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(HeaderName::from_static("grpc-status"), number(code));
+    if let Ok(message) = HeaderValue::from_str(&message) {
+        headers.insert(HeaderName::from_static("grpc-message"), message);
+    }
+    reply
+}
+
+/// The status of gRPC that stands for one of HTTP: as gRPC's own table has it (`http-grpc-status-mapping.md`),
+/// but for a limit that is exceeded and for what took too long, of which gRPC's codes say more.
+fn grpc_status(status: StatusCode) -> u64 {
+    match status {
+        // RESOURCE_EXHAUSTED
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::PAYLOAD_TOO_LARGE => 8,
+        // DEADLINE_EXCEEDED
+        StatusCode::GATEWAY_TIMEOUT | StatusCode::REQUEST_TIMEOUT => 4,
+        // UNAVAILABLE
+        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => 14,
+        // UNAUTHENTICATED, PERMISSION_DENIED, UNIMPLEMENTED
+        StatusCode::UNAUTHORIZED => 16,
+        StatusCode::FORBIDDEN => 7,
+        StatusCode::NOT_FOUND => 12,
+        // INTERNAL
+        StatusCode::BAD_REQUEST | StatusCode::INTERNAL_SERVER_ERROR => 13,
+        // UNKNOWN
+        _ => 2,
+    }
+}
+
+/// `grpc-message` has everything but visible ASCII and blanks encoded, and the percent sign.
+fn percent_encoded(message: &str) -> String {
+    let mut encoded = String::with_capacity(message.len());
+    for byte in message.bytes() {
+        match byte {
+            b' '..=b'~' if byte != b'%' => encoded.push(char::from(byte)),
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
 }
 
 /// Why the decision API has no answer.
@@ -242,4 +337,31 @@ fn answer(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>)
     *reply.status_mut() = status;
     *reply.headers_mut() = headers;
     reply
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_grpc_can_not_carry_is_encoded() {
+        assert_eq!(percent_encoded("100% of `a`\n\u{e9}"), "100%25 of `a`%0A%C3%A9");
+    }
+
+    #[test]
+    fn a_fault_is_told_to_grpc_by_its_own_numbers() {
+        let told = |fault: &Fault| Dialect::Grpc.fault(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
+        for (fault, code) in [
+            (Fault::NoRoute, "12"),
+            (Fault::Malformed, "13"),
+            (Fault::Panic, "13"),
+            (Fault::BodyTimeout, "4"),
+            (Fault::ResponseTimeout, "4"),
+            (Fault::Connect(String::new()), "14"),
+            (Fault::Expectation, "2"),
+        ] {
+            assert_eq!(told(&fault), code, "{fault}");
+        }
+        assert!(!Dialect::Grpc.fault(&Fault::Malformed).headers().contains_key("connection"));
+    }
 }

@@ -1,19 +1,218 @@
-//! What happens to a connection before its first request: who opened it, and what is spoken on it.
+//! What happens to a connection before its first request: who opened it, whether there is room for it,
+//! and what is spoken on it.
+//!
+//! Nothing here is waited for without a limit. What is only needed by some connections is kept apart,
+//! so that a plain one takes no memory for it.
 
+use std::future::poll_fn;
 use std::net::IpAddr;
+use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
 
+use rustls::{HandshakeKind, ServerConfig};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio_rustls::server::TlsStream;
+use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 
+use super::capacity::Place;
 use super::drain::Guest;
+use super::guard::{LINGER, LINGER_BYTES, written};
+use super::http2;
+use super::lobby::Listener;
+use super::preface::{Spoken, listen_for};
+use super::proxy_header::{MAX_BYTES, Progress, Source, parse};
 use super::serve::serve;
-use crate::gateway::hall::{Hall, Origin};
+use super::tls::{HTTP2, fingerprint};
+use crate::gateway::hall::Origin;
+use crate::gateway::record;
+use crate::http::fault::Fault;
+use crate::http::reply;
+use crate::metrics::meter::TurnedAway;
+use crate::timer::Timer;
 use crate::wire::Wire;
 
+/// The first byte of a TLS handshake (RFC 8446, section 5.1).
+const HANDSHAKE: u8 = 22;
+/// How long a connection may still take to say what it wants once the gateway drains.
+const LAST_ORDERS: Duration = Duration::from_secs(1);
+
+/// Why a connection ends before its first request.
+enum End {
+    /// The client left without a word, as those do who only want to know whether a port is open.
+    Left,
+    TurnedAway(TurnedAway),
+}
+
+impl From<TurnedAway> for End {
+    fn from(why: TurnedAway) -> End {
+        End::TurnedAway(why)
+    }
+}
+
 /// Takes in a connection, and serves it until it ends.
-pub async fn arrive(stream: TcpStream, address: IpAddr, hall: Rc<Hall>, guest: Guest) {
-    hall.meter.connected();
-    let origin = Rc::new(Origin::new(address, false));
-    serve(Wire::tcp(stream), origin, Rc::clone(&hall), guest).await;
-    hall.meter.disconnected();
+pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<Listener>, guest: Guest) {
+    listener.meter.connected();
+    match welcome(stream, peer, place, &listener, guest).await {
+        Ok(()) | Err(End::Left) => {}
+        Err(End::TurnedAway(why)) => {
+            tracing::debug!(%peer, ?why, "a connection was turned away");
+            listener.meter.turned_away(why);
+        }
+    }
+    listener.meter.disconnected();
+}
+
+/// Says no to a connection for which there is no place, without taking it in.
+pub fn turn_away(stream: TcpStream, listener: &Listener) {
+    listener.meter.turned_away(TurnedAway::MaxConnections);
+    if !listener.is_secure() {
+        Wire::tcp(stream).send_at_once(&written(&reply::fault(&Fault::Crowded)));
+    }
+}
+
+async fn welcome(
+    mut stream: TcpStream,
+    peer: IpAddr,
+    mut place: Place,
+    listener: &Listener,
+    guest: Guest,
+) -> Result<(), End> {
+    let hall = Rc::clone(&listener.lobby.hall);
+    let address = if listener.lobby.is_proxy(peer) {
+        let limit = hall.view().snapshot.config.timeouts.proxy_protocol;
+        let timer = hall.timers.timer();
+        let source = Box::pin(within(&timer, limit, &guest, read_source(&mut stream))).await;
+        match source.ok_or(TurnedAway::ProxyHeaderTimeout)?? {
+            Source::Client(address) => address,
+            Source::Proxy => peer,
+        }
+    } else {
+        peer
+    };
+    if !place.is_free_for(address) {
+        if !listener.is_secure() {
+            Wire::tcp(stream).send_at_once(&written(&reply::fault(&Fault::Crowded)));
+        }
+        return Err(TurnedAway::MaxConnectionsPerClient.into());
+    }
+    let Some(tls) = listener.tls() else {
+        let (origin, wire) = (Rc::new(Origin::new(address, false)), Wire::tcp(stream));
+        if !hall.view().snapshot.config.http2.h2c {
+            serve(wire, origin, hall, guest).await;
+            return Ok(());
+        }
+        match listen_for(wire, &hall, &guest).await {
+            Some((wire, Spoken::Http1)) => serve(wire, origin, hall, guest).await,
+            // Apart, so that the others take no memory for it.
+            Some((wire, Spoken::Http2)) => Box::pin(http2::serve(wire, origin, hall, guest)).await,
+            None => {}
+        }
+        return Ok(());
+    };
+    let stream = Box::pin(secure(stream, tls, address, listener, &guest)).await?;
+    let (_, session) = stream.get_ref();
+    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
+    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let origin = Rc::new(Origin::new(address, true).with_certificate(certificate));
+    // Where a client names nothing, it speaks HTTP/1.1.
+    let speaks_http2 = session.alpn_protocol() == Some(HTTP2);
+    let wire = Wire::tls(EitherSide::from(stream));
+    if speaks_http2 {
+        Box::pin(http2::serve(wire, origin, hall, guest)).await;
+    } else {
+        serve(wire, origin, hall, guest).await;
+    }
+    Ok(())
+}
+
+/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+async fn secure(
+    stream: TcpStream,
+    tls: Arc<ServerConfig>,
+    address: IpAddr,
+    listener: &Listener,
+    guest: &Guest,
+) -> Result<TlsStream<TcpStream>, End> {
+    let hall = &listener.lobby.hall;
+    let limit = hall.view().snapshot.config.timeouts.tls_handshake;
+    let timer = hall.timers.timer();
+    let shaking = async move {
+        let mut first = [0];
+        // Looked at, not taken: to what it does not know, rustls answers with an alert.
+        match stream.peek(&mut first).await {
+            Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
+            Ok(1..) => {
+                record::refused_head(hall, address, &Fault::Cleartext);
+                part(stream, &Fault::Cleartext).await;
+                return Err(TurnedAway::Cleartext.into());
+            }
+            Ok(0) | Err(_) => return Err(End::Left),
+        }
+        TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
+            tracing::debug!(%address, %error, "a TLS handshake failed");
+            End::from(TurnedAway::Handshake)
+        })
+    };
+    within(&timer, limit, guest, shaking).await.ok_or(TurnedAway::HandshakeTimeout)?
+}
+
+/// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and
+/// thrown away for a moment.
+async fn part(mut stream: TcpStream, fault: &Fault) {
+    let parting = async {
+        stream.write_all(&written(&reply::fault(fault))).await?;
+        stream.shutdown().await?;
+        let mut rest = (&mut stream).take(LINGER_BYTES as u64);
+        tokio::io::copy(&mut rest, &mut tokio::io::sink()).await
+    };
+    // A client that does not wait for its answer needs none.
+    let _ = tokio::time::timeout(LINGER, parting).await;
+}
+
+/// Reads a PROXY header, and nothing of what comes behind it.
+async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
+    let mut seen = Vec::new();
+    let mut peeked = vec![0; MAX_BYTES];
+    loop {
+        let taken = seen.len();
+        match stream.peek(&mut peeked).await {
+            // Balancers look whether a port is open.
+            Ok(0) if taken == 0 => return Err(End::Left),
+            Ok(0) | Err(_) => return Err(TurnedAway::ProxyHeader.into()),
+            Ok(count) => seen.extend_from_slice(&peeked[..count]),
+        }
+        let (length, source) = match parse(&seen) {
+            Progress::More => (seen.len(), None),
+            Progress::Complete { length, source } => (length, Some(source)),
+            Progress::Malformed => return Err(TurnedAway::ProxyHeader.into()),
+        };
+        // These bytes are there, so nothing is waited for. What was seen of the header before is taken already.
+        seen.truncate(length);
+        stream.read_exact(&mut seen[taken..]).await.map_err(|_gone| TurnedAway::ProxyHeader)?;
+        if let Some(source) = source {
+            return Ok(source);
+        }
+    }
+}
+
+/// Waits for something no longer than for so long, and not much longer once the gateway drains.
+async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: impl Future<Output = T>) -> Option<T> {
+    timer.arm(limit);
+    let mut waited_for = pin!(waited_for);
+    let mut told = false;
+    poll_fn(|cx| {
+        if let Poll::Ready(done) = waited_for.as_mut().poll(cx) {
+            return Poll::Ready(Some(done));
+        }
+        if !told && guest.poll_begun(cx) {
+            told = true;
+            timer.arm(limit.min(LAST_ORDERS));
+        }
+        if timer.poll_up(cx) { Poll::Ready(None) } else { Poll::Pending }
+    })
+    .await
 }

@@ -19,12 +19,12 @@ use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::interim::Interim;
 use crate::timer::Timer;
-use crate::wire::Wire;
+use crate::wire::{Ending, Wire};
 
 /// How much, and for how long, a closing connection still reads. It is the time that ends an upload which was refused:
 /// with bytes unread the connection is reset, and a client that has not read its answer yet never does.
-const LINGER_BYTES: usize = 64 * 1024 * 1024;
-const LINGER: Duration = Duration::from_secs(1);
+pub const LINGER_BYTES: usize = 64 * 1024 * 1024;
+pub const LINGER: Duration = Duration::from_secs(1);
 
 /// Room for the next head that a connection keeps.
 const HEAD_KEPT_BYTES: usize = 1024;
@@ -202,6 +202,8 @@ pub struct Guard {
     at_end: bool,
     /// Bytes of a next request are known to wait, behind which nothing can be seen.
     ahead_of_turn: bool,
+    /// Under TLS a client says goodbye with such bytes, before it closes the connection.
+    ending: Option<Ending>,
 }
 
 impl Guard {
@@ -216,6 +218,7 @@ impl Guard {
             shut: false,
             at_end: false,
             ahead_of_turn: false,
+            ending: None,
         }
     }
 
@@ -254,12 +257,16 @@ impl Guard {
         if self.ahead_of_turn {
             // Behind what it has sent, its end can not be read. A request that waits is looked after now and
             // then, so that nobody holds a place who is gone.
-            let gone = self.stage.waits.get() && self.stream.has_hung_up();
+            let gone = match &self.ending {
+                Some(ending) => ending.poll_ended(&self.stream, cx).is_ready(),
+                None => self.stage.waits.get() && self.stream.has_hung_up(),
+            };
             return if gone { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
         }
         if ready!(self.stream.poll_waiting(cx))? {
             self.ahead_of_turn = true;
-            return Poll::Pending;
+            self.ending = self.stream.ending();
+            return if self.ending.is_some() { self.poll_hung_up(cx) } else { Poll::Pending };
         }
         self.at_end = true;
         Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()))
@@ -290,6 +297,7 @@ impl AsyncRead for Guard {
         let came = buffer.filled().len() > before;
         this.at_end |= !came;
         this.ahead_of_turn = false;
+        this.ending = None;
         if came && !this.stage.busy.get() {
             this.stage.hear(&buffer.filled()[before..]);
         }
@@ -364,7 +372,7 @@ impl Drop for Guard {
 }
 
 /// An answer as bytes of HTTP/1.1.
-fn written(reply: &Reply) -> Bytes {
+pub fn written(reply: &Reply) -> Bytes {
     let status = reply.status();
     let mut bytes = Vec::with_capacity(512);
     bytes.extend_from_slice(

@@ -1,10 +1,24 @@
 //! Accepting clients: sockets, connections, and their orderly end.
 //!
-//! `socket` opens listeners and accepts, `arrival` finds out who came, `serve` runs one connection, `guard` stands between hyper
-//! and a client's socket, `drain` ends the connections of a loop.
+//! `socket` opens listeners and accepts, `capacity` counts who is in, `lobby` is what the listeners of a loop go by;
+//! `arrival` finds out who came, by a `proxy_header` or by `tls`, and what is spoken; `serve` runs one connection, `guard`
+//! stands between hyper and a client's socket, `drain` ends the connections of a loop.
+//!
+//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it; `session` stands between
+//! hyper and the socket, `frames` reads what passes there, `conduct` judges it.
 
 pub mod arrival;
+pub mod capacity;
+pub mod conduct;
 pub mod drain;
+pub mod frames;
 pub mod guard;
+pub mod http2;
+pub mod lobby;
+pub mod preface;
+pub mod proxy_header;
 pub mod serve;
+pub mod session;
 pub mod socket;
+pub mod stream;
+pub mod tls;

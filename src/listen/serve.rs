@@ -112,7 +112,7 @@ impl Future for Answering {
 }
 
 /// The panic itself has been reported by the panic hook.
-fn after_panic() -> Response<Body> {
+pub fn after_panic() -> Response<Body> {
     reply::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
 }
 

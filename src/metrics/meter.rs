@@ -31,6 +31,13 @@ static UPSTREAM_REQUESTS: Name = counter("transom_upstream_requests_total", "Req
 static UPSTREAM_DURATION: Name =
     histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
 static CONNECTIONS: Name = gauge("transom_connections", "Open client connections.");
+static CONNECTIONS_REFUSED: Name =
+    counter("transom_connections_refused_total", "Connections that were closed before their first request, and why.");
+static TLS_HANDSHAKES: Name = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
+static CERTIFICATE_EXPIRY: Name =
+    gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
+static HTTP2_ABUSE: Name =
+    counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
@@ -40,7 +47,7 @@ pub static OVERFLOW: Name =
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 13] = [
+pub static NAMES: [&Name; 17] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -49,6 +56,10 @@ pub static NAMES: [&Name; 13] = [
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
     &CONNECTIONS,
+    &CONNECTIONS_REFUSED,
+    &TLS_HANDSHAKES,
+    &CERTIFICATE_EXPIRY,
+    &HTTP2_ABUSE,
     &COUNTERS,
     &OVERFLOW,
     &RELOADS,
@@ -161,10 +172,23 @@ impl UpstreamMeter {
     }
 }
 
+/// What a client can do too often, or wrong, on an HTTP/2 connection.
+const HTTP2_ABUSES: [&str; 9] = [
+    "reset",
+    "ping",
+    "settings",
+    "priority",
+    "window_update",
+    "empty_data",
+    "continuation",
+    "unknown",
+    "protocol_error",
+];
+
 /// Counts what belongs to no route, in one loop.
 #[derive(Debug)]
 pub struct LoopMeter {
-    connections: Arc<Cell>,
+    http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
     decision: Arc<Histogram>,
     access_log_lost: Arc<Cell>,
 }
@@ -172,18 +196,16 @@ pub struct LoopMeter {
 impl LoopMeter {
     pub fn new(registry: &Registry, owner: LoopId) -> LoopMeter {
         LoopMeter {
-            connections: registry.cell(&CONNECTIONS, owner, &[("listener", "http")]),
+            http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
         }
     }
 
-    pub fn connected(&self) {
-        self.connections.add(1);
-    }
-
-    pub fn disconnected(&self) {
-        self.connections.sub(1);
+    /// `kind` is one of those that are known.
+    pub fn http2_abuse(&self, kind: &str) {
+        let known = HTTP2_ABUSES.iter().position(|known| *known == kind);
+        known.into_iter().for_each(|kind| self.http2_abuse[kind].add(1));
     }
 
     pub fn decided(&self, took: Duration) {
@@ -192,6 +214,92 @@ impl LoopMeter {
 
     pub fn access_log_lost(&self, lines: u64) {
         self.access_log_lost.add(lines);
+    }
+}
+
+/// Why a connection was closed before its first request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TurnedAway {
+    MaxConnections,
+    MaxConnectionsPerClient,
+    /// No PROXY header, where one is due.
+    ProxyHeader,
+    ProxyHeaderTimeout,
+    /// HTTP in the clear, where TLS is spoken.
+    Cleartext,
+    Handshake,
+    HandshakeTimeout,
+}
+
+const TURNED_AWAY: [&str; 7] = [
+    "max_connections",
+    "max_connections_per_client",
+    "proxy_protocol",
+    "proxy_protocol_timeout",
+    "cleartext",
+    "tls_handshake",
+    "tls_handshake_timeout",
+];
+
+/// Counts the connections of one listener, in one loop.
+#[derive(Debug)]
+pub struct ListenerMeter {
+    open: Arc<Cell>,
+    /// By reason.
+    turned_away: [Arc<Cell>; TURNED_AWAY.len()],
+    /// Full handshakes, and sessions that were resumed.
+    handshakes: Option<[Arc<Cell>; 2]>,
+}
+
+impl ListenerMeter {
+    /// `listener` is the address as configured.
+    pub fn new(registry: &Registry, owner: LoopId, listener: &str, is_secure: bool) -> ListenerMeter {
+        let handshakes =
+            |outcome| registry.cell(&TLS_HANDSHAKES, owner, &[("listener", listener), ("outcome", outcome)]);
+        ListenerMeter {
+            open: registry.cell(&CONNECTIONS, owner, &[("listener", listener)]),
+            turned_away: TURNED_AWAY.map(|reason| registry.cell(&CONNECTIONS_REFUSED, owner, &[("reason", reason)])),
+            handshakes: is_secure.then(|| ["full", "resumed"].map(handshakes)),
+        }
+    }
+
+    pub fn connected(&self) {
+        self.open.add(1);
+    }
+
+    pub fn disconnected(&self) {
+        self.open.sub(1);
+    }
+
+    pub fn turned_away(&self, why: TurnedAway) {
+        let index = match why {
+            TurnedAway::MaxConnections => 0,
+            TurnedAway::MaxConnectionsPerClient => 1,
+            TurnedAway::ProxyHeader => 2,
+            TurnedAway::ProxyHeaderTimeout => 3,
+            TurnedAway::Cleartext => 4,
+            TurnedAway::Handshake => 5,
+            TurnedAway::HandshakeTimeout => 6,
+        };
+        self.turned_away[index].add(1);
+    }
+
+    pub fn handshake(&self, resumed: bool) {
+        if let Some(handshakes) = &self.handshakes {
+            handshakes[usize::from(resumed)].add(1);
+        }
+    }
+}
+
+/// Tells when certificates end: each by its file as configured, and Unix seconds.
+pub fn certificates<'c>(registry: &Registry, all: impl IntoIterator<Item = (&'c str, i64)>) {
+    registry.forget(&CERTIFICATE_EXPIRY);
+    for (file, not_after_s) in all {
+        let cell = registry.cell(&CERTIFICATE_EXPIRY, LoopId::MAX, &[("certificate", file)]);
+        let not_after_s = u64::try_from(not_after_s).unwrap_or(0);
+        // Of one file that two listeners name, there is one.
+        cell.sub(cell.get());
+        cell.add(not_after_s);
     }
 }
 

@@ -53,6 +53,11 @@ impl Registry {
         own(&self.cells, name, owner, labels)
     }
 
+    /// Forgets all series of a metric, where what they were about may be gone.
+    fn forget(&self, name: &Name) {
+        self.cells.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _), _| *known != name.name);
+    }
+
     pub fn histogram(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
         own(&self.histograms, name, owner, labels)
     }

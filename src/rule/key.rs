@@ -28,6 +28,8 @@ pub enum Part {
     Jwt(String),
     /// A parameter of the route's path.
     Param(String),
+    /// The SHA-256 of the client's verified certificate.
+    ClientCert,
     Host,
     Method,
     /// The normalised path.
@@ -47,6 +49,7 @@ impl fmt::Display for Part {
             Part::Query(name) => write!(f, "query:{name}"),
             Part::Jwt(claim) => write!(f, "jwt:{claim}"),
             Part::Param(name) => write!(f, "param:{name}"),
+            Part::ClientCert => f.write_str("client-cert"),
             Part::Host => f.write_str("host"),
             Part::Method => f.write_str("method"),
             Part::Path => f.write_str("path"),

@@ -55,6 +55,7 @@ fn every_metric_has_the_name_the_kind_and_the_labels_that_were_promised() {
         ("transom_upstream_requests_total", "counter", &["outcome", "server", "upstream"]),
         ("transom_upstream_duration_seconds", "histogram", &["upstream"]),
         ("transom_connections", "gauge", &["listener"]),
+        ("transom_connections_refused_total", "counter", &["reason"]),
         ("transom_counters", "gauge", &["state"]),
         ("transom_counters_overflow_total", "counter", &[]),
         ("transom_config_reloads_total", "counter", &["outcome"]),
@@ -94,7 +95,7 @@ fn every_metric_has_the_name_the_kind_and_the_labels_that_were_promised() {
 #[test]
 fn connections_are_counted_while_they_are_open() {
     let gateway = Gateway::start(&toml(&Upstream::replying(200)));
-    let open = || gateway.metrics().sum("transom_connections", &[("listener", "http")]);
+    let open = || gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]);
     let mut clients: Vec<_> = (0..10).map(|_| gateway.client()).collect();
     eventually("ten are open", || open() == 10);
     clients.truncate(3);

@@ -10,7 +10,7 @@ use crate::world::upstream::Upstream;
 use crate::world::{eventually, pass_all};
 
 /// Reads requests and never answers; tells when a request has come and when its connection is gone.
-fn silent() -> (Upstream, Receiver<&'static str>) {
+pub fn silent() -> (Upstream, Receiver<&'static str>) {
     let (tell, told) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.head().is_some() {

@@ -1,14 +1,19 @@
 //! Windows and a wall clock that is stepped: the real binary under libfaketime.
 //!
 //! The wall clock is faked, the monotonic clock is the machine's. The offset between the two is read
-//! from a file at every look at the clock, so that it can be stepped while the gateway runs.
+//! from a file at every look at the clock, so that it can be stepped while the gateway runs. libfaketime
+//! reads it into memory that threads share, and tells the true time now and then if several ask at once: so
+//! the gateway has one loop where it is asked under load.
 
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::world::Scratch;
+use crate::world::client::Client;
 use crate::world::eventually;
 use crate::world::one_rule;
 use crate::world::process::{BINARY, Process};
@@ -19,6 +24,15 @@ struct Faked {
     file: PathBuf,
     /// Milliseconds that the faked clock is ahead of the real one.
     offset_ms: i64,
+}
+
+/// Tells threads to end when it is dropped, be it because the test fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Faked {
@@ -42,6 +56,34 @@ impl Faked {
         let new = self.file.with_extension("new");
         fs::write(&new, offset_text(self.offset_ms)).unwrap();
         fs::rename(&new, &self.file).unwrap();
+    }
+
+    /// Lets four clients ask over and over while the clock is stepped, with `between` requests or more
+    /// between any two steps. How many passed.
+    fn admitted_under_load(&mut self, steps_s: &[i64], between: u64) -> u64 {
+        let (asked, admitted, ends) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        let address = self.process.http;
+        let asks = || {
+            let mut client = Client::connect(address);
+            while !ends.load(Ordering::Relaxed) {
+                admitted.fetch_add(u64::from(client.get("/a").status == 200), Ordering::Relaxed);
+                asked.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        thread::scope(|scope| {
+            (0..4).for_each(|_| drop(scope.spawn(asks)));
+            let _over = Over(&ends);
+            let go_on = || {
+                let enough = asked.load(Ordering::Relaxed) + between;
+                eventually("requests go on", || asked.load(Ordering::Relaxed) >= enough);
+            };
+            for step_s in steps_s {
+                go_on();
+                self.step_s(*step_s);
+            }
+            go_on();
+        });
+        admitted.into_inner()
     }
 
     /// The status of a request, and the seconds until the window ends.
@@ -175,4 +217,39 @@ fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
     let start = Instant::now();
     eventually("a window opens", || gateway.get().0 == 200);
     assert!(start.elapsed() < Duration::from_secs(10), "{window}: {:?}", start.elapsed());
+}
+
+/// An hour forth and back, at most an hour ahead of the start: behind midnight in Berlin, and no further.
+const HOURS_S: [i64; 7] = [3600, -7200, 7200, -3600, -3600, 3600, 3600];
+
+/// A gateway with this rule, and one event loop.
+fn alone(rule: &str) -> String {
+    format!("workers = 1\n{}", one_rule(rule))
+}
+
+#[test]
+fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
+    for (window, granted) in [
+        ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\" }", 60),
+        ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\", capacity = 45 }", 75),
+        ("{ limit = 30, period = \"day\" }", 30),
+        ("{ limit = 30, period = \"day\", shards = 4 }", 30),
+        ("{ limit = 30, period = \"2h\", start = \"first-request\" }", 30),
+        ("{ limit = 30, period = \"month\", timezone = \"Europe/Berlin\" }", 30),
+    ] {
+        let mut gateway = Faked::start(&alone(&format!("key = \"global\"\nwindows = [{window}]")), MINUTE_MS);
+        assert_eq!(gateway.admitted_under_load(&HOURS_S, 60), granted, "{window}");
+    }
+}
+
+#[test]
+fn who_waits_while_the_clock_is_stepped_passes_in_a_window_that_grants_it() {
+    let rule = "key = \"ip\"\nwindows = [\"20/2s\"]\non_limit = \"delay\"\nmax_delay = \"2s\"";
+    let mut gateway = Faked::start(&alone(rule), MINUTE_MS);
+    let start = Instant::now();
+    let admitted = gateway.admitted_under_load(&[1, -1, 2, -3, 1, 1, -2, 2], 10);
+    // The furthest of these steps is two seconds ahead.
+    let windows = (start.elapsed().as_millis() as u64 + 2000) / 2000 + 2;
+    assert!(admitted <= 20 * windows, "{admitted} in {windows} windows");
+    assert!(admitted >= 60, "{admitted}");
 }

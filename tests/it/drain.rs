@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::world::client::{Client, HOST, request};
 use crate::world::process::Process;
+use crate::world::tls::{Authority, listen};
 use crate::world::upstream::Upstream;
-use crate::world::{eventually, pass_all};
+use crate::world::{Scratch, eventually, one_rule, pass_all};
 
 /// Answers when it is told to; says when it was asked.
 fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
@@ -147,4 +148,20 @@ fn requests_in_the_last_moment_are_answered_or_never_taken() {
     assert_eq!(process.wait().code(), Some(0));
     let answered: usize = hammer.into_iter().map(|thread| thread.join().unwrap()).sum();
     assert_eq!(answered, upstream.received().len());
+}
+
+#[test]
+fn whoever_has_not_said_what_he_wants_is_not_waited_for() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    // The gateway may take as long as it likes, but for those who are still at the door.
+    let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
+    let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)
+        .replace("[listen.https]", "proxy_protocol = [\"127.0.0.2\"]\n[listen.https]");
+    let mut process = Process::spawn(&(toml + &one_rule("key = \"ip\"\nwindows = [\"10/hour\"]")));
+    let mut stalled = Client::connect(process.https.unwrap());
+    stalled.send(b"\x16\x03\x01\x02");
+    eventually("it is at the door", || process.metrics().sum("transom_connections", &[]) == 1);
+    process.signal("TERM");
+    stalled.expect_closed();
+    assert_eq!(process.wait().code(), Some(0));
 }

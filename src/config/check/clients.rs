@@ -14,6 +14,7 @@ use super::{exceptions, key, name, section};
 use crate::config::Files;
 use crate::config::clients::{Client, Clients};
 use crate::config::document::{Item, Table, Word, nearest, syntax};
+use crate::config::listen::ClientCerts;
 use crate::config::problem::{Report, listed, shown};
 use crate::rule::digest::Digest;
 use crate::rule::key::Part;
@@ -32,14 +33,20 @@ pub struct Plans<'r> {
     pub complete: bool,
 }
 
-pub fn clients(item: Option<Item>, plans: &Plans, files: Files, report: &mut Report) -> Option<Clients> {
+pub fn clients(
+    item: Option<Item>,
+    plans: &Plans,
+    certs: ClientCerts,
+    files: Files,
+    report: &mut Report,
+) -> Option<Clients> {
     let mut table = section(item, report)?;
     let file = table.require("file", "write `file = \"clients.toml\"`");
     let api_key = table.get("api_key");
     let subject = table.get("subject");
     table.finish(&[], report);
-    let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", report));
-    let subject = subject.map(|item| part(&item, "\"jwt:sub\"", report));
+    let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", None, report));
+    let subject = subject.map(|item| part(&item, "\"jwt:sub\"", Some(certs), report));
     let file = file.and_then(|item| item.text("\"clients.toml\"", report))?;
     let path = PathBuf::from(file.text);
     let bytes = match files(&path) {
@@ -55,19 +62,34 @@ pub fn clients(item: Option<Item>, plans: &Plans, files: Files, report: &mut Rep
         return None;
     };
     let mut own = Report::of_other(&text, &path);
-    let mut reader = Reader { plans, keys: api_key.is_some(), subjects: subject.is_some(), taken: Taken::default() };
+    let certified = subject == Some(Some(Part::ClientCert));
+    let (keys, subjects) = (api_key.is_some(), subject.is_some());
+    let mut reader = Reader { plans, keys, subjects, certified, taken: Taken::default() };
     let list = reader.file(&text, &mut own);
     report.absorb(own);
     Some(Clients { file: path, api_key: api_key.flatten(), subject: subject.flatten(), list })
 }
 
-/// Where a client is named in a request.
-fn part(item: &Item, example: &str, report: &mut Report) -> Option<Part> {
+/// Where a client is named in a request; `certs`, if it can be by its certificate.
+fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<Part> {
     let word = item.text(example, report)?;
     let part = key::only(&word, report)?;
     match part {
         Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => return Some(part),
-        Part::Ip { .. } | Part::Param(_) | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => {}
+        Part::ClientCert if certs == Some(ClientCerts::Never) => {
+            let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
+            report.unless_broken(word.span, "clients are not asked for certificates", fix);
+            return None;
+        }
+        Part::ClientCert if certs.is_some() => return Some(part),
+        Part::Ip { .. }
+        | Part::Param(_)
+        | Part::ClientCert
+        | Part::Host
+        | Part::Method
+        | Part::Path
+        | Part::Route
+        | Part::Global => {}
     }
     let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
     report.problem(word.span, message, item.write(example));
@@ -80,6 +102,8 @@ struct Reader<'r> {
     /// Whether requests are looked at for what these lists hold.
     keys: bool,
     subjects: bool,
+    /// The subjects are fingerprints of certificates.
+    certified: bool,
     taken: Taken,
 }
 
@@ -182,8 +206,15 @@ impl Reader<'_> {
                 report.problem(word.span, "a subject is empty", "write it, or remove it");
                 continue;
             }
-            claim(&mut self.taken.subjects, word.text.to_owned(), client, "subject", &word, report);
-            subjects.push(word.text.to_owned());
+            let subject = match self.certified {
+                true => match exceptions::fingerprint(&word, report) {
+                    Some(fingerprint) => fingerprint,
+                    None => continue,
+                },
+                false => word.text.to_owned(),
+            };
+            claim(&mut self.taken.subjects, subject.clone(), client, "subject", &word, report);
+            subjects.push(subject);
         }
         in_vain(item, self.subjects, "subject", "\"jwt:sub\"", report);
         subjects

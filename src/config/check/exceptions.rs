@@ -190,6 +190,7 @@ fn example(part: &Part) -> &'static str {
         Part::Host => "api.example.com",
         Part::Method => "GET",
         Part::Path => "/login",
+        Part::ClientCert => "9f86d081…",
         Part::Header(_)
         | Part::Cookie(_)
         | Part::Query(_)
@@ -213,6 +214,9 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
         return Some(Value::Clear(Network::of(address, prefix).address.to_string()));
     }
+    if *part == Part::ClientCert {
+        return fingerprint(word, report).map(Value::Clear);
+    }
     if text.starts_with(Digest::PREFIX) {
         let digest = digest(word, report)?;
         return Some(Value::Digest(digest));
@@ -234,6 +238,7 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         | Part::Query(_)
         | Part::Jwt(_)
         | Part::Param(_)
+        | Part::ClientCert
         | Part::Host
         | Part::Method
         | Part::Path
@@ -241,6 +246,18 @@ fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
         | Part::Global => return Some(Value::Clear(text.to_owned())),
     };
     report.problem(word.span.clone(), format!("no request has {} as its `{part}`", shown(text)), fix);
+    None
+}
+
+/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
+/// `openssl x509 -fingerprint -sha256`.
+pub fn fingerprint(word: &Word, report: &mut Report) -> Option<String> {
+    let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
+    if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Some(digits);
+    }
+    let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
+    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(word.text)), fix);
     None
 }
 

@@ -6,16 +6,18 @@
 use super::host::{NAME_FIX, field_name};
 use super::path::is_param_name;
 use crate::config::document::{Item, Word, nearest};
+use crate::config::listen::ClientCerts;
 use crate::config::problem::{Report, shown};
 use crate::rule::key::{OnMissing, Part};
 
-const KINDS: [&str; 11] = [
+const KINDS: [&str; 12] = [
     "ip",
     "header:NAME",
     "cookie:NAME",
     "query:NAME",
     "param:NAME",
     "jwt:CLAIM",
+    "client-cert",
     "host",
     "method",
     "path",
@@ -40,6 +42,8 @@ pub struct Settings<'d> {
     pub on_missing: Option<Item<'d>>,
     pub ipv4_prefix: Option<Item<'d>>,
     pub ipv6_prefix: Option<Item<'d>>,
+    /// Whether requests come with a certificate.
+    pub certs: ClientCerts,
 }
 
 impl Settings<'_> {
@@ -54,7 +58,7 @@ impl Settings<'_> {
         let v6_prefix = prefix(&self.ipv6_prefix, 128, 64, report);
         let ip = Part::Ip { v4_prefix, v6_prefix };
         let key = self.key.as_ref().and_then(|item| parts(item, &ip, report));
-        let on_missing = self.on_missing.as_ref().map(|item| on_missing(item, &ip, report));
+        let on_missing = self.on_missing.as_ref().map(|item| on_missing(item, &ip, self.certs, report));
         let Some(key) = key else {
             // Whatever was said about a key that cannot be read may be right.
             return (Vec::new(), OnMissing::Skip);
@@ -70,7 +74,12 @@ impl Settings<'_> {
 
     /// Reports what is said in vain, and what is not said and should be.
     fn weigh(&self, key: &[Part], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
-        let uncertain = key.iter().find(|part| comes_with_the_request(part));
+        if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&Part::ClientCert), self.certs) {
+            let message = "no request has a `client-cert`: clients are not asked for certificates";
+            let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
+            report.unless_broken(item.span.clone(), message, fix);
+        }
+        let uncertain = key.iter().find(|part| comes_with_the_request(part, self.certs));
         let depends = key.iter().any(|part| matches!(part, Part::Param(_)));
         match (&self.key, &self.on_missing, uncertain) {
             (Some(item), None, Some(part)) if !misspelt => {
@@ -102,8 +111,10 @@ impl Settings<'_> {
 }
 
 /// Whether it is up to the client that a part is there.
-fn comes_with_the_request(part: &Part) -> bool {
+fn comes_with_the_request(part: &Part, certs: ClientCerts) -> bool {
     match part {
+        // Where there are none, that is the problem.
+        Part::ClientCert => certs == ClientCerts::Sometimes,
         Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => true,
         // That is up to the route.
         Part::Param(_) => false,
@@ -159,10 +170,7 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
         "path" => Ok(Part::Path),
         "route" => Ok(Part::Route),
         "global" => Ok(Part::Global),
-        "client-cert" => Err((
-            String::from("`client-cert` needs `listen.https`, which is not in this version of transom yet"),
-            String::from("count by `header:NAME`, `jwt:CLAIM` or `ip`"),
-        )),
+        "client-cert" => Ok(Part::ClientCert),
         _ => {
             if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {
                 return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
@@ -211,7 +219,7 @@ fn is_cookie_name(byte: u8) -> bool {
 }
 
 /// `None` if it cannot be read.
-fn on_missing(item: &Item, ip: &Part, report: &mut Report) -> Option<OnMissing> {
+fn on_missing(item: &Item, ip: &Part, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
     let words = item.texts("\"refuse\"", report)?;
     if let [Word { text, span }] = words.as_slice() {
         match *text {
@@ -231,7 +239,8 @@ fn on_missing(item: &Item, ip: &Part, report: &mut Report) -> Option<OnMissing> 
     let parts = parts(item, ip, report)?;
     let mut certain = true;
     for (word, part) in words.iter().zip(&parts) {
-        if comes_with_the_request(part) || matches!(part, Part::Param(_)) {
+        let uncertified = *part == Part::ClientCert && certs != ClientCerts::Always;
+        if uncertified || comes_with_the_request(part, certs) || matches!(part, Part::Param(_)) {
             let message = format!("{} may be missing as well", shown(word.text));
             let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
             report.problem(word.span.clone(), message, fix);

@@ -5,40 +5,170 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use super::section;
-use crate::config::Listen;
-use crate::config::document::{Item, Later, Word};
-use crate::config::problem::{Report, shown};
+use toml::de::DeValue;
 
-const LATER: [Later; 1] = [("https", "remove it; put a server that speaks TLS in front of the gateway")];
+use super::certificates::{Pair, authorities};
+use super::{exceptions, section};
+use crate::config::Files;
+use crate::config::certificate::Certificate;
+use crate::config::document::{Item, Word};
+use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
+use crate::config::problem::{Report, shown};
+use crate::rule::network::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
+const HTTPS_EXAMPLE: &str = "\"0.0.0.0:443\"";
+const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
+const NETWORKS: &str = "[\"10.0.0.0/8\"]";
 
-pub fn listen(item: Option<Item>, report: &mut Report) -> Listen {
-    let mut listen = Listen { http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))], admin: None };
+/// Addresses taken so far, and the line of each; 0: by default.
+type Taken = Vec<(SocketAddr, usize)>;
+
+pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> Listen {
+    let mut listen = Listen {
+        http: vec![SocketAddr::from(([127, 0, 0, 1], 8080))],
+        https: Vec::new(),
+        admin: None,
+        proxy_protocol: Vec::new(),
+        max_connections: None,
+        max_connections_per_client: None,
+    };
     let Some(mut table) = section(item, report) else { return listen };
-    // Addresses taken so far, and the line of each.
-    let mut taken: Vec<(SocketAddr, usize)> = Vec::new();
-    if let Some(item) = table.get("http") {
-        listen.http = match item.texts(EXAMPLE, report) {
-            Some(words) if words.is_empty() => {
-                let fix = format!("{}, or leave `http` out: this is the default", item.write(EXAMPLE));
-                report.problem(item.span, "`http` is an empty list", fix);
-                Vec::new()
-            }
-            words => words.iter().flatten().filter_map(|word| address(word, &mut taken, report)).collect(),
-        };
+    let mut taken = Taken::new();
+    let (http, https) = (table.get("http"), table.get("https"));
+    if let Some(item) = http {
+        listen.http = addresses(&item, EXAMPLE, ", or leave `http` out: this is the default", &mut taken, report);
+    } else if https.is_some() {
+        // Who asks for TLS has not asked for anything in the clear.
+        listen.http.clear();
     } else {
         taken.extend(listen.http.iter().map(|address| (*address, 0)));
+    }
+    if let Some(item) = https {
+        listen.https = several(&item, files, &mut taken, report);
     }
     if let Some(word) = table.get("admin").and_then(|item| item.text("\"127.0.0.1:9900\"", report)) {
         listen.admin = address(&word, &mut taken, report);
     }
-    table.finish(&LATER, report);
+    if let Some(item) = table.get("proxy_protocol") {
+        listen.proxy_protocol = networks(&item, report);
+    }
+    let most = table.get("max_connections").and_then(|item| item.integer(1..=10_000_000, report));
+    listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
+    let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
+    listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
+    table.finish(&[], report);
     listen
 }
 
-fn address(word: &Word, taken: &mut Vec<(SocketAddr, usize)>, report: &mut Report) -> Option<SocketAddr> {
+fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {
+    match item.texts(example, report) {
+        Some(words) if words.is_empty() => {
+            let fix = format!("{}{or}", item.write(example));
+            report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
+            Vec::new()
+        }
+        words => words.iter().flatten().filter_map(|word| address(word, taken, report)).collect(),
+    }
+}
+
+/// `[listen.https]`, or several `[[listen.https]]` with certificates of their own.
+fn several(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> Vec<Https> {
+    let DeValue::Array(array) = item.value else { return https(item, files, taken, report).into_iter().collect() };
+    if array.is_empty() {
+        report.problem(item.span.clone(), "`https` is an empty list", HTTPS_FIX);
+    }
+    let items = item.list("[]", report).unwrap_or_default();
+    items.iter().filter_map(|item| https(item, files, taken, report)).collect()
+}
+
+fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> Option<Https> {
+    let mut table = item.table("`[listen.https]`", HTTPS_FIX, report)?;
+    let address = table.require("address", format!("write `address = {HTTPS_EXAMPLE}`"));
+    let main = Pair::required(&mut table);
+    let others = table.get("certificates");
+    let (client_ca, client_auth) = (table.get("client_ca"), table.get("client_auth"));
+    let versions = [("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
+    let min_version = table.get("min_version").and_then(|item| item.choice(&versions, report));
+    let misspelt = table.finish(&[], report);
+
+    let addresses = address.map(|item| addresses(&item, HTTPS_EXAMPLE, "", taken, report)).unwrap_or_default();
+    let main = main.read(files, report);
+    let mut certificates: Vec<Certificate> = main.into_iter().collect();
+    if let Some(item) = others {
+        more(&item, files, &mut certificates, report);
+    }
+    let is_misspelt = misspelt.contains(&"client_ca");
+    let client_auth = auth(client_ca, client_auth, is_misspelt, files, report);
+    let min_version = min_version.unwrap_or(TlsVersion::V1_2);
+    Some(Https { addresses, tls: Tls { certificates, client_auth, min_version } })
+}
+
+/// `[[listen.https.certificates]]`: each is chosen by a name that no other of its kind has.
+fn more(item: &Item, files: Files, certificates: &mut Vec<Certificate>, report: &mut Report) {
+    let fix = "write `[[listen.https.certificates]]`, then its `certificate` and its `private_key`";
+    let DeValue::Array(_) = item.value else {
+        item.wrong_type::<()>("a list of tables", fix, report);
+        return;
+    };
+    for entry in item.list("[]", report).unwrap_or_default() {
+        let Some(mut table) = entry.table("the certificate", fix, report) else { continue };
+        let pair = Pair::required(&mut table);
+        table.finish(&[], report);
+        let span = pair.certificate.as_ref().map_or(entry.span.clone(), |item| item.span.clone());
+        let Some(certificate) = pair.read(files, report) else { continue };
+        let file = shown(&certificate.file);
+        let is_for = |other: &Certificate, name: &String| {
+            other.names.contains(name) && other.algorithm() == certificate.algorithm()
+        };
+        let taken = certificate
+            .names
+            .iter()
+            .find_map(|name| Some((name, certificates.iter().find(|other| is_for(other, name))?)));
+        if certificate.names.is_empty() {
+            let message = format!("nobody can ask for {file}: it is for no DNS name");
+            report.problem(span, message, "have it issued with names (subjectAltName), or make it the main one");
+        } else if let Some((name, other)) = taken {
+            let message = format!("{file} is for {}, and so is {}", shown(name), shown(&other.file));
+            report.problem(span, message, "keep one of the two; both can stay if one has an RSA and one an ECDSA key");
+        }
+        certificates.push(certificate);
+    }
+}
+
+fn auth(
+    ca: Option<Item>,
+    word: Option<Item>,
+    is_misspelt: bool,
+    files: Files,
+    report: &mut Report,
+) -> Option<ClientAuth> {
+    let words = [("required", true), ("optional", false)];
+    let required = word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
+    match (ca, word) {
+        (Some(ca), _) => {
+            Some(ClientAuth { authorities: authorities(&ca, files, report).unwrap_or_default(), required })
+        }
+        (None, Some(word)) if !is_misspelt => {
+            let message = "`client_auth` has no effect: nobody's certificates are believed";
+            let fix = "name who issues them: `client_ca = \"FILE\"`, or remove it";
+            report.unless_broken(word.key_span, message, fix);
+            None
+        }
+        (None, _) => None,
+    }
+}
+
+fn networks(item: &Item, report: &mut Report) -> Vec<Network> {
+    let words = item.texts(NETWORKS, report);
+    if words.as_ref().is_some_and(Vec::is_empty) {
+        let fix = format!("{}, or leave it out: nobody is believed then", item.write(NETWORKS));
+        report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
+    }
+    words.iter().flatten().filter_map(|word| exceptions::network_of(word, report)).collect()
+}
+
+fn address(word: &Word, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
     let Ok(address) = word.text.parse::<SocketAddr>() else {
         report.problem(word.span.clone(), format!("{} is no address to listen on", shown(word.text)), fix(word.text));
         return None;

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::{DAY_MS, FIELDS, Section, cost, duration, exceptions, key, layers, refusal};
 use crate::config::document::{Item, Table};
+use crate::config::listen::ClientCerts;
 use crate::config::problem::{Report, shown};
 use crate::config::{QuotaFields, Refusal};
 use crate::rule::key::OnMissing;
@@ -23,13 +24,18 @@ pub struct Looks {
     pub refusal: Refusal,
 }
 
-pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Section<(Rule, Looks)> {
+pub fn rules(
+    item: Option<Item>,
+    fields: QuotaFields,
+    certs: ClientCerts,
+    report: &mut Report,
+) -> Section<(Rule, Looks)> {
     let rules = Section::read(item, report, |name, table, report| {
         // Stands in for a rule that cannot be read; it asks for nothing, so no problem follows.
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
         let mut looks = Looks { fields, refusal: Refusal::default() };
         if let Some(table) = table {
-            read(&mut rule, &mut looks, table, report);
+            read(&mut rule, &mut looks, table, certs, report);
         }
         (rule, looks)
     });
@@ -38,13 +44,14 @@ pub fn rules(item: Option<Item>, fields: QuotaFields, report: &mut Report) -> Se
 }
 
 /// Fills in a rule, and what answers show of it.
-fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, report: &mut Report) {
+fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts, report: &mut Report) {
     let key = key::Settings {
         key: table
             .require("key", "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one"),
         on_missing: table.get("on_missing_key"),
         ipv4_prefix: table.get("ipv4_prefix"),
         ipv6_prefix: table.get("ipv6_prefix"),
+        certs,
     };
     let windows = table.require("windows", "write `windows = [\"33/minute\"]`");
     let cost = table.get("cost");

@@ -13,8 +13,8 @@ use super::DEADLINE;
 /// The Host of every request that names no other.
 pub const HOST: &str = "gateway.test";
 
-pub struct Client {
-    pub stream: TcpStream,
+pub struct Client<S = TcpStream> {
+    pub stream: S,
     received: Vec<u8>,
 }
 
@@ -27,17 +27,30 @@ impl Client {
         stream.set_nodelay(true).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         stream.set_write_timeout(Some(DEADLINE)).unwrap();
+        Client::speaking(stream)
+    }
+
+    /// Says that no more will come, if the other side still listens, but goes on reading.
+    pub fn finish(&mut self) -> &mut Client {
+        let _ = self.stream.shutdown(Shutdown::Write);
+        self
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    /// Over a connection of any kind, which has timeouts of its own.
+    pub fn speaking(stream: S) -> Client<S> {
         Client { stream, received: Vec::new() }
     }
 
     /// Sends bytes as they are.
-    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client {
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client<S> {
         self.stream.write_all(bytes.as_ref()).unwrap();
         self
     }
 
     /// Sends bytes that the gateway may refuse to take: it may have closed already.
-    pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client {
+    pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> &mut Client<S> {
         let _ = self.stream.write_all(bytes.as_ref());
         self
     }
@@ -185,7 +198,8 @@ impl Client {
                 self.received.extend_from_slice(&piece[..n]);
                 n > 0
             }
-            Err(error) if error.kind() == ErrorKind::ConnectionReset => false,
+            // Without a goodbye of TLS it is one as well.
+            Err(error) if [ErrorKind::ConnectionReset, ErrorKind::UnexpectedEof].contains(&error.kind()) => false,
             Err(error) => panic!("no answer: {error}"),
         }
     }
@@ -194,12 +208,6 @@ impl Client {
     pub fn expect_closed(&mut self) {
         let rest = self.rest();
         assert!(rest.is_empty(), "more after the answer: {:?}", String::from_utf8_lossy(&rest));
-    }
-
-    /// Says that no more will come, if the other side still listens, but goes on reading.
-    pub fn finish(&mut self) -> &mut Client {
-        let _ = self.stream.shutdown(Shutdown::Write);
-        self
     }
 }
 

@@ -22,7 +22,7 @@ impl Edge {
              [listen.https]\naddress = \"127.0.0.1:0\"\ncertificate = {:?}\nprivate_key = {:?}\n{toml}",
             authority.certificate, authority.private_key
         ));
-        let (clear, tls) = (gateway.http, gateway.addresses()[1]);
+        let (clear, tls) = (gateway.http, gateway.https()[0]);
         Edge { gateway, authority, clear, tls }
     }
 

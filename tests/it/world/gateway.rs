@@ -50,6 +50,11 @@ impl Gateway {
         self.inner.as_ref().unwrap().http()
     }
 
+    /// The addresses that speak TLS, in the order of the configuration.
+    pub fn https(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().https()
+    }
+
     pub fn client(&self) -> Client {
         Client::connect(self.http)
     }

@@ -18,6 +18,7 @@ pub struct Process {
     child: Child,
     printed: Arc<Mutex<Vec<String>>>,
     pub http: SocketAddr,
+    pub https: Option<SocketAddr>,
     pub admin: SocketAddr,
     pub scratch: Scratch,
 }
@@ -47,13 +48,15 @@ impl Process {
             });
             line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
         };
-        let (http, admin) = (address("listening on http://"), address("admin on http://"));
+        let http = address("listening on http://");
+        let https = toml.contains("listen.https").then(|| address("listening on https://"));
+        let admin = address("admin on http://");
         let printed = Arc::new(Mutex::new(Vec::new()));
         thread::spawn({
             let printed = Arc::clone(&printed);
             move || lines.map_while(Result::ok).for_each(|line| printed.lock().unwrap().push(line))
         });
-        Process { child, printed, http, admin, scratch }
+        Process { child, printed, http, https, admin, scratch }
     }
 
     pub fn config(&self) -> PathBuf {

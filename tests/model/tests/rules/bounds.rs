@@ -63,6 +63,7 @@ fn strict(rules: Vec<Rule>) -> Vec<Rule> {
         .map(|mut rule| {
             rule.layers = all(rule.layers);
             rule.plans.iter_mut().for_each(|plan| plan.layers = all(std::mem::take(&mut plan.layers)));
+            rule.overrides.iter_mut().for_each(|own| own.layers = all(std::mem::take(&mut own.layers)));
             Rule { cost: Cost::Fixed(1), ..rule }
         })
         .collect()

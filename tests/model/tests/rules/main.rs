@@ -3,9 +3,10 @@
 //!
 //! `exact` holds that one gateway whose table has room is that limiter exactly; `bounds` what no table, clock
 //! or order of events may exceed; `promises` the timelines that users know from other limiters; `waiting`
-//! what requests that wait and refusals that count do; `extremes` the largest and smallest numbers.
+//! what requests that wait and refusals that count do; `changes` limits that change meanwhile; `extremes` the largest and smallest numbers.
 
 mod bounds;
+mod changes;
 mod exact;
 mod extremes;
 mod oracle;

@@ -10,7 +10,7 @@ use transom_model::rule::book::{Book, Judgement, Line, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
-use transom_model::rule::terms::{Cost, OnLimit, Plan, Rule};
+use transom_model::rule::terms::{Cost, OnLimit, Override, Plan, Rule, Value};
 use transom_model::rule::window::{Calendar, Windows};
 
 use crate::oracle::{Decision, Wish};
@@ -58,6 +58,14 @@ impl<const W: usize> Gateway<W> {
         let book = Book::new(rules, SEED, None);
         let roster = book.roster(&all);
         Gateway { book, roster, table, desk: Desk::default() }
+    }
+
+    /// Takes over other rules, as a reload does; the counts stay.
+    pub fn adopt(&mut self, rules: &[Rule]) {
+        let all: Vec<usize> = (0..rules.len()).collect();
+        self.book = Book::new(rules, SEED, Some(&self.book));
+        self.roster = self.book.roster(&all);
+        self.desk = Desk::default();
     }
 
     /// Who asks under a rule.
@@ -150,12 +158,18 @@ fn offset_of(rule: &Rule, client: u64) -> u64 {
     SEED.bits(&["offset", &key_of(rule, client)])
 }
 
-/// Odd clients are on the plan, where there is one. A key that several share has one variant only.
+/// Odd clients are on the plan, where there is one; the last has windows of its own, where the rule gives it
+/// some. A key that several share has one variant only.
 fn variant_of(rule: &Rule, client: u64) -> usize {
-    if rule.plans.is_empty() || !matches!(rule.key[0], Part::Header(_)) { 0 } else { (client % 2) as usize }
+    match () {
+        () if !matches!(rule.key[0], Part::Header(_)) => 0,
+        () if client == 3 && !rule.overrides.is_empty() => 1 + rule.plans.len(),
+        () if rule.plans.is_empty() => 0,
+        () => (client % 2) as usize,
+    }
 }
 
-fn windows() -> impl Strategy<Value = Windows> {
+pub fn windows() -> impl Strategy<Value = Windows> {
     let period = prop_oneof![Just(10u64), Just(25), Just(100)];
     let ends: Vec<u64> =
         (0..300).map(|i| START_MS - 500 + 40 * i + [0, 7, 19][i as usize % 3]).chain([1 << 43]).collect();
@@ -200,15 +214,15 @@ pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
         2 => (0..300u64).prop_map(delay),
         1 => Just(OnLimit::Shadow),
     ];
-    let one = (key, layers(), prop::option::of(layers()), cost, on_limit, any::<bool>());
-    prop::collection::vec(one, 1..4).prop_map(|all| {
-        let ready =
-            |(i, (key, layers, plan, cost, on_limit, count_refused)): (usize, (_, _, Option<Vec<Limit>>, _, _, _))| {
-                let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers }).into_iter().collect();
-                Rule { key: vec![key], plans, cost, on_limit, count_refused, ..rule(&format!("r{i}"), layers) }
-            };
-        all.into_iter().enumerate().map(ready).collect()
-    })
+    let one = (key, layers(), prop::option::of(layers()), prop::option::of(layers()), cost, on_limit, any::<bool>());
+    let one = one.prop_map(|(key, layers, plan, own, cost, on_limit, count_refused)| {
+        let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers }).into_iter().collect();
+        let own = own.map(|layers| Override { key: vec![Value::Clear("3".to_owned())], layers });
+        let overrides = own.into_iter().collect();
+        Rule { key: vec![key], plans, overrides, cost, on_limit, count_refused, ..rule("", layers) }
+    });
+    prop::collection::vec(one, 1..4)
+        .prop_map(|all| all.into_iter().enumerate().map(|(i, rule)| Rule { name: format!("r{i}"), ..rule }).collect())
 }
 
 /// What happens, and by how much the clock of one of two threads moves before.

@@ -1,0 +1,40 @@
+//! What passes between the gateway and the service manager that started it: sockets that it has opened
+//! (sd_listen_fds(3)), and what it is told (sd_notify(3)). Where there is none, nothing happens.
+
+use std::env;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+use listenfd::ListenFd;
+
+use crate::listen::socket::Inherited;
+
+pub const READY: &str = "READY=1";
+pub const RELOADING: &str = "RELOADING=1";
+pub const STOPPING: &str = "STOPPING=1";
+
+/// The sockets that were handed over to this process. To be asked once.
+pub fn sockets() -> io::Result<Inherited> {
+    let mut handed = ListenFd::from_env();
+    let mut listeners = Vec::new();
+    for position in 0..handed.len() {
+        listeners.extend(handed.take_tcp_listener(position)?);
+    }
+    Inherited::new(listeners)
+}
+
+/// Tells the service manager what the gateway is at.
+pub fn notify(state: &str) {
+    let Some(path) = env::var_os("NOTIFY_SOCKET") else { return };
+    let address = match path.as_bytes() {
+        // A name that is in no file system.
+        [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+        _ => SocketAddr::from_pathname(&path),
+    };
+    let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
+    if let Err(error) = sent {
+        tracing::warn!(%error, "the service manager can not be told `{state}`");
+    }
+}

@@ -1,0 +1,155 @@
+//! HTTP/2 frames as they pass by (RFC 9113, section 4.1): nine bytes say what a frame is, the rest is
+//! skipped. Nothing is kept and nothing is copied.
+//!
+//! This file knows no limits and no socket; what is too much is `conduct`'s business.
+
+/// What every client sends before its first frame (RFC 9113, section 3.4).
+pub const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+const HEAD_BYTES: usize = 9;
+
+/// The head of one frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Frame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    /// Of what follows the head, in bytes.
+    pub length: u32,
+}
+
+impl Frame {
+    pub const DATA: u8 = 0;
+    pub const HEADERS: u8 = 1;
+    pub const PRIORITY: u8 = 2;
+    pub const RST_STREAM: u8 = 3;
+    pub const SETTINGS: u8 = 4;
+    pub const PING: u8 = 6;
+    pub const GOAWAY: u8 = 7;
+    pub const WINDOW_UPDATE: u8 = 8;
+    pub const CONTINUATION: u8 = 9;
+
+    const ACK: u8 = 1;
+    const END_STREAM: u8 = 1;
+    const END_HEADERS: u8 = 4;
+
+    fn read(head: &[u8; HEAD_BYTES]) -> Frame {
+        let [a, b, c, kind, flags, s0, s1, s2, s3] = *head;
+        // The highest bit of the stream is reserved.
+        let stream = u32::from_be_bytes([s0 & 0x7f, s1, s2, s3]);
+        Frame { kind, flags, stream, length: u32::from_be_bytes([0, a, b, c]) }
+    }
+
+    pub fn ends_stream(&self) -> bool {
+        matches!(self.kind, Frame::DATA | Frame::HEADERS) && self.flags & Frame::END_STREAM != 0
+    }
+
+    pub fn ends_head(&self) -> bool {
+        self.flags & Frame::END_HEADERS != 0
+    }
+
+    /// The answer to a SETTINGS or PING of ours.
+    pub fn is_acknowledgement(&self) -> bool {
+        matches!(self.kind, Frame::SETTINGS | Frame::PING) && self.flags & Frame::ACK != 0
+    }
+}
+
+/// Where a stream of frames stands.
+#[derive(Debug)]
+pub struct Frames {
+    head: [u8; HEAD_BYTES],
+    /// Bytes of the head that have come.
+    have: usize,
+    /// Bytes that are passed over before the next head.
+    skip: usize,
+}
+
+impl Frames {
+    /// What a client sends: a preface first.
+    pub fn of_client() -> Frames {
+        Frames { head: [0; HEAD_BYTES], have: 0, skip: PREFACE.len() }
+    }
+
+    pub fn of_server() -> Frames {
+        Frames { head: [0; HEAD_BYTES], have: 0, skip: 0 }
+    }
+
+    /// Looks at the next bytes, and tells of every frame whose head is complete.
+    pub fn pass(&mut self, mut bytes: &[u8], mut tell: impl FnMut(Frame)) {
+        while !bytes.is_empty() {
+            if self.skip > 0 {
+                let skipped = self.skip.min(bytes.len());
+                self.skip -= skipped;
+                bytes = &bytes[skipped..];
+                continue;
+            }
+            let taken = (HEAD_BYTES - self.have).min(bytes.len());
+            self.head[self.have..self.have + taken].copy_from_slice(&bytes[..taken]);
+            self.have += taken;
+            bytes = &bytes[taken..];
+            if self.have == HEAD_BYTES {
+                let frame = Frame::read(&self.head);
+                self.have = 0;
+                self.skip = frame.length as usize;
+                tell(frame);
+            }
+        }
+    }
+
+    /// Whether the last frame that was told of has come as a whole.
+    pub fn is_whole(&self) -> bool {
+        self.skip == 0
+    }
+
+    /// Whether another frame could begin here.
+    pub fn is_between(&self) -> bool {
+        self.skip == 0 && self.have == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(kind: u8, flags: u8, stream: u32, length: usize) -> Vec<u8> {
+        let mut bytes = (length as u32).to_be_bytes()[1..].to_vec();
+        bytes.extend([kind, flags]);
+        bytes.extend(stream.to_be_bytes());
+        bytes.extend(vec![0xff; length]);
+        bytes
+    }
+
+    #[test]
+    fn frames_are_told_wherever_they_are_cut() {
+        let mut all = PREFACE.to_vec();
+        all.extend(bytes(Frame::SETTINGS, 0, 0, 18));
+        all.extend(bytes(Frame::HEADERS, 5, 1, 300));
+        all.extend(bytes(Frame::DATA, 1, 0x8000_0003, 70_000));
+        all.extend(bytes(Frame::PING, 1, 0, 8));
+        let expected = [
+            Frame { kind: Frame::SETTINGS, flags: 0, stream: 0, length: 18 },
+            Frame { kind: Frame::HEADERS, flags: 5, stream: 1, length: 300 },
+            Frame { kind: Frame::DATA, flags: 1, stream: 3, length: 70_000 },
+            Frame { kind: Frame::PING, flags: 1, stream: 0, length: 8 },
+        ];
+        for size in [1, 2, 8, 9, 10, 25, 1000, all.len()] {
+            let (mut frames, mut told) = (Frames::of_client(), Vec::new());
+            all.chunks(size).for_each(|piece| frames.pass(piece, |frame| told.push(frame)));
+            assert_eq!(told, expected, "pieces of {size}");
+            assert!(frames.is_between());
+        }
+        assert!(expected[1].ends_stream() && expected[1].ends_head() && expected[2].ends_stream());
+        assert!(expected[3].is_acknowledgement() && !expected[3].ends_stream());
+    }
+
+    #[test]
+    fn a_frame_is_whole_with_its_last_byte() {
+        let (mut frames, all) = (Frames::of_server(), bytes(Frame::HEADERS, 4, 1, 3));
+        frames.pass(&all[..11], |_| {});
+        assert!(!frames.is_whole() && !frames.is_between());
+        frames.pass(&all[11..], |_| {});
+        assert!(frames.is_whole() && frames.is_between());
+        frames.pass(&all[..4], |_| {});
+        assert!(frames.is_whole() && !frames.is_between());
+    }
+}

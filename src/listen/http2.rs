@@ -1,0 +1,89 @@
+//! One client connection that speaks HTTP/2: hyper's settings, the limits on the connection as a whole,
+//! and its end.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioIo, TokioTimer};
+
+use super::conduct::Budget;
+use super::drain::Guest;
+use super::session::{Late, Limits, Session, Watched};
+use super::stream::Streams;
+use crate::gateway::hall::{Hall, Origin};
+use crate::gateway::record;
+use crate::http::fault::Fault;
+use crate::wire::Wire;
+
+/// What is read of a body before the one who wants it takes it; of one stream, and of all.
+const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+const CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
+/// What is kept of an answer until the client takes it.
+const SEND_BUFFER_BYTES: usize = 64 * 1024;
+/// Of a request's head, as RFC 9113, section 6.5.2 counts: 32 bytes a field more than it has.
+const HEAD_MAX_BYTES: u32 = 64 * 1024;
+/// How long the answer to a PING may take.
+const PONG: Duration = Duration::from_secs(20);
+
+/// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
+pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
+    let address = origin.address;
+    let view = hall.view();
+    let (timeouts, http2) = (&view.snapshot.config.timeouts, &view.snapshot.config.http2);
+    let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body };
+    let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
+    let session = Session::new(&hall.timers, limits, budget);
+    let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session), timeouts.body);
+    let connection = http2::Builder::new(streams.clone())
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(http2.max_concurrent_streams)
+        // Streams that are refused because there are too many count as well.
+        .max_local_error_reset_streams(http2.max_concurrent_streams as usize * 4)
+        .max_header_list_size(HEAD_MAX_BYTES)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_send_buf_size(SEND_BUFFER_BYTES)
+        .keep_alive_interval(http2.ping)
+        .keep_alive_timeout(PONG)
+        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams);
+    // The configuration may change while the connection lasts.
+    drop(view);
+    let mut connection = std::pin::pin!(connection);
+    let mut told = false;
+    let ended = poll_fn(|cx| {
+        loop {
+            if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+                return Poll::Ready(ended);
+            }
+            // Polled first: a request that has already come is answered before hyper is told to close.
+            if !told && guest.poll_begun(cx) {
+                told = true;
+            } else {
+                match session.poll_late(cx) {
+                    None => return Poll::Pending,
+                    Some(Late::Leave) => told = true,
+                    Some(Late::Close { in_head }) => {
+                        if in_head {
+                            record::refused_head(&hall, address, &Fault::HeadTimeout);
+                        }
+                        return Poll::Ready(Ok(()));
+                    }
+                }
+            }
+            session.is_ending();
+            connection.as_mut().graceful_shutdown();
+        }
+    });
+    if let Err(error) = ended.await {
+        tracing::debug!(%address, %error, "a client connection broke off");
+    }
+    if let Some(abuse) = session.abuse() {
+        hall.meter.http2_abuse(abuse.name());
+        tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
+    } else if session.is_broken() {
+        hall.meter.http2_abuse("protocol_error");
+    }
+}

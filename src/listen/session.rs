@@ -1,0 +1,285 @@
+//! One HTTP/2 connection below hyper: the frames that pass, how the client behaves, and what the
+//! connection waits for.
+//!
+//! hyper has no idle timeout for HTTP/2, none for a header block that does not end, and none for a client that does
+//! not read; and it answers PING and SETTINGS for ever. All of that is seen here, from the heads of the
+//! frames alone. This file knows nothing of requests: `stream` does.
+
+use std::cell::{Cell, RefCell};
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::conduct::{Abuse, Budget, Conduct};
+use super::frames::{Frame, Frames};
+use crate::timer::{Timer, Timers};
+use crate::wire::Wire;
+
+/// How long the last frames may take once a connection that ends has nothing left to answer.
+const PARTING: Duration = Duration::from_secs(1);
+
+/// RFC 9113, section 7.
+const ENHANCE_YOUR_CALM: u32 = 0xb;
+
+/// How long things may take on a connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Until the first frame, and then for each header block.
+    pub head: Duration,
+    /// Without a request.
+    pub idle: Duration,
+    /// Without a byte sent, while there are some to send.
+    pub body: Duration,
+}
+
+/// What a connection is at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Waiting for the preface and the first frame.
+    Opening,
+    /// A header block has begun.
+    Head,
+    /// Nothing is asked.
+    Idle,
+    /// Answers are made, or sent; each stream has limits of its own.
+    Busy,
+    /// All that is left to do is to send what hyper holds, and the client does not let it.
+    Sending,
+    /// Told to end, with nothing left to answer.
+    Parting,
+}
+
+/// What is to be done about a connection that took too long.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Late {
+    /// The client is told that no more requests are taken.
+    Leave,
+    /// The connection is closed; the client was in the middle of a head, or not.
+    Close { in_head: bool },
+}
+
+/// What hyper's two sides know together.
+#[derive(Debug)]
+pub struct Session {
+    timers: Rc<Timers>,
+    limits: Limits,
+    conduct: RefCell<Conduct>,
+    abuse: Cell<Option<Abuse>>,
+    /// hyper has told the client of an error of the connection.
+    is_broken: Cell<bool>,
+    /// Somebody works at so many streams.
+    attended: Cell<usize>,
+    is_leaving: Cell<bool>,
+    phase: Cell<Phase>,
+    timer: Rc<Timer>,
+    /// Armed while bytes wait to be sent.
+    stall: Rc<Timer>,
+    is_stalled: Cell<bool>,
+}
+
+impl Session {
+    pub fn new(timers: &Rc<Timers>, limits: Limits, budget: Budget) -> Rc<Session> {
+        let timer = timers.timer();
+        timer.arm(limits.head);
+        Rc::new(Session {
+            conduct: RefCell::new(Conduct::new(budget, timers.tick())),
+            limits,
+            abuse: Cell::default(),
+            is_broken: Cell::default(),
+            attended: Cell::default(),
+            is_leaving: Cell::default(),
+            phase: Cell::new(Phase::Opening),
+            timer,
+            stall: timers.timer(),
+            is_stalled: Cell::default(),
+            timers: Rc::clone(timers),
+        })
+    }
+
+    /// Somebody begins to work at a stream.
+    pub fn attend(&self) {
+        self.attended.set(self.attended.get() + 1);
+        self.look(false);
+    }
+
+    /// Somebody has done all there was to do for a stream.
+    pub fn leave(&self) {
+        self.attended.set(self.attended.get() - 1);
+        self.look(false);
+    }
+
+    /// The client has been told that the connection ends.
+    pub fn is_ending(&self) {
+        self.is_leaving.set(true);
+        self.look(false);
+    }
+
+    /// What the client did too often, if it did.
+    pub fn abuse(&self) -> Option<Abuse> {
+        self.abuse.get()
+    }
+
+    /// Whether hyper gave up on what it read.
+    pub fn is_broken(&self) -> bool {
+        self.is_broken.get()
+    }
+
+    /// Whether something took too long; wakes the task when it does.
+    pub fn poll_late(&self, cx: &Context<'_>) -> Option<Late> {
+        if self.stall.poll_up(cx) {
+            return Some(Late::Close { in_head: false });
+        }
+        if !self.timer.poll_up(cx) {
+            return None;
+        }
+        Some(match self.phase.get() {
+            Phase::Idle => Late::Leave,
+            phase => Late::Close { in_head: phase == Phase::Head },
+        })
+    }
+
+    /// Finds out what the connection is at, and how long that may take. `moved`: bytes were sent.
+    fn look(&self, moved: bool) {
+        let conduct = self.conduct.borrow();
+        let phase = match () {
+            () if !conduct.has_opened() && !self.is_leaving.get() => Phase::Opening,
+            () if conduct.is_in_head() => Phase::Head,
+            () if conduct.is_busy() && self.attended.get() > 0 => Phase::Busy,
+            () if conduct.is_busy() => Phase::Sending,
+            () if self.is_leaving.get() => Phase::Parting,
+            () => Phase::Idle,
+        };
+        if self.phase.replace(phase) == phase && !(moved && phase == Phase::Sending) {
+            return;
+        }
+        match phase {
+            Phase::Opening | Phase::Head => self.timer.arm(self.limits.head),
+            Phase::Idle => self.timer.arm(self.limits.idle),
+            Phase::Busy => self.timer.disarm(),
+            Phase::Sending => self.timer.arm(self.limits.body),
+            Phase::Parting => self.timer.arm(PARTING),
+        }
+    }
+
+    fn heard(&self, frames: &mut Frames, bytes: &[u8]) {
+        let tick = self.timers.tick();
+        let mut conduct = self.conduct.borrow_mut();
+        let mut abuse = None;
+        frames.pass(bytes, |frame| abuse = abuse.or(conduct.heard(frame, tick)));
+        if frames.is_whole() {
+            conduct.whole();
+        }
+        drop(conduct);
+        if abuse.is_some() {
+            self.abuse.set(abuse);
+        }
+        self.look(false);
+    }
+
+    fn said(&self, frames: &mut Frames, bytes: &[u8]) {
+        let mut conduct = self.conduct.borrow_mut();
+        frames.pass(bytes, |frame| {
+            conduct.said(frame);
+            if frame.kind == Frame::GOAWAY && !self.is_leaving.get() {
+                self.is_broken.set(true);
+            }
+        });
+        conduct.sent(bytes.len());
+    }
+
+    /// Bytes were sent, could not be sent, or wait.
+    fn sent(&self, sent: &Poll<io::Result<usize>>) {
+        match (sent.is_pending(), self.is_stalled.replace(sent.is_pending())) {
+            (true, false) => self.stall.arm(self.limits.body),
+            (false, true) => self.stall.disarm(),
+            _ => {}
+        }
+        self.look(sent.is_ready());
+    }
+}
+
+/// A client's socket, watched over.
+pub struct Watched {
+    stream: Wire,
+    session: Rc<Session>,
+    inbound: Frames,
+    outbound: Frames,
+}
+
+impl Watched {
+    pub fn new(stream: Wire, session: Rc<Session>) -> Watched {
+        Watched { stream, session, inbound: Frames::of_client(), outbound: Frames::of_server() }
+    }
+}
+
+impl AsyncRead for Watched {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let before = buffer.filled().len();
+        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
+        this.session.heard(&mut this.inbound, &buffer.filled()[before..]);
+        if this.session.abuse.get().is_some() {
+            // Nothing of it reaches hyper.
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        Poll::Ready(read)
+    }
+}
+
+impl AsyncWrite for Watched {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
+        if let Poll::Ready(Ok(n)) = sent {
+            this.session.said(&mut this.outbound, &bytes[..n]);
+        }
+        this.session.sent(&sent);
+        sent
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let sent = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
+        if let Poll::Ready(Ok(mut left)) = sent {
+            for slice in slices {
+                let n = left.min(slice.len());
+                this.session.said(&mut this.outbound, &slice[..n]);
+                left -= n;
+            }
+        }
+        this.session.sent(&sent);
+        sent
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+}
+
+impl Drop for Watched {
+    /// Whoever misbehaves is told, if the bytes before have left as a whole.
+    fn drop(&mut self) {
+        if self.session.abuse.get().is_some() && self.outbound.is_between() {
+            let mut goaway = [0, 0, 8, Frame::GOAWAY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+            goaway[9..13].copy_from_slice(&self.session.conduct.borrow().last_stream().to_be_bytes());
+            goaway[13..].copy_from_slice(&ENHANCE_YOUR_CALM.to_be_bytes());
+            self.stream.send_at_once(&goaway);
+        }
+    }
+}

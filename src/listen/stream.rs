@@ -1,0 +1,266 @@
+//! One HTTP/2 stream above hyper: the request on it, the answer, and what is left of the request's body
+//! when the answer is over.
+//!
+//! An answer that waits for nothing, such as a refusal, is given within the task of its connection. Any other
+//! gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
+//! client that is told to stop in the middle of sending may drop the answer with the rest.
+
+use std::cell::{Cell, RefCell};
+use std::convert::Infallible;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, header};
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::rt::Executor;
+use hyper::service::Service;
+
+use super::serve::after_panic;
+use super::session::Session;
+use crate::gateway::body::Body;
+use crate::gateway::hall::{Hall, Origin, Peer};
+use crate::gateway::{Passing, pass};
+use crate::http::fields;
+
+/// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
+/// stream is reset.
+const UNWANTED_MAX_BYTES: usize = 256 * 1024;
+const UNWANTED_MAX: Duration = Duration::from_secs(2);
+
+/// Seats that a connection keeps for streams to come.
+const FREE_MAX: usize = 32;
+
+/// What a stream needs while there is a request on it; used again by the next.
+struct Seat {
+    peer: Rc<Peer>,
+    /// The head of the answer is there.
+    is_answering: Cell<bool>,
+    is_head: Cell<bool>,
+}
+
+/// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
+#[derive(Clone)]
+pub struct Streams(Rc<Shared>);
+
+struct Shared {
+    hall: Rc<Hall>,
+    /// The connection as a whole.
+    whole: Peer,
+    session: Rc<Session>,
+    body_limit: Duration,
+    /// Seats that nobody has.
+    free: RefCell<Vec<Rc<Seat>>>,
+    /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
+    next: RefCell<Option<(Rc<Seat>, bool)>>,
+}
+
+impl Seat {
+    /// Whether a piece of the request's body has been taken since this was last asked.
+    fn has_moved(&self) -> bool {
+        self.peer.unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved())
+    }
+}
+
+impl Streams {
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>, body_limit: Duration) -> Streams {
+        let (free, next) = (RefCell::default(), RefCell::default());
+        let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
+        Streams(Rc::new(Shared { hall, whole, session, body_limit, free, next }))
+    }
+}
+
+impl Shared {
+    fn seat(&self) -> Rc<Seat> {
+        let free = self.free.borrow_mut().pop();
+        free.unwrap_or_else(|| {
+            let peer = Peer::of_stream(&self.whole, self.hall.timers.timer());
+            Rc::new(Seat { peer: Rc::new(peer), is_answering: Cell::default(), is_head: Cell::default() })
+        })
+    }
+
+    fn give_back(&self, seat: Rc<Seat>) {
+        seat.is_answering.set(false);
+        seat.peer.timer.disarm();
+        if let Some(unwanted) = &seat.peer.unwanted {
+            drop(unwanted.take());
+        }
+        let mut free = self.free.borrow_mut();
+        if free.len() < FREE_MAX {
+            free.push(seat);
+        }
+    }
+}
+
+impl Service<Request<Incoming>> for Streams {
+    type Response = Response<Staged>;
+    type Error = Infallible;
+    type Future = Answering;
+
+    fn call(&self, request: Request<Incoming>) -> Answering {
+        let Shared { hall, body_limit, next, .. } = &*self.0;
+        let seat = self.0.seat();
+        seat.is_head.set(request.method() == Method::HEAD);
+        // Chunks are unknown here, and so is a length beside them.
+        let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, || false)));
+        let passing = passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())));
+        next.replace(Some((Rc::clone(&seat), matches!(passing, Passing::Done(_)))));
+        Answering { passing, seat, body_limit: *body_limit }
+    }
+}
+
+impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
+    fn execute(&self, future: F) {
+        let Some((seat, is_answered)) = self.0.next.take() else { return };
+        self.0.session.attend();
+        let mut work = Work { future: Some(future), seat, shared: Rc::clone(&self.0), unwanted: None, read: 0 };
+        let at_once = &mut Context::from_waker(Waker::noop());
+        if !is_answered || Pin::new(&mut work).poll(at_once).is_pending() {
+            tokio::task::spawn_local(work);
+        }
+    }
+}
+
+/// All that is to be done for a stream. Dropped, it resets a stream that is not at its end.
+struct Work<F> {
+    /// hyper's part; `None` once the answer has been handed over.
+    future: Option<F>,
+    seat: Rc<Seat>,
+    shared: Rc<Shared>,
+    /// The rest of the request's body.
+    unwanted: Option<Incoming>,
+    read: usize,
+}
+
+impl<F: Future<Output = ()> + Unpin> Future for Work<F> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        let timer = &this.seat.peer.timer;
+        if let Some(future) = &mut this.future {
+            if Pin::new(future).poll(cx).is_pending() {
+                if !this.seat.is_answering.get() || !timer.poll_up(cx) {
+                    return Poll::Pending;
+                }
+                if !this.seat.has_moved() {
+                    return Poll::Ready(());
+                }
+                timer.arm(this.shared.body_limit);
+                let _ = timer.poll_up(cx);
+                return Poll::Pending;
+            }
+            this.future = None;
+            this.unwanted = this.seat.peer.unwanted.as_ref().and_then(|unwanted| unwanted.take());
+            timer.arm(UNWANTED_MAX);
+        }
+        this.poll_unwanted(cx)
+    }
+}
+
+impl<F> Work<F> {
+    fn poll_unwanted(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(body) = &mut self.unwanted else { return Poll::Ready(()) };
+        while self.read < UNWANTED_MAX_BYTES {
+            match Pin::new(&mut *body).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => self.read += frame.data_ref().map_or(0, Bytes::len),
+                Poll::Ready(Some(Err(_)) | None) => return Poll::Ready(()),
+                Poll::Pending => break,
+            }
+        }
+        if self.seat.peer.timer.poll_up(cx) { Poll::Ready(()) } else { Poll::Pending }
+    }
+}
+
+impl<F> Drop for Work<F> {
+    fn drop(&mut self) {
+        // What belongs to the request first: it gives up its seat.
+        self.future = None;
+        self.unwanted = None;
+        self.shared.give_back(Rc::clone(&self.seat));
+        self.shared.session.leave();
+    }
+}
+
+/// An answer that is there, or under way. A panic ends the request, not the process.
+pub struct Answering {
+    passing: Passing,
+    seat: Rc<Seat>,
+    body_limit: Duration,
+}
+
+impl Future for Answering {
+    type Output = Result<Response<Staged>, Infallible>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let answer = match &mut this.passing {
+            Passing::Done(answer) => answer.take(),
+            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
+                Ok(Poll::Ready(answer)) => Some(answer),
+                Ok(Poll::Pending) => return Poll::Pending,
+                Err(_panic) => None,
+            },
+        };
+        let (seat, body_limit) = (Rc::clone(&this.seat), this.body_limit);
+        seat.is_answering.set(true);
+        seat.peer.timer.arm(body_limit);
+        let mut answer = answer.unwrap_or_else(after_panic);
+        if seat.is_head.get() {
+            leave_out_body(&mut answer);
+        }
+        Poll::Ready(Ok(answer.map(|body| Staged { body, seat, body_limit })))
+    }
+}
+
+/// Makes an answer one to HEAD: of HTTP/2, hyper would send the body all the same.
+fn leave_out_body(answer: &mut Response<Body>) {
+    if answer.body().is_end_stream() {
+        return;
+    }
+    if let (Some(length), false) =
+        (answer.body().size_hint().exact(), answer.headers().contains_key(header::CONTENT_LENGTH))
+    {
+        answer.headers_mut().insert(header::CONTENT_LENGTH, length.into());
+    }
+    answer.body_mut().omit();
+}
+
+/// The body of an answer, which may take as long as it likes while it moves.
+pub struct Staged {
+    body: Body,
+    seat: Rc<Seat>,
+    body_limit: Duration,
+}
+
+impl HttpBody for Staged {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        let this = self.get_mut();
+        let mut frame = Pin::new(&mut this.body).poll_frame(cx);
+        if let Poll::Ready(frame) = &mut frame {
+            this.seat.peer.timer.arm(this.body_limit);
+            if let Some(Ok(frame)) = frame
+                && let Some(trailers) = frame.trailers_mut()
+            {
+                // hyper sees to that for the head only.
+                fields::forward_response(trailers);
+            }
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

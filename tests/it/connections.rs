@@ -1,0 +1,95 @@
+//! How many connections there may be, in all and of one client.
+
+use std::net::TcpStream;
+
+use crate::world::client::Client;
+use crate::world::gateway::Gateway;
+use crate::world::{eventually, one_rule};
+
+fn toml(limits: &str) -> String {
+    format!(
+        "[listen]\nhttp = [\"127.0.0.1:0\", \"[::1]:0\"]\nadmin = \"127.0.0.1:0\"\n{limits}\n{}",
+        one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]")
+    )
+}
+
+fn refused(gateway: &Gateway, reason: &str) -> u64 {
+    gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
+}
+
+/// Opens a connection, and asks whether it was let in.
+fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
+    let mut client = Client::over(TcpStream::connect(address).unwrap());
+    client.send_if_open(header);
+    client.send_if_open("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    match client.answer_or_end() {
+        Some(answer) if answer.status == 503 => {
+            answer.problem();
+            None
+        }
+        // It was closed so early that not even the answer came through.
+        None => None,
+        Some(answer) => {
+            answer.expect(200);
+            Some(client)
+        }
+    }
+}
+
+#[test]
+fn there_are_no_more_than_there_may_be() {
+    let mut gateway = Gateway::start(&toml("max_connections = 4"));
+    let mut clients: Vec<Client> = (0..4).map(|_| enter(gateway.http, "").unwrap()).collect();
+    for n in 1..=3 {
+        assert!(enter(gateway.addresses()[n % 2], "").is_none());
+        assert_eq!(refused(&gateway, "max_connections"), n as u64);
+    }
+    assert_eq!(gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]), 4);
+    // Those that are there go on.
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    clients.truncate(2);
+    for _ in 0..2 {
+        eventually("there is room again", || enter(gateway.http, "").map(|client| clients.push(client)).is_some());
+    }
+    assert!(enter(gateway.http, "").is_none());
+    gateway.reload(&toml("max_connections = 5"));
+    clients.push(enter(gateway.http, "").unwrap());
+    assert!(enter(gateway.http, "").is_none());
+}
+
+#[test]
+fn one_client_leaves_room_for_others() {
+    let gateway = Gateway::start(&toml("max_connections_per_client = 3\nproxy_protocol = [\"::1\"]"));
+    let (plain, behind_proxy) = (gateway.addresses()[0], gateway.addresses()[1]);
+    let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
+    assert!(enter(plain, "").is_none());
+    assert_eq!(refused(&gateway, "max_connections_per_client"), 1);
+    // What counts is the client that the proxy speaks for: an address, or a network of 64 bits.
+    let header = |client: &str| {
+        let family = if client.contains(':') { "TCP6" } else { "TCP4" };
+        format!("PROXY {family} {client} {client} 1 2\r\n")
+    };
+    for n in 0..3 {
+        clients.push(enter(behind_proxy, &header("192.0.2.1")).unwrap());
+        clients.push(enter(behind_proxy, &header(&format!("2001:db8::{n}"))).unwrap());
+    }
+    assert!(enter(behind_proxy, &header("192.0.2.1")).is_none());
+    assert!(enter(behind_proxy, &header("2001:db8::ffff:1")).is_none());
+    assert!(enter(behind_proxy, &header("127.0.0.1")).is_none());
+    clients.push(enter(behind_proxy, &header("192.0.2.2")).unwrap());
+    clients.push(enter(behind_proxy, &header("2001:db8:0:1::1")).unwrap());
+    drop(clients);
+    eventually("there is room again", || enter(plain, "").is_some());
+}
+
+#[test]
+fn nobody_who_was_turned_away_keeps_a_place() {
+    let gateway = Gateway::start(&toml("max_connections = 2\nmax_connections_per_client = 1"));
+    let only = enter(gateway.http, "").unwrap();
+    for _ in 0..20 {
+        assert!(enter(gateway.http, "").is_none());
+    }
+    drop(only);
+    eventually("there is room again", || enter(gateway.http, "").is_some());
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}

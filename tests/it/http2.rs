@@ -1,0 +1,354 @@
+//! HTTP/2 from clients: what it has in common with HTTP/1.1 is the same, and the rest is translated.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::process::Command;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::body::{Body, Frame};
+
+use crate::world::client::{Client, HOST};
+use crate::world::gateway::Gateway;
+use crate::world::h2::{CANCEL, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400};
+use crate::world::h2::{END_HEADERS, block, frame, request};
+use crate::world::parts::program;
+use crate::world::process::Process;
+use crate::world::quota::remaining;
+use crate::world::upstream::{Talk, Upstream, reply};
+use crate::world::{Scratch, eventually, one_rule, pass_all};
+
+#[test]
+fn a_request_arrives_as_one_of_http_1() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = Calm::connect(gateway.http);
+    let fields = [("cookie", "a=1"), ("x-forwarded-host", "evil"), ("cookie", "b=2"), ("te", "trailers"), ("x-a", "1")];
+    let answer = client.ask("POST", "/a?b=c", &fields, b"hello").expect(200);
+    assert_eq!((answer.version.as_str(), answer.text().as_str()), ("HTTP/2.0", "fine\n"));
+    let received = upstream.only();
+    assert_eq!((received.method.as_str(), received.target.as_str()), ("POST", "/a?b=c"));
+    assert_eq!(received.all("host"), [HOST]);
+    assert_eq!(received.all("cookie"), ["a=1; b=2"]);
+    assert_eq!(received.all("x-forwarded-host"), [HOST]);
+    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.all("te"), ["trailers"]);
+    assert_eq!((received.all("content-length"), received.body.as_slice()), (vec!["5"], &b"hello"[..]));
+    assert!(received.field("transfer-encoding").is_none());
+}
+
+#[test]
+fn a_request_that_is_not_clear_is_refused() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = Calm::connect(gateway.http);
+    for (method, uri, fields, status) in [
+        ("GET", "http://u@gateway.test/a", &[][..], 400),
+        ("GET", "http://gateway.test/a", &[("host", "other.test")], 400),
+        ("GET", "http://gateway.test/a", &[("host", HOST), ("host", HOST)], 400),
+        ("GET", "http://gateway.test:81/a", &[("host", HOST)], 400),
+        ("GET", "ftp://gateway.test/a", &[], 400),
+        ("GET", "http://gateway.test/a", &[("x-user", " alice")], 400),
+        ("GET", "http://gateway.test/a", &[("x-user", "alice\t")], 400),
+        ("GET", "http://gateway.test/../a", &[], 400),
+        ("TRACE", "http://gateway.test/a", &[], 405),
+        ("post", "http://gateway.test/a", &[], 400),
+        ("GET", "http://gateway.test/a", &[("expect", "x")], 417),
+    ] {
+        client.ask_for(method, uri, fields, b"").expect(status).problem();
+    }
+    assert_eq!(upstream.received().len(), 0);
+    // The connection is fine, and so are these.
+    client.ask_for("GET", "https://gateway.test:443/a", &[("host", HOST)], b"").expect(200);
+    client.ask_for("GET", "http://Gateway.test:80/a", &[("host", HOST)], b"").expect(200);
+}
+
+#[test]
+fn what_only_frames_can_say_is_refused_as_well() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let head = |fields: &[(&str, &str)]| {
+        let mut all = vec![(":method", "GET"), (":scheme", "http")];
+        all.extend(fields);
+        block(&all)
+    };
+    let mut raw = Raw::connect(gateway.http);
+    let mut stream = 1;
+    let mut ask = |raw: &mut Raw, block: &[u8]| {
+        raw.send(frame(HEADERS, END_HEADERS | 1, stream, block));
+        stream += 2;
+        stream - 2
+    };
+    for (fields, status) in [
+        // Neither `:authority` nor Host; Host alone; all of the server, but with GET.
+        (&[(":path", "/a")][..], STATUS_400),
+        (&[(":path", "/a"), ("host", "a")], STATUS_200),
+        (&[(":path", "*"), (":authority", "a")], STATUS_400),
+        (&[(":path", "/a"), (":authority", "a"), ("content-length", "0"), ("content-length", "0")], STATUS_400),
+    ] {
+        let stream = ask(&mut raw, &head(fields));
+        assert_eq!(raw.status(stream), status, "{fields:?}");
+    }
+    for field in [("te", "gzip"), ("connection", "x"), ("transfer-encoding", "chunked"), ("upgrade", "websocket")] {
+        let stream = ask(&mut raw, &head(&[(":path", "/a"), (":authority", "a"), field]));
+        assert_eq!(raw.until(RST_STREAM).stream, stream, "{field:?}");
+    }
+    let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80")]));
+    assert_ne!(raw.status(stream), STATUS_200);
+    assert_eq!(upstream.received().len(), 1);
+}
+
+#[test]
+fn trailers_pass_both_ways() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        let received = talk.request().unwrap();
+        assert_eq!(received.trailers, [("x-sum".to_owned(), "7".to_owned())]);
+        talk.send(
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: x-end\r\n\r\n3\r\nabc\r\n0\r\nx-end: 9\r\n\r\n",
+        );
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let trailers = http::HeaderMap::from_iter([(http::HeaderName::from_static("x-sum"), "7".parse().unwrap())]);
+    let body = Frames(VecDeque::from([Frame::data(Bytes::from("body")), Frame::trailers(trailers)])).boxed();
+    let request = http::Request::post(format!("http://{HOST}/a")).header("trailer", "x-sum").header("te", "trailers");
+    let answer = Calm::connect(gateway.http).send(request.body(body).unwrap()).expect(200);
+    assert_eq!(answer.text(), "abc");
+    assert_eq!(answer.trailers, [("x-end".to_owned(), "9".to_owned())]);
+}
+
+/// A body of frames that are all there.
+struct Frames(VecDeque<Frame<Bytes>>);
+
+impl Body for Frames {
+    type Data = Bytes;
+    type Error = std::io::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+        Poll::Ready(self.0.pop_front().map(Ok))
+    }
+}
+
+#[test]
+fn an_answer_to_head_has_a_length_and_no_body() {
+    let upstream = Upstream::with(|talk| {
+        while talk.request().is_some() && talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n") {}
+    });
+    let gateway = Gateway::start(&pass_all(&upstream).replace("/{*rest}", "/a"));
+    let mut client = Calm::connect(gateway.http);
+    let answer = client.ask("HEAD", "/a", &[], b"").expect(200);
+    assert_eq!((answer.field("content-length"), answer.body.len()), (Some("1000"), 0));
+    let length = client.get("/b").expect(404).body.len().to_string();
+    let answer = client.ask("HEAD", "/b", &[], b"").expect(404);
+    assert_eq!((answer.field("content-length"), answer.body.len()), (Some(length.as_str()), 0));
+}
+
+#[test]
+fn large_bodies_pass_both_ways_at_once() {
+    let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
+    let mut client = Calm::connect(gateway.http);
+    for _ in 0..3 {
+        assert!(client.ask("POST", "/a", &[], &body).expect(200).body == body);
+    }
+    assert!(client.gets("/a", 100).iter().all(|answer| answer.status == 200));
+}
+
+#[test]
+fn exactly_the_limit_is_admitted_on_whatever_streams() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"500/hour\"]");
+    let gateway = Gateway::start(&format!("workers = 4\n{rule}"));
+    let admitted: usize = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut client = Calm::connect(gateway.http);
+                    let answers = (0..2).flat_map(|_| client.gets("/a", 40)).collect::<Vec<_>>();
+                    assert!(answers.iter().all(|answer| [200, 429].contains(&answer.status)));
+                    answers.iter().filter(|answer| answer.status == 200).count()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert_eq!(admitted, 500);
+    let refused = Calm::connect(gateway.http).get("/a").expect(429);
+    refused.problem();
+    assert_eq!(remaining(&refused, "r"), 0);
+    assert!(refused.field("retry-after").is_some());
+}
+
+#[test]
+fn a_request_that_is_reset_is_canceled_but_has_counted() {
+    let (saw, seen) = mpsc::channel();
+    let saw = Mutex::new(saw);
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            saw.lock().unwrap().send(true).unwrap();
+            saw.lock().unwrap().send(talk.closed()).unwrap();
+        }
+    });
+    let rule = "rules = [\"r\"]\n[rules.r]\nkey = \"ip\"\nwindows = [\"3/hour\"]\n";
+    let gateway = Gateway::start(&format!("{}{rule}", pass_all(&upstream)));
+    let mut raw = Raw::connect(gateway.http);
+    for stream in [1, 3, 5] {
+        raw.get(stream, "/a");
+        assert!(seen.recv().unwrap());
+        raw.send(frame(RST_STREAM, 0, stream, &CANCEL.to_be_bytes()));
+        assert!(seen.recv().unwrap(), "the upstream is let go");
+    }
+    assert_eq!(remaining(&gateway.get("/a").expect(429), "r"), 0);
+    eventually("they are recorded", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3);
+}
+
+#[test]
+fn a_reset_gives_up_the_place_of_a_request_that_waits() {
+    let rule = "key = \"ip\"\nwindows = [\"1/minute\"]\non_limit = \"delay\"\nmax_delay = \"5m\"\nmax_waiting = 1";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    raw.get(3, "/a");
+    // Behind the one that waits there is no place.
+    eventually("it waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
+    gateway.get("/a").expect(429);
+    raw.send(frame(RST_STREAM, 0, 3, &CANCEL.to_be_bytes()));
+    eventually("it is gone", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 1);
+    raw.get(5, "/a");
+    eventually("another waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2);
+    gateway.advance_s(60);
+    assert_eq!(raw.status(5), STATUS_200);
+}
+
+#[test]
+fn curl_is_told_of_a_refusal_in_the_middle_of_an_upload() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
+    gateway.get("/a").expect(200);
+    let scratch = Scratch::new();
+    for (size, protocol) in [
+        (200_000, "--http2-prior-knowledge"),
+        (20_000_000, "--http2-prior-knowledge"),
+        (200_000, "--http1.1"),
+        (20_000_000, "--http1.1"),
+    ] {
+        let file = scratch.write("large", vec![b'x'; size]);
+        for _ in 0..20 {
+            let output = Command::new(program("curl"))
+                .args([protocol, "--silent", "--show-error", "--max-time", "30", "--output"])
+                .arg(scratch.path().join("answer"))
+                .args(["--write-out", "%{http_code}", "--data-binary"])
+                .arg(format!("@{}", file.display()))
+                .arg(format!("http://{}/a", gateway.http))
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{protocol} {size}: {said}");
+            let answer = std::fs::read_to_string(scratch.path().join("answer")).unwrap();
+            assert!(answer.contains("quota-exceeded"), "{protocol} {size}: {answer}");
+        }
+    }
+}
+
+#[test]
+fn h2load_finds_nothing_wrong() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let output = Command::new(program("h2load"))
+        .args(["-n", "4000", "-c", "8", "-m", "32"])
+        .arg(format!("http://{}/a", gateway.http))
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("4000 succeeded, 0 failed, 0 errored, 0 timeout"), "{said}");
+    assert!(said.contains("4000 2xx"), "{said}");
+}
+
+#[test]
+fn the_log_names_the_protocol() {
+    let scratch = Scratch::new();
+    let log = scratch.path().join("access.log");
+    let toml =
+        format!("{}[access_log]\nfile = \"{}\"\n", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"), log.display());
+    let gateway = Gateway::start(&toml);
+    Calm::connect(gateway.http).get("/a").expect(200);
+    gateway.get("/a").expect(200);
+    let lines = || std::fs::read_to_string(&log).unwrap_or_default();
+    eventually("both are logged", || lines().lines().count() == 2);
+    let lines: Vec<serde_json::Value> = lines().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((&lines[0]["protocol"], &lines[0]["host"]), (&"HTTP/2.0".into(), &HOST.into()));
+    assert_eq!(lines[1]["protocol"], "HTTP/1.1");
+}
+
+#[test]
+fn what_is_under_way_is_finished_when_the_gateway_stops() {
+    let (saw, seen) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let gone = Arc::new(Mutex::new(gone));
+    let upstream = Upstream::with(move |talk| {
+        while talk.request().is_some() {
+            saw.send(()).unwrap();
+            gone.lock().unwrap().recv().unwrap();
+            talk.reply(200, &[], b"at last");
+        }
+    });
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let (mut idle, mut busy) = (Raw::connect(process.http), Raw::connect(process.http));
+    idle.until(SETTINGS);
+    busy.get(1, "/a");
+    seen.recv().unwrap();
+    process.signal("TERM");
+    assert_eq!(idle.until(GOAWAY).code(), 0);
+    // Though it does not answer the last PING.
+    idle.rest();
+    assert_eq!(busy.until(GOAWAY).code(), 0);
+    go.send(()).unwrap();
+    assert_eq!(busy.status(1), STATUS_200);
+    assert_eq!(busy.until(DATA).payload, b"at last");
+    busy.rest();
+    assert_eq!(process.wait().code(), Some(0));
+}
+
+#[test]
+fn nothing_that_was_begun_fails_when_the_gateway_stops_under_load() {
+    let upstream = Upstream::replying(200);
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let load = Command::new(program("h2load"))
+        .args(["-n", "1000000", "-c", "4", "-m", "8"])
+        .arg(format!("http://{}/a", process.http))
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    eventually("there is traffic", || upstream.received().len() > 200);
+    process.signal("TERM");
+    assert_eq!(process.wait().code(), Some(0));
+    let said = String::from_utf8(load.wait_with_output().unwrap().stdout).unwrap();
+    // Everything that reached the upstream was answered, to the last byte.
+    let line = said.lines().find(|line| line.starts_with("requests:")).unwrap();
+    let succeeded = line.split(", ").find_map(|part| part.strip_suffix(" succeeded")).unwrap();
+    assert_eq!(succeeded.parse(), Ok(upstream.received().len()), "{said}");
+}
+
+#[test]
+fn it_can_be_switched_off_in_the_clear() {
+    let toml = format!("[http2]\nh2c = false\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
+    let gateway = Gateway::start(&toml);
+    let raw = Raw::connect(gateway.http);
+    let mut client = Client::over(raw.stream.try_clone().unwrap());
+    client.answer().expect(400);
+    raw.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    gateway.get("/a").expect(200);
+}
+
+#[test]
+fn a_ping_is_sent_to_a_client_that_says_nothing() {
+    let toml = format!("[http2]\nping = \"200ms\"\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
+    let gateway = Gateway::start(&toml);
+    let mut raw = Raw::connect(gateway.http);
+    raw.until(PING);
+    raw.send(frame(HEADERS, END_HEADERS | 1, 1, &request("GET", "/a")));
+    assert_eq!(raw.status(1), STATUS_200);
+}

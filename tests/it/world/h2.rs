@@ -1,0 +1,278 @@
+//! Two clients that speak HTTP/2. `Calm` is hyper's, and asks as it should. `Raw` writes frames, one by one, right or
+//! wrong, and reads those that come back.
+//!
+//! `Raw` writes heads without compression, and of those it receives it reads no more than it is asked for.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::runtime::{Builder, Runtime};
+
+use super::DEADLINE;
+use super::client::{Answer, HOST};
+
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const PRIORITY: u8 = 2;
+pub const RST_STREAM: u8 = 3;
+pub const SETTINGS: u8 = 4;
+pub const PING: u8 = 6;
+pub const GOAWAY: u8 = 7;
+pub const WINDOW_UPDATE: u8 = 8;
+pub const CONTINUATION: u8 = 9;
+
+pub const END_STREAM: u8 = 1;
+pub const END_HEADERS: u8 = 4;
+pub const ACK: u8 = 1;
+
+/// RFC 9113, section 7.
+pub const NO_ERROR: u32 = 0;
+pub const CANCEL: u32 = 8;
+pub const ENHANCE_YOUR_CALM: u32 = 11;
+
+/// The first byte of the head of an answer, for statuses that have a number of their own (RFC 7541, appendix A).
+pub const STATUS_200: u8 = 0x88;
+pub const STATUS_400: u8 = 0x8c;
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Frame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+impl Frame {
+    /// The error code of RST_STREAM and GOAWAY.
+    pub fn code(&self) -> u32 {
+        let at = if self.kind == GOAWAY { 4 } else { 0 };
+        u32::from_be_bytes(self.payload[at..at + 4].try_into().unwrap())
+    }
+}
+
+/// A frame as bytes.
+pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = (payload.len() as u32).to_be_bytes()[1..].to_vec();
+    bytes.extend([kind, flags]);
+    bytes.extend(stream.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+/// A header block: fields as literals that nobody remembers.
+pub fn block(fields: &[(&str, &str)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for (name, value) in fields {
+        bytes.push(0);
+        for text in [name, value] {
+            number(text.len(), &mut bytes);
+            bytes.extend(text.bytes());
+        }
+    }
+    bytes
+}
+
+/// An integer with a prefix of seven bits (RFC 7541, section 5.1).
+fn number(n: usize, bytes: &mut Vec<u8>) {
+    if n < 127 {
+        return bytes.push(n as u8);
+    }
+    bytes.push(127);
+    let mut rest = n - 127;
+    while rest >= 128 {
+        bytes.push((rest % 128 + 128) as u8);
+        rest /= 128;
+    }
+    bytes.push(rest as u8);
+}
+
+/// The block of an ordinary request.
+pub fn request(method: &str, path: &str) -> Vec<u8> {
+    block(&[(":method", method), (":scheme", "http"), (":authority", HOST), (":path", path)])
+}
+
+pub struct Raw {
+    pub stream: TcpStream,
+    received: Vec<u8>,
+}
+
+impl Raw {
+    /// Connects and says nothing.
+    pub fn silent(address: SocketAddr) -> Raw {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_write_timeout(Some(DEADLINE)).unwrap();
+        Raw { stream, received: Vec::new() }
+    }
+
+    /// Connects, and sends the preface and settings of its own.
+    pub fn with(address: SocketAddr, settings: &[(u16, u32)]) -> Raw {
+        let mut raw = Raw::silent(address);
+        let mut payload = Vec::new();
+        for (id, value) in settings {
+            payload.extend(id.to_be_bytes());
+            payload.extend(value.to_be_bytes());
+        }
+        raw.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").send(frame(SETTINGS, 0, 0, &payload));
+        raw
+    }
+
+    pub fn connect(address: SocketAddr) -> Raw {
+        Raw::with(address, &[])
+    }
+
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) -> &mut Raw {
+        self.stream.write_all(bytes.as_ref()).unwrap();
+        self
+    }
+
+    /// Sends what the gateway may not take any more; `false` once it does not.
+    pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> bool {
+        self.stream.write_all(bytes.as_ref()).is_ok()
+    }
+
+    /// A request without a body.
+    pub fn get(&mut self, stream: u32, path: &str) -> &mut Raw {
+        self.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &request("GET", path)))
+    }
+
+    /// The next frame; `None` at the end, and a reset is one. Acknowledges nothing.
+    pub fn next(&mut self) -> Option<Frame> {
+        loop {
+            if let Some(head) = self.received.first_chunk::<9>() {
+                let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
+                let stream = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
+                let (kind, flags) = (head[3], head[4]);
+                if self.received.len() >= 9 + length {
+                    let payload = self.received.drain(..9 + length).skip(9).collect();
+                    return Some(Frame { kind, flags, stream, payload });
+                }
+            }
+            let mut piece = [0; 16 * 1024];
+            match self.stream.read(&mut piece) {
+                Ok(0) => return None,
+                Ok(n) => self.received.extend_from_slice(&piece[..n]),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return None,
+                Err(error) => panic!("nothing came: {error}"),
+            }
+        }
+    }
+
+    /// Reads up to a frame of a kind, which must come.
+    pub fn until(&mut self, kind: u8) -> Frame {
+        loop {
+            let frame = self.next().unwrap_or_else(|| panic!("closed before a frame of kind {kind}"));
+            if frame.kind == kind {
+                return frame;
+            }
+        }
+    }
+
+    /// The first byte of the head of the answer on a stream.
+    pub fn status(&mut self, stream: u32) -> u8 {
+        loop {
+            let frame = self.until(HEADERS);
+            if frame.stream == stream {
+                return frame.payload[0];
+            }
+        }
+    }
+
+    /// Everything until the connection is closed, which must be.
+    pub fn rest(&mut self) -> Vec<Frame> {
+        std::iter::from_fn(|| self.next()).collect()
+    }
+}
+
+/// A client that does as it should.
+pub struct Calm {
+    runtime: Runtime,
+    sender: SendRequest<BoxBody<Bytes, std::io::Error>>,
+}
+
+impl Calm {
+    pub fn connect(address: SocketAddr) -> Calm {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let sender = runtime.block_on(async {
+            let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+            stream.set_nodelay(true).unwrap();
+            let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+            tokio::spawn(connection);
+            sender
+        });
+        Calm { runtime, sender }
+    }
+
+    pub fn get(&mut self, path: &str) -> Answer {
+        self.ask("GET", path, &[], b"")
+    }
+
+    pub fn ask(&mut self, method: &str, path: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
+        self.ask_for(method, &format!("http://{HOST}{path}"), fields, body)
+    }
+
+    /// Asks for a whole target.
+    pub fn ask_for(&mut self, method: &str, uri: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
+        let mut request = Request::builder().method(method).uri(uri);
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        let body = Full::new(Bytes::copy_from_slice(body)).map_err(|never| match never {}).boxed();
+        self.send(request.body(body).unwrap())
+    }
+
+    pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Answer {
+        let Calm { runtime, sender } = self;
+        runtime.block_on(async {
+            let answer = tokio::time::timeout(DEADLINE, async {
+                sender.ready().await.unwrap();
+                read(sender.send_request(request).await.unwrap()).await
+            });
+            answer.await.expect("no answer in time")
+        })
+    }
+
+    /// Many requests at the same time; the answers in the order of the requests.
+    pub fn gets(&mut self, path: &str, count: usize) -> Vec<Answer> {
+        let Calm { runtime, sender } = self;
+        runtime.block_on(async {
+            let mut tasks = Vec::new();
+            for _ in 0..count {
+                let body = Full::new(Bytes::new()).map_err(|never| match never {}).boxed();
+                let request = Request::get(format!("http://{HOST}{path}")).body(body).unwrap();
+                sender.ready().await.unwrap();
+                let answer = sender.send_request(request);
+                tasks.push(tokio::spawn(async move { read(answer.await.unwrap()).await }));
+            }
+            let mut answers = Vec::new();
+            for task in tasks {
+                answers.push(tokio::time::timeout(DEADLINE, task).await.expect("no answer in time").unwrap());
+            }
+            answers
+        })
+    }
+}
+
+async fn read(answer: Response<Incoming>) -> Answer {
+    let (head, body) = answer.into_parts();
+    let text = |bytes: &[u8]| bytes.iter().copied().map(char::from).collect::<String>();
+    let fields = |map: &http::HeaderMap| map.iter().map(|(n, v)| (n.to_string(), text(v.as_bytes()))).collect();
+    let collected = body.collect().await.unwrap();
+    let trailers = collected.trailers().map(fields).unwrap_or_default();
+    Answer {
+        version: format!("{:?}", head.version),
+        status: head.status.as_u16(),
+        fields: fields(&head.headers),
+        body: collected.to_bytes().to_vec(),
+        trailers,
+        ..Answer::default()
+    }
+}

@@ -1,0 +1,147 @@
+//! Certificates made for a test, and clients who speak TLS.
+//!
+//! An [`Authority`] issues certificates; a [`Tls`] is what a client knows and shows; what it connects to
+//! is spoken to as any other connection, by a [`Client`].
+
+use std::fmt::Write as _;
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+
+use aws_lc_rs::digest;
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rustls::client::Resumption;
+use rustls::crypto::aws_lc_rs::default_provider;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion, version};
+
+use super::client::Client;
+use super::{DEADLINE, Scratch};
+
+/// Who issues certificates.
+pub struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    der: CertificateDer<'static>,
+    pub pem: String,
+}
+
+/// A certificate and its key.
+pub struct Issued {
+    pub pem: String,
+    pub key_pem: String,
+    pub der: CertificateDer<'static>,
+    key: PrivateKeyDer<'static>,
+}
+
+impl Authority {
+    /// Two are never alike.
+    pub fn new() -> Authority {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, "an authority of the tests");
+        let certificate = params.self_signed(&key).unwrap();
+        Authority { der: certificate.der().clone(), pem: certificate.pem(), issuer: Issuer::new(params, key) }
+    }
+
+    /// A certificate for names, with a key of its own (ECDSA on P-256).
+    pub fn issue(&self, names: &[&str]) -> Issued {
+        self.issue_by(names, KeyPair::generate().unwrap(), |_| {})
+    }
+
+    pub fn issue_by(&self, names: &[&str], key: KeyPair, change: impl FnOnce(&mut CertificateParams)) -> Issued {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let mut params = CertificateParams::new(names).unwrap();
+        // Named alike, a certificate would look as if it had issued itself.
+        params.distinguished_name.push(DnType::CommonName, "issued in a test");
+        change(&mut params);
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        Issued {
+            pem: certificate.pem(),
+            key_pem: key.serialize_pem(),
+            der: certificate.der().clone(),
+            key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+        }
+    }
+}
+
+impl Issued {
+    /// `certificate` and `private_key`, with both in files.
+    pub fn toml(&self, scratch: &Scratch, name: &str) -> String {
+        let certificate = scratch.write(&format!("{name}.pem"), &self.pem);
+        let key = scratch.write(&format!("{name}.key"), &self.key_pem);
+        format!("certificate = \"{}\"\nprivate_key = \"{}\"\n", certificate.display(), key.display())
+    }
+
+    /// As the gateway counts by it: SHA-256, in lower-case hex.
+    pub fn fingerprint(&self) -> String {
+        let mut text = String::new();
+        let digest = digest::digest(&digest::SHA256, &self.der);
+        digest.as_ref().iter().for_each(|byte| write!(text, "{byte:02x}").unwrap());
+        text
+    }
+}
+
+/// `[listen]` with an address in the clear, one that speaks TLS, and whatever else is said of that.
+pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
+    let pair = certificate.toml(scratch, "server");
+    format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\
+         [listen.https]\naddress = \"127.0.0.1:0\"\n{pair}{more}\n"
+    )
+}
+
+pub type Secure = StreamOwned<ClientConnection, TcpStream>;
+
+/// What a client knows, shows and remembers.
+#[derive(Clone)]
+pub struct Tls {
+    pub config: Arc<ClientConfig>,
+}
+
+impl Tls {
+    pub fn trusting(authority: &Authority) -> Tls {
+        Tls::new(authority, None, &[&version::TLS13, &version::TLS12])
+    }
+
+    /// With a certificate of its own.
+    pub fn showing(authority: &Authority, own: &Issued) -> Tls {
+        Tls::new(authority, Some(own), &[&version::TLS13, &version::TLS12])
+    }
+
+    pub fn new(authority: &Authority, own: Option<&Issued>, versions: &[&'static SupportedProtocolVersion]) -> Tls {
+        let mut roots = RootCertStore::empty();
+        roots.add(authority.der.clone()).unwrap();
+        let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
+        let builder = builder.with_protocol_versions(versions).unwrap().with_root_certificates(roots);
+        let mut config = match own {
+            None => builder.with_no_client_auth(),
+            Some(own) => builder.with_client_auth_cert(vec![own.der.clone()], own.key.clone_key()).unwrap(),
+        };
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        config.resumption = Resumption::in_memory_sessions(8);
+        Tls { config: Arc::new(config) }
+    }
+
+    /// Connects, and completes the handshake.
+    pub fn connect(&self, address: SocketAddr, name: &str) -> Client<Secure> {
+        self.try_connect(address, name).unwrap()
+    }
+
+    pub fn try_connect(&self, address: SocketAddr, name: &str) -> io::Result<Client<Secure>> {
+        self.try_over(TcpStream::connect(address)?, name)
+    }
+
+    /// Over a connection on which something may have been sent already.
+    pub fn try_over(&self, mut stream: TcpStream, name: &str) -> io::Result<Client<Secure>> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(DEADLINE))?;
+        stream.set_write_timeout(Some(DEADLINE))?;
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        let mut session = ClientConnection::new(Arc::clone(&self.config), name).unwrap();
+        while session.is_handshaking() {
+            session.complete_io(&mut stream)?;
+        }
+        Ok(Client::speaking(StreamOwned::new(session, stream)))
+    }
+}
