@@ -17,7 +17,6 @@ need curl command -v curl
 need faketime command -v faketime
 need nghttp2-client command -v h2load
 need nginx-light command -v nginx
-need openssl command -v openssl
 need python3 command -v python3
 need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
