@@ -2,8 +2,9 @@
 # from a bare Debian machine with Rust on it, and install what they need when they are root.
 
 MODEL = tests/model/Cargo.toml
-HTTPBIN = tests/.parts/httpbin
 FUZZ_SECONDS = 60
+# Virtual environments of Python, each with the packages that the file of its name lists.
+PARTS = tests/.parts
 DENY = cargo deny --version >/dev/null 2>&1
 
 .PHONY: help test check bench model fuzz parts deny advisories
@@ -11,7 +12,7 @@ DENY = cargo deny --version >/dev/null 2>&1
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
-	@echo "make bench       CPU time per request, beside nginx and HAProxy"
+	@echo "make bench       CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the counting room's models again, with wider bounds"
 	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
 	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
@@ -29,10 +30,13 @@ check: deny
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
 
-bench:
+bench: $(PARTS)/envoy/installed
 	cargo build --locked --release
 	cargo bench --locked
 	python3 benches/beside.py
+	python3 benches/http2.py
+	python3 benches/idle.py
+	python3 benches/slow.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
@@ -46,14 +50,14 @@ fuzz:
 	done
 
 # The servers and programs that tests talk to.
-parts: $(HTTPBIN)/installed
+parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed
 	tests/parts/debian.sh
 
-$(HTTPBIN)/installed: tests/parts/httpbin.txt
+$(PARTS)/%/installed: tests/parts/%.txt
 	tests/parts/debian.sh
-	rm -rf $(HTTPBIN)
-	python3 -m venv $(HTTPBIN)
-	$(HTTPBIN)/bin/pip install --quiet --disable-pip-version-check --requirement tests/parts/httpbin.txt
+	rm -rf $(@D)
+	python3 -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
 deny:

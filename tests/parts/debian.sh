@@ -12,6 +12,7 @@ need() {
 }
 
 PATH=$PATH:/usr/sbin:/sbin
+need chromium command -v chromium
 need curl command -v curl
 need faketime command -v faketime
 need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
@@ -20,6 +21,7 @@ need nginx-light command -v nginx
 need python3 command -v python3
 need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
+need slowhttptest command -v slowhttptest
 
 [ -n "$missing" ] || exit 0
 

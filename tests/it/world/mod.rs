@@ -2,12 +2,16 @@
 //!
 //! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
 //! binary; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
-//! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers from
-//! Debian and PyPI; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read what the gateway says about limits and metrics.
+//! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
+//! from Debian and PyPI; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
+//! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
+//! what the gateway says about limits and metrics.
 //!
 //! A panic in any thread of a gateway or an upstream fails the test: see `watch`.
 
+pub mod authority;
 pub mod client;
+pub mod edge;
 pub mod gateway;
 pub mod h2;
 pub mod issuer;
@@ -16,6 +20,7 @@ pub mod page;
 pub mod parts;
 pub mod process;
 pub mod quota;
+pub mod scripts;
 pub mod streams;
 pub mod tls;
 pub mod twin;

@@ -121,7 +121,7 @@ pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part 
 fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
     format!(
         "daemon off; master_process off; pid {home}/nginx.pid; error_log stderr;
-         events {{ worker_connections 256; }}
+         events {{ worker_connections 2048; }}
          http {{
              access_log off;
              client_body_temp_path {home}/body; proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/fastcgi;

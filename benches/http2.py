@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""What a request costs that comes over HTTP/2 and goes to an HTTP/1.1 upstream, beside nginx and Envoy.
+
+    python3 benches/http2.py                       # about three minutes
+    python3 benches/http2.py --rounds 3 --seconds 3 --scenario refusing
+    python3 benches/http2.py --results table.md    # the same figures as markdown
+
+As beside.py, whose turns, rounds and rules these are: one worker and core 0 for each gateway, load and
+upstream on core 1, CPU time per request. h2load speaks HTTP/2 with prior knowledge, in the clear.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+
+import beside
+import contenders
+import load
+from machine import Trouble
+
+
+def main():
+    options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
+            report = beside.Report()
+            measure(options, directory, report)
+            if options.results:
+                with open(options.results, "w") as file:
+                    file.write(report.markdown())
+    except Trouble as trouble:
+        sys.exit(f"http2.py: {trouble}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    beside.common_arguments(parser)
+    parser.add_argument("--scenario", choices=contenders.HTTP2_SCENARIOS, action="append", help="default: both")
+    return beside.checked(parser)
+
+
+def measure(options, directory, report):
+    gateways = [contenders.Transom(options.transom), contenders.NginxHttp2(), contenders.Envoy()]
+    generator = load.Http2(directory)
+    beside.begin(options, report, gateways, generator)
+    upstream, upstream_port = load.start_upstream(directory, options.load_core)
+    with upstream:
+        for name in options.scenario or contenders.HTTP2_SCENARIOS:
+            scenario = contenders.HTTP2_SCENARIOS[name]
+            beside.compare(options, directory, report, scenario, gateways, generator, upstream_port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Serves page.html, which tries a browser's ways of talking to a server, and prints what it found.
+
+    page_server.py
+
+Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`; later, a line of
+JSON for each browser that has gone through the page. It speaks HTTP/1.1 without TLS, as an upstream
+does; the WebSocket of the page is served elsewhere.
+"""
+
+import os
+import queue
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html")
+IMAGE = b'<svg xmlns="http://www.w3.org/2000/svg" width="17" height="4"></svg>'
+EVENTS = 5
+# Longer than any test waits.
+PATIENCE_S = 60
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # What the browser says that it has seen. One browser at a time.
+    seen = queue.SimpleQueue()
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        if path == "/":
+            with open(PAGE, "rb") as file:
+                self._answer("text/html", file.read())
+        elif path == "/style.css":
+            self._answer("text/css", b"body { --loaded: yes }")
+        elif path == "/image.svg":
+            self._answer("image/svg+xml", IMAGE)
+        elif path == "/number":
+            self._answer("text/plain", query.encode())
+        elif path == "/events":
+            self._events()
+        else:
+            self._answer("text/plain", b"no such page\n", status=404)
+
+    def do_POST(self):
+        path, _, query = self.path.partition("?")
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if path == "/seen":
+            self.seen.put(query)
+        elif path == "/found":
+            print(body.decode(), flush=True)
+        self._answer("application/octet-stream", body)
+
+    def _answer(self, kind, body, status=200):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _events(self):
+        """Each event is sent when the browser has seen the one before."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for number in range(EVENTS):
+            self._chunk(f"data: {number}\n\n")
+            if self.seen.get(timeout=PATIENCE_S) != str(number):
+                raise ValueError("the browser saw another event than the last")
+        self._chunk("data: last\n\n")
+        self._chunk("")
+
+    def _chunk(self, text):
+        self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
+
+    def log_message(self, *_):
+        """Nothing: standard output is for what the page found."""
+
+
+def main():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    print(f"listening on 127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""A WebSocket server for the tests, by the library that others use.
+
+    websocket_server.py [--tls CERTIFICATE KEY]
+
+Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. What it does
+follows the path: `/echo` sends back every message, `/fragments` every fragment as it comes, `/close` closes as it is
+asked to, `/drop` breaks the connection off, `/ping` pings the client, `/fate` tells how another
+connection ended, `/forbidden` refuses the handshake. This file does not know of a gateway.
+"""
+
+import argparse
+import asyncio
+import http
+import json
+import ssl
+import urllib.parse
+
+from websockets.asyncio.server import serve
+from websockets.exceptions import ConnectionClosed
+
+# Longer than any test waits.
+PATIENCE_S = 60
+# How connections that gave a name have ended, each a future.
+FATES = {}
+
+
+def fate_of(name):
+    return FATES.setdefault(name, asyncio.get_running_loop().create_future())
+
+
+async def echo(socket, _ask):
+    async for message in socket:
+        await socket.send(message)
+
+
+async def fragments(socket, _ask):
+    """Each fragment goes back as soon as it is here, as a fragment of one message."""
+    try:
+        while True:
+            await socket.send(socket.recv_streaming())
+    except ConnectionClosed:
+        pass
+
+
+async def close(socket, ask):
+    await socket.close(int(ask["code"]), ask.get("reason", ""))
+
+
+async def drop(socket, _ask):
+    """One message, and then the connection is gone: no close frame, no end of TLS."""
+    await socket.send("going")
+    await socket.recv()
+    socket.transport.abort()
+
+
+async def ping(socket, _ask):
+    """The client's library answers with a pong by itself."""
+    await asyncio.wait_for(await socket.ping(b"are you there"), PATIENCE_S)
+    await socket.send("the pong came")
+
+
+async def headers(socket, _ask):
+    """The fields of the handshake, and what was agreed on."""
+    seen = [[name.lower(), value] for name, value in socket.request.headers.raw_items()]
+    await socket.send(json.dumps({"fields": seen, "subprotocol": socket.subprotocol}))
+
+
+async def fate(socket, ask):
+    await socket.send(json.dumps(await asyncio.wait_for(fate_of(ask["of"]), PATIENCE_S)))
+
+
+WAYS = {"/echo": echo, "/fragments": fragments, "/close": close, "/drop": drop, "/ping": ping,
+        "/headers": headers, "/fate": fate}
+
+
+async def handle(socket):
+    target = urllib.parse.urlsplit(socket.request.path)
+    ask = dict(urllib.parse.parse_qsl(target.query))
+    try:
+        await WAYS[target.path](socket, ask)
+        await socket.wait_closed()
+    except ConnectionClosed:
+        pass
+    finally:
+        if "name" in ask:
+            await socket.wait_closed()
+            fate_of(ask["name"]).set_result({"code": socket.close_code, "reason": socket.close_reason})
+
+
+def agree(_connection, offered):
+    """The first of the client's subprotocols that is known; none is as well."""
+    return next((each for each in offered if each in ("chat.v1", "chat.v2")), None)
+
+
+def answer(connection, request):
+    """Refuses what is not to become a WebSocket; `None` goes on with the handshake."""
+    path = urllib.parse.urlsplit(request.path).path
+    if path == "/forbidden":
+        return connection.respond(http.HTTPStatus.FORBIDDEN, "members only\n")
+    if path not in WAYS:
+        return connection.respond(http.HTTPStatus.NOT_FOUND, "no such way\n")
+    return None
+
+
+async def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files; clear text without")
+    options = parser.parse_args()
+    context = None
+    if options.tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*options.tls)
+    server = await serve(
+        handle, "127.0.0.1", 0, ssl=context, process_request=answer, max_size=None,
+        select_subprotocol=agree,
+    )
+    print(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
