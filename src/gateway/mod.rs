@@ -6,6 +6,7 @@
 //! how often the operator is told of failures, `body` the body of an answer on its way out.
 
 use std::cell::OnceCell;
+use std::num::NonZeroU64;
 use std::pin::Pin;
 use std::rc::Rc;
 
@@ -53,7 +54,7 @@ pub enum Passing {
 enum Decision {
     Forward {
         lane: usize,
-        server_key: Option<u64>,
+        server_key: Option<NonZeroU64>,
         stamp: Stamp,
         turn: Option<Box<Turn>>,
         settlement: Option<Box<Settlement>>,
@@ -204,7 +205,7 @@ async fn forward(
     view: &View,
     peer: &Peer,
     lane: usize,
-    server_key: Option<u64>,
+    server_key: Option<NonZeroU64>,
     mut request: Box<Request<Upload>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {

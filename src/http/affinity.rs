@@ -4,6 +4,8 @@
 //! The parts are those of a rule's key, found in the same way. The hash is the same on every gateway,
 //! and nothing secret: it says who is served together, and not who is counted together.
 
+use std::num::NonZeroU64;
+
 use super::caller::Caller;
 use super::part::Source;
 use crate::config::balance::Balance;
@@ -24,11 +26,12 @@ impl Affinity {
     }
 
     /// The hash; `None` if the request lacks a part, or gives one twice.
-    pub fn of(&self, caller: &Caller<'_>) -> Option<u64> {
+    pub fn of(&self, caller: &Caller<'_>) -> Option<NonZeroU64> {
         let mut hasher = KeyHasher::new(Seed::EVERYWHERE, 0);
         for part in &self.0 {
             part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)).ok()?;
         }
-        Some(hasher.finish().place)
+        // One bit less, so that an absent hash takes no room in every request's future.
+        NonZeroU64::new(hasher.finish().place | 1)
     }
 }

@@ -6,6 +6,7 @@
 //! should pay for the trial.
 
 use std::cell::{Cell, RefCell};
+use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -54,7 +55,7 @@ pub type Tried = SmallVec<[u32; 4]>;
 #[derive(Clone, Copy)]
 pub struct Asked {
     /// What a hash is of; `None` where the request lacks it.
-    pub key: Option<u64>,
+    pub key: Option<NonZeroU64>,
     /// Whether it can be sent again.
     pub repeatable: bool,
 }
@@ -157,7 +158,7 @@ impl Balancer {
         fleet.claim(due, now_ms).then_some(due)
     }
 
-    fn pick(&self, fleet: &Fleet, sight: &mut Sight, key: Option<u64>) -> Option<usize> {
+    fn pick(&self, fleet: &Fleet, sight: &mut Sight, key: Option<NonZeroU64>) -> Option<usize> {
         let Sight { weights, turns, .. } = sight;
         self.by(&fleet.policy.balance, weights, turns, key)
     }
@@ -167,7 +168,7 @@ impl Balancer {
         &self,
         fleet: &Fleet,
         sight: &mut Sight,
-        key: Option<u64>,
+        key: Option<NonZeroU64>,
         may: impl Fn(usize, State) -> bool,
     ) -> Option<usize> {
         let weight = |server: usize| match sight.states[server] {
@@ -179,10 +180,10 @@ impl Balancer {
         self.by(&fleet.policy.balance, &weights, &mut sight.turns, key)
     }
 
-    fn by(&self, balance: &Balance, weights: &[u32], turns: &mut [i64], key: Option<u64>) -> Option<usize> {
+    fn by(&self, balance: &Balance, weights: &[u32], turns: &mut [i64], key: Option<NonZeroU64>) -> Option<usize> {
         match (balance, key) {
             (Balance::RoundRobin, _) => pick::round_robin(weights, turns),
-            (Balance::Hash(_), Some(key)) => pick::rendezvous(weights, &self.names, key),
+            (Balance::Hash(_), Some(key)) => pick::rendezvous(weights, &self.names, key.get()),
             (Balance::LeastRequests | Balance::Hash(_), _) => {
                 pick::least_requests(weights, |server| self.places[server].under_way(), |below| fastrand::u64(..below))
             }

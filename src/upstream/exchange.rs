@@ -6,6 +6,7 @@
 //! once, on a new connection, and is nobody's failure. Every other further try is paid for.
 
 use std::future::poll_fn;
+use std::num::NonZeroU64;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -136,7 +137,7 @@ impl Servers {
     pub async fn exchange(
         &self,
         mut request: Box<Request<Upload>>,
-        key: Option<u64>,
+        key: Option<NonZeroU64>,
         limits: &Timeouts,
         timer: &Timer,
         interim: Option<Rc<Interim>>,
@@ -219,8 +220,7 @@ impl Servers {
     }
 
     fn connect_limit(&self, course: &Course, limits: &Timeouts) -> Duration {
-        let left = course.ends.map(|ends| ends.saturating_duration_since(self.clock.instant()));
-        let limits = [Some(limits.connect), self.try_timeout(course), left];
+        let limits = [Some(limits.connect), self.try_timeout(course), left(course.ends, &self.clock)];
         limits.into_iter().flatten().min().unwrap_or(Duration::ZERO)
     }
 
@@ -422,33 +422,38 @@ fn describe(error: SendError) -> String {
 }
 
 /// Waits for an answer as long as the exchange moves: nothing may stand still for `limit`, neither
-/// the request's body on its way nor, behind it, the upstream; and at `ends` it is over.
-async fn within<T>(
+/// the request's body on its way nor, behind it, the upstream; and at `ends` it is over. No `async`
+/// function, which would keep its arguments twice: every request's future has room for this one.
+fn within<T>(
     limit: Duration,
     ends: Option<Instant>,
     clock: &Clock,
     timer: &Timer,
     progress: Option<&Progress>,
     mut answer: Pin<&mut impl Future<Output = T>>,
-) -> Result<T, Fault> {
-    let left = || ends.map(|ends| ends.saturating_duration_since(clock.instant()));
-    let arm = || timer.arm(left().map_or(limit, |left| limit.min(left)));
-    arm();
-    let answer = poll_fn(|cx| {
+) -> impl Future<Output = Result<T, Fault>> {
+    timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
+    poll_fn(move |cx| {
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
+            timer.disarm();
             return Poll::Ready(Ok(answer));
         }
         if progress.is_some_and(|progress| progress.moved.take()) {
-            arm();
+            timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
         }
-        match timer.poll_up(cx) {
-            true if left() == Some(Duration::ZERO) => Poll::Ready(Err(Fault::RequestTimeout)),
-            true if progress.is_some_and(|progress| progress.starved.get()) => Poll::Ready(Err(Fault::BodyTimeout)),
-            true => Poll::Ready(Err(Fault::ResponseTimeout)),
-            false => Poll::Pending,
+        if !timer.poll_up(cx) {
+            return Poll::Pending;
         }
-    });
-    let answer = answer.await;
-    timer.disarm();
-    answer
+        timer.disarm();
+        Poll::Ready(Err(match progress {
+            _ if left(ends, clock) == Some(Duration::ZERO) => Fault::RequestTimeout,
+            Some(progress) if progress.starved.get() => Fault::BodyTimeout,
+            Some(_) | None => Fault::ResponseTimeout,
+        }))
+    })
+}
+
+/// The time until a request ends, come what may.
+fn left(ends: Option<Instant>, clock: &Clock) -> Option<Duration> {
+    ends.map(|ends| ends.saturating_duration_since(clock.instant()))
 }
