@@ -104,7 +104,7 @@ impl Carrier {
         match self {
             Carrier::Alone(mut connection) => {
                 let slot = connection.slot.take();
-                let (wire, early) = connection.into_stream().await;
+                let (wire, early) = connection.into_stream().await?;
                 Some(Tunnel::new(wire, early, slot))
             }
             Carrier::Shared(_) => None,

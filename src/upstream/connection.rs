@@ -31,11 +31,17 @@ use crate::wire::Wire;
 /// Read-buffer limit, and so the largest answer head that is accepted.
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 
+/// What moves the bytes.
+enum Driver {
+    At(http1::Connection<TokioIo<Herald>, Upload>),
+    /// It has nothing more to do: the connection is closed, or speaks another protocol.
+    Ended(http1::Parts<TokioIo<Herald>>),
+    Gone,
+}
+
 pub struct Connection {
     sender: SendRequest<Upload>,
-    driver: http1::Connection<TokioIo<Herald>, Upload>,
-    /// The driver has nothing more to do: the connection is closed, or speaks another protocol.
-    ended: bool,
+    driver: Driver,
     hearsay: Rc<Hearsay>,
     relay: Arc<Relay>,
     /// Of the relay; what the driver is given to wake.
@@ -64,8 +70,7 @@ impl Connection {
         let waker = Waker::from(Arc::clone(&relay));
         Ok(Connection {
             sender,
-            driver,
-            ended: false,
+            driver: Driver::At(driver),
             hearsay,
             relay,
             waker,
@@ -78,10 +83,20 @@ impl Connection {
 
     /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
     fn drive(&mut self, task: &Waker) {
-        if !self.ended {
+        if let Driver::At(driver) = &mut self.driver {
             self.relay.pass_on_to(task);
             // How a connection ended is told to whoever waits for an answer or a body.
-            self.ended = Pin::new(&mut self.driver).poll(&mut Context::from_waker(&self.waker)).is_ready();
+            if Pin::new(driver).poll(&mut Context::from_waker(&self.waker)).is_ready() {
+                self.end();
+            }
+        }
+    }
+
+    /// Takes the driver apart: only then does a request come back that it has not looked at.
+    #[cold]
+    fn end(&mut self) {
+        if let Driver::At(driver) = std::mem::replace(&mut self.driver, Driver::Gone) {
+            self.driver = Driver::Ended(driver.into_parts());
         }
     }
 
@@ -115,7 +130,7 @@ impl Connection {
     /// Whether a request can be sent right now. Notices a connection that the server has closed.
     pub fn is_ready(&mut self) -> bool {
         self.drive(Waker::noop());
-        !self.ended && self.sender.is_ready()
+        matches!(self.driver, Driver::At(_)) && self.sender.is_ready()
     }
 
     /// Whether nothing of the last exchange is left to do, once its answer has ended.
@@ -143,14 +158,16 @@ impl Connection {
         poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
     }
     /// The stream, and what came behind the head of the last answer, if that switched protocols.
-    pub async fn into_stream(mut self) -> (Wire, Bytes) {
+    pub async fn into_stream(mut self) -> Option<(Wire, Bytes)> {
         // The request had no body, so hyper has nothing left to do but to find that out.
         poll_fn(|cx| {
             self.drive(cx.waker());
-            if self.ended { Poll::Ready(()) } else { Poll::Pending }
+            if let Driver::At(_) = self.driver { Poll::Pending } else { Poll::Ready(()) }
         })
         .await;
-        let parts = self.driver.into_parts();
-        (parts.io.into_inner().into_stream(), parts.read_buf)
+        match self.driver {
+            Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf)),
+            Driver::At(_) | Driver::Gone => None,
+        }
     }
 }

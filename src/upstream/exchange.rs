@@ -24,6 +24,7 @@ use super::circuit::Ticket;
 use super::connection::SendError;
 use super::download::{Download, Source};
 use super::fleet::{Fleet, Sign};
+use super::multiplex;
 use super::place::{Full, Offer, Place, Visit};
 use super::upload::{Progress, Upload};
 use crate::clock::Clock;
@@ -344,7 +345,8 @@ impl Servers {
             };
         }
         let again = connection.again(error.error(), course.asked.repeatable);
-        if reused
+        // A server that says it has not looked at a request wants it elsewhere.
+        if (reused || multiplex::is_unprocessed(error.error()))
             && !course.fresh
             && let Some(request) = again
         {
