@@ -47,7 +47,8 @@ class Way:
 
     def to(self, path, **settings):
         scheme = "wss" if self._context else "ws"
-        settings = {"max_size": None, "open_timeout": LIMIT_S, "close_timeout": LIMIT_S, "proxy": None, **settings}
+        # No pings but those that a check sends: on a busy machine a large message holds them up for too long.
+        settings = {"max_size": None, "ping_interval": None, "open_timeout": LIMIT_S, "close_timeout": LIMIT_S, "proxy": None, **settings}
         if self._context:
             settings |= {"ssl": self._context, "server_hostname": self._name}
         return connect(f"{scheme}://{self._target}{path}", **settings)

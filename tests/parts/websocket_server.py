@@ -113,7 +113,7 @@ async def main():
         context.load_cert_chain(*options.tls)
     server = await serve(
         handle, "127.0.0.1", 0, ssl=context, process_request=answer, max_size=None,
-        select_subprotocol=agree,
+        ping_interval=None, select_subprotocol=agree,
     )
     print(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
