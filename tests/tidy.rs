@@ -53,6 +53,7 @@ const ATOMICS: [(&str, &str); 10] = [
     ("listen/capacity.rs", "connections are limited in all, and touch it once when they come and once when they go"),
     ("upstream/circuit.rs", "what is under way in all loops, where it is limited"),
     ("upstream/fleet.rs", "what all loops know of the servers"),
+    ("upstream/standing.rs", "what all loops know of one server"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
