@@ -53,6 +53,18 @@ fn opened(gateway: &Gateway) -> Client {
 }
 
 #[test]
+fn idle_connections_make_room_for_a_tunnel() {
+    let upstream = switching(echo);
+    let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
+    let gateway = Gateway::start(&format!("workers = 1\n{upstreams}"));
+    gateway.get("/plain").expect(200);
+    let mut client = opened(&gateway);
+    client.send("hello");
+    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
 fn a_handshake_passes_and_bytes_behind_it() {
     let upstream = switching(echo);
     let gateway = Gateway::start(&pass_all(&upstream));
