@@ -84,7 +84,8 @@ impl Shared {
 
     fn give_back(&self, seat: Rc<Seat>) {
         seat.is_answering.set(false);
-        seat.peer.timer.disarm();
+        // What a task has of memory lasts as long as anybody could wake it.
+        seat.peer.timer.hand_over();
         if let Some(unwanted) = &seat.peer.unwanted {
             drop(unwanted.take());
         }

@@ -89,12 +89,16 @@ fn watch(server: Server, way: Way, health: Health, told: (Arc<Fleet>, usize), cl
 
 async fn checks(server: Server, way: Way, health: Health, told: Rc<RefCell<(Arc<Fleet>, usize)>>, clock: Clock) {
     sleep(health.interval.min(SPREAD).mul_f64(fastrand::f64())).await;
+    // What is known of the server's name lasts from check to check, as it does for requests.
+    let pool = Pool::new(server, &way, clock.clone());
     let mut streak = 0;
     loop {
-        let result = match timeout(health.timeout, check(&server, &way, &health, &clock)).await {
+        let result = match timeout(health.timeout, check(&pool, &health)).await {
             Ok(result) => result,
             Err(_elapsed) => Err(String::from("it did not answer in time")),
         };
+        // Every check has a connection of its own.
+        pool.sweep(Duration::ZERO);
         let (fleet, position) = told.borrow().clone();
         let is_first = fleet.checked(position, result.is_ok());
         // How often in a row it was not as it is taken to be.
@@ -114,8 +118,7 @@ fn pause(interval: Duration) -> Duration {
     interval.mul_f64(0.9 + fastrand::f64() * 0.2)
 }
 
-async fn check(server: &Server, way: &Way, health: &Health, clock: &Clock) -> Result<(), String> {
-    let pool = Pool::new(server.clone(), way, clock.clone());
+async fn check(pool: &Pool, health: &Health) -> Result<(), String> {
     let mut connection =
         pool.connect(health.timeout, health.timeout, false).await.map_err(|fault| fault.for_operator())?;
     let host = match &health.host {

@@ -56,7 +56,8 @@ fn opened(gateway: &Gateway) -> Client {
 fn idle_connections_make_room_for_a_tunnel() {
     let upstream = switching(echo);
     let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
-    let gateway = Gateway::start(&format!("workers = 1\n{upstreams}"));
+    // In less time than it takes until idle connections are looked through.
+    let gateway = Gateway::start(&format!("workers = 1\n{upstreams}\n[timeouts]\nconnect = \"1s\"\n"));
     gateway.get("/plain").expect(200);
     let mut client = opened(&gateway);
     client.send("hello");
