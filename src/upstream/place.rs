@@ -97,9 +97,9 @@ impl Place {
 
     /// Lets all who wait onto a shared connection that has just been made, and that they need not wait for.
     pub fn invite(&self) {
-        let (invited, rest) = self.waiting.take().into_iter().partition(|waiting| waiting.shares);
+        let (invited, rest): (VecDeque<_>, _) = self.waiting.take().into_iter().partition(|waiting| waiting.shares);
         self.waiting.replace(rest);
-        for Waiting { offer, .. } in VecDeque::from(invited) {
+        for Waiting { offer, .. } in invited {
             let Some(carrier) = self.pool.share(1) else { return };
             // Whoever has gone needs none.
             drop(offer.send(Offer::Carrier(carrier)));
