@@ -22,7 +22,6 @@ use tokio::sync::{oneshot, watch};
 use crate::access::{Sink, Writer};
 use crate::admin::{self, Office};
 use crate::clock::Clock;
-use crate::config::listen::Listen;
 use crate::config::{AccessLog, Config};
 use crate::count::table::Table;
 use crate::count::word::END_MAX_MS;
@@ -30,6 +29,7 @@ use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::http::decision::Counsel;
 use crate::listen::capacity::{Capacity, raise_descriptors};
+use crate::listen::doors::Doors;
 use crate::listen::lobby::{Listener, Lobby, Terms};
 use crate::listen::socket::{self, Inherited};
 use crate::metrics::Registry;
@@ -171,7 +171,8 @@ impl Gateway {
         raise_descriptors();
         let capacity = Capacity::new(&config.listen);
         let terms = Terms::new(&config.listen, None).map_err(StartError::Tls)?;
-        let opened = Opened::new(&config.listen, workers, &mut inherited)?;
+        let opened = Doors::open(&config.listen, workers, &mut inherited)
+            .map_err(|(address, source)| StartError::Listen { address, source })?;
         let mut gateway = Gateway {
             http: opened.http,
             https: opened.https,
@@ -379,55 +380,6 @@ fn table(capacity: usize) -> Result<Table, StartError> {
 fn expiries(config: &Config) -> impl Iterator<Item = (&str, i64)> {
     let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
     all.map(|certificate| (certificate.file.as_str(), certificate.not_after_s))
-}
-
-/// All listeners.
-struct Opened {
-    /// Addresses, with the ports that were chosen.
-    http: Vec<SocketAddr>,
-    https: Vec<SocketAddr>,
-    by_loop: Vec<Vec<Door>>,
-}
-
-/// A socket on which one loop accepts.
-struct Door {
-    socket: StdListener,
-    /// As configured.
-    address: SocketAddr,
-    /// Position in `listen.https`.
-    https: Option<usize>,
-}
-
-impl Opened {
-    fn new(listen: &Listen, workers: usize, inherited: &mut Inherited) -> Result<Opened, StartError> {
-        let by_loop = (0..workers).map(|_| Vec::new()).collect();
-        let mut opened = Opened { http: Vec::new(), https: Vec::new(), by_loop };
-        for address in &listen.http {
-            let chosen = opened.open(*address, None, inherited)?;
-            opened.http.push(chosen);
-        }
-        for (position, https) in listen.https.iter().enumerate() {
-            for address in &https.addresses {
-                let chosen = opened.open(*address, Some(position), inherited)?;
-                opened.https.push(chosen);
-            }
-        }
-        Ok(opened)
-    }
-
-    fn open(
-        &mut self,
-        address: SocketAddr,
-        https: Option<usize>,
-        inherited: &mut Inherited,
-    ) -> Result<SocketAddr, StartError> {
-        let opened = socket::open(address, self.by_loop.len(), inherited);
-        let (chosen, sockets) = opened.map_err(|source| StartError::Listen { address, source })?;
-        for (doors, socket) in self.by_loop.iter_mut().zip(sockets) {
-            doors.push(Door { socket, address, https });
-        }
-        Ok(chosen)
-    }
 }
 
 /// Starts a thread with a runtime of its own, and returns when that runtime stands.

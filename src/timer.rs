@@ -80,6 +80,12 @@ impl Timer {
         self.due.set(NEVER);
     }
 
+    /// Disarms the timer, and forgets the task that it belonged to: another will ask it next.
+    pub fn hand_over(&self) {
+        self.disarm();
+        self.waker.take();
+    }
+
     /// Whether the time is up; if not, the task is woken when it is.
     pub fn poll_up(&self, cx: &Context<'_>) -> bool {
         if self.due.get() <= self.timers.tick.get() {

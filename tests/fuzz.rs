@@ -9,6 +9,8 @@ mod forwarded;
 mod gate;
 #[path = "../fuzz/properties/path.rs"]
 mod path;
+#[path = "../fuzz/properties/proxy_header.rs"]
+mod proxy_header;
 
 use fastrand::Rng;
 
@@ -85,6 +87,20 @@ fn heads() {
         "\n",
     ];
     holds(gate::holds, &seeds, &pieces, 100_000);
+}
+
+#[test]
+fn proxy_headers() {
+    let seeds = [
+        "PROXY TCP4 192.0.2.7 198.51.100.1 56324 443\r\nGET / HTTP/1.1\r\n",
+        "PROXY TCP6 2001:db8::7 2001:db8::1 0 65535\r\n",
+        "PROXY UNKNOWN ff:ff 1\r\n",
+        "\r\n\r\n\0\r\nQUIT\n\x20\0\0\0",
+        "\r\n\r\n\0\r\nQUIT\n!\x11\0\x0c123456789012",
+        "\r\n\r\n\0\r\nQUIT\n!\x21\0\x27123456789012345678901234567890123456\x04\0\0behind",
+    ];
+    let pieces = ["\r", "\n", "\0", " ", "PROXY ", "TCP4", "65536", "::", "!\x11", "\0\x10", "x12345678901234567890"];
+    holds(proxy_header::holds, &seeds, &pieces, 30_000);
 }
 
 #[test]

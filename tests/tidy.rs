@@ -45,7 +45,7 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/reply.rs", "the room of every answer"),
     ("http/upgrade.rs", "tells an answer of the upstream from a switch of protocols"),
 ];
-const ATOMICS: [(&str, &str); 10] = [
+const ATOMICS: [(&str, &str); 11] = [
     ("count/sync.rs", "the one door of the counting room, which models replace"),
     ("clock.rs", "what all loops agree upon"),
     ("metrics/cell.rs", "counted by one loop, read by the scrape"),
@@ -53,6 +53,7 @@ const ATOMICS: [(&str, &str); 10] = [
     ("listen/capacity.rs", "connections are limited in all, and touch it once when they come and once when they go"),
     ("upstream/circuit.rs", "what is under way in all loops, where it is limited"),
     ("upstream/fleet.rs", "what all loops know of the servers"),
+    ("upstream/standing.rs", "what all loops know of one server"),
     ("upstream/relay.rs", "wakers may be shared between threads"),
     ("access.rs", "that the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),

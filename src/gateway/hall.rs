@@ -81,15 +81,15 @@ pub struct Peer {
     pub waits: Rc<Cell<bool>>,
     /// Where the rest of a request's body is left; `None` where a connection is closed instead.
     pub unwanted: Option<Rc<Unwanted>>,
-    /// How long a body may stand still, where the connection looks after it; a request may have a limit of its own.
-    pub body_limit: Option<Rc<Cell<Duration>>>,
+    /// How long a body may stand still, for whoever looks after it: what the configuration says, or the route.
+    pub body_limit: Rc<Cell<Duration>>,
     /// The tunnel that the answer opens.
     pub passage: RefCell<Option<Passage>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits, unwanted: None, body_limit: None, passage: RefCell::default() }
+        Peer { origin, timer, interim, waits, unwanted: None, body_limit: Rc::default(), passage: RefCell::default() }
     }
 
     /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and

@@ -93,6 +93,7 @@ pub fn pass(
 ) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
+    peer.body_limit.set(view.snapshot.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
     let body = Inbound::new(body, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
@@ -104,7 +105,7 @@ pub fn pass(
             let upload = if websocket {
                 Upload::Upgrade
             } else {
-                Upload::new(body).within(|| allowance::bounds(hall, &view.snapshot, lane, parts.version))
+                Upload::new(body).within(|| allowance::bounds(hall, &view.snapshot, lane, dialect))
             };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));
@@ -321,9 +322,7 @@ async fn forward(
     let snapshot = &*view.snapshot;
     let action = snapshot.action_of(&snapshot.lanes[lane]);
     let timeouts = action.and_then(|action| action.timeouts.as_ref()).unwrap_or(&snapshot.config.timeouts);
-    if let Some(limit) = &peer.body_limit {
-        limit.set(timeouts.body);
-    }
+    peer.body_limit.set(timeouts.body);
     if let Some(reply) = deed.as_mut().and_then(|deed| deed.reply.take()) {
         return Ok(changed(reply.map(Content::from), deed));
     }

@@ -51,8 +51,8 @@ pub struct Stage {
     timer: Rc<Timer>,
     head_limit: Duration,
     body_limit: Rc<Cell<Duration>>,
-    /// Bytes of an answer that a client has to take in each `body_limit`, once it does not take all at once.
-    least: u64,
+    /// Bytes of an answer that a client has to take a second, over each `body_limit`, once it does not take all at once.
+    rate: u64,
     /// How many of these are still to be taken before the time begins anew; 0 while the client keeps up.
     owed: Cell<u64>,
     /// There is no more of the answer at present: whoever has taken all of it has kept up.
@@ -88,7 +88,7 @@ impl Stage {
             timer,
             head_limit,
             body_limit: Rc::new(Cell::new(body_limit)),
-            least: rate.saturating_mul(u64::try_from(body_limit.as_millis()).unwrap_or(u64::MAX)) / 1000,
+            rate,
             owed: Cell::new(0),
             drained: Cell::new(false),
         };
@@ -132,6 +132,9 @@ impl Stage {
         if head.has_bare_line_end() {
             return Some(Fault::BARE_LINE_FEED);
         }
+        if head.has_fragment() {
+            return Some(Fault::Target("the request target has a fragment"));
+        }
         (chunked && head.gives_length_beside_chunks()).then_some(Fault::DOUBTFUL_LENGTH)
     }
 
@@ -171,7 +174,8 @@ impl Stage {
         }
         let Poll::Ready(sent) = sent else {
             if self.owed.get() == 0 {
-                self.owed.set(self.least);
+                let limit_ms = u64::try_from(self.body_limit.get().as_millis()).unwrap_or(u64::MAX);
+                self.owed.set(self.rate.saturating_mul(limit_ms) / 1000);
             }
             return;
         };

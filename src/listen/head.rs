@@ -10,8 +10,8 @@ const KEPT_BYTES: usize = 1024;
 pub struct Head {
     /// A head, and what was sent along with it.
     bytes: Vec<u8>,
-    /// Some line feed has no carriage return before it; it may as well be one of a body.
-    bare: bool,
+    /// Some line feed has no carriage return before it, or some byte is a `#`; they may as well be of a body.
+    odd: bool,
     /// A request has begun since, so that the next bytes are those of another.
     begun: bool,
     /// Bytes of the request's body that have not come; `None` where nobody knows, because it is in chunks.
@@ -20,7 +20,7 @@ pub struct Head {
 
 impl Default for Head {
     fn default() -> Head {
-        Head { bytes: Vec::new(), bare: false, begun: false, body_left: Some(0) }
+        Head { bytes: Vec::new(), odd: false, begun: false, body_left: Some(0) }
     }
 }
 
@@ -53,12 +53,12 @@ impl Head {
     fn hear(&mut self, bytes: &[u8]) {
         if self.begun {
             self.begun = false;
-            self.bare = false;
+            self.odd = false;
             self.bytes.clear();
             self.bytes.shrink_to(KEPT_BYTES);
         }
         // Behind chunks that nobody wanted, these may as well be more of them.
-        self.bare |= self.body_left.is_some() && has_bare_line_feed(self.bytes.last().copied(), bytes);
+        self.odd |= self.body_left.is_some() && is_odd(self.bytes.last().copied(), bytes);
         self.bytes.extend_from_slice(bytes);
     }
 
@@ -69,8 +69,14 @@ impl Head {
         let lines = || self.bytes.split_inclusive(|byte| *byte == b'\n');
         let is_empty = |line: &&[u8]| *line == b"\r\n";
         // Behind the empty line comes the body, which may have any bytes.
-        self.bare
-            && lines().skip_while(is_empty).take_while(|line| !is_empty(line)).any(|line| !line.ends_with(b"\r\n"))
+        self.odd && lines().skip_while(is_empty).take_while(|line| !is_empty(line)).any(|line| !line.ends_with(b"\r\n"))
+    }
+
+    /// Whether the target of the request just begun has a fragment. No client sends one (RFC 9112, section 3.2); hyper
+    /// leaves it out, and others take it for a part of the path.
+    pub fn has_fragment(&self) -> bool {
+        let first = || self.bytes.split(|byte| *byte == b'\n').find(|line| !matches!(line, [] | [b'\r']));
+        self.odd && first().is_some_and(|line| line.contains(&b'#'))
     }
 
     /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
@@ -92,13 +98,17 @@ impl Head {
     }
 }
 
-/// Whether a line feed comes without a carriage return before it; `last` is the byte before these. All bytes
-/// are looked at, without a branch: so the compiler takes many at a time.
-fn has_bare_line_feed(last: Option<u8>, bytes: &[u8]) -> bool {
-    let begins_bare = bytes.first() == Some(&b'\n') && last.is_some_and(|last| last != b'\r');
+/// Whether a line feed comes without a carriage return before it, or there is a `#`; `last` is the byte before
+/// these. All bytes are looked at, without a branch: so the compiler takes many at a time.
+fn is_odd(last: Option<u8>, bytes: &[u8]) -> bool {
+    let begins_odd = bytes
+        .first()
+        .is_some_and(|first| *first == b'#' || (*first == b'\n' && last.is_some_and(|last| last != b'\r')));
     let pairs = bytes.iter().zip(bytes.iter().skip(1));
-    let bare = pairs.fold(0, |bare, (first, second)| bare | (u8::from(*second == b'\n') & u8::from(*first != b'\r')));
-    begins_bare || bare != 0
+    let odd = pairs.fold(0, |odd, (first, second)| {
+        odd | (u8::from(*second == b'\n') & u8::from(*first != b'\r')) | u8::from(*second == b'#')
+    });
+    begins_odd || odd != 0
 }
 
 #[cfg(test)]
@@ -126,6 +136,22 @@ mod tests {
                 let mut head = heard(&[&text[..at], &text[at..]]);
                 head.begin(Some(0));
                 assert_eq!(head.has_bare_line_end(), bare, "{text:?} {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn fragments_are_found_wherever_a_head_is_cut() {
+        for (text, fragment) in [
+            ("GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n", true),
+            ("\r\nGET /# HTTP/1.1\r\nHost: a\r\n\r\n", true),
+            ("GET / HTTP/1.1\r\nHost: a\r\nX: #\r\n\r\n#", false),
+        ] {
+            for at in 1..text.len() {
+                let mut head = heard(&[&text[..at], &text[at..]]);
+                head.begin(Some(0));
+                assert_eq!(head.has_fragment(), fragment, "{text:?} {at}");
+                assert!(!head.has_bare_line_end());
             }
         }
     }

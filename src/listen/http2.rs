@@ -36,7 +36,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body };
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits, budget);
-    let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session), timeouts.body);
+    let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
     let connection = http2::Builder::new(streams.clone())
         .timer(TokioTimer::new())
         .max_concurrent_streams(http2.max_concurrent_streams)

@@ -1,6 +1,6 @@
 //! Accepting clients: sockets, connections, and their orderly end.
 //!
-//! `socket` opens listeners and accepts, `capacity` counts who is in, `lobby` is what the listeners of a loop go by;
+//! `doors` are the listeners of all loops, `socket` opens one and accepts, `capacity` counts who is in, `lobby` is what the listeners of a loop go by;
 //! `arrival` finds out who came, by a `proxy_header` or by `tls`, and what is spoken; `serve` runs one connection, `guard`
 //! stands between hyper and a client's socket, `head` keeps what only the bytes of a head tell, `drain` ends the
 //! connections of a loop.
@@ -11,6 +11,7 @@
 pub mod arrival;
 pub mod capacity;
 pub mod conduct;
+pub mod doors;
 pub mod drain;
 pub mod frames;
 pub mod guard;

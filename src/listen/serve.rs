@@ -38,7 +38,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     };
     let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body, limits.min_response_rate);
     let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
-    peer.body_limit = Some(Rc::clone(stage.body_limit()));
+    peer.body_limit = Rc::clone(stage.body_limit());
     let peer = Rc::new(peer);
     let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
     let mut builder = http1::Builder::new();

@@ -52,7 +52,6 @@ struct Shared {
     /// The connection as a whole.
     whole: Peer,
     session: Rc<Session>,
-    body_limit: Duration,
     /// Seats that nobody has.
     free: RefCell<Vec<Rc<Seat>>>,
     /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
@@ -67,10 +66,10 @@ impl Seat {
 }
 
 impl Streams {
-    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>, body_limit: Duration) -> Streams {
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
         let (free, next) = (RefCell::default(), RefCell::default());
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        Streams(Rc::new(Shared { hall, whole, session, body_limit, free, next }))
+        Streams(Rc::new(Shared { hall, whole, session, free, next }))
     }
 }
 
@@ -85,7 +84,8 @@ impl Shared {
 
     fn give_back(&self, seat: Rc<Seat>) {
         seat.is_answering.set(false);
-        seat.peer.timer.disarm();
+        // What a task has of memory lasts as long as anybody could wake it.
+        seat.peer.timer.hand_over();
         if let Some(unwanted) = &seat.peer.unwanted {
             drop(unwanted.take());
         }
@@ -102,14 +102,14 @@ impl Service<Request<Incoming>> for Streams {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        let Shared { hall, body_limit, next, .. } = &*self.0;
+        let Shared { hall, next, .. } = &*self.0;
         let seat = self.0.seat();
         seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
         let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, |_marks| None)));
         let passing = passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())));
         next.replace(Some((Rc::clone(&seat), matches!(passing, Passing::Done(_)))));
-        Answering { passing, seat, body_limit: *body_limit }
+        Answering { passing, seat }
     }
 }
 
@@ -150,7 +150,7 @@ impl<F: Future<Output = ()> + Unpin> Future for Work<F> {
                 if !this.seat.has_moved() {
                     return Poll::Ready(());
                 }
-                timer.arm(this.shared.body_limit);
+                timer.arm(this.seat.peer.body_limit.get());
                 let _ = timer.poll_up(cx);
                 return Poll::Pending;
             }
@@ -190,7 +190,6 @@ impl<F> Drop for Work<F> {
 pub struct Answering {
     passing: Passing,
     seat: Rc<Seat>,
-    body_limit: Duration,
 }
 
 impl Future for Answering {
@@ -206,14 +205,14 @@ impl Future for Answering {
                 Err(_panic) => None,
             },
         };
-        let (seat, body_limit) = (Rc::clone(&this.seat), this.body_limit);
+        let seat = Rc::clone(&this.seat);
         seat.is_answering.set(true);
-        seat.peer.timer.arm(body_limit);
+        seat.peer.timer.arm(seat.peer.body_limit.get());
         let mut answer = answer.unwrap_or_else(after_panic);
         if seat.is_head.get() {
             leave_out_body(&mut answer);
         }
-        Poll::Ready(Ok(answer.map(|body| Staged { body, seat, body_limit })))
+        Poll::Ready(Ok(answer.map(|body| Staged { body, seat })))
     }
 }
 
@@ -234,7 +233,6 @@ fn leave_out_body(answer: &mut Response<Body>) {
 pub struct Staged {
     body: Body,
     seat: Rc<Seat>,
-    body_limit: Duration,
 }
 
 impl HttpBody for Staged {
@@ -245,7 +243,7 @@ impl HttpBody for Staged {
         let this = self.get_mut();
         let mut frame = Pin::new(&mut this.body).poll_frame(cx);
         if let Poll::Ready(frame) = &mut frame {
-            this.seat.peer.timer.arm(this.body_limit);
+            this.seat.peer.timer.arm(this.seat.peer.body_limit.get());
             if let Some(Ok(frame)) = frame
                 && let Some(trailers) = frame.trailers_mut()
             {

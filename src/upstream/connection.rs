@@ -32,7 +32,7 @@ use crate::wire::Wire;
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 
 /// What moves the bytes.
-#[allow(clippy::large_enum_variant, reason = "the large one is the usual one, and lies in a box already")]
+#[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
 enum Driver {
     At(http1::Connection<TokioIo<Herald>, Upload>),
     /// It has nothing more to do: the connection is closed, or speaks another protocol.
@@ -158,6 +158,7 @@ impl Connection {
         let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
         poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
     }
+
     /// The stream, and what came behind the head of the last answer, if that switched protocols.
     pub async fn into_stream(mut self) -> Option<(Wire, Bytes)> {
         // The request had no body, so hyper has nothing left to do but to find that out.

@@ -76,17 +76,17 @@ impl Body for Download {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let this = &mut *self;
+        // Whether or not there is more: an answer that never pauses ends as well.
+        if this.ends.as_mut().is_some_and(|ends| ends.as_mut().poll(cx).is_ready()) {
+            (this.source, this.ends) = (None, None);
+            return Poll::Ready(Some(Err(Broken::Late)));
+        }
         let frame = match &mut this.source {
             Some(source) => source.connection.poll_body(&mut this.body, cx),
             None => Pin::new(&mut this.body).poll_frame(cx),
         };
-        match frame {
-            Poll::Ready(None) => this.release(),
-            Poll::Pending if this.ends.as_mut().is_some_and(|ends| ends.as_mut().poll(cx).is_ready()) => {
-                this.source = None;
-                return Poll::Ready(Some(Err(Broken::Late)));
-            }
-            Poll::Ready(Some(_)) | Poll::Pending => {}
+        if let Poll::Ready(None) = frame {
+            this.release();
         }
         frame.map_err(Broken::Upstream)
     }

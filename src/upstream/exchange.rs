@@ -238,19 +238,25 @@ impl Servers {
     /// then was in use before.
     async fn connect(&self, place: &Rc<Place>, course: &Course, limits: &Timeouts) -> Result<(Carrier, bool), Fault> {
         let limit = self.connect_limit(course, limits);
-        let slot = match place.room() {
+        let mut room = place.room();
+        if room.is_err() && course.alone {
+            // Those that lie idle are no use to it, and would keep the room for as long as they do.
+            place.pool.close_one();
+            room = place.room();
+        }
+        let slot = match room {
             Ok(slot) => slot,
             Err(Full) => {
                 if !course.alone
-                    && let Some(crowded) = place.pool.share(true)
+                    && let Some(crowded) = place.pool.share(1)
                 {
                     return Ok((crowded, true));
                 }
                 let Some(_pending) = self.fleet.circuit.pending(self.fleet.policy.circuit.max_pending) else {
                     return Err(self.refuse(Limit::Pending));
                 };
-                match tokio::time::timeout(limit, place.queue()).await {
-                    Ok(Ok(Offer::Idle(connection))) => return Ok((Carrier::Alone(connection), true)),
+                match tokio::time::timeout(limit, place.queue(!course.alone)).await {
+                    Ok(Ok(Offer::Carrier(carrier))) => return Ok((carrier, true)),
                     Ok(Ok(Offer::Room(slot))) => Some(slot),
                     Ok(Err(_)) | Err(_) => return Err(self.refuse(Limit::Waited)),
                 }
@@ -259,6 +265,9 @@ impl Servers {
         let quiet = limits.body.min(limits.response_head) / 2;
         let mut carrier = place.pool.connect(limit, quiet, course.alone).await?;
         carrier.occupy(slot);
+        if let Carrier::Shared(_) = carrier {
+            place.invite();
+        }
         Ok((carrier, false))
     }
 

@@ -8,13 +8,14 @@
 //! time, and never more than a share of the servers.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::circuit::Circuit;
+use super::standing::Standing;
 use crate::config::balance::{Ejection, Policy};
 use crate::config::{Config, Server, Target, Upstream, Way};
 use crate::metrics::Registry;
@@ -53,25 +54,6 @@ struct Tally {
 }
 
 type Known = HashMap<String, Weak<Standing>>;
-
-/// What is known of one server.
-#[derive(Debug)]
-struct Standing {
-    /// By the active checks; true until they say otherwise.
-    up: AtomicBool,
-    /// Whether there was an active check.
-    checked: AtomicBool,
-    /// Of requests, in a row.
-    failures: AtomicU32,
-    /// Until when it is ejected, in milliseconds since the origin; then one request tries it.
-    /// 0: it is not.
-    out_until_ms: AtomicU64,
-    /// Since when it is back, as long as that matters; 0 otherwise.
-    back_ms: AtomicU64,
-    /// How often in a row it was ejected.
-    ejections: AtomicU32,
-    meter: ServerMeter,
-}
 
 /// How a server can be used at a moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -239,7 +221,12 @@ impl Fleet {
                 }
             }
             // It is for somebody else to try.
-            Sign::None if is_trial => standing.out_until_ms.store(self.ms(now()), Relaxed),
+            Sign::None if is_trial => {
+                let now_ms = self.ms(now());
+                // Unless it was taken back meanwhile, because a check found it healthy.
+                let again = |until_ms| (until_ms != 0).then_some(now_ms);
+                let _ = standing.out_until_ms.fetch_update(Relaxed, Relaxed, again);
+            }
             Sign::None => {}
         }
     }
@@ -347,29 +334,6 @@ impl Fleet {
     }
 }
 
-impl Standing {
-    fn new(meter: ServerMeter) -> Standing {
-        meter.is_up(true);
-        Standing {
-            up: AtomicBool::new(true),
-            checked: AtomicBool::new(false),
-            failures: AtomicU32::new(0),
-            out_until_ms: AtomicU64::new(0),
-            back_ms: AtomicU64::new(0),
-            ejections: AtomicU32::new(0),
-            meter,
-        }
-    }
-}
-
-impl Drop for Standing {
-    /// A server that is no longer named is neither up nor ejected.
-    fn drop(&mut self) {
-        self.meter.is_up(false);
-        self.meter.is_ejected(false);
-    }
-}
-
 impl Tally {
     fn new(now: Instant) -> Tally {
         Tally { origin: now, changes: AtomicU64::new(0), known: Mutex::default() }
@@ -467,6 +431,8 @@ mod tests {
         fleet.report(1, Sign::None, true, || now);
         assert!(fleet.claim(1, fleet.ms(now)));
         fleet.report(1, Sign::Good, true, || now);
+        // Who gives up a trial of it now says nothing.
+        fleet.report(1, Sign::None, true, || now);
         // It is back, and grows from a tenth of its weight.
         let weight = |after: u32| fleet.state(1, fleet.ms(now + after * MS));
         assert_eq!((weight(0), weight(50)), (State::Growing(204), State::Growing(1126)));

@@ -12,7 +12,6 @@ use std::rc::{Rc, Weak};
 use tokio::sync::oneshot;
 
 use super::carrier::Carrier;
-use super::connection::Connection;
 use super::pool::Pool;
 use crate::metrics::upstream::UnderWay;
 
@@ -24,13 +23,20 @@ pub struct Place {
     most: Cell<Option<u32>>,
     /// Those that stand or are being made, where they are limited.
     connections: Cell<u32>,
-    waiting: RefCell<VecDeque<oneshot::Sender<Offer>>>,
+    waiting: RefCell<VecDeque<Waiting>>,
 }
 
 /// What somebody who waited is given.
 pub enum Offer {
-    Idle(Box<Connection>),
+    Carrier(Carrier),
     Room(Slot),
+}
+
+/// Somebody who waits.
+struct Waiting {
+    offer: oneshot::Sender<Offer>,
+    /// Whether a place on a shared connection will do.
+    shares: bool,
 }
 
 /// Room for one connection, for as long as that lasts. The place has the connections, so these do not have it.
@@ -80,13 +86,24 @@ impl Place {
         Slot(Rc::downgrade(self))
     }
 
-    /// Takes a place in the queue.
-    pub fn queue(&self) -> oneshot::Receiver<Offer> {
+    /// Takes a place in the queue; `shares`: also for a place on a shared connection.
+    pub fn queue(&self, shares: bool) -> oneshot::Receiver<Offer> {
         let (offer, offered) = oneshot::channel();
         let mut waiting = self.waiting.borrow_mut();
-        waiting.retain(|waiting| !waiting.is_closed());
-        waiting.push_back(offer);
+        waiting.retain(|waiting| !waiting.offer.is_closed());
+        waiting.push_back(Waiting { offer, shares });
         offered
+    }
+
+    /// Lets all who wait onto a shared connection that has just been made, and that they need not wait for.
+    pub fn invite(&self) {
+        let (invited, rest): (VecDeque<_>, _) = self.waiting.take().into_iter().partition(|waiting| waiting.shares);
+        self.waiting.replace(rest);
+        for Waiting { offer, .. } in invited {
+            let Some(carrier) = self.pool.share(1) else { return };
+            // Whoever has gone needs none.
+            drop(offer.send(Offer::Carrier(carrier)));
+        }
     }
 
     /// Gives a connection to whoever waits, or back to the pool.
@@ -98,11 +115,11 @@ impl Place {
         }
         loop {
             let Some(next) = self.waiting.borrow_mut().pop_front() else { return self.pool.put(connection) };
-            match next.send(Offer::Idle(connection)) {
+            match next.offer.send(Offer::Carrier(Carrier::Alone(connection))) {
                 Ok(()) => return,
                 // That one has gone.
-                Err(Offer::Idle(back)) => connection = back,
-                Err(Offer::Room(_)) => return,
+                Err(Offer::Carrier(Carrier::Alone(back))) => connection = back,
+                Err(_) => return,
             }
         }
     }
@@ -135,7 +152,7 @@ impl Drop for Slot {
         let next = place.waiting.borrow_mut().pop_front();
         if let Some(next) = next {
             // If that one has gone, the slot comes back here and goes to the next.
-            drop(next.send(Offer::Room(place.slot())));
+            drop(next.offer.send(Offer::Room(place.slot())));
         }
     }
 }

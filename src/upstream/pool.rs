@@ -85,17 +85,24 @@ impl Pool {
         if let Some(connection) = self.idle.borrow_mut().pop() {
             return Some(Carrier::Alone(connection));
         }
-        self.share(false)
+        self.share(usize::MAX)
     }
 
-    /// A place on a shared connection; if `crowded`, also where requests have to wait for others.
-    pub fn share(&self, crowded: bool) -> Option<Carrier> {
+    /// A place on a shared connection. Where there are `enough` of them, requests wait for others on one.
+    pub fn share(&self, enough: usize) -> Option<Carrier> {
         let mut shared = self.shared.borrow_mut();
         // Nothing is sent on those that are left out; they end with the last answer.
         shared.retain(|connection| connection.is_open());
         let emptiest = shared.iter().min_by_key(|connection| connection.load())?;
-        let full = crowded && shared.len() >= SHARED_MAX;
-        (emptiest.has_room() || full).then(|| Carrier::Shared(Lease::of(emptiest)))
+        (emptiest.has_room() || shared.len() >= enough).then(|| Carrier::Shared(Lease::of(emptiest)))
+    }
+
+    /// Closes the connection that has been idle for the longest, to make room for one of another kind.
+    pub fn close_one(&self) {
+        let mut idle = self.idle.borrow_mut();
+        let oldest = (!idle.is_empty()).then(|| idle.remove(0));
+        drop(idle);
+        drop(oldest);
     }
 
     /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
@@ -159,7 +166,7 @@ impl Pool {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
-        if shares && let Some(carrier) = self.share(true) {
+        if shares && let Some(carrier) = self.share(SHARED_MAX) {
             return Ok(carrier);
         }
         let era = self.dial.names.era();

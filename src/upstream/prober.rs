@@ -31,6 +31,7 @@ const SPREAD: Duration = Duration::from_secs(1);
 /// The checks of one server. They go on over reloads that do not change how it is checked.
 struct Watched {
     server: Server,
+    way: Way,
     health: Health,
     /// Who is told, and which of its servers it is.
     told: Rc<RefCell<(Arc<Fleet>, usize)>>,
@@ -59,13 +60,16 @@ pub async fn run(mut fleets: watch::Receiver<Vec<Arc<Fleet>>>, clock: Clock) {
             for (position, server) in fleet.servers.iter().enumerate() {
                 let name = (fleet.name.clone(), server.url.clone());
                 let told = (Arc::clone(fleet), position);
-                let same = before.remove(&name).filter(|known| known.server == *server && known.health == *health);
+                let is_same = |known: &Watched| {
+                    known.server.is_reached_as(server) && known.way == fleet.way && known.health == *health
+                };
+                let same = before.remove(&name).filter(is_same);
                 let known = match same {
                     Some(known) => {
                         known.told.replace(told);
                         known
                     }
-                    None => watch(server.clone(), health.clone(), told, &clock),
+                    None => watch(server.clone(), fleet.way.clone(), health.clone(), told, &clock),
                 };
                 watched.insert(name, known);
             }
@@ -77,21 +81,24 @@ pub async fn run(mut fleets: watch::Receiver<Vec<Arc<Fleet>>>, clock: Clock) {
     }
 }
 
-fn watch(server: Server, health: Health, told: (Arc<Fleet>, usize), clock: &Clock) -> Watched {
+fn watch(server: Server, way: Way, health: Health, told: (Arc<Fleet>, usize), clock: &Clock) -> Watched {
     let told = Rc::new(RefCell::new(told));
-    let checks = checks(server.clone(), health.clone(), Rc::clone(&told), clock.clone());
-    Watched { server, health, told, task: tokio::task::spawn_local(checks) }
+    let checks = checks(server.clone(), way.clone(), health.clone(), Rc::clone(&told), clock.clone());
+    Watched { server, way, health, told, task: tokio::task::spawn_local(checks) }
 }
 
-async fn checks(server: Server, health: Health, told: Rc<RefCell<(Arc<Fleet>, usize)>>, clock: Clock) {
+async fn checks(server: Server, way: Way, health: Health, told: Rc<RefCell<(Arc<Fleet>, usize)>>, clock: Clock) {
     sleep(health.interval.min(SPREAD).mul_f64(fastrand::f64())).await;
+    // What is known of the server's name lasts from check to check, as it does for requests.
+    let pool = Pool::new(server, &way, clock.clone());
     let mut streak = 0;
     loop {
-        let way = told.borrow().0.way.clone();
-        let result = match timeout(health.timeout, check(&server, &way, &health, &clock)).await {
+        let result = match timeout(health.timeout, check(&pool, &health)).await {
             Ok(result) => result,
             Err(_elapsed) => Err(String::from("it did not answer in time")),
         };
+        // Every check has a connection of its own.
+        pool.sweep(Duration::ZERO);
         let (fleet, position) = told.borrow().clone();
         let is_first = fleet.checked(position, result.is_ok());
         // How often in a row it was not as it is taken to be.
@@ -111,8 +118,7 @@ fn pause(interval: Duration) -> Duration {
     interval.mul_f64(0.9 + fastrand::f64() * 0.2)
 }
 
-async fn check(server: &Server, way: &Way, health: &Health, clock: &Clock) -> Result<(), String> {
-    let pool = Pool::new(server.clone(), way, clock.clone());
+async fn check(pool: &Pool, health: &Health) -> Result<(), String> {
     let mut connection =
         pool.connect(health.timeout, health.timeout, false).await.map_err(|fault| fault.for_operator())?;
     let host = match &health.host {

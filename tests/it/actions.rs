@@ -2,6 +2,7 @@
 
 use crate::world::client::HOST;
 use crate::world::gateway::Gateway;
+use crate::world::h2::{RST_STREAM, Raw};
 use crate::world::quota::remaining;
 use crate::world::upstream::{Talk, Upstream, reply};
 
@@ -193,4 +194,8 @@ fn a_route_waits_as_long_as_it_says() {
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     assert_eq!(client.rest(), b"abc");
+    // A stream of HTTP/2 is reset.
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/a");
+    raw.until(RST_STREAM);
 }

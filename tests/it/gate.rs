@@ -58,6 +58,7 @@ fn what_is_ambiguous_is_refused_and_not_counted() {
         ("two Hosts of HTTP/1.0", "GET /a HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n".into(), 400),
         // What it is about.
         ("a target without a slash", "GET a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("a fragment", "GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("an authority", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("* for GET", "GET * HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("CONNECT", "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n".into(), 405),

@@ -149,6 +149,18 @@ fn a_reload_keeps_what_is_known() {
 }
 
 #[test]
+fn a_server_that_is_reached_in_another_way_is_checked_anew() {
+    let server = Patient::new();
+    let settings = "health = { path = \"/healthz\", interval = \"1h\" }\n";
+    let toml = |host: &str| pass_to(&[server.upstream.address], &format!("{settings}{host}"));
+    let mut gateway = Gateway::start(&toml(""));
+    eventually("the first check", || server.upstream.received().len() == 1);
+    gateway.reload(&toml("host = \"api.internal\""));
+    eventually("the next check", || server.upstream.received().len() == 2);
+    assert_eq!(server.upstream.received()[1].field("host"), Some("api.internal"));
+}
+
+#[test]
 fn checks_begin_with_the_reload_that_asks_for_them() {
     let (a, _b, toml) = two("");
     let mut gateway = Gateway::start(&toml);

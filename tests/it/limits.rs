@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::world::client::{HOST, request};
 use crate::world::gateway::Gateway;
+use crate::world::h2::{END_HEADERS, HEADERS, Raw, block, frame};
 use crate::world::upstream::{Talk, Upstream};
 use crate::world::{eventually, one_rule, pass_all};
 
@@ -96,6 +97,25 @@ fn a_body_that_trickles_in_is_given_up() {
         drop(client);
         trickle.join().unwrap();
     }
+}
+
+#[test]
+fn streams_are_held_to_it_but_for_grpc() {
+    let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
+    let mut raw = Raw::connect(gateway.http);
+    for (stream, content_type) in [(1, "application/grpc"), (3, "text/plain")] {
+        let fields = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":authority", HOST),
+            (":path", "/a"),
+            ("content-type", content_type),
+        ];
+        raw.send(frame(HEADERS, END_HEADERS, stream, &block(&fields)));
+    }
+    assert_eq!(raw.until(HEADERS).stream, 3);
+    assert_eq!(faults(&gateway, "body_too_slow"), 1);
 }
 
 #[test]

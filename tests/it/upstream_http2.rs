@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderValue, Response};
 use crate::world::client::{HOST, request};
 use crate::world::eventually;
 use crate::world::gateway::Gateway;
+use crate::world::h2::Calm;
 use crate::world::streams::{After, Setup, Streams};
 
 fn toml(upstream: &Streams) -> String {
@@ -77,6 +78,25 @@ fn a_server_that_allows_few_streams_gets_more_connections() {
         }
     });
     assert_eq!(upstream.connections(), 4);
+}
+
+#[test]
+fn where_connections_are_limited_requests_crowd_on_those_that_there_are() {
+    let together = Arc::new(tokio::sync::Barrier::new(3));
+    let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
+        let together = Arc::clone(&together);
+        async move {
+            together.wait().await;
+            stream.reply("fine\n");
+        }
+    });
+    let limited = upstream.toml("u") + "max_connections = 1\n";
+    let gateway =
+        Gateway::start(&format!("workers = 1\n{limited}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"));
+    // Most of them come while the connection is being made.
+    let answers = Calm::connect(gateway.http).gets("/a", 30);
+    assert!(answers.iter().all(|answer| answer.status == 200));
+    assert_eq!((upstream.heads().len(), upstream.connections()), (30, 1));
 }
 
 #[test]

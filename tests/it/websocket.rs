@@ -53,6 +53,19 @@ fn opened(gateway: &Gateway) -> Client {
 }
 
 #[test]
+fn idle_connections_make_room_for_a_tunnel() {
+    let upstream = switching(echo);
+    let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
+    // In less time than it takes until idle connections are looked through.
+    let gateway = Gateway::start(&format!("workers = 1\n{upstreams}\n[timeouts]\nconnect = \"1s\"\n"));
+    gateway.get("/plain").expect(200);
+    let mut client = opened(&gateway);
+    client.send("hello");
+    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
 fn a_handshake_passes_and_bytes_behind_it() {
     let upstream = switching(echo);
     let gateway = Gateway::start(&pass_all(&upstream));
