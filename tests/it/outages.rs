@@ -114,10 +114,8 @@ fn outage(kind: &Kind) -> (usize, usize) {
          retries = {{ attempts = 2, try_timeout = \"2s\", budget_min = 100 }}\n{}",
         kind.settings
     );
-    let gateway = Gateway::start(&format!(
-        "workers = 2\n{}[timeouts]\nresponse_head = \"3s\"\n",
-        pass_to(&addresses, &settings)
-    ));
+    let gateway =
+        Gateway::start(&format!("workers = 2\n{}[timeouts]\nresponse_head = \"3s\"\n", pass_to(&addresses, &settings)));
     let url = format!("http://{}", addresses[1]);
     let count = |name: &str, labels: &[(&str, &str)]| gateway.metrics().sum(name, labels);
     let ejected = |wanted: u64| {
