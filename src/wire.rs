@@ -95,6 +95,16 @@ impl Wire {
         TcpStream::from_std(watched.into()).ok().map(Ending)
     }
 
+    /// Once it is closed, nothing more of what waits in the kernel is sent.
+    pub fn reset_at_end(&self) {
+        let _ = match &self.stream {
+            Stream::Tcp(tcp) => tcp.set_zero_linger(),
+            Stream::Tls(tls) => tls.get_ref().0.set_zero_linger(),
+            // Closing one throws away nothing that was sent, and keeps nothing that was not.
+            Stream::Unix(_) => Ok(()),
+        };
+    }
+
     /// Sends what there is room for right now.
     pub fn send_at_once(&mut self, bytes: &[u8]) {
         let cx = &mut Context::from_waker(Waker::noop());

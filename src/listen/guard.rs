@@ -22,10 +22,14 @@ use crate::interim::Interim;
 use crate::timer::Timer;
 use crate::wire::{Ending, Wire};
 
-/// How much, and for how long, a closing connection still reads. It is the time that ends an upload which was refused:
-/// with bytes unread the connection is reset, and a client that has not read its answer yet never does.
+/// How much, and for how long, a closing connection still reads: with bytes unread it is reset, and a client that has not
+/// read its answer yet never does.
 pub const LINGER_BYTES: usize = 64 * 1024 * 1024;
 pub const LINGER: Duration = Duration::from_secs(1);
+/// Many a client reads no answer before it has sent everything. So whoever is sending may take longer, in steps of
+/// `LINGER`, but is not waited for longer than a few of them without a byte.
+const LINGER_STEPS: u32 = 30;
+const QUIET_STEPS: u32 = 5;
 
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
@@ -166,6 +170,11 @@ impl Stage {
         }
     }
 
+    /// Nothing more will be sent. What the client may still do has a limit of its own.
+    fn depart(&self) {
+        self.timer.disarm();
+    }
+
     /// Bytes were sent, or could not be: an answer that moves may take as long as it likes, if it moves
     /// as much in each of its limits as a client has to take.
     fn sent(&self, sent: &Poll<io::Result<usize>>) {
@@ -229,8 +238,7 @@ pub struct Guard {
     /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
     ahead: Bytes,
     replaced: bool,
-    lingered: usize,
-    until: Option<Pin<Box<Sleep>>>,
+    lingering: Option<Lingering>,
     shut: bool,
     at_end: bool,
     /// Bytes of a next request are known to wait, behind which nothing can be seen.
@@ -248,8 +256,7 @@ impl Guard {
             stage,
             ahead: Bytes::new(),
             replaced: false,
-            lingered: 0,
-            until: None,
+            lingering: None,
             shut: false,
             at_end: false,
             ahead_of_turn: false,
@@ -314,19 +321,54 @@ impl Guard {
     }
 
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let until = self.until.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+        let lingering = self.lingering.get_or_insert_with(Lingering::new);
         let mut scratch = [0; 4096];
-        while !self.at_end && self.lingered < LINGER_BYTES {
-            if until.as_mut().poll(cx).is_ready() {
-                break;
-            }
+        while !self.at_end && lingering.read < LINGER_BYTES && !lingering.is_over(cx) {
             let mut buffer = ReadBuf::new(&mut scratch);
             match ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer)) {
-                Ok(()) if !buffer.filled().is_empty() => self.lingered += buffer.filled().len(),
+                Ok(()) if !buffer.filled().is_empty() => lingering.read += buffer.filled().len(),
                 Ok(()) | Err(_) => self.at_end = true,
             }
         }
         Poll::Ready(())
+    }
+
+    /// Closes the connection at once, with whatever waits to be sent. The kernel would keep all of that for as long as the
+    /// client asks for a byte of it now and then.
+    pub fn abandon(self) {
+        self.stream.reset_at_end();
+    }
+}
+
+/// What a closing connection still reads.
+struct Lingering {
+    step: Pin<Box<Sleep>>,
+    /// How many steps are over, and how many of them in a row were without a byte.
+    steps: u32,
+    quiet: u32,
+    /// Bytes read, now and at the end of the last step.
+    read: usize,
+    before: usize,
+}
+
+impl Lingering {
+    fn new() -> Lingering {
+        Lingering { step: Box::pin(tokio::time::sleep(LINGER)), steps: 0, quiet: 0, read: 0, before: 0 }
+    }
+
+    /// Whether it took too long; wakes the task at the end of each step.
+    fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
+        while self.step.as_mut().poll(cx).is_ready() {
+            self.steps += 1;
+            self.quiet = if self.read == self.before { self.quiet + 1 } else { 0 };
+            self.before = self.read;
+            if self.read == 0 || self.quiet >= QUIET_STEPS || self.steps >= LINGER_STEPS {
+                return true;
+            }
+            let next = self.step.deadline() + LINGER;
+            self.step.as_mut().reset(next);
+        }
+        false
     }
 }
 
@@ -404,6 +446,7 @@ impl AsyncWrite for Guard {
             ready!(this.poll_ahead(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
             this.shut = true;
+            this.stage.depart();
         }
         if this.aside {
             return Poll::Ready(Ok(()));

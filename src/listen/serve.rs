@@ -69,6 +69,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             let parts = connection.into_parts();
             leave(parts.io.into_inner(), parts.read_buf, &peer).await;
         }
+        Ok(false) if stage.stalled() == Some(Fault::Stalled) => connection.into_parts().io.into_inner().abandon(),
         Ok(false) => drop(connection),
         Err(error) => {
             if error.is_parse() {

@@ -79,6 +79,8 @@ pub struct Session {
     /// Armed while bytes wait to be sent.
     stall: Rc<Timer>,
     is_stalled: Cell<bool>,
+    /// They have waited for too long.
+    is_given_up: Cell<bool>,
 }
 
 impl Session {
@@ -96,6 +98,7 @@ impl Session {
             timer,
             stall: timers.timer(),
             is_stalled: Cell::default(),
+            is_given_up: Cell::default(),
             timers: Rc::clone(timers),
         })
     }
@@ -131,6 +134,7 @@ impl Session {
     /// Whether something took too long; wakes the task when it does.
     pub fn poll_late(&self, cx: &Context<'_>) -> Option<Late> {
         if self.stall.poll_up(cx) {
+            self.is_given_up.set(true);
             return Some(Late::Close { in_head: false });
         }
         if !self.timer.poll_up(cx) {
@@ -273,8 +277,11 @@ impl AsyncWrite for Watched {
 }
 
 impl Drop for Watched {
-    /// Whoever misbehaves is told, if the bytes before have left as a whole.
+    /// The kernel would keep what a client does not take. Whoever misbehaves is told, if the bytes before have left as a whole.
     fn drop(&mut self) {
+        if self.session.is_given_up.get() {
+            self.stream.reset_at_end();
+        }
         if self.session.abuse.get().is_some() && self.outbound.is_between() {
             let mut goaway = [0, 0, 8, Frame::GOAWAY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
             goaway[9..13].copy_from_slice(&self.session.conduct.borrow().last_stream().to_be_bytes());

@@ -153,7 +153,7 @@ impl Servers {
         let progress = request.body().progress();
         let repeatable = progress.is_none() && is_idempotent(request.method());
         let alone = matches!(request.body(), Upload::Upgrade);
-        let mut course = self.course(Asked { key, repeatable: repeatable && !alone }, alone, limits)?;
+        let mut course = self.course(Asked { key, repeatable }, alone, limits)?;
         let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
         loop {
             let place = &self.balancer.places()[choice.server];

@@ -13,7 +13,7 @@ const SLOW: u64 = 200;
 const LIMIT: Duration = Duration::from_secs(55);
 
 /// How the slow ones are kept in bounds.
-const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\n";
+const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\nbody = \"5s\"\n";
 
 struct Slow {
     child: Child,
@@ -98,6 +98,7 @@ fn slow_bodies() {
 
 #[test]
 fn slow_readers() {
-    // A window of a few bytes, of which one is taken each second.
-    slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "1", "-w", "64", "-y", "128"], "/large.bin");
+    // A small window, of which less is taken each second than has to be. The rest of it lies at the reader's own side,
+    // who learns of the end behind that: he must get there before his minute is over.
+    slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"], "/large.bin");
 }

@@ -52,6 +52,7 @@ mod keys;
 mod limits;
 mod malformed;
 mod names;
+mod outages;
 mod passing;
 mod proxies;
 mod proxy_protocol;

@@ -1,5 +1,7 @@
 //! Nothing may stand still for ever once an answer has begun, in either direction.
 
+use std::io::Read;
+
 use crate::world::gateway::Gateway;
 use crate::world::upstream::{Talk, Upstream};
 use crate::world::{one_rule, pass_all};
@@ -64,4 +66,7 @@ fn a_reader_that_does_not_read_is_let_go() {
             && gateway.metrics().sum("transom_connections", &[]) == 0
     });
     assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
+    // What the kernel held for it is gone as well.
+    let end = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
+    assert_eq!(end.kind(), std::io::ErrorKind::ConnectionReset);
 }

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A gRPC server for the tests: every kind of call, every way to end, reflection and health.
 
-    grpc_server.py [--tls CERTIFICATE KEY]
+    grpc_server.py [--tls CERTIFICATE KEY] [--port PORT]
 
-Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. Messages are the
+Listens on a port that the system chooses, if it is told none, and prints `listening on 127.0.0.1:PORT`. Messages are the
 wrappers of protobuf, so that nothing has to be generated; what the service looks like is told to
 reflection in `describe`. This file does not know that there is a gateway before it.
 """
@@ -175,6 +175,7 @@ def describe():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files; clear text without")
+    parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     describe()
     # Calls that wait hold a thread each.
@@ -188,17 +189,17 @@ def main():
     healthy.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = listen(server, options.tls)
+    port = listen(server, f"127.0.0.1:{options.port}", options.tls)
     server.start()
     print(f"listening on 127.0.0.1:{port}", flush=True)
     server.wait_for_termination()
 
 
-def listen(server, tls):
+def listen(server, address, tls):
     if not tls:
-        return server.add_insecure_port("127.0.0.1:0")
+        return server.add_insecure_port(address)
     certificate, key = (open(name, "rb").read() for name in tls)
-    return server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+    return server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
 
 
 if __name__ == "__main__":

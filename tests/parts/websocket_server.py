@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A WebSocket server for the tests, by the library that others use.
 
-    websocket_server.py [--tls CERTIFICATE KEY]
+    websocket_server.py [--tls CERTIFICATE KEY] [--port PORT]
 
-Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. What it does
+Listens on a port that the system chooses, if it is told none, and prints `listening on 127.0.0.1:PORT`. What it does
 follows the path: `/echo` sends back every message, `/fragments` every fragment as it comes, `/close` closes as it is
 asked to, `/drop` breaks the connection off, `/ping` pings the client, `/fate` tells how another
 connection ended, `/forbidden` refuses the handshake. This file does not know of a gateway.
@@ -106,14 +106,15 @@ def answer(connection, request):
 async def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="PEM files; clear text without")
+    parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     context = None
     if options.tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*options.tls)
     server = await serve(
-        handle, "127.0.0.1", 0, ssl=context, process_request=answer, max_size=None,
-        ping_interval=None, select_subprotocol=agree,
+        handle, "127.0.0.1", options.port, ssl=context, process_request=answer, max_size=None,
+        select_subprotocol=agree, ping_interval=None,
     )
     print(f"listening on 127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()

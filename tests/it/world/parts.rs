@@ -50,15 +50,22 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
-/// httpbin, behind gunicorn.
-pub fn httpbin() -> Part {
+/// What runs httpbin, behind gunicorn.
+pub fn gunicorn(home: &Path, address: &str) -> Command {
     let gunicorn = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/httpbin/bin/gunicorn");
     assert!(gunicorn.is_file(), "httpbin is missing; `make parts` installs it");
-    let scratch = Scratch::new();
-    let mut child = Command::new(gunicorn)
-        .args(["--bind", "127.0.0.1:0", "--threads", "8", "--keep-alive", "30", "--graceful-timeout", "1"])
+    let mut command = Command::new(gunicorn);
+    command
+        .args(["--bind", address, "--threads", "8", "--keep-alive", "30", "--graceful-timeout", "1"])
         .args(["--no-control-socket", "httpbin:app"])
-        .current_dir(scratch.path())
+        .current_dir(home);
+    command
+}
+
+/// httpbin, behind gunicorn.
+pub fn httpbin() -> Part {
+    let scratch = Scratch::new();
+    let mut child = gunicorn(scratch.path(), "127.0.0.1:0")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
@@ -118,7 +125,8 @@ pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part 
     panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());
 }
 
-fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
+/// What nginx is told, which has its files below `home`.
+pub fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
     format!(
         "daemon off; master_process off; pid {home}/nginx.pid; error_log stderr;
          events {{ worker_connections 2048; }}

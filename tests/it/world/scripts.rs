@@ -65,7 +65,8 @@ pub fn check(name: &str, arguments: &[impl AsRef<str>]) {
     assert!(output.status.success() && !said.contains("FAILED"), "{name}: {}\n{said}{complaints}", output.status);
 }
 
-fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
+/// A program of tests/parts.
+pub fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
     let python: PathBuf = root.join(".parts/clients/bin/python");
     assert!(python.is_file(), "the clients of others are missing; `make parts` installs them");
