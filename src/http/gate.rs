@@ -64,6 +64,10 @@ pub fn translate(parts: &mut Parts) -> Result<(), Fault> {
             hosts += 1;
         } else if name == header::CONTENT_LENGTH {
             lengths += 1;
+            // None at all passes for 0 in HTTP/2. Servers of HTTP/1.1 refuse such a field, or read on without one.
+            if value.is_empty() {
+                return Err(Fault::Framing("Content-Length is empty"));
+            }
         }
         // What HTTP/1.1 can not say (RFC 9113, section 8.2.1): a server would read another value than was counted by.
         if value.as_bytes() != value.as_bytes().trim_ascii() {
@@ -308,6 +312,7 @@ mod tests {
         assert!(matches!(translated(Request::connect("a:80")), Err(Fault::Method)));
         let lengths = get("http://a/").header("content-length", "1").header("content-length", "1");
         assert!(matches!(translated(lengths), Err(Fault::Framing(_))));
+        assert!(matches!(translated(get("http://a/").header("content-length", "")), Err(Fault::Framing(_))));
     }
 
     #[test]

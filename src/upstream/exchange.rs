@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use http::header::TRANSFER_ENCODING;
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 
 use super::balance::{Asked, Balancer, Choice, Tried};
@@ -292,7 +292,9 @@ impl Servers {
         let is_switched = course.alone && upgrade::is_granted(&response);
         if !is_switched && !is_clear(&response) {
             attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
-            return Next::Fault(Fault::Upstream("it switched protocols or coded the transfer unasked".to_owned()));
+            return Next::Fault(Fault::Upstream(
+                "it switched protocols or coded the transfer unasked, or gave an empty length".to_owned(),
+            ));
         }
         let answered = self.clock.instant();
         self.meter.answered_in(answered.duration_since(started));
@@ -417,8 +419,14 @@ impl Servers {
     }
 }
 
-/// Whether an answer can be passed on as it is: no other protocol follows, and no coding but chunks.
+/// Whether an answer can be passed on as it is: no other protocol follows, no coding but chunks, and no length
+/// without a number, which passes for 0 in HTTP/2 and is none in HTTP/1.1.
 fn is_clear(response: &Response<Incoming>) -> bool {
+    if response.version() == Version::HTTP_2
+        && response.headers().get(CONTENT_LENGTH).is_some_and(HeaderValue::is_empty)
+    {
+        return false;
+    }
     // Known names compare as numbers, so this is less than a look-up in the map.
     let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
     let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();

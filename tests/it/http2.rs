@@ -89,6 +89,7 @@ fn what_only_frames_can_say_is_refused_as_well() {
         (&[(":path", "/a"), ("host", "a")], STATUS_200),
         (&[(":path", "*"), (":authority", "a")], STATUS_400),
         (&[(":path", "/a"), (":authority", "a"), ("content-length", "0"), ("content-length", "0")], STATUS_400),
+        (&[(":path", "/a"), (":authority", "a"), ("content-length", "")], STATUS_400),
     ] {
         let stream = ask(&mut raw, &head(fields));
         assert_eq!(raw.status(stream), status, "{fields:?}");

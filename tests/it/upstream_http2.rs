@@ -136,6 +136,15 @@ fn the_answer_to_head_tells_a_length_and_has_no_body() {
 }
 
 #[test]
+fn an_answer_with_an_empty_length_is_none() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "").body(()).unwrap();
+        stream.respond.send_response(head, true).unwrap();
+    });
+    gateway(&upstream).get("/a").expect(502);
+}
+
+#[test]
 fn large_bodies_pass_whole() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let length = stream.whole_body().await;
