@@ -286,8 +286,8 @@ fn who_does_not_open_the_window_loses_the_stream() {
 fn pings_do_not_keep_an_answer_that_is_not_taken() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
-    // All of the answer is handed over to HTTP/2, and there is no window for it.
-    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    // With the first byte all of the answer is handed over to HTTP/2, and there is no window for the rest.
+    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
     raw.get(1, "/a");
     assert_eq!(raw.status(1), STATUS_200);
     eventually("the connection is closed", || {
