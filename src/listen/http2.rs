@@ -33,7 +33,9 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let address = origin.address;
     let view = hall.view();
     let (timeouts, http2) = (&view.snapshot.config.timeouts, &view.snapshot.config.http2);
-    let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body };
+    let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
+    let least = view.snapshot.config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
+    let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body, least };
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits, budget);
     let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));

@@ -34,6 +34,8 @@ pub struct Limits {
     pub idle: Duration,
     /// Without a byte sent, while there are some to send.
     pub body: Duration,
+    /// Bytes of answers that a client has to take in each `body`, once these are all that is left to do.
+    pub least: u64,
 }
 
 /// What a connection is at.
@@ -81,6 +83,8 @@ pub struct Session {
     is_stalled: Cell<bool>,
     /// They have waited for too long.
     is_given_up: Cell<bool>,
+    /// Bytes of answers that were sent since the phase began, or this was last looked at.
+    taken: Cell<u64>,
 }
 
 impl Session {
@@ -99,6 +103,7 @@ impl Session {
             stall: timers.timer(),
             is_stalled: Cell::default(),
             is_given_up: Cell::default(),
+            taken: Cell::default(),
             timers: Rc::clone(timers),
         })
     }
@@ -157,9 +162,12 @@ impl Session {
             () if self.is_leaving.get() => Phase::Parting,
             () => Phase::Idle,
         };
-        if self.phase.replace(phase) == phase && !(moved && phase == Phase::Sending) {
+        // Other frames than those of answers, such as what a PING is answered with, get nobody further.
+        let goes_on = moved && phase == Phase::Sending && self.taken.get() >= self.limits.least.max(1);
+        if self.phase.replace(phase) == phase && !goes_on {
             return;
         }
+        self.taken.set(0);
         match phase {
             Phase::Opening | Phase::Head => self.timer.arm(self.limits.head),
             Phase::Idle => self.timer.arm(self.limits.idle),
@@ -188,6 +196,9 @@ impl Session {
         let mut conduct = self.conduct.borrow_mut();
         frames.pass(bytes, |frame| {
             conduct.said(frame);
+            if frame.kind == Frame::DATA {
+                self.taken.set(self.taken.get().saturating_add(u64::from(frame.length)));
+            }
             if frame.kind == Frame::GOAWAY && !self.is_leaving.get() {
                 self.is_broken.set(true);
             }

@@ -97,12 +97,12 @@ impl Place {
 
     /// Lets all who wait onto a shared connection that has just been made, and that they need not wait for.
     pub fn invite(&self) {
-        let (invited, rest): (VecDeque<_>, _) = self.waiting.take().into_iter().partition(|waiting| waiting.shares);
-        self.waiting.replace(rest);
-        for Waiting { offer, .. } in invited {
+        let first = || self.waiting.borrow().iter().position(|waiting| waiting.shares);
+        while let Some(first) = first() {
             let Some(carrier) = self.pool.share(1) else { return };
+            let next = self.waiting.borrow_mut().remove(first);
             // Whoever has gone needs none.
-            drop(offer.send(Offer::Carrier(carrier)));
+            drop(next.map(|next| next.offer.send(Offer::Carrier(carrier))));
         }
     }
 

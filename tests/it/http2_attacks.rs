@@ -283,6 +283,20 @@ fn who_does_not_open_the_window_loses_the_stream() {
 }
 
 #[test]
+fn pings_do_not_keep_an_answer_that_is_not_taken() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    let gateway = Gateway::start(&format!("{rule}{SHORT}"));
+    // With the first byte all of the answer is handed over to HTTP/2, and there is no window for the rest.
+    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    eventually("the connection is closed", || {
+        // Every one is answered, so that something moves.
+        !raw.send_if_open(frame(PING, 0, 0, &[0; 8]))
+    });
+}
+
+#[test]
 fn who_does_not_read_loses_the_connection() {
     let (upstream, let_go) = endless();
     let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
