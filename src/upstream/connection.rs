@@ -32,6 +32,7 @@ use crate::wire::Wire;
 const HEAD_MAX_BYTES: usize = 64 * 1024;
 
 /// What moves the bytes.
+#[allow(clippy::large_enum_variant, reason = "the large one is the usual one, and lies in a box already")]
 enum Driver {
     At(http1::Connection<TokioIo<Herald>, Upload>),
     /// It has nothing more to do: the connection is closed, or speaks another protocol.
