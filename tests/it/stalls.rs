@@ -70,3 +70,18 @@ fn a_reader_that_does_not_read_is_let_go() {
     let end = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(end.kind(), std::io::ErrorKind::ConnectionReset);
 }
+
+#[test]
+fn a_refused_upload_is_read_on_as_long_as_it_comes() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/day\"]"));
+    gateway.get("/a").expect(200);
+    let mut client = gateway.client();
+    client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1500000\r\n\r\n");
+    // A client that reads nothing before it has sent everything. The time that it takes is what the test is about.
+    for _ in 0..15 {
+        client.send([b'x'; 100_000]);
+        std::thread::sleep(std::time::Duration::from_millis(150));
+    }
+    client.answer_to("POST").expect(429).problem();
+    client.expect_closed();
+}
