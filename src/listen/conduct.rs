@@ -149,8 +149,9 @@ impl Conduct {
                 self.resets += 1;
                 (self.resets > self.budget.resets).then_some(Abuse::Reset)
             }
-            // As many as were asked for.
-            _ if frame.is_acknowledgement() => None,
+            // hyper takes as many as were asked for.
+            Frame::SETTINGS if frame.is_acknowledgement() => None,
+            // It takes any number of answers to a PING that was never sent.
             Frame::PING => self.control(Abuse::Ping),
             Frame::SETTINGS => self.control(Abuse::Settings),
             Frame::PRIORITY => self.control(Abuse::Priority),
@@ -204,19 +205,20 @@ mod tests {
 
     #[test]
     fn what_is_over_the_budget_of_a_second_is_told_by_its_kind() {
-        for (kind, abuse) in [
-            (Frame::PING, Abuse::Ping),
-            (Frame::SETTINGS, Abuse::Settings),
-            (Frame::PRIORITY, Abuse::Priority),
-            (Frame::WINDOW_UPDATE, Abuse::WindowUpdate),
-            (Frame::DATA, Abuse::EmptyData),
-            (0xfa, Abuse::Unknown),
+        for (kind, flags, abuse) in [
+            (Frame::PING, 0, Abuse::Ping),
+            (Frame::PING, 1, Abuse::Ping),
+            (Frame::SETTINGS, 0, Abuse::Settings),
+            (Frame::PRIORITY, 0, Abuse::Priority),
+            (Frame::WINDOW_UPDATE, 0, Abuse::WindowUpdate),
+            (Frame::DATA, 0, Abuse::EmptyData),
+            (0xfa, 0, Abuse::Unknown),
         ] {
             let mut conduct = Conduct::new(BUDGET, 7);
             for tick in [7, 17, 27] {
-                (0..5).for_each(|_| assert_eq!(conduct.heard(frame(kind, 0, 0, 0), tick), None, "{abuse:?}"));
+                (0..5).for_each(|_| assert_eq!(conduct.heard(frame(kind, flags, 0, 0), tick), None, "{abuse:?}"));
             }
-            assert_eq!(conduct.heard(frame(kind, 0, 0, 0), 36), Some(abuse));
+            assert_eq!(conduct.heard(frame(kind, flags, 0, 0), 36), Some(abuse));
         }
         let mut conduct = Conduct::new(BUDGET, 0);
         for n in 1..=3 {

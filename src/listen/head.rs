@@ -1,114 +1,148 @@
-//! The bytes of a request's head, for what they tell and hyper does not.
+//! The bytes of requests' heads, for what they tell and hyper does not.
 //!
-//! They are kept of what comes while nothing is under way. A head that came along with the request before it is not
-//! told apart here: of that, hyper's own reading holds.
+//! What comes from a client is told apart as heads and bodies, also where several requests come at once or in pieces: how
+//! long a body is, hyper says with each head, and where the chunks of one end, `chunks` finds out. Heads are kept until
+//! the next bytes come, bodies are passed over.
+
+use super::chunks::Chunks;
 
 /// Room for the next head that a connection keeps.
 const KEPT_BYTES: usize = 1024;
 
 #[derive(Debug)]
 pub struct Head {
-    /// A head, and what was sent along with it.
+    /// A head, and what has come behind it that is not known to be of its request's body.
     bytes: Vec<u8>,
-    /// Some line feed has no carriage return before it, or some byte is a `#`; they may as well be of a body.
-    odd: bool,
-    /// A request has begun since, so that the next bytes are those of another.
-    begun: bool,
-    /// Bytes of the request's body that have not come; `None` where nobody knows, because it is in chunks.
-    body_left: Option<u64>,
+    /// They are one head with proper line ends and without a `#`, and nothing else.
+    alone: bool,
+    /// How many of them are the head of the request that has begun.
+    head: usize,
+    /// And how many belong to that request, with its body.
+    known: usize,
+    body: Body,
+}
+
+/// What is to come of a request's body.
+#[derive(Debug)]
+enum Body {
+    Bytes(u64),
+    Chunks(Chunks),
+}
+
+impl Body {
+    /// Passes over what belongs to the body; says how much that is.
+    fn pass(&mut self, bytes: &[u8]) -> usize {
+        match self {
+            Body::Bytes(left) => {
+                let passed = usize::try_from(*left).unwrap_or(usize::MAX).min(bytes.len());
+                *left -= passed as u64;
+                passed
+            }
+            Body::Chunks(chunks) => chunks.pass(bytes),
+        }
+    }
 }
 
 impl Default for Head {
     fn default() -> Head {
-        Head { bytes: Vec::new(), odd: false, begun: false, body_left: Some(0) }
+        Head { bytes: Vec::new(), alone: false, head: 0, known: 0, body: Body::Bytes(0) }
     }
 }
 
 impl Head {
-    /// A head is complete; `body_bytes` are to follow, if their number is known.
+    /// A head is complete; `body_bytes` are to follow, if their number is known. If not, it is in chunks.
     pub fn begin(&mut self, body_bytes: Option<u64>) {
-        let known = if self.begun || body_bytes == Some(0) { 0 } else { self.behind() };
-        self.body_left = body_bytes.map(|bytes| bytes.saturating_sub(known));
-        self.begun = true;
-    }
-
-    /// Bytes that came with a head, behind it.
-    fn behind(&self) -> u64 {
-        let end = self.bytes.windows(4).position(|four| four == b"\r\n\r\n");
-        end.map_or(0, |end| (self.bytes.len() - end - 4) as u64)
+        self.forget();
+        self.head = if self.alone { self.bytes.len() } else { end_of_head(&self.bytes) };
+        self.body = body_bytes.map_or_else(|| Body::Chunks(Chunks::default()), Body::Bytes);
+        self.known = self.head + self.body.pass(&self.bytes[self.head..]);
     }
 
     /// Bytes have come: what is left of the request's body and, behind it, what may be another head. Returns
     /// whether there is any of that; `busy`: a request is under way.
     pub fn receive(&mut self, bytes: &[u8], busy: bool) -> bool {
-        let of_body = self.body_left.map_or(0, |left| usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len()));
-        self.body_left = self.body_left.map(|left| left - of_body as u64);
-        let is_head = !busy && of_body < bytes.len();
-        if is_head {
-            self.hear(&bytes[of_body..]);
+        let of_body = self.body.pass(bytes);
+        let rest = &bytes[of_body..];
+        if rest.is_empty() {
+            return false;
         }
-        is_head
+        self.forget();
+        self.alone = self.bytes.is_empty() && is_alone(rest);
+        self.bytes.extend_from_slice(rest);
+        !busy
     }
 
-    fn hear(&mut self, bytes: &[u8]) {
-        if self.begun {
-            self.begun = false;
-            self.odd = false;
+    /// Lets go of the request that has begun.
+    fn forget(&mut self) {
+        if self.known == 0 {
+            return;
+        }
+        if self.known == self.bytes.len() {
             self.bytes.clear();
-            self.bytes.shrink_to(KEPT_BYTES);
+        } else {
+            drop(self.bytes.drain(..self.known));
         }
-        // Behind chunks that nobody wanted, these may as well be more of them.
-        self.odd |= self.body_left.is_some() && is_odd(self.bytes.last().copied(), bytes);
-        self.bytes.extend_from_slice(bytes);
+        self.alone = false;
+        self.bytes.shrink_to(KEPT_BYTES);
+        (self.head, self.known) = (0, 0);
     }
 
-    /// Whether a line of the head that came with the request just begun ends in a line feed alone. hyper takes
+    fn lines(&self) -> impl Iterator<Item = &[u8]> {
+        self.bytes[..self.head].split_inclusive(|byte| *byte == b'\n')
+    }
+
+    /// Whether a line of the head of the request just begun ends in a line feed alone. hyper takes
     /// that for the end of a line, and others may not; so what one of them takes for a field could be a
     /// request here.
     pub fn has_bare_line_end(&self) -> bool {
-        let lines = || self.bytes.split_inclusive(|byte| *byte == b'\n');
-        let is_empty = |line: &&[u8]| *line == b"\r\n";
-        // Behind the empty line comes the body, which may have any bytes.
-        self.odd && lines().skip_while(is_empty).take_while(|line| !is_empty(line)).any(|line| !line.ends_with(b"\r\n"))
+        !self.alone && self.lines().any(|line| !line.ends_with(b"\r\n"))
     }
 
     /// Whether the target of the request just begun has a fragment. No client sends one (RFC 9112, section 3.2); hyper
     /// leaves it out, and others take it for a part of the path.
     pub fn has_fragment(&self) -> bool {
-        let first = || self.bytes.split(|byte| *byte == b'\n').find(|line| !matches!(line, [] | [b'\r']));
-        self.odd && first().is_some_and(|line| line.contains(&b'#'))
+        let first = || self.lines().find(|line| !matches!(*line, b"\r\n" | b"\n"));
+        !self.alone && first().is_some_and(|line| line.contains(&b'#'))
     }
 
-    /// Whether a head that came with the request just begun gives both chunks and a length for its body. hyper
-    /// leaves the length out, so only the bytes can tell. Behind what is kept of them, what RFC 9112, section
-    /// 6.3 says holds: the chunks count, and the connection is closed.
+    /// Whether the head of the request just begun gives both chunks and a length for its body. hyper
+    /// leaves the length out, so only the bytes can tell.
     pub fn gives_length_beside_chunks(&self) -> bool {
-        let lines = self.bytes.split(|byte| *byte == b'\n').map(|line| line.strip_suffix(b"\r").unwrap_or(line));
         let (mut chunks, mut length) = (false, false);
-        for line in lines {
+        for line in self.lines() {
             let name = line.split(|byte| *byte == b':').next().unwrap_or_default();
             chunks |= name.eq_ignore_ascii_case(b"transfer-encoding");
             length |= name.eq_ignore_ascii_case(b"content-length");
-            // Behind a head with a body comes the body, which may look like anything.
-            if (chunks && length) || (line.is_empty() && (chunks || length)) {
-                break;
-            }
         }
         chunks && length
     }
 }
 
-/// Whether a line feed comes without a carriage return before it, or there is a `#`; `last` is the byte before
-/// these. All bytes are looked at, without a branch: so the compiler takes many at a time.
-fn is_odd(last: Option<u8>, bytes: &[u8]) -> bool {
-    let begins_odd = bytes
-        .first()
-        .is_some_and(|first| *first == b'#' || (*first == b'\n' && last.is_some_and(|last| last != b'\r')));
-    let pairs = bytes.iter().zip(bytes.iter().skip(1));
-    let odd = pairs.fold(0, |odd, (first, second)| {
-        odd | (u8::from(*second == b'\n') & u8::from(*first != b'\r')) | u8::from(*second == b'#')
+/// Where a head ends: behind the first empty line, but for those before it, which hyper passes over.
+fn end_of_head(bytes: &[u8]) -> usize {
+    let (mut end, mut begun) = (0, false);
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        end += line.len();
+        let is_empty = matches!(line, b"\r\n" | b"\n");
+        if is_empty && begun {
+            break;
+        }
+        begun |= !is_empty;
+    }
+    end
+}
+
+/// Whether these bytes are one head, of which each line ends as it should: no line feed stands without a carriage
+/// return before it, and none before one but at the end; and no byte is a `#`. All bytes are looked at, without a branch: so the compiler
+/// takes many at a time.
+fn is_alone(bytes: &[u8]) -> bool {
+    let inside = bytes.len().saturating_sub(2);
+    let pairs = bytes[..inside].iter().zip(bytes[..inside].iter().skip(1));
+    let doubt = pairs.fold(0, |doubt, (first, second)| {
+        let is_bare = u8::from(*second == b'\n') & u8::from(*first != b'\r');
+        doubt | is_bare | (u8::from(*second == b'\r') & u8::from(*first == b'\n')) | u8::from(*second == b'#')
     });
-    begins_odd || odd != 0
+    doubt == 0 && bytes.ends_with(b"\r\n\r\n")
 }
 
 #[cfg(test)]
@@ -167,5 +201,35 @@ mod tests {
         assert!(head.receive(b"GET / HTTP/1.1\n\r\n", false));
         head.begin(Some(0));
         assert!(head.has_bare_line_end());
+    }
+
+    #[test]
+    fn heads_behind_others_are_told_apart() {
+        const CHUNKED: &str = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let bodies = [
+            ("GET / HTTP/1.1\r\n\r\n".to_owned(), Some(0)),
+            ("POST / HTTP/1.1\r\nContent-Length: 4\r\n\r\na\n\nb".to_owned(), Some(4)),
+            (format!("{CHUNKED}3;x=\"y\r\na\n\n\r\n0C\r\n0\r\n\r\nGET /\n\r\n0\r\nX: y\r\n\r\n"), None),
+        ];
+        for (first, length) in &bodies {
+            for (second, bare, both) in [
+                ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false, false),
+                ("\r\n\r\nGET / HTTP/1.1\r\nHost: a\nX: y\r\n\r\n", true, false),
+                ("GET / HTTP/1.1\nHost: a\n\n", true, false),
+                ("GET / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", false, true),
+            ] {
+                let all = format!("{first}{second}");
+                let end = end_of_head(first.as_bytes());
+                for cut in end..all.len() {
+                    let mut head = heard(&[&all[..cut]]);
+                    head.begin(*length);
+                    assert!(!head.has_bare_line_end() && !head.gives_length_beside_chunks(), "{all:?}");
+                    head.receive(&all.as_bytes()[cut..], false);
+                    head.begin(Some(0));
+                    assert_eq!(head.has_bare_line_end(), bare, "{all:?} {cut}");
+                    assert_eq!(head.gives_length_beside_chunks(), both, "{all:?} {cut}");
+                }
+            }
+        }
     }
 }

@@ -2,14 +2,15 @@
 //!
 //! `doors` are the listeners of all loops, `socket` opens one and accepts, `capacity` counts who is in, `lobby` is what the listeners of a loop go by;
 //! `arrival` finds out who came, by a `proxy_header` or by `tls`, and what is spoken; `serve` runs one connection, `guard`
-//! stands between hyper and a client's socket, `head` keeps what only the bytes of a head tell, `drain` ends the
-//! connections of a loop.
+//! stands between hyper and a client's socket, `head` keeps what only the bytes of a head tell, and `chunks` finds where a
+//! body before it ends; `drain` ends the connections of a loop.
 //!
 //! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it; `session` stands between
 //! hyper and the socket, `frames` reads what passes there, `conduct` judges it.
 
 pub mod arrival;
 pub mod capacity;
+mod chunks;
 pub mod conduct;
 pub mod doors;
 pub mod drain;

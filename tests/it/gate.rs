@@ -108,6 +108,45 @@ fn what_is_ambiguous_is_refused_and_not_counted() {
 }
 
 #[test]
+fn what_is_ambiguous_is_refused_behind_any_other_request() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let first = [
+        format!("{GET}\r\n"),
+        format!("{POST}Content-Length: 4\r\n\r\na\n\nb"),
+        format!("{POST}Transfer-Encoding: chunked\r\n\r\n3;x=y\r\n\na\n\r\n0\r\n\r\n"),
+    ];
+    let second = [
+        format!("GET /a HTTP/1.1\nHost: a\n\n{NEXT}"),
+        format!("{GET}X: a\n\r\n{NEXT}"),
+        format!("{POST}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    ];
+    for (first, second, at_once) in first
+        .iter()
+        .flat_map(|first| second.iter().flat_map(move |second| [(first, second, true), (first, second, false)]))
+    {
+        let mut client = gateway.client();
+        if at_once {
+            client.send(format!("{first}{second}"));
+            client.answer().expect(200);
+        } else {
+            client.send(first);
+            client.answer().expect(200);
+            client.send(second);
+        }
+        let refused = client.answer();
+        assert_eq!(
+            (refused.status, refused.field("connection")),
+            (400, Some("close")),
+            "{first:?} {second:?} {at_once}"
+        );
+        client.finish();
+        assert!(client.rest().is_empty(), "{first:?} {second:?} {at_once}");
+    }
+    assert_eq!(upstream.received().len(), 18);
+}
+
+#[test]
 fn what_is_clear_passes_as_it_was_meant() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));

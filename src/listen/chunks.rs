@@ -1,0 +1,85 @@
+//! Where a body in chunks ends (RFC 9112, section 7.1), as its bytes pass by. What the chunks say is nobody's business
+//! here; whether they are well-formed is hyper's, which ends the connection where they are not.
+
+#[derive(Debug)]
+pub struct Chunks(At);
+
+impl Default for Chunks {
+    fn default() -> Chunks {
+        Chunks(At::Size(0))
+    }
+}
+
+/// What the next byte belongs to.
+#[derive(Clone, Copy, Debug)]
+enum At {
+    /// The number of bytes in a chunk, as far as it has come.
+    Size(u64),
+    /// What may stand behind it.
+    Extension(u64),
+    /// A chunk with its line end: so many bytes.
+    Chunk(u64),
+    /// Fields behind the last chunk; whether something stands in this line.
+    Trailer(bool),
+    End,
+}
+
+impl Chunks {
+    /// Passes over what belongs to the body; says how much that is.
+    pub fn pass(&mut self, bytes: &[u8]) -> usize {
+        let mut at = 0;
+        while let (Some(byte), false) = (bytes.get(at), matches!(self.0, At::End)) {
+            if let At::Chunk(left) = self.0 {
+                let passed = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len() - at);
+                at += passed;
+                let left = left - passed as u64;
+                self.0 = if left == 0 { At::Size(0) } else { At::Chunk(left) };
+                continue;
+            }
+            self.0 = self.0.behind(*byte);
+            at += 1;
+        }
+        at
+    }
+}
+
+impl At {
+    fn behind(self, byte: u8) -> At {
+        let digit = char::from(byte).to_digit(16).map(u64::from);
+        match (self, byte) {
+            (At::Size(0) | At::Extension(0), b'\n') => At::Trailer(false),
+            (At::Size(size) | At::Extension(size), b'\n') => At::Chunk(size.saturating_add(2)),
+            (At::Size(size), _) => match digit {
+                Some(digit) => At::Size(size.saturating_mul(16).saturating_add(digit)),
+                None => At::Extension(size),
+            },
+            (At::Trailer(false), b'\n') => At::End,
+            (At::Trailer(true), b'\n') => At::Trailer(false),
+            (At::Trailer(false), b'\r') => self,
+            (At::Trailer(_), _) => At::Trailer(true),
+            (At::Extension(_) | At::Chunk(_) | At::End, _) => self,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_is_found_wherever_a_body_is_cut() {
+        for body in [
+            "0\r\n\r\n",
+            "3\r\nabc\r\n0\r\n\r\n",
+            "2;a=b\r\n\r\n\r\n1 \r\n0\r\n000\r\nX: y\r\nZ: 0\r\n\r\n",
+            "a\r\n0\r\n\r\nGET \n\r\n00;0\r\n\r\n",
+        ] {
+            let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
+            for cut in 0..all.len() {
+                let mut chunks = Chunks::default();
+                let (first, second) = all.as_bytes().split_at(cut);
+                assert_eq!(chunks.pass(first) + chunks.pass(second), body.len(), "{body:?} {cut}");
+            }
+        }
+    }
+}
