@@ -53,7 +53,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             Rest::Over => {}
             Rest::Late => break (true, None),
             Rest::Drained => {
-                Box::pin(leave(guard, Bytes::new(), &stage, &peer)).await;
+                leave(guard, Bytes::new(), &stage, &peer).await;
                 break (false, None);
             }
         }
@@ -68,8 +68,11 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                 }
             }
             Ok(End::Done) => {
-                let parts = connection.into_parts();
-                Box::pin(leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)).await;
+                let leaving = {
+                    let parts = connection.into_parts();
+                    leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)
+                };
+                leaving.await;
                 break (false, None);
             }
             Ok(End::Late) => break (true, None),
@@ -174,24 +177,26 @@ async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Re
     .await
 }
 
-/// What comes after the last answer: the tunnel that it opened, or the end.
-async fn leave(mut guard: Guard, early: Bytes, stage: &Stage, peer: &Peer) {
-    let passage = peer.passage.take();
-    match passage {
-        Some(passage) => {
-            guard.step_aside();
-            passage.open(guard, early, &peer.timer).await;
-        }
-        None => {
-            // hyper does so itself, unless the client had offered to change to another protocol, or was not
-            // there.
-            poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
+/// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
+/// request has no room for it.
+fn leave<'a>(
+    mut guard: Guard,
+    early: Bytes,
+    stage: &'a Stage,
+    peer: &'a Peer,
+) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
+    Box::pin(async move {
+        let Some(passage) = peer.passage.take() else {
+            // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
+            let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
                 Poll::Pending if !stage.poll_late(cx) => Poll::Pending,
                 _ => Poll::Ready(()),
-            })
-            .await;
-        }
-    }
+            });
+            return closed.await;
+        };
+        guard.step_aside();
+        passage.open(guard, early, &peer.timer).await;
+    })
 }
 
 /// What hyper calls with every request of a connection.
