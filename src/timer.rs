@@ -76,6 +76,11 @@ impl Timer {
         self.due.set(self.timers.tick.get() + ticks + 1);
     }
 
+    /// Lets the time that is under way, or has just passed, last so much longer.
+    pub fn prolong(&self, more: Duration) {
+        self.due.set(self.due.get().saturating_add(whole_ms(more).div_ceil(whole_ms(TICK))));
+    }
+
     pub fn disarm(&self) {
         self.due.set(NEVER);
     }
@@ -119,6 +124,10 @@ mod tests {
             timers.pass_tick();
             assert!(!timer.poll_up(cx));
         }
+        timers.pass_tick();
+        assert!(timer.poll_up(cx));
+        timer.prolong(Duration::from_millis(100));
+        assert!(!timer.poll_up(cx));
         timers.pass_tick();
         assert!(timer.poll_up(cx));
         timer.disarm();

@@ -47,9 +47,9 @@ impl Wire {
         Wire { stream: Stream::Tls(Box::new(stream)), early: Bytes::new() }
     }
 
-    /// The same, where these bytes were read already.
-    pub fn preceded_by(self, early: Bytes) -> Wire {
-        Wire { early, ..self }
+    /// Takes back bytes that were read from it, to be read again. It has none so far.
+    pub fn put_back(&mut self, early: Bytes) {
+        self.early = early;
     }
 
     /// What both sides have agreed to speak inside TLS (RFC 7301), if they have.
@@ -73,6 +73,21 @@ impl Wire {
             Stream::Unix(_) => return Poll::Pending,
         }
         .map_ok(|bytes| bytes > 0)
+    }
+
+    /// Ready when there may be something to read: bytes, or their end. Makes no system call.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.early.is_empty() {
+            return Poll::Ready(());
+        }
+        match &self.stream {
+            Stream::Tcp(tcp) => tcp.poll_read_ready(cx),
+            Stream::Unix(unix) => unix.poll_read_ready(cx),
+            // What has been taken off the socket already is not announced again.
+            Stream::Tls(tls) if !tls.get_ref().1.wants_read() => return Poll::Ready(()),
+            Stream::Tls(tls) => tls.get_ref().0.poll_read_ready(cx),
+        }
+        .map(drop)
     }
 
     /// Whether the other side has closed the connection, whatever it has sent before.

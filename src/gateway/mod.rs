@@ -109,9 +109,10 @@ pub fn pass(
             };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));
+            // What is seldom waited for is boxed by itself: each request's future would have room for it.
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
-                    stamp = match turn.come(&mut record, &mut settlement).await {
+                    stamp = match Box::pin(turn.come(&mut record, &mut settlement)).await {
                         Ok(stamp) => stamp,
                         Err(refusal) => return finish(dialect.refusal(refusal).map(Content::from), record),
                     };
@@ -122,7 +123,7 @@ pub fn pass(
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
                         }
                         if websocket && upgrade::is_switch(&answer) {
-                            open(answer, dialect, record, &peer, &view).await
+                            Box::pin(open(answer, dialect, record, &peer, &view)).await
                         } else {
                             finish(answer, record)
                         }
@@ -329,7 +330,7 @@ async fn forward(
     let upstream = snapshot.lanes[lane].upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     let answer = match &view.targets[upstream] {
-        Target::Echo => echo::answer(*request, timeouts.body, &peer.timer).await?.map(Content::from),
+        Target::Echo => Box::pin(echo::answer(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
         Target::Servers(servers) => {
             // HTTP/1.0 knows no informational answers.
             let interim = (request.version() == Version::HTTP_11).then(|| Rc::clone(&peer.interim));

@@ -31,6 +31,10 @@ pub const LINGER: Duration = Duration::from_secs(1);
 const LINGER_STEPS: u32 = 30;
 const QUIET_STEPS: u32 = 5;
 
+/// How long a connection that waits for its next request keeps what reads it: buffers above all. Whoever sends
+/// requests one after the other does not notice.
+const ALERT: Duration = Duration::from_secs(1);
+
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
 pub struct Stage {
@@ -54,6 +58,12 @@ pub struct Stage {
     /// Limits the wait for a head, and how long an answer may stand still.
     timer: Rc<Timer>,
     head_limit: Duration,
+    /// The timer stands for the first part of `head_limit`, which is `ALERT`.
+    alert: Cell<bool>,
+    /// That part is over, and nothing has come.
+    tired: Cell<bool>,
+    /// The connection is being closed.
+    closing: Cell<bool>,
     body_limit: Rc<Cell<Duration>>,
     /// Bytes of an answer that a client has to take a second, over each `body_limit`, once it does not take all at once.
     rate: u64,
@@ -91,6 +101,9 @@ impl Stage {
             phase: Cell::new(Phase::Head),
             timer,
             head_limit,
+            alert: Cell::new(false),
+            tired: Cell::new(false),
+            closing: Cell::new(false),
             body_limit: Rc::new(Cell::new(body_limit)),
             rate,
             owed: Cell::new(0),
@@ -166,7 +179,8 @@ impl Stage {
         self.unflushed.set(false);
         self.owed.set(0);
         if self.phase.replace(Phase::Head) != Phase::Head {
-            self.timer.arm(self.head_limit);
+            self.timer.arm(self.head_limit.min(ALERT));
+            self.alert.set(true);
         }
     }
 
@@ -210,11 +224,21 @@ impl Stage {
 
     /// Whether a head took too long, or an answer stands still; wakes the task when it does.
     pub fn poll_late(&self, cx: &Context<'_>) -> bool {
-        let late = self.phase.get() != Phase::Deciding && self.timer.poll_up(cx);
+        let mut late = self.phase.get() != Phase::Deciding && self.timer.poll_up(cx);
+        if late && self.phase.get() == Phase::Head && self.alert.replace(false) {
+            self.tired.set(!self.heard.get() && !self.closing.get());
+            self.timer.prolong(self.head_limit.saturating_sub(ALERT));
+            late = self.timer.poll_up(cx);
+        }
         if late && self.phase.get() == Phase::Head && self.heard.get() {
             self.parting.replace(Some(Fault::HeadTimeout));
         }
         late
+    }
+
+    /// Whether a request was answered some time ago, and no byte of another has come since. Told once.
+    pub fn is_tired(&self) -> bool {
+        self.tired.replace(false)
     }
 
     /// What was answered to a head that never became a request, at the end of the connection.
@@ -263,6 +287,16 @@ impl Guard {
             ending: None,
             aside: false,
         }
+    }
+
+    /// Ready when there may be something to read.
+    pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.stream.poll_readable(cx)
+    }
+
+    /// Takes back bytes that were read from it, to be read again.
+    pub fn put_back(&mut self, early: Bytes) {
+        self.stream.put_back(early);
     }
 
     /// Leaves everything as it is from now on.
@@ -442,6 +476,7 @@ impl AsyncWrite for Guard {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        this.stage.closing.set(true);
         if !this.shut {
             ready!(this.poll_ahead(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;

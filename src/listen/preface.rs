@@ -63,7 +63,8 @@ pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Optio
         }
     })
     .await?;
-    Some((wire.preceded_by(first), spoken))
+    wire.put_back(first);
+    Some((wire, spoken))
 }
 
 /// What these bytes begin; `None` while it can be either.

@@ -30,54 +30,66 @@ use crate::wire::Wire;
 const USUAL_FIELDS: usize = 100;
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
+///
+/// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
+/// that lies idle takes little memory.
 pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
     let address = origin.address;
-    let (timeouts, limits) = {
+    let (stage, shape) = {
         let config = &hall.view().snapshot.config;
-        (config.timeouts.clone(), config.limits.clone())
+        let (timeouts, limits) = (&config.timeouts, &config.limits);
+        let timer = hall.timers.timer();
+        let stage = Stage::new(timer, timeouts.request_head, timeouts.body, limits.min_response_rate);
+        (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
     };
-    let stage = Stage::new(hall.timers.timer(), timeouts.request_head, timeouts.body, limits.min_response_rate);
     let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
     peer.body_limit = Rc::clone(stage.body_limit());
     let peer = Rc::new(peer);
-    let door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
-    let mut builder = http1::Builder::new();
-    if limits.request_fields != USUAL_FIELDS {
-        builder.max_headers(limits.request_fields);
-    }
-    let mut connection = builder
-        .header_read_timeout(None)
-        // The guard looks for clients that go away.
-        .half_close(true)
-        // Of the read buffer, and so of a head.
-        .max_buf_size(limits.request_head)
-        .serve_connection(TokioIo::new(Guard::new(wire, Rc::clone(&stage))), door);
-    let (mut told, mut late) = (false, false);
-    let ended = poll_fn(|cx| {
-        let mut poll = Pin::new(&mut connection).poll(cx).map_ok(|()| true);
-        // Polled first: a request that has already come is answered before hyper is told to close.
-        if poll.is_pending() && !told && guest.poll_begun(cx) {
-            told = true;
-            Pin::new(&mut connection).graceful_shutdown();
-            poll = Pin::new(&mut connection).poll(cx).map_ok(|()| true);
-        }
-        late = poll.is_pending() && stage.poll_late(cx);
-        if late { Poll::Ready(Ok(false)) } else { poll }
-    });
-    match ended.await {
-        Ok(true) => {
-            let parts = connection.into_parts();
-            leave(parts.io.into_inner(), parts.read_buf, &peer).await;
-        }
-        Ok(false) if stage.stalled() == Some(Fault::Stalled) => connection.into_parts().io.into_inner().abandon(),
-        Ok(false) => drop(connection),
-        Err(error) => {
-            if error.is_parse() {
-                stage.head_is_malformed();
+    let mut door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
+    let mut guard = Guard::new(wire, Rc::clone(&stage));
+    // A connection that broke off is dropped at the very end: then it says what is left to say.
+    let (late, _broken) = loop {
+        match rest(&guard, &stage, &guest).await {
+            Rest::Over => {}
+            Rest::Late => break (true, None),
+            Rest::Drained => {
+                leave(guard, Bytes::new(), &stage, &peer).await;
+                break (false, None);
             }
-            tracing::debug!(%address, %error, "a client connection broke off");
         }
-    }
+        let mut connection = shape.connection(guard, door);
+        match attend(&mut connection, &stage, &guest).await {
+            Ok(End::Tired) => {
+                let parts = connection.into_parts();
+                (guard, door) = (parts.io.into_inner(), parts.service);
+                // What is no request may have come, as an empty line.
+                if !parts.read_buf.is_empty() {
+                    guard.put_back(parts.read_buf);
+                }
+            }
+            Ok(End::Done) => {
+                let leaving = {
+                    let parts = connection.into_parts();
+                    leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)
+                };
+                leaving.await;
+                break (false, None);
+            }
+            Ok(End::Late) => {
+                if stage.stalled() == Some(Fault::Stalled) {
+                    connection.into_parts().io.into_inner().abandon();
+                }
+                break (true, None);
+            }
+            Err(error) => {
+                if error.is_parse() {
+                    stage.head_is_malformed();
+                }
+                tracing::debug!(%address, %error, "a client connection broke off");
+                break (false, Some(connection));
+            }
+        }
+    };
     if let Some(fault) = stage.stalled().filter(|_| late) {
         hall.meter.fault(fault.kind());
     }
@@ -86,19 +98,110 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     }
 }
 
-/// What comes after the last answer: the tunnel that it opened, or the end.
-async fn leave(mut guard: Guard, early: Bytes, peer: &Peer) {
-    let passage = peer.passage.take();
-    match passage {
-        Some(passage) => {
-            guard.step_aside();
-            passage.open(guard, early, &peer.timer).await;
+/// hyper's side of a connection; apart, so that one that lies idle has no room for it.
+type Connection = Box<http1::Connection<TokioIo<Guard>, Door>>;
+
+/// How large a head may be.
+struct Shape {
+    fields: usize,
+    head_bytes: usize,
+}
+
+impl Shape {
+    fn connection(&self, guard: Guard, door: Door) -> Connection {
+        let mut builder = http1::Builder::new();
+        if self.fields != USUAL_FIELDS {
+            builder.max_headers(self.fields);
         }
-        None => {
-            // hyper does so itself, unless the client had offered to change to another protocol.
-            let _ = poll_fn(|cx| Pin::new(&mut guard).poll_shutdown(cx)).await;
-        }
+        builder
+            .header_read_timeout(None)
+            // The guard looks for clients that go away.
+            .half_close(true)
+            // Of the read buffer, and so of a head.
+            .max_buf_size(self.head_bytes);
+        Box::new(builder.serve_connection(TokioIo::new(guard), door))
     }
+}
+
+/// How a wait for a request ends.
+enum Rest {
+    /// There is something to read.
+    Over,
+    Late,
+    Drained,
+}
+
+/// Waits until something comes.
+async fn rest(guard: &Guard, stage: &Stage, guest: &Guest) -> Rest {
+    poll_fn(|cx| {
+        if guard.poll_readable(cx).is_ready() {
+            Poll::Ready(Rest::Over)
+        } else if guest.poll_begun(cx) {
+            Poll::Ready(Rest::Drained)
+        } else if stage.poll_late(cx) {
+            Poll::Ready(Rest::Late)
+        } else {
+            Poll::Pending
+        }
+    })
+    .await
+}
+
+/// How hyper's part in a connection ends.
+enum End {
+    /// No other request comes for a while.
+    Tired,
+    /// There will be no other request.
+    Done,
+    Late,
+}
+
+/// Lets hyper answer requests.
+async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Result<End, hyper::Error> {
+    let mut told = false;
+    poll_fn(|cx| {
+        let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
+        // Polled first: a request that has already come is answered before hyper is told to close.
+        if poll.is_pending() && !told && guest.poll_begun(cx) {
+            told = true;
+            Pin::new(&mut **connection).graceful_shutdown();
+            poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
+        }
+        if poll.is_pending() && stage.poll_late(cx) {
+            return Poll::Ready(Ok(End::Late));
+        }
+        if poll.is_pending() && !told && stage.is_tired() {
+            // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
+            // closes the connection after that.
+            told = true;
+            Pin::new(&mut **connection).graceful_shutdown();
+            poll = connection.poll_without_shutdown(cx).map_ok(|()| End::Tired);
+        }
+        poll
+    })
+    .await
+}
+
+/// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
+/// request has no room for it.
+fn leave<'a>(
+    mut guard: Guard,
+    early: Bytes,
+    stage: &'a Stage,
+    peer: &'a Peer,
+) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
+    Box::pin(async move {
+        let Some(passage) = peer.passage.take() else {
+            // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
+            let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
+                Poll::Pending if !stage.poll_late(cx) => Poll::Pending,
+                _ => Poll::Ready(()),
+            });
+            return closed.await;
+        };
+        guard.step_aside();
+        passage.open(guard, early, &peer.timer).await;
+    })
 }
 
 /// What hyper calls with every request of a connection.

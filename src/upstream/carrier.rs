@@ -48,7 +48,8 @@ impl Carrier {
                 multiplex::origin_form(&mut request);
                 connection.send(request, keeps, interim).await
             }
-            Carrier::Shared(lease) => lease.send(request).await,
+            // Apart, so that the others take no memory for it.
+            Carrier::Shared(lease) => Box::pin(lease.send(request)).await,
         }
     }
 

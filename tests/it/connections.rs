@@ -1,4 +1,4 @@
-//! How many connections there may be, in all and of one client.
+//! How many connections there may be, in all and of one client; and what becomes of one that lies idle.
 
 use std::net::TcpStream;
 use std::process::Command;
@@ -6,7 +6,8 @@ use std::process::Command;
 use crate::world::client::Client;
 use crate::world::gateway::Gateway;
 use crate::world::process::{BINARY, Process};
-use crate::world::{Scratch, eventually, one_rule};
+use crate::world::upstream::Upstream;
+use crate::world::{Scratch, eventually, one_rule, pass_all};
 
 fn toml(limits: &str) -> String {
     format!(
@@ -111,4 +112,44 @@ fn files_that_may_be_open_are_as_many_as_allowed() {
     let mut clients: Vec<Client> = (0..20).map(|_| enter(process.http, "").unwrap()).collect();
     assert!(enter(process.http, "").is_none());
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+}
+
+#[test]
+fn one_that_lay_idle_for_a_while_is_served_as_before() {
+    let upstream = Upstream::replying(200);
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
+    let (mut idle, mut untidy, mut chunked) = (process.client(), process.client(), process.client());
+    for pauses in 0..3 {
+        idle.get("/a").expect(200);
+        // An empty line is no request, nor is it the beginning of one that comes much later.
+        untidy.send(get).answer().expect(200);
+        untidy.send("\r\n");
+        chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
+        chunked.answer().expect(200);
+        assert_eq!(upstream.received().len(), 3 * (pauses + 1));
+        // The time that passes is what the test is about.
+        std::thread::sleep(std::time::Duration::from_millis(1400));
+    }
+    idle.send(get.repeat(2));
+    idle.answer().expect(200);
+    idle.answer().expect(200);
+    untidy.send(&get[..9]).send(&get[9..]).answer().expect(200);
+    std::thread::sleep(std::time::Duration::from_millis(1400));
+    process.signal("TERM");
+    assert_eq!(process.wait().code(), Some(0));
+    for client in [&mut idle, &mut untidy, &mut chunked] {
+        assert!(client.rest().is_empty());
+    }
+}
+
+#[test]
+fn one_that_lies_idle_is_kept_as_long_as_a_head_may_take() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1600ms\"\n", pass_all(&upstream)));
+    let mut client = gateway.client();
+    let start = std::time::Instant::now();
+    client.get("/a").expect(200);
+    assert!(client.rest().is_empty());
+    assert!(start.elapsed().as_millis() >= 1600, "closed after {:?}", start.elapsed());
 }
