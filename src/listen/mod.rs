@@ -2,7 +2,7 @@
 //!
 //! `doors` are the listeners of all loops, `socket` opens one and accepts, `capacity` counts who is in, `lobby` is what the listeners of a loop go by;
 //! `arrival` finds out who came, by a `proxy_header` or by `tls`, and what is spoken; `serve` runs one connection, `guard`
-//! stands between hyper and a client's socket, `head` keeps what only the bytes of a head tell, and `chunks` finds where a
+//! stands between hyper and a client's socket, `stage` is what both sides of hyper know, `head` keeps what only the bytes of a head tell, and `chunks` finds where a
 //! body before it ends; `drain` ends the connections of a loop.
 //!
 //! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it; `session` stands between
@@ -24,5 +24,6 @@ pub mod proxy_header;
 pub mod serve;
 pub mod session;
 pub mod socket;
+pub mod stage;
 pub mod stream;
 pub mod tls;

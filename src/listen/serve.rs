@@ -17,7 +17,8 @@ use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWrite;
 
 use super::drain::Guest;
-use super::guard::{Guard, Stage};
+use super::guard::Guard;
+use super::stage::Stage;
 use crate::gateway::body::{Body, Content};
 use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::{Passing, pass, record};
