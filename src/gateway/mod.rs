@@ -1,6 +1,7 @@
 //! The hallway: the whole life of one request.
 //!
-//! `snapshot` is the configuration made ready, `hall` what an event loop keeps between requests, `turn`
+//! `passing` is a request on its way, `snapshot` the configuration made ready, `hall` what an event loop keeps between
+//! requests, `turn`
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
@@ -8,7 +9,6 @@
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
-use std::pin::Pin;
 use std::rc::Rc;
 
 use http::request::Parts;
@@ -22,6 +22,7 @@ pub mod body;
 pub mod complaints;
 pub mod hall;
 pub mod passage;
+pub mod passing;
 pub mod record;
 pub mod settlement;
 pub mod snapshot;
@@ -46,18 +47,11 @@ use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
 use passage::Passage;
+use passing::Passing;
 use record::Record;
 use settlement::Settlement;
 use snapshot::Snapshot;
 use turn::Turn;
-
-/// A request on its way: what needs no upstream is answered at once, without a future.
-#[allow(clippy::large_enum_variant, reason = "the large one is there to save an allocation")]
-pub enum Passing {
-    /// `None` once it was taken.
-    Done(Option<Response<Body>>),
-    Forward(Pin<Box<dyn Future<Output = Response<Body>>>>),
-}
 
 /// What the rules made of a request.
 enum Decision {

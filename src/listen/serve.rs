@@ -2,10 +2,9 @@
 
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -19,12 +18,12 @@ use tokio::io::AsyncWrite;
 use super::drain::Guest;
 use super::guard::Guard;
 use super::stage::Stage;
-use crate::gateway::body::{Body, Content};
+use crate::gateway::body::Body;
 use crate::gateway::hall::{Hall, Origin, Peer};
-use crate::gateway::{Passing, pass, record};
+use crate::gateway::passing::Passing;
+use crate::gateway::{pass, record};
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
-use crate::http::reply;
 use crate::wire::Wire;
 
 /// Fields that hyper has room for without an allocation for each head.
@@ -221,15 +220,12 @@ impl Service<Request<Incoming>> for Door {
         self.stage.begin(request.body().size_hint().exact());
         // What only the bytes of the head tell.
         let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
-        let passing = catch_unwind(AssertUnwindSafe(|| pass(&self.hall, &self.peer, request, doubts)));
-        Answering {
-            passing: passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic()))),
-            stage: Rc::clone(&self.stage),
-        }
+        let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
+        Answering { passing, stage: Rc::clone(&self.stage) }
     }
 }
 
-/// An answer that is there, or under way. A panic ends the request, not the process.
+/// An answer that is there, or under way.
 struct Answering {
     passing: Passing,
     stage: Rc<Stage>,
@@ -240,23 +236,11 @@ impl Future for Answering {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let answer = match &mut this.passing {
-            Passing::Done(answer) => answer.take(),
-            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
-                Ok(Poll::Ready(answer)) => Some(answer),
-                Ok(Poll::Pending) => return Poll::Pending,
-                Err(_panic) => None,
-            },
-        };
+        let answer = ready!(this.passing.poll_answer(cx));
         let stage = Rc::clone(&this.stage);
         stage.moved();
-        Poll::Ready(Ok(answer.unwrap_or_else(after_panic).map(|body| Staged { body, stage })))
+        Poll::Ready(Ok(answer.map(|body| Staged { body, stage })))
     }
-}
-
-/// The panic itself has been reported by the panic hook.
-pub fn after_panic() -> Response<Body> {
-    reply::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
 }
 
 /// A body that tells the guard of the socket when it has been handed over.

@@ -7,10 +7,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -20,11 +19,11 @@ use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::service::Service;
 
-use super::serve::after_panic;
 use super::session::Session;
 use crate::gateway::body::Body;
 use crate::gateway::hall::{Hall, Origin, Peer};
-use crate::gateway::{Passing, pass};
+use crate::gateway::pass;
+use crate::gateway::passing::Passing;
 use crate::http::fields;
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
@@ -106,9 +105,8 @@ impl Service<Request<Incoming>> for Streams {
         let seat = self.0.seat();
         seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
-        let passing = catch_unwind(AssertUnwindSafe(|| pass(hall, &seat.peer, request, |_marks| None)));
-        let passing = passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())));
-        next.replace(Some((Rc::clone(&seat), matches!(passing, Passing::Done(_)))));
+        let passing = Passing::begin(|| pass(hall, &seat.peer, request, |_marks| None));
+        next.replace(Some((Rc::clone(&seat), passing.is_answered())));
         Answering { passing, seat }
     }
 }
@@ -186,7 +184,7 @@ impl<F> Drop for Work<F> {
     }
 }
 
-/// An answer that is there, or under way. A panic ends the request, not the process.
+/// An answer that is there, or under way.
 pub struct Answering {
     passing: Passing,
     seat: Rc<Seat>,
@@ -197,18 +195,10 @@ impl Future for Answering {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let answer = match &mut this.passing {
-            Passing::Done(answer) => answer.take(),
-            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
-                Ok(Poll::Ready(answer)) => Some(answer),
-                Ok(Poll::Pending) => return Poll::Pending,
-                Err(_panic) => None,
-            },
-        };
+        let mut answer = ready!(this.passing.poll_answer(cx));
         let seat = Rc::clone(&this.seat);
         seat.is_answering.set(true);
         seat.peer.timer.arm(seat.peer.body_limit.get());
-        let mut answer = answer.unwrap_or_else(after_panic);
         if seat.is_head.get() {
             leave_out_body(&mut answer);
         }

@@ -1,0 +1,49 @@
+//! A request on its way to its answer. One that panics gets an answer as well, and the process goes on.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use http::Response;
+
+use super::body::{Body, Content};
+use crate::http::fault::Fault;
+use crate::http::reply;
+
+/// What needs no upstream is answered at once, without a future.
+#[allow(clippy::large_enum_variant, reason = "the large one is there to save an allocation")]
+pub enum Passing {
+    /// `None` once it was taken.
+    Done(Option<Response<Body>>),
+    Forward(Pin<Box<dyn Future<Output = Response<Body>>>>),
+}
+
+impl Passing {
+    /// Lets a request begin.
+    pub fn begin(pass: impl FnOnce() -> Passing) -> Passing {
+        let passing = catch_unwind(AssertUnwindSafe(pass));
+        passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())))
+    }
+
+    /// Whether nothing need be waited for.
+    pub fn is_answered(&self) -> bool {
+        matches!(self, Passing::Done(_))
+    }
+
+    pub fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<Response<Body>> {
+        let answer = match self {
+            Passing::Done(answer) => answer.take(),
+            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
+                Ok(Poll::Ready(answer)) => Some(answer),
+                Ok(Poll::Pending) => return Poll::Pending,
+                Err(_panic) => None,
+            },
+        };
+        Poll::Ready(answer.unwrap_or_else(after_panic))
+    }
+}
+
+/// The panic itself has been reported by the panic hook.
+fn after_panic() -> Response<Body> {
+    reply::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
+}
