@@ -371,9 +371,7 @@ impl Gateway {
 
 /// The table, if there is room for it: an allocation that fails later would end the process.
 fn table(capacity: usize) -> Result<Table, StartError> {
-    let no_memory = |_| StartError::Memory { capacity };
-    Vec::<u8>::new().try_reserve_exact(Table::bytes(capacity)).map_err(no_memory)?;
-    Ok(Table::with_capacity(capacity))
+    Table::with_capacity(capacity).ok_or(StartError::Memory { capacity })
 }
 
 /// The files of certificates, and when these end.

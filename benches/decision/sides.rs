@@ -41,7 +41,7 @@ impl Transom {
         };
         let book = Book::new(&[rule], SEED, None);
         let roster = book.roster(&[0]);
-        Transom { book, roster, table: Table::with_capacity(capacity) }
+        Transom { book, roster, table: Table::with_capacity(capacity).expect("there is memory") }
     }
 
     pub fn asker(&self, address: &IpAddr) -> Asker {

@@ -20,6 +20,7 @@
 //! or stands back; a removed claim can not be confirmed any more, because the nonce in it makes it
 //! a different word from any later claim.
 
+use super::memory::{Cells, LINE_BYTES};
 use super::sync::{AtomicU64, AtomicU128, Ordering, fence};
 use super::word::{TAG_BITS, Word};
 
@@ -78,42 +79,54 @@ enum Confirm {
     Late,
 }
 
-/// Slots aligned so that a bucket of eight is two neighbouring cache lines.
-#[repr(align(128))]
-struct Bucket<const W: usize>([AtomicU128; W]);
-
 pub struct Region<const W: usize> {
-    buckets: Box<[Bucket<W>]>,
-    /// The latest end of a window whose slot was given to another key, Unix milliseconds.
-    horizon_ms: AtomicU64,
-    nonce: AtomicU64,
+    /// In buckets of `W`; of eight, one is two neighbouring cache lines.
+    words: Cells<AtomicU128>,
+    marks: Cells<AtomicU64>,
 }
 
+/// Numbers that a region needs beside its slots, where each lies alone in its cache lines.
+pub const MARKS: usize = 2 * MARK_CELLS;
+const MARK_CELLS: usize = LINE_BYTES / size_of::<u64>();
+
 impl<const W: usize> Region<W> {
-    pub fn with_buckets(buckets: usize) -> Region<W> {
+    /// A region in these words, of which there are whole buckets and at least one, with [`MARKS`] numbers.
+    pub fn new(words: Cells<AtomicU128>, marks: Cells<AtomicU64>) -> Region<W> {
         const { assert!(W.is_power_of_two(), "slots are told apart by their bits") }
-        let bucket = |_| Bucket(std::array::from_fn(|_| AtomicU128::new(Word::EMPTY.bits())));
-        Region {
-            buckets: (0..buckets.max(1)).map(bucket).collect(),
-            horizon_ms: AtomicU64::new(0),
-            nonce: AtomicU64::new(0),
-        }
+        Region { words, marks }
     }
 
     pub fn slots(&self) -> usize {
-        self.buckets.len() * W
+        self.words.len()
+    }
+
+    #[inline(always)]
+    fn buckets(&self) -> &[[AtomicU128; W]] {
+        self.words.as_chunks().0
+    }
+
+    /// The latest end of a window whose slot was given to another key, Unix milliseconds.
+    #[inline(always)]
+    fn horizon(&self) -> &AtomicU64 {
+        &self.marks[0]
+    }
+
+    /// Counts claims.
+    #[inline(always)]
+    fn nonce(&self) -> &AtomicU64 {
+        &self.marks[MARK_CELLS]
     }
 
     /// Every word, for a census. Words change while this goes on.
     pub fn words(&self) -> impl Iterator<Item = Word> + '_ {
         // Ordering: relaxed; a census orders nothing and is not exact.
-        self.buckets.iter().flat_map(|b| b.0.iter()).map(|slot| Word::from_bits(slot.load(Ordering::Relaxed)))
+        self.words.iter().map(|slot| Word::from_bits(slot.load(Ordering::Relaxed)))
     }
 
     /// Time that has certainly passed: no counter of a window that ended by then may be opened.
     pub fn horizon_ms(&self) -> u64 {
         // Ordering: acquire pairs with the release in `seat`; see there.
-        self.horizon_ms.load(Ordering::Acquire)
+        self.horizon().load(Ordering::Acquire)
     }
 
     /// The two buckets of a key; one and the same where the region has only one.
@@ -124,12 +137,12 @@ impl<const W: usize> Region<W> {
 
     #[inline]
     fn first(&self, key: Key) -> usize {
-        spread(key.place, self.buckets.len() as u64) as usize
+        spread(key.place, self.buckets().len() as u64) as usize
     }
 
     #[inline]
     fn second(&self, key: Key, first: usize) -> usize {
-        let n = self.buckets.len();
+        let n = self.buckets().len();
         if n == 1 {
             return first;
         }
@@ -154,7 +167,7 @@ impl<const W: usize> Region<W> {
     }
 
     fn slot(&self, index: usize) -> &AtomicU128 {
-        &self.buckets[index / W].0[index % W]
+        &self.words[index]
     }
 
     pub fn load(&self, index: usize) -> Word {
@@ -184,7 +197,7 @@ impl<const W: usize> Region<W> {
             for i in 0..W {
                 let i = i ^ Self::half(key);
                 // Ordering: as in `load`.
-                let word = Word::from_bits(self.buckets[bucket].0[i].load(Ordering::Acquire));
+                let word = Word::from_bits(self.buckets()[bucket][i].load(Ordering::Acquire));
                 if word.tag() == key.tag {
                     if !word.is_claim() {
                         return Found::Counter(bucket * W + i, word);
@@ -232,10 +245,10 @@ impl<const W: usize> Region<W> {
                     // a slow thread that no longer finds the counter that was here does find, in
                     // `confirm`, that its window is over.
                     if old.end_ms() > self.horizon_ms() {
-                        self.horizon_ms.fetch_max(old.end_ms(), Ordering::AcqRel);
+                        self.horizon().fetch_max(old.end_ms(), Ordering::AcqRel);
                     }
                     // Ordering: relaxed; the number only has to differ from recent ones.
-                    let nonce = self.nonce.fetch_add(1, Ordering::Relaxed) as u32;
+                    let nonce = self.nonce().fetch_add(1, Ordering::Relaxed) as u32;
                     let claim = Word::claim(key.tag, nonce);
                     // Whoever lost this race looks again; the claim is confirmed in the next turn.
                     mine = self.swap(index, old, claim).is_ok().then_some((index, claim));

@@ -6,9 +6,11 @@
 //! full table never hands quota back. This room neither reads the clock nor hashes.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
+use super::memory::{Cells, LINE_BYTES, Memory};
 use super::pace::Time;
-use super::region::{Found, Key, Opening, Region, Seat};
+use super::region::{Found, Key, MARKS, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
 use super::word::{
     Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, held_open, refunded, usage, usage_of_many,
@@ -113,40 +115,78 @@ pub struct Census {
 pub struct Table<const W: usize = BUCKET_SLOTS> {
     own: Region<W>,
     spill: Region<W>,
-    /// The latest end of a window that has spill counters, Unix milliseconds.
-    spill_end_ms: AtomicU64,
+    marks: Cells<AtomicU64>,
     spilled_total: AtomicU64,
     spill_refused_total: AtomicU64,
 }
 
 impl Table {
-    /// The memory that a table of this capacity takes.
-    pub fn bytes(capacity: usize) -> usize {
-        Table::buckets(capacity) * BUCKET_SLOTS * size_of::<u128>()
+    /// What a table of this capacity takes.
+    pub fn plan(capacity: usize) -> Plan {
+        let own = (2 * capacity).div_ceil(BUCKET_SLOTS).max(1);
+        Plan { own, spill: (own / 64).max(128), slots: BUCKET_SLOTS }
     }
 
-    fn buckets(capacity: usize) -> usize {
-        (2 * capacity).div_ceil(BUCKET_SLOTS)
-    }
-
-    /// A table that can hold `capacity` open windows, at 32 bytes each: twice as many slots as
+    /// A table of this capacity on the heap, if there is room for it: twice as many slots as
     /// counters. Used to capacity by keys with two layers each, which share a bucket, it then finds
     /// both buckets of a key full about twice in 100,000 times.
-    pub fn with_capacity(capacity: usize) -> Table {
-        let buckets = Table::buckets(capacity);
-        Table::with_buckets(buckets, (buckets / 64).max(128))
+    pub fn with_capacity(capacity: usize) -> Option<Table> {
+        let plan = Table::plan(capacity);
+        Table::within(plan, &Memory::heap(plan.bytes())?, 0)
+    }
+}
+
+/// How many buckets a table has, and so how its memory is laid out: the marks of the table and of both
+/// regions, then the counters, then the spill counters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Plan {
+    pub own: usize,
+    pub spill: usize,
+    /// Of a bucket.
+    pub slots: usize,
+}
+
+impl Plan {
+    const MARKS_BYTES: usize = MARKS * size_of::<u64>();
+    const WORDS_AT: usize = LINE_BYTES + 2 * Plan::MARKS_BYTES;
+
+    fn words_bytes(self, buckets: usize) -> usize {
+        buckets.saturating_mul(self.slots * size_of::<u128>())
+    }
+
+    pub fn bytes(self) -> usize {
+        Plan::WORDS_AT.saturating_add(self.words_bytes(self.own)).saturating_add(self.words_bytes(self.spill))
     }
 }
 
 impl<const W: usize> Table<W> {
-    pub fn with_buckets(own: usize, spill: usize) -> Table<W> {
-        Table {
-            own: Region::with_buckets(own),
-            spill: Region::with_buckets(spill),
-            spill_end_ms: AtomicU64::new(0),
+    /// A table laid out in a block of memory from byte `at` on, a multiple of [`LINE_BYTES`]; `None` if it does
+    /// not fit there. Zeros are an empty table.
+    pub fn within(plan: Plan, memory: &Arc<Memory>, at: usize) -> Option<Table<W>> {
+        let (own, spill) = (plan.own.max(1), plan.spill.max(1));
+        let words_at = at.checked_add(Plan::WORDS_AT)?;
+        let marks = |nth: usize| memory.numbers(at + LINE_BYTES + nth * Plan::MARKS_BYTES, MARKS);
+        let own_words = memory.words(words_at, own.checked_mul(W)?)?;
+        let spill_words = memory.words(words_at.checked_add(plan.words_bytes(own))?, spill.checked_mul(W)?)?;
+        Some(Table {
+            own: Region::new(own_words, marks(0)?),
+            spill: Region::new(spill_words, marks(1)?),
+            marks: memory.numbers(at, 1)?,
             spilled_total: AtomicU64::new(0),
             spill_refused_total: AtomicU64::new(0),
-        }
+        })
+    }
+
+    /// A table of so many buckets on the heap.
+    pub fn with_buckets(own: usize, spill: usize) -> Option<Table<W>> {
+        let plan = Plan { own: own.max(1), spill: spill.max(1), slots: W };
+        Table::within(plan, &Memory::heap(plan.bytes())?, 0)
+    }
+
+    /// The latest end of a window that has spill counters, Unix milliseconds.
+    #[inline(always)]
+    fn spill_end(&self) -> &AtomicU64 {
+        &self.marks[0]
     }
 
     /// Time that has certainly passed, Unix milliseconds: windows that end by then are closed.
@@ -200,7 +240,7 @@ impl<const W: usize> Table<W> {
     fn spills<const PLAIN: bool>(&self, ask: Ask, time: Time<'_, PLAIN>) -> bool {
         // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
         // and `Region::confirm` decide.
-        self.spill_end_ms.load(Ordering::Acquire) >= ask.closes_ms(time)
+        self.spill_end().load(Ordering::Acquire) >= ask.closes_ms(time)
     }
 
     /// Charges the counter that [`Table::look`] has `seen`, if it is still as it was then; `before` is
@@ -306,7 +346,7 @@ impl<const W: usize> Table<W> {
         // Ordering: raised before the charge, so that who sees the charge looks for it. What is
         // owed may keep a counter open for long.
         let end_ms = if ask.course == Course::Plain { ask.end_ms } else { END_MAX_MS };
-        self.spill_end_ms.fetch_max(end_ms, Ordering::AcqRel);
+        self.spill_end().fetch_max(end_ms, Ordering::AcqRel);
         let key = counter.spill();
         let answer = loop {
             match self.spill.seat(key, window, time.now_ms, || false) {

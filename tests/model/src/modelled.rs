@@ -4,6 +4,7 @@
 
 #[path = "../../../src/count/charge.rs"]
 pub mod charge;
+pub mod memory;
 #[path = "../../../src/count/pace.rs"]
 pub mod pace;
 #[path = "../../../src/count/queue.rs"]

@@ -17,7 +17,7 @@ fn wide() -> Counter {
 
 /// A table in which both counters have their slot, from a window before.
 fn seated() -> Arc<Table<1>> {
-    let table = Arc::new(Table::<1>::with_buckets(2, 1));
+    let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
     pay(&table, narrow(), 1, 40, 30);
     pay(&table, wide(), 1, 40, 30);
     table
@@ -32,7 +32,7 @@ fn admitted(verdicts: &[Verdict]) -> u64 {
 #[test]
 fn the_refused_leave_no_mark() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         pay(&table, wide(), 1, 1000, 50);
         let verdicts = race(
             &table,
@@ -51,7 +51,7 @@ fn the_refused_leave_no_mark() {
 #[test]
 fn the_refused_leave_no_mark_in_the_slots() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         pay(&table, wide(), 1, 1000, 50);
         let job: fn(&Table<1>) -> Verdict = |t| request(t, &[(narrow(), 1, 100), (wide(), 1, 1000)], 50);
         assert_eq!(race(&table, [job; 2]), [Verdict::Refused; 2]);
@@ -63,7 +63,7 @@ fn the_refused_leave_no_mark_in_the_slots() {
 #[test]
 fn all_or_nothing_over_two_counters() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let job: fn(&Table<1>) -> Verdict = |t| request(t, &[(narrow(), 2, 100), (wide(), 1, 1000)], 50);
         let verdicts = race(&table, [job; 2]);
         assert_eq!(admitted(&verdicts), 1, "{verdicts:?}");

@@ -13,7 +13,7 @@ fn k() -> Counter {
 #[test]
 fn threads_that_open_a_window_open_one() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let got = race(&table, [|t| take(t, k(), floating(50, 1), 50).0, |t| take(t, k(), floating(60, 1), 60).0]);
         assert_eq!(got.iter().filter(|one| matches!(one, Got::Paid(_))).count(), 1, "{got:?}");
         let end_ms = if got[0] == Got::Paid(150) { 150 } else { 160 };
@@ -27,7 +27,7 @@ fn threads_that_open_a_window_open_one() {
 #[test]
 fn three_threads_at_one_moment_share_the_window_that_one_opens() {
     explore(2, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let job: fn(&Table<1>) -> Got = |t| take(t, k(), floating(50, 2), 50).0;
         let got = race(&table, [job; 3]);
         assert_eq!(got.iter().filter(|one| **one == Got::Paid(150)).count(), 2, "{got:?}");
@@ -39,7 +39,7 @@ fn three_threads_at_one_moment_share_the_window_that_one_opens() {
 #[test]
 fn a_floating_window_given_away_is_not_opened_again() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert!(took(&table, k(), floating(50, 1), 50));
         let [late, other] =
             race(&table, [|t| take(t, k(), floating(149, 1), 149).0, |t| take(t, counter(2), floating(150, 1), 150).0]);
@@ -54,7 +54,7 @@ fn a_floating_window_given_away_is_not_opened_again() {
 #[test]
 fn a_window_given_back_is_opened_anew_once() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         assert!(took(&table, k(), floating(10, 1), 10));
         let [_, one, other] = race(
             &table,
@@ -77,7 +77,7 @@ fn a_window_given_back_is_opened_anew_once() {
 #[test]
 fn a_spilled_floating_key_keeps_to_its_spill_counter() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, counter(9), 1, 60, 50), Got::Paid(60));
         let got = race(
             &table,

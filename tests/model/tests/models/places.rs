@@ -14,7 +14,7 @@ fn k() -> Counter {
 
 /// A table in which the key's one token of its first window is used.
 fn full() -> Arc<Table<1>> {
-    let table = Arc::new(Table::<1>::with_buckets(2, 1));
+    let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
     assert!(took(&table, k(), rolling(50, 1, 1), 50));
     table
 }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use transom_model::modelled::memory::Memory;
 use transom_model::modelled::pace::Time;
-use transom_model::modelled::region::{Key, Opening, Region, Seat};
+use transom_model::modelled::region::{Key, MARKS, Opening, Region, Seat};
 use transom_model::modelled::word::{Ask, Word, charged, usage};
 
 use crate::scene::{explore, race};
@@ -12,6 +13,13 @@ const K: Key = Key { place: 0, tag: 1 };
 const L: Key = Key { place: 0, tag: 2 };
 /// A key of the same two buckets that looks into the other one first.
 const M: Key = Key { place: u64::MAX, tag: 3 };
+
+/// A region of two buckets with one slot each.
+fn region() -> Region<1> {
+    let cells = Memory::heap(0).and_then(|memory| Some((memory.words(0, 2)?, memory.numbers(0, MARKS)?)));
+    let (words, marks) = cells.expect("there is memory");
+    Region::new(words, marks)
+}
 
 /// Seats `key` and adds one token to its counter: what a table does, without what it adds.
 /// Returns the end of the window counted in; 0 if the region was full, 1 if it was too late.
@@ -45,7 +53,7 @@ fn counters<const W: usize>(region: &Region<W>, key: Key) -> Vec<(u64, u32)> {
 #[test]
 fn two_threads_that_insert_one_key_share_one_counter() {
     explore(4, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         let ends = race(&region, [|r| add(r, K, 100, 50), |r| add(r, K, 100, 50)]);
         assert_eq!((ends, counters(&region, K)), ([100, 100], vec![(100, 2)]));
     });
@@ -54,7 +62,7 @@ fn two_threads_that_insert_one_key_share_one_counter() {
 #[test]
 fn three_threads_that_insert_one_key_share_one_counter() {
     explore(2, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         let job: fn(&Region<1>) -> u64 = |r| add(r, K, 100, 50);
         let ends = race(&region, [job; 3]);
         assert_eq!((ends, counters(&region, K)), ([100; 3], vec![(100, 3)]));
@@ -66,7 +74,7 @@ fn three_threads_that_insert_one_key_share_one_counter() {
 #[test]
 fn two_threads_that_reuse_a_slot_at_different_times_share_one_counter() {
     let outcomes = explore(4, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         assert_eq!(add(&region, L, 100, 50), 100);
         let ends = race(&region, [|r| add(r, K, 200, 90), |r| add(r, K, 200, 150)]);
         assert_eq!((ends, counters(&region, K)), ([200, 200], vec![(200, 2)]));
@@ -79,7 +87,7 @@ fn two_threads_that_reuse_a_slot_at_different_times_share_one_counter() {
 #[test]
 fn three_threads_that_reuse_a_slot_at_different_times_share_one_counter() {
     explore(1, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         assert_eq!(add(&region, L, 100, 50), 100);
         let ends = race(&region, [|r| add(r, K, 150, 90), |r| add(r, K, 300, 150), |r| add(r, K, 300, 160)]);
         let in_last = ends.iter().filter(|&&end| end == 300).count() as u32;
@@ -94,7 +102,7 @@ fn three_threads_that_reuse_a_slot_at_different_times_share_one_counter() {
 #[test]
 fn keys_that_compete_for_slots_keep_one_counter_each() {
     explore(2, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         let ends = race(&region, [|r| add(r, K, 100, 50), |r| add(r, M, 100, 50), |r| add(r, K, 100, 50)]);
         assert_eq!(ends, [100; 3], "two slots are enough for two keys");
         assert_eq!((counters(&region, K), counters(&region, M)), (vec![(100, 2)], vec![(100, 1)]));
@@ -106,7 +114,7 @@ fn keys_that_compete_for_slots_keep_one_counter_each() {
 #[test]
 fn a_window_given_away_is_not_opened_again() {
     let outcomes = explore(3, || {
-        let region = Arc::new(Region::<1>::with_buckets(2));
+        let region = Arc::new(region());
         assert_eq!(add(&region, K, 100, 50), 100);
         let [late, other] = race(&region, [|r| add(r, K, 100, 60), |r| add(r, L, 200, 150)]);
         assert_eq!(other, 200);

@@ -12,7 +12,7 @@ fn k() -> Counter {
 
 /// A table in which so much of the key's first window is used, out of so much in each, and so much at most.
 fn used(tokens: u32, limit: u32, capacity: u64) -> Arc<Table<1>> {
-    let table = Arc::new(Table::<1>::with_buckets(2, 1));
+    let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
     (0..tokens).for_each(|_| assert!(took(&table, k(), rolling(50, limit, capacity), 50)));
     table
 }
@@ -97,7 +97,7 @@ fn a_refund_never_crosses_a_window_that_rolled_over() {
 #[test]
 fn a_debt_keeps_its_slot_until_it_is_paid() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         (0..2).for_each(|_| assert!(took(&table, k(), rolling(50, 1, 2), 50)));
         let [late, _] = race(
             &table,

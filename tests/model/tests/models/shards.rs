@@ -23,7 +23,7 @@ fn used(table: &Table<2>, limit: u32) -> u64 {
 
 /// A table in which so many tokens of the limit are used.
 fn split(tokens: u32, limit: u32) -> Arc<Table<2>> {
-    let table = Arc::new(Table::<2>::with_buckets(1, 1));
+    let table = Arc::new(Table::<2>::with_buckets(1, 1).expect("there is memory"));
     (0..tokens).for_each(|i| assert!(request(&table, i % 2, limit, 1)));
     table
 }
@@ -81,7 +81,7 @@ fn what_a_shard_gives_back_can_be_taken_again() {
 #[test]
 fn who_loses_a_race_for_a_shard_takes_what_is_left_of_it() {
     explore(3, || {
-        let table = Arc::new(Table::<2>::with_buckets(1, 1));
+        let table = Arc::new(Table::<2>::with_buckets(1, 1).expect("there is memory"));
         assert!(request(&table, 1, 4, 1));
         let got = race(&table, [|t| request(t, 0, 4, 2), |t| request(t, 0, 4, 1)]);
         assert_eq!((got, used(&table, 4)), ([true; 2], 4));

@@ -30,7 +30,7 @@ fn sitter(tag: u64) -> Counter {
 #[test]
 fn a_full_table_answers_as_documented() {
     explore(2, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 100, 50), Got::Paid(100));
         let got = race(&table, [|t| hit(t, k(), 2, 100, 50), |t| hit(t, m(), 2, 100, 50), |t| hit(t, k(), 2, 100, 50)]);
         // Both keys are counted together, to the limit of one of them and not a token further.
@@ -48,7 +48,7 @@ fn a_full_table_answers_as_documented() {
 #[test]
 fn a_spilled_key_gets_no_counter_of_its_own() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
         let got = race(&table, [|t| hit(t, k(), 1, 100, 55), |t| hit(t, k(), 1, 100, 65)]);
         assert!(paid_in(&got, 100) <= 1, "{got:?}");
@@ -63,7 +63,7 @@ fn a_spilled_key_gets_no_counter_of_its_own() {
 #[test]
 fn a_claim_that_was_removed_is_not_confirmed_any_more() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
         let got = race(
             &table,
@@ -78,7 +78,7 @@ fn a_claim_that_was_removed_is_not_confirmed_any_more() {
 #[test]
 fn a_spilled_key_is_counted_once_in_every_window() {
     explore(1, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
         let got =
             race(&table, [|t| hit(t, k(), 1, 100, 55), |t| hit(t, k(), 1, 100, 65), |t| hit(t, k(), 1, 200, 110)]);
@@ -92,7 +92,7 @@ fn a_spilled_key_is_counted_once_in_every_window() {
 #[test]
 fn a_spill_counter_given_away_is_not_forgotten() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(3, 1));
+        let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
         // Three buckets of one slot: the keys placed at 0 look into the first two, those at `FAR` into the
         // last two. So the slot that becomes free is one that only `k` can have.
         for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
@@ -111,7 +111,7 @@ fn a_spill_counter_given_away_is_not_forgotten() {
 #[test]
 fn a_spill_counter_that_rolled_on_is_not_taken_for_an_unused_one() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(3, 1));
+        let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
         // As above: the slot that becomes free is one that only `k` can have.
         for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
             assert_eq!(hit(&table, sitter, 1, end_ms, 10), Got::Paid(end_ms));

@@ -19,7 +19,7 @@ fn l() -> Counter {
 #[test]
 fn never_admits_past_the_limit() {
     explore(2, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let job: fn(&Table<1>) -> Got = |t| hit(t, k(), 2, 100, 50);
         let got = race(&table, [job; 3]);
         assert_eq!(paid_in(&got, 100), 2, "{got:?}");
@@ -32,7 +32,7 @@ fn never_admits_past_the_limit() {
 #[test]
 fn never_admits_past_the_limit_when_the_table_is_full() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, k(), 1, 100, 50), Got::Paid(100));
         let [late, other] = race(&table, [|t| hit(t, k(), 1, 100, 60), |t| hit(t, l(), 1, 200, 150)]);
         assert_ne!(late, Got::Paid(100));
@@ -45,7 +45,7 @@ fn never_admits_past_the_limit_when_the_table_is_full() {
 #[test]
 fn no_hit_is_lost_at_rollover() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         assert_eq!(hit(&table, k(), 2, 100, 50), Got::Paid(100));
         let got =
             race(&table, [|t| hit(t, k(), 2, 200, 100), |t| hit(t, k(), 2, 200, 101), |t| hit(t, k(), 2, 100, 99)]);
@@ -62,7 +62,7 @@ fn no_hit_is_lost_at_rollover() {
 #[test]
 fn a_late_thread_never_rewinds() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         assert_eq!(hit(&table, k(), 1, 50, 49), Got::Paid(50));
         let got = race(
             &table,
@@ -88,7 +88,7 @@ fn a_late_thread_never_rewinds() {
 #[test]
 fn a_refund_never_crosses_a_window() {
     let outcomes = explore(2, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let got = race(
             &table,
             [
@@ -112,7 +112,7 @@ fn a_refund_never_crosses_a_window() {
 #[test]
 fn a_refund_never_crosses_into_another_key() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         let [_, other] = race(
             &table,
             [
@@ -131,7 +131,7 @@ fn a_refund_never_crosses_into_another_key() {
 #[test]
 fn two_keys_never_share_a_count() {
     explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(2, 1));
+        let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let far: fn() -> Counter = || counter_at(3, u64::MAX);
         let got = race(&table, [|t| hit(t, k(), 1, 100, 50), |t| hit(t, counter_at(3, u64::MAX), 1, 100, 50)]);
         assert_eq!(got, [Got::Paid(100); 2]);
@@ -143,7 +143,7 @@ fn two_keys_never_share_a_count() {
 #[test]
 fn two_keys_never_share_a_count_when_one_takes_the_slot_of_the_other() {
     let outcomes = explore(3, || {
-        let table = Arc::new(Table::<1>::with_buckets(1, 1));
+        let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, k(), 2, 100, 50), Got::Paid(100));
         let [late, other] = race(
             &table,

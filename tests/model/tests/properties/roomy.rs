@@ -12,7 +12,7 @@ use crate::oracle::{Oracle, Stand, Wish};
 use crate::scene::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};
 
 fn table() -> Table {
-    Table::with_capacity(4096)
+    Table::with_capacity(4096).expect("there is memory")
 }
 
 /// What the table says is used of a counter.

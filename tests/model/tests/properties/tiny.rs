@@ -38,23 +38,23 @@ proptest! {
 
     #[test]
     fn never_admits_past_the_limit_in_one_slot(actions in actions(9, costs()), limits in limits()) {
-        never_past_the_limit(&Table::<1>::with_buckets(1, 1), &actions, &limits)?;
+        never_past_the_limit(&Table::<1>::with_buckets(1, 1).expect("there is memory"), &actions, &limits)?;
     }
 
     #[test]
     fn never_admits_past_the_limit_in_three_buckets(actions in actions(9, costs()), limits in limits()) {
-        never_past_the_limit(&Table::<1>::with_buckets(3, 1), &actions, &limits)?;
+        never_past_the_limit(&Table::<1>::with_buckets(3, 1).expect("there is memory"), &actions, &limits)?;
     }
 
     #[test]
     fn never_admits_past_the_limit_in_eight_slots(actions in actions(9, costs()), limits in limits()) {
-        never_past_the_limit(&Table::<2>::with_buckets(4, 3), &actions, &limits)?;
+        never_past_the_limit(&Table::<2>::with_buckets(4, 3).expect("there is memory"), &actions, &limits)?;
     }
 
     /// One clock that does not go back, one rule, one token each: the plain limiter, or stricter.
     #[test]
     fn a_tiny_table_admits_no_more_than_the_plain_limiter(demand in prop::collection::vec((0..20u64, 0..4u64), 1..200)) {
-        let (table, mut oracle, mut now_ms) = (Table::<2>::with_buckets(2, 1), Oracle::default(), START_MS);
+        let (table, mut oracle, mut now_ms) = (Table::<2>::with_buckets(2, 1).expect("there is memory"), Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(u64, u64), u64>::new(), HashMap::<(u64, u64), u64>::new());
         for (id, passes_ms) in demand {
             now_ms += passes_ms;
@@ -74,7 +74,7 @@ proptest! {
     fn a_full_table_answers_as_documented(
         demand in prop::collection::vec(0..40u64, 1..200), limit in 1..6u32, own in 1..4usize, spill in 1..3usize,
     ) {
-        let table = Table::<2>::with_buckets(own, spill);
+        let table = Table::<2>::with_buckets(own, spill).expect("there is memory");
         let (mut seated, mut groups) = (HashMap::<u64, u32>::new(), HashMap::<u64, u32>::new());
         let (mut spilled, mut refused_outright) = (HashSet::new(), HashSet::new());
         for id in demand {
@@ -120,7 +120,7 @@ proptest! {
     /// What was spilled in a window is not given out again in a slot that becomes free before its end.
     #[test]
     fn a_spilled_key_gets_no_counter_of_its_own(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
-        let table = Table::<1>::with_buckets(1, 1);
+        let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
         let (sitter, key) = (counter(1), counter(2));
         let seated = table.charge(sitter, Ask::plain(60, 1, 1), Time::plain(50), None);
         prop_assert!(matches!(seated, Charged::Paid(..)), "the table is empty");
@@ -138,7 +138,7 @@ proptest! {
     /// A clock that is behind finds its window closed once the slot was given away, and counts later.
     #[test]
     fn a_window_given_away_is_not_opened_again(actions in actions(12, Just(1u32)), buckets in 1..4usize) {
-        let (table, mut clocks) = (Table::<1>::with_buckets(buckets, 1), Clocks::new());
+        let (table, mut clocks) = (Table::<1>::with_buckets(buckets, 1).expect("there is memory"), Clocks::new());
         let mut counts: HashMap<(u64, u64), u64> = HashMap::new();
         for action in &actions {
             let now_ms = clocks.moved(action);

@@ -120,17 +120,17 @@ proptest! {
 
     #[test]
     fn never_over_with_clocks_that_disagree(rules in rules(), events in events()) {
-        never_over(Table::with_capacity(4096), &strict(rules), &events)?;
+        never_over(Table::with_capacity(4096).expect("there is memory"), &strict(rules), &events)?;
     }
 
     #[test]
     fn never_over_in_one_slot(rules in rules(), events in events()) {
-        never_over(Table::<1>::with_buckets(1, 1), &strict(rules), &events)?;
+        never_over(Table::<1>::with_buckets(1, 1).expect("there is memory"), &strict(rules), &events)?;
     }
 
     #[test]
     fn never_over_in_a_few_slots(rules in rules(), events in events()) {
-        never_over(Table::<2>::with_buckets(3, 2), &strict(rules), &events)?;
+        never_over(Table::<2>::with_buckets(3, 2).expect("there is memory"), &strict(rules), &events)?;
     }
 
     /// Clients that ask for one token of one layer: a table that is too small has never admitted more of them
@@ -142,7 +142,7 @@ proptest! {
         let rules = strict(rules);
         let layers = rules[0].layers.iter().take(1).map(|layer| Limit { capacity: layer.tokens, ..layer.clone() });
         let simple = rule("simple", layers.collect());
-        let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1));
+        let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
         let floats = matches!(gateway.book.timelines[0], Windows::FirstRequest { .. });
@@ -168,7 +168,7 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
         let random = limit(2, Windows::Random { period_ms: 100 });
         let sitter = rule("sitter", vec![plain(1, 1_000_000)]);
         let rules = [rule("random", vec![Limit { capacity, ..random }]), sitter];
-        let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1));
+        let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert!(matches!(gateway.judge(0, &[None, Some(1)], 0), Judgement::Admitted), "it has the only slot");
         let group = |gateway: &Gateway<1>, client| gateway.asker(0, client, 1).key.tag;
         let end_ms = |gateway: &Gateway<1>, client| gateway.wishes(client, &[Some(1), None], None)[0].1.end_ms(1000);
@@ -190,7 +190,8 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
 /// table's own time, and is not refused for it.
 #[test]
 fn a_request_that_is_late_is_decided_at_a_later_time() {
-    let mut gateway = Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1));
+    let mut gateway =
+        Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
     assert_eq!([gateway.ask(0, 0), gateway.ask(2, 100)], [Decision::Admitted; 2]);
     assert_eq!((gateway.ask(0, 5), gateway.left()), (Decision::Admitted, (0, 20)));
     assert_eq!(gateway.ask(0, 6), Decision::Refused, "it had its token of that window");

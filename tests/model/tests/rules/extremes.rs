@@ -156,7 +156,10 @@ fn a_debt_of_ages_under_another_limit_is_no_small_number() {
 #[test]
 fn there_is_an_answer_after_the_last_window() {
     for now_ms in [END_MAX_MS, END_MAX_MS + 1, 2 * END_MAX_MS] {
-        let mut gateway = Gateway::new(&[rule("only", vec![plain(1, 1000)])], Table::<1>::with_buckets(1, 1));
+        let mut gateway = Gateway::new(
+            &[rule("only", vec![plain(1, 1000)])],
+            Table::<1>::with_buckets(1, 1).expect("there is memory"),
+        );
         let answers = (0..20).map(|i| gateway.ask(i % 3, now_ms)).filter(|answer| *answer == Admitted).count();
         assert!(answers <= 20);
     }

@@ -48,7 +48,7 @@ pub struct Gateway<const W: usize> {
 
 impl Gateway<8> {
     pub fn roomy(rules: &[Rule]) -> Gateway<8> {
-        Gateway::new(rules, Table::with_capacity(4096))
+        Gateway::new(rules, Table::with_capacity(4096).expect("there is memory"))
     }
 }
 

@@ -120,7 +120,7 @@ fn ledger_of<const W: usize>(table: &Table<W>, clients: u64, per_thread: u64) ->
 /// Whatever was not forgotten stands at exactly what was admitted, in every layer.
 #[test]
 fn counts_equal_what_was_admitted() {
-    let table = Table::with_capacity(10_000);
+    let table = Table::with_capacity(10_000).expect("there is memory");
     let ledger = ledger_of(&table, 12, 100_000);
     let mut last: HashMap<u64, (u64, u64)> = HashMap::new();
     for (&(id, end_ms), &tokens) in &ledger {
@@ -143,20 +143,20 @@ fn counts_equal_what_was_admitted() {
 
 #[test]
 fn never_admits_past_the_limit_in_one_slot() {
-    let table = Table::<1>::with_buckets(1, 1);
+    let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
     ledger_of(&table, 6, 40_000);
 }
 
 #[test]
 fn never_admits_past_the_limit_in_a_table_that_is_always_full() {
-    let table = Table::<2>::with_buckets(5, 3);
+    let table = Table::<2>::with_buckets(5, 3).expect("there is memory");
     ledger_of(&table, 12, 60_000);
     assert!(table.spilled_total() > 0);
 }
 
 #[test]
 fn never_admits_past_the_limit_in_a_table_that_is_sometimes_full() {
-    let table = Table::<4>::with_buckets(12, 6);
+    let table = Table::<4>::with_buckets(12, 6).expect("there is memory");
     ledger_of(&table, 12, 60_000);
     assert!(table.spilled_total() > 0);
 }
@@ -185,7 +185,7 @@ fn admitted<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, per_
 fn a_window_admits_exactly_its_limit() {
     for (limit, rounds) in [(1, 300), (2, 300), (3, 300), (10, 300), (100, 100), (10_000, 5)] {
         for round in 0..rounds {
-            let table = Table::with_capacity(64);
+            let table = Table::with_capacity(64).expect("there is memory");
             assert_eq!(admitted(&table, counter(0, round), limit, limit), limit);
         }
     }
@@ -196,7 +196,7 @@ fn a_window_admits_exactly_its_limit() {
 fn a_spill_counter_admits_exactly_its_limit() {
     for (limit, rounds) in [(1, 200), (2, 200), (10, 100), (1000, 10)] {
         for round in 0..rounds {
-            let table = Table::<1>::with_buckets(1, 1);
+            let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
             assert_eq!(admitted(&table, counter(0, 999), 1, 1), 1);
             assert_eq!(admitted(&table, counter(1, round), limit, limit), limit);
             assert_eq!(table.spilled_total(), u64::from(limit));
@@ -208,7 +208,7 @@ fn a_spill_counter_admits_exactly_its_limit() {
 /// windows from them: each window's tokens are given out once.
 #[test]
 fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
-    let table = Table::<1>::with_buckets(2, 1);
+    let table = Table::<1>::with_buckets(2, 1).expect("there is memory");
     let (start, rounds) = (Barrier::new(THREADS as usize), 20_000u64);
     let granted: Vec<AtomicU64> = (0..=rounds).map(|_| AtomicU64::new(0)).collect();
     thread::scope(|scope| {
