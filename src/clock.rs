@@ -71,6 +71,17 @@ impl Clock {
         }
     }
 
+    /// Goes on from a time that another process told, if it is later than this one's.
+    pub fn not_before(&self, unix_ms: u64) {
+        // What no clock shows was not told by one.
+        let unix_ms = if unix_ms > CREDIBLE_MAX_MS { 0 } else { unix_ms };
+        match &*self.0 {
+            // Ordering: as in `System::now`.
+            Source::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
+            Source::Manual(now_ms) => now_ms.fetch_max(unix_ms, Ordering::SeqCst),
+        };
+    }
+
     /// For durations only.
     pub fn instant(&self) -> Instant {
         Instant::now()
@@ -155,6 +166,18 @@ mod tests {
         system.latest_ms.store(latest_ms, Ordering::Relaxed);
         assert!(clock.now().unix_ms >= latest_ms);
         assert!(system.read().0.unix_ms >= latest_ms);
+    }
+
+    #[test]
+    fn time_goes_on_from_what_another_process_told() {
+        let clock = Clock::system();
+        let told_ms = clock.now().unix_ms + 3_600_000;
+        clock.not_before(told_ms);
+        clock.not_before(u64::MAX);
+        let now_ms = clock.now().unix_ms;
+        assert!((told_ms..told_ms + 60_000).contains(&now_ms));
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(clock.now().unix_ms > now_ms);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //!
 //! | floor | rooms |
 //! | --- | --- |
-//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
+//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`counters`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
 //! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`], [`token`] |
 //! | ground: pure, no clock | [`rule`], [`count`] |
 //!
@@ -18,6 +18,7 @@ pub mod cli;
 pub mod clock;
 pub mod config;
 pub mod count;
+pub mod counters;
 pub mod gateway;
 pub mod http;
 pub mod interim;

@@ -23,8 +23,9 @@ use crate::access::{Sink, Writer};
 use crate::admin::{self, Office};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config};
-use crate::count::table::Table;
 use crate::count::word::END_MAX_MS;
+use crate::counters::keeper::Keeper;
+use crate::counters::{Counters, OpenError};
 use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::http::decision::Counsel;
@@ -33,15 +34,18 @@ use crate::listen::doors::Doors;
 use crate::listen::lobby::{Listener, Lobby, Terms};
 use crate::listen::socket::{self, Inherited};
 use crate::metrics::Registry;
-use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter};
+use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter, SnapshotMeter};
 use crate::rule::book::Book;
-use crate::rule::key::Seed;
+use crate::rule::terms::Rule;
 use crate::rule::window::PERIOD_MAX_MS;
 use crate::upstream::fleet::{self, Fleet};
 use crate::upstream::prober;
 
 /// How often idle upstream connections are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
+
+/// Within this every process has noticed that counters are written otherwise than before; they look once a second.
+const NOTICE: Duration = Duration::from_secs(2);
 
 /// How long the end waits for the last lines of the access log.
 const LAST_LINES: Duration = Duration::from_secs(1);
@@ -58,9 +62,8 @@ pub enum StartError {
     Tls(rustls::Error),
     AccessLog(io::Error),
     Thread(io::Error),
-    Memory {
-        capacity: usize,
-    },
+    Counters(OpenError),
+    Layers(TooManyLayers),
     /// The clock is where no window can be counted.
     Clock,
 }
@@ -76,9 +79,8 @@ impl fmt::Display for StartError {
                 write!(f, "a socket was handed over for `{address}`, which is not in `listen`: write it there just so")
             }
             StartError::Tls(_) => f.write_str("TLS can not be set up"),
-            StartError::Memory { capacity } => {
-                write!(f, "there is no memory for a table of {capacity} counters: lower `counters.capacity`")
-            }
+            StartError::Counters(error) => error.fmt(f),
+            StartError::Layers(error) => error.fmt(f),
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
             StartError::AccessLog(_) => f.write_str("can not open the access log"),
             StartError::Thread(_) => f.write_str("can not start an event loop"),
@@ -92,7 +94,8 @@ impl std::error::Error for StartError {
             StartError::Listen { source, .. } => Some(source),
             StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
             StartError::Tls(source) => Some(source),
-            StartError::Inherited(_) | StartError::Memory { .. } | StartError::Clock => None,
+            StartError::Counters(error) => error.source(),
+            StartError::Inherited(_) | StartError::Layers(_) | StartError::Clock => None,
         }
     }
 }
@@ -104,6 +107,17 @@ pub enum ReloadError {
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
+    Layers(TooManyLayers),
+}
+
+/// How their counters are written is kept for as long as the counters are, and there is no room for more.
+#[derive(Debug)]
+pub struct TooManyLayers;
+
+impl fmt::Display for TooManyLayers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("there were too many rules that roll over, wait, reserve or split since counting began: remove `counters.file` and restart")
+    }
 }
 
 impl fmt::Display for ReloadError {
@@ -112,6 +126,7 @@ impl fmt::Display for ReloadError {
             ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart"),
             ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
+            ReloadError::Layers(error) => error.fmt(f),
         }
     }
 }
@@ -127,7 +142,10 @@ pub struct Gateway {
     http: Vec<SocketAddr>,
     https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
-    seed: Seed,
+    counters: Arc<Counters>,
+    /// How often the ways of layers had changed when they were last read.
+    ways: u64,
+    keeper: Option<Keeper>,
     config: Config,
     pub registry: Arc<Registry>,
     ready: Arc<AtomicBool>,
@@ -161,11 +179,13 @@ impl Gateway {
     /// Starts on the sockets that were opened for it, and opens the others.
     pub fn start_with(config: Config, clock: Clock, mut inherited: Inherited) -> Result<Gateway, StartError> {
         let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
-        let seed = Seed(fresh_bits(), fresh_bits());
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
-        let table = Arc::new(table(config.counters.capacity)?);
+        let layers = config.rules.iter().map(Rule::layers_most).sum();
+        let counters = Counters::open(&config.counters, None, layers, &clock).map_err(StartError::Counters)?;
+        let counters = Arc::new(counters);
+        let table = Arc::clone(&counters.table);
         let registry = Arc::new(Registry::default());
         let ready = Arc::new(AtomicBool::new(true));
         raise_descriptors();
@@ -179,7 +199,9 @@ impl Gateway {
             admin: None,
             terms: Arc::clone(&terms),
             capacity: Arc::clone(&capacity),
-            seed,
+            counters: Arc::clone(&counters),
+            ways: 0,
+            keeper: None,
             registry: Arc::clone(&registry),
             ready: Arc::clone(&ready),
             orders: Vec::new(),
@@ -199,10 +221,14 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
+        let meter = SnapshotMeter::new(&registry);
+        let keeper = Keeper::start(Arc::clone(&counters), clock.clone(), &config.counters, meter);
+        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         let admin = config.listen.admin;
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
-        let snapshot = Snapshot::new(config, seed, None, fleets);
+        let book = gateway.ready_book(&config, counters.shared).map_err(StartError::Layers)?;
+        let snapshot = Snapshot::new(config, counters.seed, book, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         if let Some(address) = admin {
@@ -266,6 +292,7 @@ impl Gateway {
             }
         }
         let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
+        let book = self.ready_book(&config, config.counters.file.is_some()).map_err(ReloadError::Layers)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
@@ -279,7 +306,7 @@ impl Gateway {
         if let Err(error) = self.start_prober(&fleets) {
             tracing::error!(%error, "servers are not checked");
         }
-        let snapshot = Snapshot::new(config, self.seed, self.book.as_deref(), fleets);
+        let snapshot = Snapshot::new(config, self.counters.seed, book, fleets);
         self.book = Some(Arc::clone(&snapshot.book));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         for orders in &self.orders {
@@ -287,6 +314,29 @@ impl Gateway {
             let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
         }
         Ok(())
+    }
+
+    /// Reads counters as they are written by now, if another process has rules by which they are written otherwise.
+    pub fn heed_others(&mut self) {
+        if self.counters.ledger.changes() != self.ways
+            && let Err(error) = self.reload(self.config.clone())
+        {
+            tracing::error!("counters are not read as other processes write them: {error}");
+        }
+    }
+
+    /// The rules made ready to read counters as they are written, here and by others. These have to know first, if
+    /// there are some.
+    fn ready_book(&mut self, config: &Config, others: bool) -> Result<Book, TooManyLayers> {
+        let ledger = &self.counters.ledger;
+        let mut book = Book::new(&config.rules, self.counters.seed, self.book.as_deref());
+        let changed = ledger.join(&book.ways()).map_err(|_full| TooManyLayers)?;
+        if changed && others {
+            thread::sleep(NOTICE);
+        }
+        self.ways = ledger.changes();
+        book.agree(&ledger.ways());
+        Ok(book)
     }
 
     /// Opens the access log again, which may have been moved away to be rotated.
@@ -311,6 +361,8 @@ impl Gateway {
             let _ = stop.send(());
             join(thread);
         }
+        // Nothing is counted any more.
+        self.keeper.take().into_iter().for_each(Keeper::finish);
         self.access = None;
         for writer in self.writers.drain(..) {
             writer.finish(LAST_LINES);
@@ -369,11 +421,6 @@ impl Gateway {
     }
 }
 
-/// The table, if there is room for it: an allocation that fails later would end the process.
-fn table(capacity: usize) -> Result<Table, StartError> {
-    Table::with_capacity(capacity).ok_or(StartError::Memory { capacity })
-}
-
 /// The files of certificates, and when these end.
 fn expiries(config: &Config) -> impl Iterator<Item = (&str, i64)> {
     let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
@@ -405,12 +452,6 @@ fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
         tracing::error!("a thread of the gateway panicked");
     }
-}
-
-/// Bits that nobody outside can guess: the standard library seeds its hash maps from the system.
-fn fresh_bits() -> u64 {
-    use std::hash::{BuildHasher, RandomState};
-    RandomState::new().hash_one(0)
 }
 
 /// The life of one event loop.

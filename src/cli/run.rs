@@ -105,6 +105,7 @@ async fn attend(mut gateway: Gateway, clock: &Clock, path: &Path, watch: &mut Wa
                 if watch.changed() {
                     reload(&mut gateway, clock, path, watch, &meter);
                 }
+                gateway.heed_others();
             }
         }
     }

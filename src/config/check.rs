@@ -49,11 +49,8 @@ const FIELDS: [(&str, QuotaFields); 4] = [
     ("off", QuotaFields::Off),
 ];
 
-const COUNTERS_LATER: [Later; 3] = [
-    ("file", "remove it; counts begin anew when the gateway is restarted"),
-    ("snapshot", "remove it; counts begin anew when the gateway is restarted"),
-    ("shared", "remove it; each gateway counts for itself, so divide the limits by their number"),
-];
+const COUNTERS_LATER: [Later; 1] =
+    [("shared", "remove it; each gateway counts for itself, so divide the limits by their number")];
 
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
@@ -136,12 +133,33 @@ fn section<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>>
 }
 
 fn counters(item: Option<Item>, report: &mut Report) -> Counters {
-    let mut capacity = None;
+    let mut counters =
+        Counters { capacity: 1_000_000, file: None, snapshot: None, snapshot_every: Duration::from_secs(5) };
     if let Some(mut table) = section(item, report) {
-        capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
+        let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
+        counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);
+        counters.file = table.get("file").and_then(|item| absolute(&item, "\"/dev/shm/transom\"", report));
+        let snapshot = table.get("snapshot");
+        let at = snapshot.as_ref().map(|item| item.span.clone());
+        counters.snapshot = snapshot.and_then(|item| absolute(&item, "\"/var/lib/transom/counts\"", report));
+        timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
+        if let Some(at) = at.filter(|_| counters.snapshot.is_some() && counters.snapshot == counters.file) {
+            report.problem(at, "`snapshot` and `file` are the same file", "name another for `snapshot`");
+        }
         table.finish(&COUNTERS_LATER, report);
     }
-    Counters { capacity: capacity.unwrap_or(1_000_000) as usize }
+    counters
+}
+
+/// The path of a file that is one and the same wherever the gateway is started.
+fn absolute(item: &Item, example: &str, report: &mut Report) -> Option<PathBuf> {
+    let word = item.text(example, report)?;
+    if word.text.starts_with('/') && !word.text.ends_with('/') {
+        return Some(PathBuf::from(word.text));
+    }
+    let message = format!("`{}` is {}, which is no absolute path of a file", item.key, shown(word.text));
+    report.problem(word.span, message, item.write(example));
+    None
 }
 
 fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {

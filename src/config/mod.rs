@@ -69,6 +69,11 @@ pub struct Config {
 pub struct Counters {
     /// Open windows that the table can hold.
     pub capacity: usize,
+    /// What memory the counters lie in, so that they outlive the process.
+    pub file: Option<PathBuf>,
+    /// Where they are written down, so that they outlive the machine.
+    pub snapshot: Option<PathBuf>,
+    pub snapshot_every: Duration,
 }
 
 #[derive(Clone, PartialEq, Debug)]

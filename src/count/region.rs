@@ -129,6 +129,22 @@ impl<const W: usize> Region<W> {
         self.horizon().load(Ordering::Acquire)
     }
 
+    /// Says that time has passed until then.
+    pub fn raise_horizon(&self, horizon_ms: u64) {
+        // Ordering: acquire and release, see `seat`.
+        self.horizon().fetch_max(horizon_ms, Ordering::AcqRel);
+    }
+
+    /// Writes a word as it was once read there; `false` if there is no such slot.
+    pub fn restore(&self, index: usize, word: Word) -> bool {
+        let slot = self.words.get(index);
+        // Ordering: release, as in `swap`.
+        slot.is_some_and(|slot| {
+            slot.store(word.bits(), Ordering::Release);
+            true
+        })
+    }
+
     /// The two buckets of a key; one and the same where the region has only one.
     fn pair(&self, key: Key) -> [usize; 2] {
         let first = self.first(key);
@@ -245,7 +261,7 @@ impl<const W: usize> Region<W> {
                     // a slow thread that no longer finds the counter that was here does find, in
                     // `confirm`, that its window is over.
                     if old.end_ms() > self.horizon_ms() {
-                        self.horizon().fetch_max(old.end_ms(), Ordering::AcqRel);
+                        self.raise_horizon(old.end_ms());
                     }
                     // Ordering: relaxed; the number only has to differ from recent ones.
                     let nonce = self.nonce().fetch_add(1, Ordering::Relaxed) as u32;

@@ -105,6 +105,16 @@ pub enum Charged {
     Late,
 }
 
+/// What a table knows beside its counters, Unix milliseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Marks {
+    /// The latest end of a window whose counter's slot was given away; of the spill counters, too.
+    pub horizon_ms: u64,
+    pub spill_horizon_ms: u64,
+    /// The latest end of a window that has spill counters.
+    pub spill_end_ms: u64,
+}
+
 /// How many counters there are, and for how many more there is room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Census {
@@ -154,6 +164,11 @@ impl Plan {
         buckets.saturating_mul(self.slots * size_of::<u128>())
     }
 
+    /// Of how many counters it is the plan.
+    pub fn capacity(self) -> usize {
+        self.own.saturating_mul(self.slots) / 2
+    }
+
     pub fn bytes(self) -> usize {
         Plan::WORDS_AT.saturating_add(self.words_bytes(self.own)).saturating_add(self.words_bytes(self.spill))
     }
@@ -192,6 +207,38 @@ impl<const W: usize> Table<W> {
     /// Time that has certainly passed, Unix milliseconds: windows that end by then are closed.
     pub fn horizon_ms(&self) -> u64 {
         self.own.horizon_ms().max(self.spill.horizon_ms())
+    }
+
+    /// What stands beside the counters.
+    pub fn marks(&self) -> Marks {
+        Marks {
+            horizon_ms: self.own.horizon_ms(),
+            spill_horizon_ms: self.spill.horizon_ms(),
+            // Ordering: acquire, as in `spills`.
+            spill_end_ms: self.spill_end().load(Ordering::Acquire),
+        }
+    }
+
+    /// All counters whose window is open, each with its place. They change while this goes on.
+    pub fn open(&self, now_ms: u64) -> impl Iterator<Item = (usize, Word)> + '_ {
+        self.own.words().chain(self.spill.words()).enumerate().filter(move |(_, word)| word.is_live(now_ms))
+    }
+
+    /// Puts back what `marks` told, before anything is charged.
+    pub fn restore_marks(&self, marks: Marks) {
+        self.own.raise_horizon(marks.horizon_ms);
+        self.spill.raise_horizon(marks.spill_horizon_ms);
+        // Ordering: whoever charges was started later.
+        self.spill_end().fetch_max(marks.spill_end_ms, Ordering::AcqRel);
+    }
+
+    /// Puts back a counter that `open` told of a table of the same plan, before anything is charged; `false` if
+    /// there is no such place.
+    pub fn restore(&self, place: usize, word: Word) -> bool {
+        match place.checked_sub(self.own.slots()) {
+            None => self.own.restore(place, word),
+            Some(place) => self.spill.restore(place, word),
+        }
     }
 
     /// Charges that went to a spill counter since the start.

@@ -80,9 +80,8 @@ pub struct Slate {
 }
 
 impl Snapshot {
-    /// `former` is the book of the snapshot before, if there was one.
-    pub fn new(config: Config, seed: Seed, former: Option<&Book>, fleets: Vec<Arc<Fleet>>) -> Arc<Snapshot> {
-        let book = Book::new(&config.rules, seed, former);
+    /// `book` is of the rules of the configuration.
+    pub fn new(config: Config, seed: Seed, book: Book, fleets: Vec<Arc<Fleet>>) -> Arc<Snapshot> {
         let book = Arc::new(book);
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);

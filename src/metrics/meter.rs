@@ -45,11 +45,16 @@ static ACCESS_LOG_LOST: Name =
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
 pub static OVERFLOW: Name =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
+static SNAPSHOTS: Name = counter("transom_counters_snapshots_total", "Snapshots of the counters, by what came of it.");
+static SNAPSHOT_TIME: Name = gauge(
+    "transom_counters_snapshot_timestamp_seconds",
+    "When the latest snapshot of the counters was written, Unix time.",
+);
 static FAULTS: Name = counter("transom_faults_total", "What went wrong with requests, by kind.");
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 26] = [
+pub static NAMES: [&Name; 28] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -72,6 +77,8 @@ pub static NAMES: [&Name; 26] = [
     &TUNNELS,
     &COUNTERS,
     &OVERFLOW,
+    &SNAPSHOTS,
+    &SNAPSHOT_TIME,
     &RELOADS,
     &ACCESS_LOG_LOST,
     &FAULTS,
@@ -367,5 +374,31 @@ impl ReloadMeter {
 
     pub fn refused(&self) {
         self.refused.add(1);
+    }
+}
+
+/// Counts snapshots; there is one, beside the loops.
+#[derive(Debug)]
+pub struct SnapshotMeter {
+    written: Arc<Cell>,
+    failed: Arc<Cell>,
+    latest_s: Arc<Cell>,
+}
+
+impl SnapshotMeter {
+    pub fn new(registry: &Registry) -> SnapshotMeter {
+        let cell = |outcome| registry.cell(&SNAPSHOTS, LoopId::MAX, &[("outcome", outcome)]);
+        let latest_s = registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]);
+        SnapshotMeter { written: cell("written"), failed: cell("failed"), latest_s }
+    }
+
+    pub fn written(&self, now_ms: u64) {
+        self.written.add(1);
+        self.latest_s.sub(self.latest_s.get());
+        self.latest_s.add(now_ms / 1000);
+    }
+
+    pub fn failed(&self) {
+        self.failed.add(1);
     }
 }

@@ -4,7 +4,6 @@
 //! its rules in the order in which they are charged. A decision fills a desk that is reused from
 //! request to request, so it allocates nothing. This file knows neither HTTP nor the clock.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,6 +13,7 @@ use super::limit::Limit;
 use super::terms::{Cost, OnLimit, Rule};
 use super::window::Windows;
 use crate::count::charge::{Charge, Verdict, decide, look};
+use crate::count::ledger::{Way, Ways};
 use crate::count::pace::{Pace, Time};
 use crate::count::queue::{Place, Queue};
 use crate::count::region::Key;
@@ -103,16 +103,6 @@ pub struct Wait {
     pub place: Place,
 }
 
-/// How the layers of one counter read it.
-struct Way {
-    rolls: bool,
-    shards: u32,
-    ahead_most: u64,
-    /// The limit and the capacity of one of them.
-    grants: (u32, u32),
-    differ: bool,
-}
-
 /// All rules, made ready.
 #[derive(Debug, Default)]
 pub struct Book {
@@ -137,9 +127,17 @@ impl Layer {
         }
         charge
     }
-}
 
-impl Layer {
+    fn way(&self) -> Way {
+        Way {
+            rolls: self.course != Course::Plain,
+            shards: self.shards,
+            ahead_most: self.ahead_most,
+            grants: (self.limit, self.capacity),
+            differ: self.differs,
+        }
+    }
+
     /// The most that can be used or owed here.
     pub(super) fn most(&self) -> u64 {
         self.ahead_most.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
@@ -203,27 +201,28 @@ impl Book {
             }
             book.entries.push(entry);
         }
-        book.agree(former);
+        let ways = book.ways();
+        book.agree(&ways);
+        if let Some(former) = former {
+            book.agree(&former.ways());
+        }
         book
     }
 
-    /// Layers of one counter, such as those of a rule's plans, read it in one way: as tokens that roll over
-    /// if they do in one of them, and in as many shards as the most of them have. So does a layer that
-    /// was otherwise in the book before.
-    fn agree(&mut self, former: Option<&Book>) {
-        let mut ways: HashMap<u64, Way> = HashMap::new();
-        let layers = self.entries.iter().chain(former.into_iter().flat_map(|former| &former.entries));
-        for layer in layers.flat_map(|entry| &entry.layers) {
-            let grants = (layer.limit, layer.capacity);
-            let unlike = Way { rolls: false, shards: 1, ahead_most: 0, grants, differ: false };
-            let way = ways.entry(layer.bits).or_insert(unlike);
-            way.ahead_most = layer.ahead_most.max(way.ahead_most);
-            way.rolls |= layer.course != Course::Plain;
-            way.shards = layer.shards.max(way.shards);
-            way.differ |= layer.differs || way.grants != grants;
+    /// How the layers write their counters. Those of one counter, such as those of a rule's plans, do it in one way:
+    /// as tokens that roll over if they do in one of them, and in as many shards as the most of them have.
+    pub fn ways(&self) -> Ways {
+        let mut ways = Ways::default();
+        for layer in self.entries.iter().flat_map(|entry| &entry.layers) {
+            ways.join(layer.bits, layer.way());
         }
+        ways
+    }
+
+    /// Reads counters as they were written, in one of these ways or another.
+    pub fn agree(&mut self, ways: &Ways) {
         for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            let way = &ways[&layer.bits];
+            let Some(way) = ways.get(layer.bits).map(|known| layer.way().join(known)) else { continue };
             if way.rolls && layer.course == Course::Plain {
                 layer.course = Course::Grid(layer.timeline as u32);
             }

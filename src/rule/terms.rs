@@ -132,6 +132,11 @@ impl Rule {
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
     }
 
+    /// Of how many layers its counters can be.
+    pub fn layers_most(&self) -> usize {
+        self.variants().map(<[Limit]>::len).sum()
+    }
+
     pub fn delays(&self) -> bool {
         matches!(self.on_limit, OnLimit::Delay { .. })
     }

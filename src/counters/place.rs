@@ -1,0 +1,142 @@
+//! Where the counters file lies: it is found, made whole, or set aside, by one process at a time.
+//!
+//! Whoever decides holds a lock on `FILE.lock`; whoever uses the file holds a shared lock on it for as long as it
+//! lives, which the kernel takes back from the dead. Nothing here reads what is in the file.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::io::Errno;
+
+/// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
+const MODE: u32 = 0o600;
+const OTHERS_MAY_WRITE: u32 = 0o022;
+
+/// The place, for as long as nobody else decides about it.
+pub struct Place<'p> {
+    path: &'p Path,
+    _lock: File,
+}
+
+/// A file that was found.
+pub struct Existing {
+    pub file: File,
+    pub bytes: u64,
+    /// Another process uses it.
+    pub in_use: bool,
+    /// Its mode, if others may write to it.
+    pub open_to_others: Option<u32>,
+}
+
+impl<'p> Place<'p> {
+    /// Waits for whoever decides at the moment, which takes no longer than making a file does.
+    pub fn enter(path: &'p Path) -> io::Result<Place<'p>> {
+        let lock = options().create(true).open(beside(path, "lock"))?;
+        lock.lock()?;
+        Ok(Place { path, _lock: lock })
+    }
+
+    /// The file, if there is one; an error if there is something else. This process uses it from now on.
+    pub fn existing(&self) -> io::Result<Option<Existing>> {
+        match fs::symlink_metadata(self.path) {
+            // What is no file is not opened: opening may do something.
+            Ok(meta) if !meta.is_file() => return Err(io::Error::other(what_it_is(&meta))),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        let file = options().open(self.path)?;
+        let meta = file.metadata()?;
+        if !meta.is_file() {
+            return Err(io::Error::other(what_it_is(&meta)));
+        }
+        let own = rustix::process::geteuid().as_raw();
+        if meta.uid() != own {
+            return Err(io::Error::other(format!("it belongs to user {}, and this process to user {own}", meta.uid())));
+        }
+        let in_use = match file.try_lock() {
+            Ok(()) => false,
+            Err(TryLockError::WouldBlock) => true,
+            Err(TryLockError::Error(error)) => return Err(error),
+        };
+        file.lock_shared()?;
+        let open_to_others = Some(meta.mode() & 0o7777).filter(|mode| mode & OTHERS_MAY_WRITE != 0);
+        Ok(Some(Existing { file, bytes: meta.len(), in_use, open_to_others }))
+    }
+
+    /// Moves the file out of the way, and tells where it is then.
+    pub fn set_aside(&self) -> io::Result<PathBuf> {
+        let aside = beside(self.path, "old");
+        fs::rename(self.path, &aside)?;
+        Ok(aside)
+    }
+
+    /// Makes a file of zeros that begins with `first`; whatever can be missing later is missing now. It stands
+    /// in its place when it is whole. This process uses it from then on.
+    pub fn create(&self, first: &[u8], bytes: usize) -> io::Result<File> {
+        let path = beside(self.path, "new");
+        // Of a process that was killed while it made one.
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let made = self.make(&path, first, bytes);
+        if made.is_err() {
+            let _ = fs::remove_file(&path);
+        }
+        made
+    }
+
+    fn make(&self, path: &Path, first: &[u8], bytes: usize) -> io::Result<File> {
+        let mut file = options().create_new(true).open(path)?;
+        // Whatever the process's mask is.
+        file.set_permissions(fs::Permissions::from_mode(MODE))?;
+        file.lock_shared()?;
+        reserve(&mut file, bytes as u64)?;
+        file.write_all_at(first, 0)?;
+        fs::rename(path, self.path)?;
+        Ok(file)
+    }
+}
+
+/// Takes all of the room at once: a page for which there is none when it is first written to would end the process.
+fn reserve(file: &mut File, bytes: u64) -> io::Result<()> {
+    match fallocate(&*file, FallocateFlags::empty(), 0, bytes) {
+        // A file system that has no such call.
+        Err(Errno::OPNOTSUPP) => {
+            io::copy(&mut io::Read::take(io::repeat(0), bytes), file)?;
+            file.flush()
+        }
+        reserved => Ok(reserved?),
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(MODE).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+    options
+}
+
+/// A file of the same name and another ending.
+pub fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".");
+    name.push(ending);
+    PathBuf::from(name)
+}
+
+fn what_it_is(meta: &fs::Metadata) -> &'static str {
+    let kind = meta.file_type();
+    if kind.is_dir() {
+        "it is a directory"
+    } else if kind.is_symlink() {
+        "it is a symbolic link, and whoever can change it could have any file written to"
+    } else if kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device() {
+        "it is a device, a pipe or a socket"
+    } else {
+        "it is no regular file"
+    }
+}

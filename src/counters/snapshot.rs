@@ -1,0 +1,255 @@
+//! What is counted, written down: it outlives the machine, where the memory that counters lie in does not.
+//!
+//! | bytes | what, little-endian |
+//! | --- | --- |
+//! | 0..16 | magic |
+//! | 16..24 | version of the layout |
+//! | 24..48 | buckets of counters, buckets of spill counters, slots of a bucket |
+//! | 48..64 | seed of the hashes |
+//! | 64..72 | the time it was written, Unix milliseconds |
+//! | 72..96 | marks of the table |
+//! | 96..112 | how many ways of layers follow, and then how many counters |
+//! | 48 each | ways: layer, whether it rolls, shards, most ahead, grants, whether they differ |
+//! | 24 each | counters whose windows were open: place, word |
+//! | last 32 | SHA-256 of all before |
+//!
+//! It fits a table of the same plan only, in which the places are the same. The file is written whole beside its name
+//! and then moved there, so that there is always a whole one.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::OFlags;
+use sha2::{Digest, Sha256};
+
+use super::Counters;
+use super::place::beside;
+use crate::count::ledger::{Way, Ways};
+use crate::count::table::{Marks, Plan};
+use crate::count::word::{END_MAX_MS, Word};
+use crate::rule::key::Seed;
+
+const MAGIC: [u8; 16] = *b"transom\0snapshot";
+/// As that of the counters file, of which it holds the words.
+const VERSION: u64 = 1;
+const HEAD_NUMBERS: usize = 12;
+const HEAD_BYTES: u64 = 16 + 8 * HEAD_NUMBERS as u64;
+const WAY_NUMBERS: usize = 6;
+const WAY_BYTES: u64 = 8 * WAY_NUMBERS as u64;
+const COUNTER_BYTES: u64 = 24;
+const CHECKSUM_BYTES: u64 = 32;
+
+/// A snapshot that was found whole.
+pub struct Saved {
+    pub seed: Seed,
+    pub time_ms: u64,
+    marks: Marks,
+    ways: u64,
+    counters: u64,
+    file: File,
+}
+
+/// What was written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Written {
+    /// So many counters.
+    Counters(u64),
+    /// Another process is about to write the same.
+    ByAnother,
+}
+
+/// Hashes what passes through.
+struct Summed<T> {
+    inner: T,
+    sum: Sha256,
+}
+
+impl<T> Summed<T> {
+    fn new(inner: T) -> Summed<T> {
+        Summed { inner, sum: Sha256::new() }
+    }
+}
+
+impl<T: Write> Write for Summed<T> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.inner.write(bytes)?;
+        self.sum.update(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+impl<T: Read> Read for Summed<T> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(bytes)?;
+        self.sum.update(&bytes[..read]);
+        Ok(read)
+    }
+}
+
+/// Writes down what is counted at this time.
+pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Written> {
+    let new = beside(path, "new");
+    let file = options().write(true).create(true).mode(0o600).open(&new)?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => return Ok(Written::ByAnother),
+        Err(TryLockError::Error(error)) => return Err(error),
+    }
+    // The one who had the lock may have moved it to its place meanwhile: then it is no longer ours to write.
+    let (own, there) = (file.metadata()?, fs::symlink_metadata(&new));
+    if there.map_or(true, |there| (there.dev(), there.ino()) != (own.dev(), own.ino())) {
+        return Ok(Written::ByAnother);
+    }
+    file.set_len(0)?;
+    // How many there are is known only at the end, so the head is written last.
+    (&file).write_all(&[0; HEAD_BYTES as usize])?;
+    let mut target = BufWriter::new(Summed::new(&file));
+    let ways: Vec<(u64, Way)> = counters.ledger.ways().special().collect();
+    for (bits, way) in &ways {
+        let grants = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
+        let (rolls, shards) = (u64::from(way.rolls), u64::from(way.shards));
+        put(&mut target, &[*bits, rolls, shards, way.ahead_most, grants, u64::from(way.differ)])?;
+    }
+    let mut written = 0;
+    for (place, word) in counters.table.open(now_ms) {
+        let bits = word.bits();
+        put(&mut target, &[place as u64, bits as u64, (bits >> 64) as u64])?;
+        written += 1;
+    }
+    let head = head(counters, now_ms, ways.len() as u64, written);
+    let mut sum = target.into_inner().map_err(io::IntoInnerError::into_error)?.sum;
+    sum.update(&head);
+    (&file).write_all(&sum.finalize())?;
+    file.write_all_at(&head, 0)?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    Ok(Written::Counters(written))
+}
+
+fn head(counters: &Counters, now_ms: u64, ways: u64, written: u64) -> Vec<u8> {
+    let (plan, seed, marks) = (counters.header.plan, counters.seed, counters.table.marks());
+    let mut head = MAGIC.to_vec();
+    let numbers: [u64; HEAD_NUMBERS] = [
+        VERSION,
+        plan.own as u64,
+        plan.spill as u64,
+        plan.slots as u64,
+        seed.0,
+        seed.1,
+        now_ms,
+        marks.horizon_ms,
+        marks.spill_horizon_ms,
+        marks.spill_end_ms,
+        ways,
+        written,
+    ];
+    head.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+    head
+}
+
+/// The snapshot that lies there, if it is whole and fits a table of this plan. What does not is reported.
+pub fn find(path: &Path, plan: Plan) -> Option<Saved> {
+    match read(path, plan) {
+        Ok(saved) => Some(saved),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => {
+            tracing::warn!("the snapshot `{}` is not used: {error}", path.display());
+            None
+        }
+    }
+}
+
+fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
+    let meta = fs::symlink_metadata(path)?;
+    if !meta.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let file = options().open(path)?;
+    let bytes = file.metadata()?.len();
+    let mut head = [0; HEAD_BYTES as usize];
+    (&file).read_exact(&mut head)?;
+    let (magic, numbers) = head.split_at(MAGIC.len());
+    if magic != MAGIC {
+        return Err(io::Error::other("it is no snapshot of counters"));
+    }
+    let mut fields = [0; HEAD_NUMBERS];
+    for (field, bytes) in fields.iter_mut().zip(numbers.as_chunks().0) {
+        *field = u64::from_le_bytes(*bytes);
+    }
+    let [version, own, spill, slots, place, tag, time_ms, horizon_ms, spill_horizon_ms, spill_end_ms, ways, counters] =
+        fields;
+    if version != VERSION {
+        return Err(io::Error::other(format!("its layout is version {version}, and this is version {VERSION}")));
+    }
+    if (own, spill, slots) != (plan.own as u64, plan.spill as u64, plan.slots as u64) {
+        return Err(io::Error::other("it is for another `counters.capacity`"));
+    }
+    let damaged = || io::Error::other("it is damaged");
+    let body = ways.checked_mul(WAY_BYTES).zip(counters.checked_mul(COUNTER_BYTES));
+    let body = body.and_then(|(ways, counters)| ways.checked_add(counters)).ok_or_else(damaged)?;
+    if body.checked_add(HEAD_BYTES + CHECKSUM_BYTES) != Some(bytes) {
+        return Err(damaged());
+    }
+    let mut source = Summed::new((&file).take(body));
+    io::copy(&mut source, &mut io::sink())?;
+    source.sum.update(head);
+    let mut sum = [0; CHECKSUM_BYTES as usize];
+    (&file).read_exact(&mut sum)?;
+    let marks = Marks { horizon_ms, spill_horizon_ms, spill_end_ms };
+    // Time that has passed lies before the time it was written at.
+    if sum != *source.sum.finalize() || time_ms > END_MAX_MS || horizon_ms.max(spill_horizon_ms) > END_MAX_MS {
+        return Err(damaged());
+    }
+    Ok(Saved { seed: Seed(place, tag), time_ms, marks, ways, counters, file })
+}
+
+impl Saved {
+    /// Puts back all of it whose window is still open, and tells how many counters that are.
+    pub fn restore(mut self, counters: &Counters, now_ms: u64) -> io::Result<u64> {
+        self.file.seek(SeekFrom::Start(HEAD_BYTES))?;
+        let mut source = BufReader::new(&self.file);
+        let mut ways = Ways::default();
+        for _ in 0..self.ways {
+            let [bits, rolls, shards, ahead_most, grants, differ] = get(&mut source)?;
+            let grants = ((grants >> 32) as u32, grants as u32);
+            ways.join(bits, Way { rolls: rolls != 0, shards: shards as u32, ahead_most, grants, differ: differ != 0 });
+        }
+        counters.ledger.join(&ways).map_err(|_full| io::Error::other("it is of more layers than there is room for"))?;
+        counters.table.restore_marks(self.marks);
+        let mut restored = 0;
+        for _ in 0..self.counters {
+            let [place, low, high] = get(&mut source)?;
+            let word = Word::from_bits(u128::from(high) << 64 | u128::from(low));
+            if word.is_live(now_ms) && counters.table.restore(place as usize, word) {
+                restored += 1;
+            }
+        }
+        Ok(restored)
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
+    options
+}
+
+fn put(target: &mut impl Write, numbers: &[u64]) -> io::Result<()> {
+    numbers.iter().try_for_each(|number| target.write_all(&number.to_le_bytes()))
+}
+
+fn get<const N: usize>(source: &mut impl Read) -> io::Result<[u64; N]> {
+    let mut numbers = [0; N];
+    for number in &mut numbers {
+        let mut bytes = [0; 8];
+        source.read_exact(&mut bytes)?;
+        *number = u64::from_le_bytes(bytes);
+    }
+    Ok(numbers)
+}
