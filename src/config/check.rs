@@ -217,7 +217,8 @@ fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: 
     let (message, fix) = match duration_ms(word.text) {
         Some(ms) if range.contains(&ms) => return Some(ms),
         Some(ms) if ms > *range.end() => (format!("{} is too long", shown(word.text)), "at most `1d`".to_owned()),
-        Some(_) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
+        Some(0) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
+        Some(_) => (format!("{} is too short", shown(word.text)), format!("at least `{}ms`", range.start())),
         None => {
             let seconds = word.text.parse::<u32>();
             let fix = match seconds {

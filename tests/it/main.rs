@@ -31,6 +31,7 @@ mod clients_websocket;
 mod clock;
 mod connections;
 mod cost;
+mod counters;
 mod decision_api;
 mod delay;
 mod drain;
