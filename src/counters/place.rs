@@ -7,6 +7,8 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use rustix::io::Errno;
@@ -14,6 +16,11 @@ use rustix::io::Errno;
 /// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
 const MODE: u32 = 0o600;
 const OTHERS_MAY_WRITE: u32 = 0o022;
+
+/// How often the lock is tried, and how long it is waited for in between: a minute in all. On a slow disk, making
+/// a large file takes its time.
+const PATIENCE: usize = 3000;
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// The place, for as long as nobody else decides about it.
 pub struct Place<'p> {
@@ -35,8 +42,14 @@ impl<'p> Place<'p> {
     /// Waits for whoever decides at the moment, which takes no longer than making a file does.
     pub fn enter(path: &'p Path) -> io::Result<Place<'p>> {
         let lock = options().create(true).open(beside(path, "lock"))?;
-        lock.lock()?;
-        Ok(Place { path, _lock: lock })
+        for _ in 0..PATIENCE {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Place { path, _lock: lock }),
+                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::TimedOut, "another process holds its `.lock`, and does not come to an end"))
     }
 
     /// The file, if there is one; an error if there is something else. This process uses it from now on.
