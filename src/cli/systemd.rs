@@ -22,7 +22,7 @@ pub fn sockets() -> io::Result<Inherited> {
     for position in 0..handed.len() {
         listeners.extend(handed.take_tcp_listener(position)?);
     }
-    Inherited::new(listeners)
+    Inherited::of_manager(listeners)
 }
 
 /// Tells the service manager what the gateway is at.
