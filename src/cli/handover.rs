@@ -200,7 +200,8 @@ fn receive_all(line: &StdUnixStream) -> io::Result<(Vec<String>, Vec<OwnedFd>)> 
 fn names(text: &[u8]) -> io::Result<Option<Vec<String>>> {
     let text = std::str::from_utf8(text).map_err(|_no_text| not_understood())?;
     let Some((first, rest)) = text.split_once('\n') else { return Ok(None) };
-    let count = first.strip_prefix(GREETING).and_then(|count| count.parse::<usize>().ok()).ok_or_else(not_understood)?;
+    let count =
+        first.strip_prefix(GREETING).and_then(|count| count.parse::<usize>().ok()).ok_or_else(not_understood)?;
     let is_complete = rest.matches('\n').count() == count;
     Ok(is_complete.then(|| rest.lines().map(str::to_owned).collect()))
 }
@@ -223,7 +224,9 @@ mod tests {
         assert!(names(b"transom 1 2\nlisten 127.0.0.1:80\ncou").unwrap().is_none());
         assert_eq!(names(b"transom 1 2\na\nb\n").unwrap().unwrap(), ["a", "b"]);
         assert_eq!(names(b"transom 1 0\n").unwrap().unwrap(), [""; 0]);
-        assert!(names(b"transom 2 1\na\n").is_err() && names(b"GET / HTTP/1.1\r\n").is_err() && names(b"\xff").is_err());
+        assert!(
+            names(b"transom 2 1\na\n").is_err() && names(b"GET / HTTP/1.1\r\n").is_err() && names(b"\xff").is_err()
+        );
     }
 
     #[test]

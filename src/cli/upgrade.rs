@@ -48,7 +48,8 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
         (Some(pid), _) => Ok(pid),
         (None, Some(file)) => {
             let file = beside(&arguments.config, file);
-            pid_file::named(&file).ok_or_else(|| format!("{} names no process: is the gateway running?", file.display()))
+            pid_file::named(&file)
+                .ok_or_else(|| format!("{} names no process: is the gateway running?", file.display()))
         }
         (None, None) => {
             tell!("transom: which process? Give it a `pid_file` in the configuration, or say `--pid PID`");
@@ -87,7 +88,8 @@ fn order(old: u32, limit: Duration) -> Result<String, String> {
     while clock.instant().duration_since(begun) < limit {
         match word.recv(&mut said) {
             Ok(length) => return outcome(old, &String::from_utf8_lossy(&said[..length])),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
             Err(error) => return Err(format!("no word of process {old} can be received: {error}")),
         }
         if test_kill_process(pid) == Err(rustix::io::Errno::SRCH) {

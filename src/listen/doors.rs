@@ -44,12 +44,7 @@ impl Doors {
         Ok(doors)
     }
 
-    fn add(
-        &mut self,
-        address: SocketAddr,
-        https: Option<usize>,
-        inherited: &mut Inherited,
-    ) -> io::Result<SocketAddr> {
+    fn add(&mut self, address: SocketAddr, https: Option<usize>, inherited: &mut Inherited) -> io::Result<SocketAddr> {
         let workers = self.by_loop.len();
         let opened = socket::open(address, workers, inherited)?;
         for socket in &opened.listeners[..opened.queues] {

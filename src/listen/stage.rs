@@ -71,13 +71,7 @@ enum Phase {
 impl Stage {
     /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
     /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
-    pub fn new(
-        timer: Rc<Timer>,
-        drain: Rc<Drain>,
-        head_limit: Duration,
-        body_limit: Duration,
-        rate: u64,
-    ) -> Rc<Stage> {
+    pub fn new(timer: Rc<Timer>, drain: Rc<Drain>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
         timer.arm(head_limit);
         let stage = Stage {
             drain,
