@@ -106,7 +106,7 @@ impl std::error::Error for StartError {
 /// Why a configuration could not be taken over while running.
 #[derive(Debug)]
 pub enum ReloadError {
-    /// A change of this takes a restart.
+    /// A change of this takes a restart, or an upgrade.
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
@@ -115,7 +115,7 @@ pub enum ReloadError {
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart"),
+            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart, or an upgrade"),
             ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
             ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
         }
