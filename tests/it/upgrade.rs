@@ -24,6 +24,11 @@ fn free() -> String {
 
 #[test]
 fn what_is_under_way_is_finished_by_the_old_and_what_comes_is_taken_by_the_new() {
+    // Whoever has not said anything yet may speak either, or only one.
+    ["true", "false"].iter().for_each(|h2c| one_after_the_other(&format!("[http2]\nh2c = {h2c}\n")));
+}
+
+fn one_after_the_other(settings: &str) {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = std::sync::Arc::new(std::sync::Mutex::new(gone));
@@ -36,12 +41,13 @@ fn what_is_under_way_is_finished_by_the_old_and_what_comes_is_taken_by_the_new()
             talk.reply(200, &[], b"at last");
         }
     });
-    let mut dynasty = Dynasty::found(&pass_all(&upstream));
+    let mut dynasty = Dynasty::found(&format!("{}{settings}", pass_all(&upstream)));
     let mut slow = dynasty.first.client();
     slow.send(request("GET", "/slow", &[], b""));
     seen.recv().unwrap();
     let (mut idle, fresh) = (dynasty.first.client(), dynasty.first.client());
     idle.get("/a").expect(200);
+    eventually("all are inside", || dynasty.first.metrics().sum("transom_connections", &[]) == 3);
     let mut scraper = Client::connect(dynasty.first.admin);
     scraper.get("/readyz").expect(200);
 
