@@ -61,7 +61,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             }
         }
         let mut connection = shape.connection(guard, door);
-        match attend(&mut connection, &stage).await {
+        match attend(&mut connection, &stage, &guest).await {
             Ok(End::Tired) => {
                 let parts = connection.into_parts();
                 (guard, door) = (parts.io.into_inner(), parts.service);
@@ -160,14 +160,14 @@ enum End {
 }
 
 /// Lets hyper answer requests.
-async fn attend(connection: &mut Connection, stage: &Stage) -> Result<End, hyper::Error> {
+async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Result<End, hyper::Error> {
     let mut told = false;
     poll_fn(|cx| {
         let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
         if poll.is_pending() && stage.poll_late(cx) {
             return Poll::Ready(Ok(End::Late));
         }
-        if poll.is_pending() && !told && stage.is_tired() {
+        if poll.is_pending() && !told && (stage.is_tired() || guest.poll_released(cx) && stage.is_untouched()) {
             // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
             // closes the connection after that.
             told = true;

@@ -231,6 +231,11 @@ impl Stage {
         self.tired.replace(false)
     }
 
+    /// Whether nothing of a request has come, and none was answered just now.
+    pub fn is_untouched(&self) -> bool {
+        self.phase.get() == Phase::Head && !self.alert.get() && !self.heard.get() && !self.closing.get()
+    }
+
     /// What was answered to a head that never became a request, at the end of the connection.
     pub fn refused(&self) -> Option<Fault> {
         self.refused.take().or_else(|| self.parting.borrow().clone())
