@@ -68,6 +68,8 @@ mod surprises;
 mod tls;
 mod tokens;
 mod unix;
+mod upgrade;
+mod upgrade_load;
 mod upstream_http2;
 mod upstream_tls;
 mod websocket;
