@@ -23,6 +23,26 @@ fn free() -> String {
 }
 
 #[test]
+fn the_new_one_goes_on_counting() {
+    let rule = one_rule("key = \"global\"\nwindows = [{ limit = 5, period = \"1d\", start = \"first-request\" }]");
+    let scratch = Scratch::new();
+    let file = format!("file = \"{}\"", scratch.path().join("counters").display());
+    for settings in ["", file.as_str()] {
+        let toml = |capacity: usize| format!("[counters]\ncapacity = {capacity}\n{settings}\n{rule}");
+        let dynasty = Dynasty::found(&toml(64));
+        let admitted = |requests: usize| (0..requests).filter(|_| dynasty.first.get("/a").status == 200).count();
+        assert_eq!(admitted(2), 2);
+        dynasty.succeed();
+        assert_eq!(admitted(2), 2);
+        // A table that is in use can not have another size.
+        dynasty.rewrite(&toml(1000));
+        dynasty.succeed();
+        dynasty.logged("for another capacity, which is kept");
+        assert_eq!(admitted(9), 1);
+    }
+}
+
+#[test]
 fn what_is_under_way_is_finished_by_the_old_and_what_comes_is_taken_by_the_new() {
     // Whoever has not said anything yet may speak either, or only one.
     ["true", "false"].iter().for_each(|h2c| one_after_the_other(&format!("[http2]\nh2c = {h2c}\n")));

@@ -19,6 +19,8 @@ use crate::world::client::{HOST, request};
 use crate::world::dynasty::{Dynasty, is_alive};
 use crate::world::{DEADLINE, Scratch, eventually};
 
+/// More than is asked for.
+const LIMIT: usize = 1_000_000;
 /// After such a pause the gateway has put a connection to rest.
 const LONG: Duration = Duration::from_secs(2);
 
@@ -164,7 +166,8 @@ fn nobody_notices_ten_upgrades_in_a_row() {
     let log = scratch.path().join("access.log");
     let toml = format!(
         "workers = 2\naccess_log = {{ file = \"{}\" }}\n[upstreams.u]\nbuiltin = \"echo\"\n\
-         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"all\"]\n\
+         [rules.all]\nkey = \"global\"\nwindows = [{{ limit = {LIMIT}, period = \"1d\", start = \"first-request\" }}]\n",
         log.display()
     );
     let mut dynasty = Dynasty::found(&toml);
@@ -214,5 +217,9 @@ fn nobody_notices_ten_upgrades_in_a_row() {
     let lines = || std::fs::read_to_string(&log).unwrap().lines().count();
     eventually("all answers are in the log", || lines() >= answered);
     assert_eq!(lines(), answered);
+    // And whoever answered it, it was counted once.
+    let quota = dynasty.first.get("/a").expect(200).field("ratelimit").unwrap().to_owned();
+    let left = LIMIT - answered - 1;
+    assert!(quota.starts_with(&format!("\"all\";r={left};")), "{answered} answers leave {quota}");
     println!("{answered} answers on {connections} connections");
 }
