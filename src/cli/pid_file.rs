@@ -16,15 +16,18 @@ impl PidFile {
     /// Writes what is to become the file, so that it is known whether it can be written before anybody relies on it.
     pub fn prepare(path: Option<PathBuf>) -> io::Result<PidFile> {
         let file = PidFile { path };
-        if let Some(path) = &file.path {
-            let draft = draft(path);
-            // One that is there was left behind by a process that had this number before.
-            let _ = fs::remove_file(&draft);
-            let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-            let mut text = OpenOptions::new().write(true).create_new(true).open(draft).map_err(named)?;
-            writeln!(text, "{}", process::id()).map_err(named)?;
-        }
+        file.write()?;
         Ok(file)
+    }
+
+    fn write(&self) -> io::Result<()> {
+        let Some(path) = &self.path else { return Ok(()) };
+        let draft = draft(path);
+        // One that is there was left behind by a process that had this number before.
+        let _ = fs::remove_file(&draft);
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let mut text = OpenOptions::new().write(true).create_new(true).open(draft).map_err(named)?;
+        writeln!(text, "{}", process::id()).map_err(named)
     }
 
     /// Says that this process serves.
@@ -34,8 +37,10 @@ impl PidFile {
 
     /// Says so again, if another process has said that it does, and has failed.
     pub fn renew(&self) {
-        let Some(path) = self.path.as_ref().filter(|path| named(path) != Some(process::id())) else { return };
-        if let Err(error) = PidFile::prepare(Some(path.clone())).and_then(|file| file.publish()) {
+        if self.path.as_ref().is_none_or(|path| named(path) == Some(process::id())) {
+            return;
+        }
+        if let Err(error) = self.write().and_then(|()| self.publish()) {
             tracing::warn!(%error, "`pid_file` can not be written");
         }
     }

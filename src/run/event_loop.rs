@@ -59,15 +59,19 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
         let hall = Rc::clone(&hall);
         async move { hall.timers.run().await }
     });
+    let mut patience = None;
     while let Some(order) = inbox.recv().await {
         match order {
-            Order::Open | Order::Release => {}
+            Order::Open => {}
+            // It can come before the drain has begun.
+            Order::Release => patience = Some(Duration::ZERO),
             Order::Adopt(snapshot, terms, access) => {
                 hall.adopt(snapshot, access);
                 lobby.adopt(terms);
             }
             Order::Drain(pace) => {
-                if tokio::time::timeout(pace.limit, drained(&lobby.drain, pace.patience, &mut inbox)).await.is_err() {
+                let drained = drained(&lobby.drain, patience.unwrap_or(pace.patience), &mut inbox);
+                if tokio::time::timeout(pace.limit, drained).await.is_err() {
                     tracing::warn!("requests that did not finish in time were broken off");
                 }
                 break;

@@ -65,18 +65,20 @@ fn one_after_the_other(settings: &str) {
     });
     // Dropped before the upstream, which waits for it.
     let go = go;
-    let mut dynasty = Dynasty::found(&format!("{}{settings}", pass_all(&upstream)));
+    let mut dynasty = Dynasty::found(&format!("workers = 1\n{}{settings}", pass_all(&upstream)));
     let mut slow = dynasty.first.client();
     slow.send(request("GET", "/slow", &[], b""));
     seen.recv().unwrap();
-    let (mut idle, fresh) = (dynasty.first.client(), dynasty.first.client());
+    let (mut idle, fresh, mut probe) = (dynasty.first.client(), dynasty.first.client(), dynasty.first.client());
     idle.get("/a").expect(200);
-    eventually("all are inside", || dynasty.first.metrics().sum("transom_connections", &[]) == 3);
+    probe.get("/a").expect(200);
+    eventually("all are inside", || dynasty.first.metrics().sum("transom_connections", &[]) == 4);
     let mut scraper = Client::connect(dynasty.first.admin);
     scraper.get("/readyz").expect(200);
 
     let new = dynasty.succeed();
     dynasty.logged(&format!("process {new} took over, draining"));
+    eventually("the old one drains", || probe.get("/p").expect(200).field("connection") == Some("close"));
     // A connection is kept until something is asked on it, be it the first time; then the client is sent on.
     for mut client in [idle, fresh, scraper] {
         let target = if client.stream.peer_addr().unwrap() == dynasty.first.admin { "/readyz" } else { "/b" };
@@ -149,27 +151,27 @@ fn an_address_that_is_taken_leaves_the_old_process_serving() {
     dynasty.first.get("/a").expect(200);
 }
 
+/// An upgrade to such a program fails, and says why.
+fn expect_failure(dynasty: &Dynasty, script: &str, why: &str) {
+    let child = dynasty.first.scratch.path().join("child");
+    let _ = fs::remove_file(&child);
+    dynasty.usurp(&format!("echo $$ > {}; {script}", child.display()));
+    let (code, out, err) = dynasty.command();
+    assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
+    assert!(err.contains("the upgrade failed: ") && err.contains(why), "{script}: {err}");
+    // It may have been ended before it could write its number.
+    let child = fs::read_to_string(&child).ok().and_then(|text| text.trim().parse().ok());
+    assert!(child.is_none_or(|pid| !is_alive(pid)), "{script}");
+    dynasty.first.get("/a").expect(200);
+}
+
 #[test]
-fn a_program_that_ends_hangs_or_speaks_of_something_else_leaves_the_old_process_serving() {
-    let dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"300ms\"\n", echo()));
-    let folder = dynasty.first.scratch.path().display().to_string();
-    for (script, why) in [
-        ("exit 7", "exit status: 7"),
-        ("kill -KILL $$", "signal: 9"),
-        (&*format!("echo $$ > {folder}/child; exec sleep 600"), "was not ready within 300ms"),
-        (&*format!("echo $$ > {folder}/child; exec <&-; exec sleep 600"), "does not say that it is ready"),
-        (&*format!("echo $$ > {folder}/child; echo nonsense >&0; exec sleep 600"), "does not say that it is ready"),
-    ] {
-        let _ = fs::remove_file(format!("{folder}/child"));
-        dynasty.usurp(script);
-        let (code, out, err) = dynasty.command();
-        assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
-        assert!(err.contains("the upgrade failed: ") && err.contains(why), "{script}: {err}");
-        if let Ok(child) = fs::read_to_string(format!("{folder}/child")) {
-            assert!(!is_alive(child.trim().parse().unwrap()), "{script}");
-        }
-        dynasty.first.get("/a").expect(200);
-    }
+fn a_program_that_ends_or_speaks_of_something_else_leaves_the_old_process_serving() {
+    let dynasty = Dynasty::found(&echo());
+    expect_failure(&dynasty, "exit 7", "exit status: 7");
+    expect_failure(&dynasty, "kill -KILL $$", "signal: 9");
+    expect_failure(&dynasty, "exec <&-; exec sleep 600", "does not say that it is ready");
+    expect_failure(&dynasty, "echo nonsense >&0; exec sleep 600", "does not say that it is ready");
     fs::remove_file(dynasty.program()).unwrap();
     let (code, _, err) = dynasty.command();
     assert!(code == Some(1) && err.contains("can not be started"), "{err}");
@@ -177,6 +179,12 @@ fn a_program_that_ends_hangs_or_speaks_of_something_else_leaves_the_old_process_
     let (code, out, err) = dynasty.command();
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out, format!("process {} took over from {}\n", dynasty.pid().unwrap(), dynasty.first.id()));
+}
+
+#[test]
+fn a_program_that_hangs_leaves_the_old_process_serving() {
+    let dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"300ms\"\n", echo()));
+    expect_failure(&dynasty, "exec sleep 600", "was not ready within 300ms");
 }
 
 #[test]
