@@ -77,12 +77,7 @@ impl<'p> Place<'p> {
 
     /// Makes a file of zeros that begins with `first`, and lets `fill` write to it; whatever can be missing later is
     /// missing now. It stands in its place when all that is done: who is killed before leaves none there.
-    pub fn create<T>(
-        &self,
-        first: &[u8],
-        bytes: usize,
-        fill: impl FnOnce(File) -> io::Result<T>,
-    ) -> io::Result<T> {
+    pub fn create<T>(&self, first: &[u8], bytes: usize, fill: impl FnOnce(File) -> io::Result<T>) -> io::Result<T> {
         let path = beside(self.path, "new");
         // Of a process that was killed while it made one.
         match fs::remove_file(&path) {

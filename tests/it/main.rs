@@ -49,6 +49,7 @@ mod http2_attacks;
 mod httpbin;
 mod identity;
 mod keys;
+mod kills;
 mod limits;
 mod malformed;
 mod names;
