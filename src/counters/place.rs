@@ -56,7 +56,10 @@ impl<'p> Place<'p> {
         }
         let own = rustix::process::geteuid().as_raw();
         if meta.uid() != own {
-            return Err(io::Error::other(format!("it belongs to user {}, and this process to user {own}", meta.uid())));
+            return Err(io::Error::other(format!(
+                "it belongs to user {}, and this process to user {own}: remove it, or name another",
+                meta.uid()
+            )));
         }
         let in_use = match file.try_lock() {
             Ok(()) => false,
@@ -148,11 +151,11 @@ pub fn beside(path: &Path, ending: &str) -> PathBuf {
 fn what_it_is(meta: &fs::Metadata) -> &'static str {
     let kind = meta.file_type();
     if kind.is_dir() {
-        "it is a directory"
+        "it is a directory: name a file"
     } else if kind.is_symlink() {
-        "it is a symbolic link, and whoever can change it could have any file written to"
+        "it is a symbolic link, and whoever can change it could have any file written to: name the file itself"
     } else if kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device() {
-        "it is a device, a pipe or a socket"
+        "it is a device, a pipe or a socket: name a regular file"
     } else {
         "it is no regular file"
     }

@@ -87,7 +87,9 @@ fn nobody_gets_more_than_the_limit_from_a_gateway_that_is_killed() {
                 let process = start(&toml, &mut starts);
                 load.ask(&[process.http]);
                 thread::sleep(Duration::from_micros(rng.u64(..200_000)));
+                load.ask(&[]);
                 // Dropped, it is killed.
+                drop(process);
             }
         }
     });
@@ -111,8 +113,9 @@ fn two_gateways_on_one_file_count_as_one_though_either_is_killed() {
         load.ask(&both.each_ref().map(|process| process.http));
         for _ in 0..kills {
             thread::sleep(Duration::from_micros(rng.u64(..300_000)));
-            // The one that was there is killed after its successor serves, as often as not.
+            // One is killed when another serves in its place.
             let next = start(&toml, &mut starts);
+            load.ask(&[]);
             both[rng.usize(..2)] = next;
             load.ask(&both.each_ref().map(|process| process.http));
         }

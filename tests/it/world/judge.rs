@@ -80,7 +80,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// From now on these gateways are asked.
+    /// From now on these gateways are asked. If there are none, clients go on with the connections that they have: where
+    /// a gateway is about to be killed, somebody else may soon have its port.
     pub fn ask(&self, addresses: &[SocketAddr]) {
         *self.addresses.write().unwrap() = addresses.to_vec();
     }
@@ -107,7 +108,7 @@ impl Load {
                 let addresses = self.addresses.read().unwrap();
                 (!addresses.is_empty()).then(|| addresses[number % addresses.len()])
             };
-            connection = connection.filter(|(to, _)| Some(*to) == address);
+            connection = connection.filter(|(to, _)| address.is_none_or(|address| address == *to));
             if connection.is_none() {
                 connection = address.and_then(|address| Some((address, connect(address).ok()?)));
             }
