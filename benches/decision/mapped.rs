@@ -118,7 +118,7 @@ pub fn start() {
     for (runner, samples) in runners.iter().zip(&samples) {
         let met = if samples.median() <= START_MS { "met" } else { "missed" };
         let (min, median, max) = (samples.min(), samples.median(), samples.max());
-        println!("| {} | {min:.1} | {median:.1} | {max:.1} | ≤ {START_MS} ms: {met} |", runner.name);
+        println!("| {} | {min:.2} | {median:.2} | {max:.2} | ≤ {START_MS} ms: {met} |", runner.name);
     }
     println!();
 }
