@@ -131,6 +131,10 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
     file.write_all_at(&head, 0)?;
     file.sync_all()?;
     fs::rename(&new, path)?;
+    // Otherwise a power cut may bring back the former one long after.
+    if let Some(folder) = path.parent() {
+        File::open(folder)?.sync_all()?;
+    }
     Ok(Written::Counters(written))
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -241,18 +241,55 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
     assert!(!restored(&[&good[..], &[0]].concat()));
 }
 
+/// How often; few where nobody asked for more.
+fn times(few: usize) -> usize {
+    std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse::<usize>().expect("it is a number") / 10)
+}
+
+/// Counters in every second slot, whose windows last a day.
+fn many(capacity: usize, clock: &Clock) -> Counters {
+    let counters = in_memory(capacity, None, clock);
+    let end_ms = clock.now().unix_ms + 86_400_000;
+    (0..capacity).for_each(|key| _ = counters.table.restore(2 * key, Word::new(1 + key as u64, end_ms, 1)));
+    counters
+}
+
+#[test]
+fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
+    let place = Place::new();
+    let (capacity, clock) = (100_000, Clock::system());
+    snapshot::write(&many(capacity, &clock), &place.snapshot(), clock.now().unix_ms).unwrap();
+    let config = place.scratch.write("gateway.toml", with_listen(&place.toml(capacity)));
+    let (mut rng, mut within) = (Rng::new(), 0);
+    let new = place.scratch.path().join("counters.new");
+    for _ in 0..times(10) {
+        let mut command = Command::new(BINARY);
+        command.arg("--config").arg(&config).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        eventually("a file is made", || new.exists() || place.file().exists());
+        thread::sleep(Duration::from_micros(rng.u64(..200_000)));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        within += u64::from(new.exists());
+        let process = Process::spawn(&place.toml(capacity));
+        drop(process);
+        let bytes = fs::read(place.file()).unwrap();
+        let header = Header::decode(&bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"));
+        let words = bytes[header.table_at()..].as_chunks::<16>().0;
+        let counters = words.iter().filter(|word| Word::from_bits(u128::from_le_bytes(**word)).count() == 1).count();
+        assert_eq!(counters, capacity);
+        fs::remove_file(place.file()).unwrap();
+    }
+    println!("{} kills, {within} of them before the file was in its place", times(10));
+}
+
 #[test]
 fn one_who_is_killed_while_writing_leaves_the_former_snapshot_whole() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
-    let full = in_memory(capacity, None, &clock);
     let now_ms = clock.now().unix_ms;
-    for key in 0..capacity {
-        full.table.restore(2 * key, Word::new(1 + key as u64, now_ms + 86_400_000, 1));
-    }
-    snapshot::write(&full, &place.snapshot(), now_ms).unwrap();
-    let mut rng = Rng::new();
-    let kills = std::env::var("TRANSOM_KILLS").map_or(4, |text| text.parse::<u64>().unwrap() / 10);
+    snapshot::write(&many(capacity, &clock), &place.snapshot(), now_ms).unwrap();
+    let (mut rng, kills) = (Rng::new(), times(4));
     let (mut within, mut latest_ms) = (0, now_ms);
     for _ in 0..kills {
         let process = Process::spawn(&place.toml(capacity));
