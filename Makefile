@@ -3,17 +3,19 @@
 
 MODEL = tests/model/Cargo.toml
 FUZZ_SECONDS = 60
+KILLS = 1000
 # Virtual environments of Python, each with the packages that the file of its name lists.
 PARTS = tests/.parts
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check bench model fuzz parts deny advisories
+.PHONY: help test check bench model kills fuzz parts deny advisories
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
 	@echo "make bench       CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the counting room's models again, with wider bounds"
+	@echo "make kills       the gateway killed KILLS times (1000) under load: nobody gets more than the limit"
 	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
 	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
 
@@ -40,6 +42,10 @@ bench: $(PARTS)/envoy/installed
 
 model:
 	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
+
+# `make test` kills a few times; this says what came of it.
+kills:
+	TRANSOM_KILLS=$(KILLS) cargo test --locked --test it -- kill --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs; both are named where they are missing.
 fuzz:

@@ -1,10 +1,13 @@
 //! What one decision costs, in nanoseconds: Transom's table beside the governor crate, by turns.
 //!
-//! `cargo bench --bench decision` prints three tables: the same two-layer decision on both sides,
-//! what makes Transom's decision dearer or cheaper, and what the width of a counter's word costs.
+//! `cargo bench --bench decision` prints five tables: the same two-layer decision on both sides,
+//! what makes Transom's decision dearer or cheaper, what it costs that counters lie in a file, how long such a file
+//! takes at start, and what the width of a counter's word costs.
 //! No server and no socket is involved; for whole requests there is `beside.py`. A plain `main`
 //! instead of a benchmark framework, because the two sides have to take turns within one run.
 
+#[path = "decision/mapped.rs"]
+mod mapped;
 #[path = "decision/sides.rs"]
 mod sides;
 #[path = "decision/stopwatch.rs"]
@@ -52,6 +55,8 @@ fn main() {
     println!("{}", machine());
     beside_governor(&keys);
     transom_alone(&keys);
+    mapped::beside_the_heap(&keys);
+    mapped::start();
     widths();
 }
 
@@ -218,7 +223,7 @@ fn counting(side: &Transom, key: &IpAddr) -> f64 {
         for _ in 0..KEYS {
             charges.copy_from_slice(&ready);
             assert!(
-                decide(&side.table, black_box(&mut charges), &mut Vec::new(), side.book.time(NOW_MS))
+                decide(&*side.table, black_box(&mut charges), &mut Vec::new(), side.book.time(NOW_MS))
                     == Verdict::Admitted
             );
         }

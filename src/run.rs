@@ -65,7 +65,7 @@ pub struct Gateway {
     https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     counters: Arc<Counters>,
-    /// How often the ways of layers had changed when they were last read.
+    /// The state of the ways of layers when they were last read.
     ways: u64,
     keeper: Option<Keeper>,
     config: Config,
@@ -164,6 +164,9 @@ impl Gateway {
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
         let book = gateway.ready_book(&config, counters.shared).map_err(StartError::Layers)?;
+        if !counters.shared {
+            counters.ledger.settle(gateway.ways);
+        }
         let snapshot = Snapshot::new(config, counters.seed, book, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
@@ -243,6 +246,11 @@ impl Gateway {
     /// Takes over a configuration without dropping a connection or a count. Requests that are under
     /// way finish on the old one.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
+        let others = self.counters.shared || config.counters.file.is_some();
+        self.take_over(config, others)
+    }
+
+    fn take_over(&mut self, config: Config, others: bool) -> Result<(), ReloadError> {
         for (name, same) in [
             ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
             ("`workers`", config.workers == self.config.workers),
@@ -253,7 +261,7 @@ impl Gateway {
             }
         }
         let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
-        let book = self.ready_book(&config, config.counters.file.is_some()).map_err(ReloadError::Layers)?;
+        let book = self.ready_book(&config, others).map_err(ReloadError::Layers)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
@@ -276,8 +284,9 @@ impl Gateway {
 
     /// Reads counters as they are written by now, if another process has rules by which they are written otherwise.
     pub fn heed_others(&mut self) {
-        if self.counters.ledger.changes() != self.ways
-            && let Err(error) = self.reload(self.config.clone())
+        // At once: that other process waits for this one.
+        if self.counters.ledger.state() != self.ways
+            && let Err(error) = self.take_over(self.config.clone(), false)
         {
             tracing::error!("counters are not read as other processes write them: {error}");
         }
@@ -288,11 +297,14 @@ impl Gateway {
     fn ready_book(&mut self, config: &Config, others: bool) -> Result<Book, TooManyLayers> {
         let ledger = &self.counters.ledger;
         let mut book = Book::new(&config.rules, self.counters.seed, self.book.as_deref());
-        let changed = ledger.join(&book.ways()).map_err(|_full| TooManyLayers)?;
-        if changed && others {
+        ledger.join(&book.ways()).map_err(|_full| TooManyLayers)?;
+        let joined = ledger.state();
+        if others && !ledger.is_settled(joined) {
             thread::sleep(NOTICE);
+            ledger.settle(joined);
         }
-        self.ways = ledger.changes();
+        // In this order: what changes in between is noticed next time.
+        self.ways = ledger.state();
         book.agree(&ledger.ways());
         Ok(book)
     }

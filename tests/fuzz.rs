@@ -3,6 +3,8 @@
 
 #[path = "../fuzz/properties/configuration.rs"]
 mod configuration;
+#[path = "../fuzz/properties/counters_file.rs"]
+mod counters_file;
 #[path = "../fuzz/properties/forwarded.rs"]
 mod forwarded;
 #[path = "../fuzz/properties/gate.rs"]
@@ -13,16 +15,20 @@ mod path;
 mod proxy_header;
 
 use fastrand::Rng;
+use transom::count::table::Table;
+use transom::count::word::{END_MAX_MS, Word};
+use transom::counters::header::Header;
+use transom::rule::key::Seed;
 
 /// Gives a property every seed, and many changes of each: bytes flipped, left out, repeated, or taken from
 /// another seed or from `pieces`.
-fn holds(property: fn(&[u8]), seeds: &[&str], pieces: &[&str], rounds: usize) {
+fn holds<T: AsRef<[u8]>>(property: fn(&[u8]), seeds: &[T], pieces: &[&str], rounds: usize) {
     let mut rng = Rng::with_seed(1711);
     for seed in seeds {
-        property(seed.as_bytes());
+        property(seed.as_ref());
     }
     for _ in 0..rounds {
-        let mut bytes = seeds[rng.usize(..seeds.len())].as_bytes().to_vec();
+        let mut bytes = seeds[rng.usize(..seeds.len())].as_ref().to_vec();
         for _ in 0..rng.usize(1..6) {
             let at = rng.usize(..=bytes.len());
             let end = (at + rng.usize(..8)).min(bytes.len());
@@ -34,7 +40,7 @@ fn holds(property: fn(&[u8]), seeds: &[&str], pieces: &[&str], rounds: usize) {
                     bytes.splice(at..at, again);
                 }
                 3 => {
-                    let other = seeds[rng.usize(..seeds.len())].as_bytes();
+                    let other = seeds[rng.usize(..seeds.len())].as_ref();
                     bytes.splice(at..end, other[rng.usize(..=other.len())..].iter().copied());
                 }
                 _ => drop(bytes.splice(at..end, pieces[rng.usize(..pieces.len())].bytes())),
@@ -113,4 +119,18 @@ fn configurations() {
     ];
     let pieces = ["[", "]", "\"", "=", "\n", "{", "}", "'", ",", "[[routes]]\n", "path = ", "#", "\u{e9}", "1_0", "\\"];
     holds(configuration::holds, &seeds, &pieces, 400);
+}
+
+#[test]
+fn counters_files() {
+    let header = Header { plan: Table::plan(64), layers: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
+    // Counters of nobody, some of whose windows are open; 24 bytes each, as in a snapshot.
+    let words = |end_ms: u64| -> Vec<u8> {
+        let word = |n: u64| Word::new(1 << 50 | n, end_ms + n, n as u32).bits();
+        (0u64..9).flat_map(|n| [n.to_le_bytes().to_vec(), word(n).to_le_bytes().to_vec()].concat()).collect()
+    };
+    let seeds =
+        [header.encode().to_vec(), words(1_700_000_100_000), words(END_MAX_MS - 9), vec![0xff; 99], vec![0; 64]];
+    let pieces = ["transom\0cnts", "transom\0snapshot", "\x01\0\0\0\0\0\0\0", "\0\0\0\0", "\x7f\x7f\x7f\x7f\x7f\x7f"];
+    holds(counters_file::holds, &seeds, &pieces, 300);
 }

@@ -6,6 +6,7 @@
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::Duration;
 
 use governor::clock::Clock;
@@ -28,12 +29,17 @@ pub const NOW_MS: u64 = 1_700_000_000_000;
 pub struct Transom {
     pub book: Book,
     pub roster: Roster,
-    pub table: Table,
+    pub table: Arc<Table>,
 }
 
 impl Transom {
     /// `windows` as in the configuration; `capacity` in counters.
     pub fn new(windows: &[&str], capacity: usize) -> Transom {
+        Transom::on(windows, Arc::new(Table::with_capacity(capacity).expect("there is memory")))
+    }
+
+    /// As `new`, counting in this table.
+    pub fn on(windows: &[&str], table: Arc<Table>) -> Transom {
         let rule = {
             let key = vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }];
             let layers = windows.iter().map(|text| Limit::parse(text).expect("a window")).collect();
@@ -41,7 +47,7 @@ impl Transom {
         };
         let book = Book::new(&[rule], SEED, None);
         let roster = book.roster(&[0]);
-        Transom { book, roster, table: Table::with_capacity(capacity).expect("there is memory") }
+        Transom { book, roster, table }
     }
 
     pub fn asker(&self, address: &IpAddr) -> Asker {

@@ -94,6 +94,11 @@ impl Watch {
         Watch { cpu_ns: cpu_ns(), wall: Instant::now() }
     }
 
+    /// Of the world, and not of this thread: what an operator waits for.
+    pub fn waited_ms(&self) -> f64 {
+        self.wall.elapsed().as_secs_f64() * 1000.0
+    }
+
     pub fn elapsed_ns(&self) -> f64 {
         match (self.cpu_ns, cpu_ns()) {
             (Some(before), Some(after)) => (after - before) as f64,

@@ -73,7 +73,7 @@ pub struct Full;
 
 /// The ways of layers in memory that is shared.
 pub struct Ledger {
-    /// First how often it was changed, then the entries, each in half a line.
+    /// First the state that was settled last, then the entries, each in half a line.
     cells: Cells<AtomicU64>,
 }
 
@@ -95,24 +95,42 @@ impl Ledger {
         self.cells.as_chunks().0.iter().skip(1).map(Entry)
     }
 
-    /// How often it was changed.
-    pub fn changes(&self) -> u64 {
-        // Ordering: acquire, so that who sees the number sees the change.
-        self.cells.first().map_or(0, |changes| changes.load(Ordering::Acquire))
+    /// A number that is another one after every change. It is made of what stands there, and not counted beside it:
+    /// who is killed between the two would leave a change that nobody notices.
+    pub fn state(&self) -> u64 {
+        let mut state = 0u64;
+        for Entry(cells) in self.entries() {
+            // Ordering: relaxed; numbers only grow, so who reads them again finds at least what was there now.
+            let mut numbers = cells.each_ref().map(|cell| cell.load(Ordering::Relaxed)).into_iter().peekable();
+            if numbers.peek() == Some(&0) {
+                break;
+            }
+            // Knuth, "The Art of Computer Programming", volume 2: the multiplier of his 64-bit generator.
+            state = numbers.fold(state, |state, number| {
+                (state.rotate_left(23) ^ number).wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1)
+            });
+        }
+        state
     }
 
-    /// Adds ways to those that are there; `true` if that changed any. To be done before a counter is written so.
-    pub fn join(&self, ways: &Ways) -> Result<bool, Full> {
-        let mut changed = false;
+    /// Whether all who count here have been given the time to read the ways of this state.
+    pub fn is_settled(&self, state: u64) -> bool {
+        // Ordering: relaxed; what it says was so for a while.
+        self.cells.first().is_none_or(|settled| settled.load(Ordering::Relaxed) == state)
+    }
+
+    /// Says that they have. Of two who say so at once one may be forgotten: then somebody waits once more.
+    pub fn settle(&self, state: u64) {
+        // Ordering: as above.
+        self.cells.iter().take(1).for_each(|settled| settled.store(state, Ordering::Relaxed));
+    }
+
+    /// Adds ways to those that are there. To be done before a counter is written so.
+    pub fn join(&self, ways: &Ways) -> Result<(), Full> {
         for (bits, way) in ways.special() {
-            let entry = self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?;
-            changed |= entry.join(way);
+            self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?.join(way);
         }
-        if let Some(changes) = self.cells.first().filter(|_| changed) {
-            // Ordering: release, see `changes`.
-            changes.fetch_add(1, Ordering::Release);
-        }
-        Ok(changed)
+        Ok(())
     }
 
     /// All that are there.
@@ -134,23 +152,23 @@ impl Entry<'_> {
         claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
     }
 
-    /// `true` if that changed it.
-    fn join(&self, way: Way) -> bool {
+    fn join(&self, way: Way) {
         let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
         let own = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
-        // Ordering: published by the number of changes.
+        // Ordering: relaxed; each number means something by itself.
         let known = match grants.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_none) => own,
             Err(known) => known,
         };
-        let mut changed = raise(rolls, u64::from(way.rolls));
-        changed |= raise(shards, u64::from(way.shards));
-        changed |= raise(ahead_most, way.ahead_most);
-        changed | raise(differ, u64::from(way.differ || known != own))
+        let raise = |number: &AtomicU64, least: u64| _ = number.fetch_max(least, Ordering::Relaxed);
+        raise(rolls, u64::from(way.rolls));
+        raise(shards, u64::from(way.shards));
+        raise(ahead_most, way.ahead_most);
+        raise(differ, u64::from(way.differ || known != own));
     }
 
     fn read(&self) -> Option<(u64, Way)> {
-        // Ordering: relaxed; who has to see a change has seen the number of changes before.
+        // Ordering: relaxed; see `state`.
         let [bits, rolls, shards, ahead_most, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
         let way = Way {
@@ -162,10 +180,6 @@ impl Entry<'_> {
         };
         (bits != 0).then_some((bits, way))
     }
-}
-
-fn raise(number: &AtomicU64, least: u64) -> bool {
-    number.fetch_max(least, Ordering::Relaxed) < least
 }
 
 #[cfg(test)]
@@ -189,21 +203,39 @@ mod tests {
     #[test]
     fn what_was_written_is_read_and_joined() {
         let ledger = ledger(2);
-        assert_eq!(ledger.ways(), Ways::default());
+        assert_eq!((ledger.ways(), ledger.state()), (Ways::default(), 0));
         let rolling = Way { rolls: true, ..PLAIN };
-        assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(true));
+        assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
         assert_eq!(ledger.ways(), ways(&[(2, rolling)]));
-        assert_eq!((ledger.join(&ways(&[(2, rolling)])), ledger.changes()), (Ok(false), 1));
+        let before = ledger.state();
+        assert_eq!((ledger.join(&ways(&[(2, rolling)])), ledger.state()), (Ok(()), before));
         let split = Way { shards: 4, grants: (6, 6), ..PLAIN };
-        assert_eq!((ledger.join(&ways(&[(2, split)])), ledger.changes()), (Ok(true), 2));
+        assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
+        assert_ne!(ledger.state(), before);
         assert_eq!(ledger.ways().get(2), Some(Way { shards: 4, differ: true, ..rolling }));
+    }
+
+    #[test]
+    fn a_change_is_settled_once_somebody_waited_for_it() {
+        let ledger = ledger(2);
+        assert!(ledger.is_settled(ledger.state()));
+        ledger.join(&ways(&[(2, Way { rolls: true, ..PLAIN })])).unwrap();
+        let rolls = ledger.state();
+        assert!(!ledger.is_settled(rolls));
+        // Whoever joins the same after it waits as well: the first may have been killed meanwhile.
+        ledger.join(&ways(&[(2, Way { rolls: true, ..PLAIN })])).unwrap();
+        assert!(!ledger.is_settled(ledger.state()));
+        ledger.settle(rolls);
+        assert!(ledger.is_settled(ledger.state()));
+        ledger.join(&ways(&[(2, Way { ahead_most: 9, ..PLAIN })])).unwrap();
+        assert!(!ledger.is_settled(ledger.state()));
     }
 
     #[test]
     fn a_full_ledger_says_so() {
         let ledger = ledger(1);
         let rolling = Way { rolls: true, ..PLAIN };
-        assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(true));
+        assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(()));
         assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(Full));
     }
 

@@ -253,7 +253,10 @@ impl Opening<'_> {
         };
         let in_use = existing.in_use;
         let why = match self.fitting(existing) {
-            Ok(counters) => return Ok(counters),
+            Ok(counters) => {
+                place::reserve_holes(counters.descriptor()).map_err(|source| self.failed(source))?;
+                return Ok(counters);
+            }
             Err(why) if in_use => return Err(OpenError::InUse { path: self.path.display().to_string(), why }),
             Err(why) => why,
         };
@@ -292,10 +295,12 @@ impl Opening<'_> {
     fn make(&self, place: &Place) -> io::Result<Counters> {
         let saved = self.config.snapshot.as_deref().and_then(|path| snapshot::find(path, self.fresh.plan));
         let header = saved.as_ref().map_or(self.fresh, |saved| Header { seed: saved.seed, ..self.fresh });
-        let file = place.create(&header.encode(), header.file_bytes())?;
-        let counters = Counters::within(file.into(), header, false)?;
-        counters.restore(saved, self.clock);
-        Ok(counters)
+        // What is not restored to its end must not look as if it were.
+        place.create(&header.encode(), header.file_bytes(), |file| {
+            let counters = Counters::within(file.into(), header, false)?;
+            counters.restore(saved, self.clock);
+            Ok(counters)
+        })
     }
 
     fn failed(&self, source: io::Error) -> OpenError {

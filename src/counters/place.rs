@@ -5,13 +5,14 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, OFlags, fallocate};
-use rustix::io::Errno;
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat};
+use rustix::io::{Errno, retry_on_intr};
 
 /// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
 const MODE: u32 = 0o600;
@@ -68,7 +69,10 @@ impl<'p> Place<'p> {
         }
         let own = rustix::process::geteuid().as_raw();
         if meta.uid() != own {
-            return Err(io::Error::other(format!("it belongs to user {}, and this process to user {own}", meta.uid())));
+            return Err(io::Error::other(format!(
+                "it belongs to user {}, and this process to user {own}: remove it, or name another",
+                meta.uid()
+            )));
         }
         let in_use = match file.try_lock() {
             Ok(()) => false,
@@ -87,42 +91,58 @@ impl<'p> Place<'p> {
         Ok(aside)
     }
 
-    /// Makes a file of zeros that begins with `first`; whatever can be missing later is missing now. It stands
-    /// in its place when it is whole. This process uses it from then on.
-    pub fn create(&self, first: &[u8], bytes: usize) -> io::Result<File> {
+    /// Makes a file of zeros that begins with `first`, and lets `fill` write to it; whatever can be missing later is
+    /// missing now. It stands in its place when all that is done: who is killed before leaves none there.
+    pub fn create<T>(&self, first: &[u8], bytes: usize, fill: impl FnOnce(File) -> io::Result<T>) -> io::Result<T> {
         let path = beside(self.path, "new");
         // Of a process that was killed while it made one.
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let made = self.make(&path, first, bytes);
-        if made.is_err() {
+        let made = make(&path, first, bytes).and_then(fill);
+        let placed = made.and_then(|made| fs::rename(&path, self.path).map(|()| made));
+        if placed.is_err() {
             let _ = fs::remove_file(&path);
         }
-        made
+        placed
     }
+}
 
-    fn make(&self, path: &Path, first: &[u8], bytes: usize) -> io::Result<File> {
-        let mut file = options().create_new(true).open(path)?;
-        // Whatever the process's mask is.
-        file.set_permissions(fs::Permissions::from_mode(MODE))?;
-        file.lock_shared()?;
-        reserve(&mut file, bytes as u64)?;
-        file.write_all_at(first, 0)?;
-        fs::rename(path, self.path)?;
-        Ok(file)
-    }
+/// Makes a file, which this process uses from then on.
+fn make(path: &Path, first: &[u8], bytes: usize) -> io::Result<File> {
+    let mut file = options().create_new(true).open(path)?;
+    // Whatever the process's mask is.
+    file.set_permissions(fs::Permissions::from_mode(MODE))?;
+    file.lock_shared()?;
+    reserve(&mut file, bytes as u64)?;
+    file.write_all_at(first, 0)?;
+    Ok(file)
 }
 
 /// Takes all of the room at once: a page for which there is none when it is first written to would end the process.
 fn reserve(file: &mut File, bytes: u64) -> io::Result<()> {
-    match fallocate(&*file, FallocateFlags::empty(), 0, bytes) {
+    // A signal may come in between.
+    match retry_on_intr(|| fallocate(&*file, FallocateFlags::empty(), 0, bytes)) {
         // A file system that has no such call.
-        Err(Errno::OPNOTSUPP) => {
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
             io::copy(&mut io::Read::take(io::repeat(0), bytes), file)?;
             file.flush()
         }
+        reserved => Ok(reserved?),
+    }
+}
+
+/// Takes the room that a file has not taken yet: one that was copied or lengthened may have holes.
+pub fn reserve_holes(file: BorrowedFd<'_>) -> io::Result<()> {
+    let stat = fstat(file)?;
+    // `st_blocks` is in units of 512 bytes, whatever the file system's own are.
+    if stat.st_blocks.saturating_mul(512) >= stat.st_size {
+        return Ok(());
+    }
+    match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, stat.st_size as u64)) {
+        // One that compresses what is written has no such call, and makes no holes of its own.
+        Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
         reserved => Ok(reserved?),
     }
 }
@@ -144,11 +164,11 @@ pub fn beside(path: &Path, ending: &str) -> PathBuf {
 fn what_it_is(meta: &fs::Metadata) -> &'static str {
     let kind = meta.file_type();
     if kind.is_dir() {
-        "it is a directory"
+        "it is a directory: name a file"
     } else if kind.is_symlink() {
-        "it is a symbolic link, and whoever can change it could have any file written to"
+        "it is a symbolic link, and whoever can change it could have any file written to: name the file itself"
     } else if kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device() {
-        "it is a device, a pipe or a socket"
+        "it is a device, a pipe or a socket: name a regular file"
     } else {
         "it is no regular file"
     }

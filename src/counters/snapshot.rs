@@ -18,7 +18,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use rustix::fs::OFlags;
@@ -106,6 +106,8 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
     if there.map_or(true, |there| (there.dev(), there.ino()) != (own.dev(), own.ino())) {
         return Ok(Written::ByAnother);
     }
+    // It holds the seed of the hashes: whatever it was made with, nobody else may read it.
+    file.set_permissions(fs::Permissions::from_mode(0o600))?;
     file.set_len(0)?;
     // How many there are is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
@@ -129,6 +131,10 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
     file.write_all_at(&head, 0)?;
     file.sync_all()?;
     fs::rename(&new, path)?;
+    // Otherwise a power cut may bring back the former one long after.
+    if let Some(folder) = path.parent() {
+        File::open(folder)?.sync_all()?;
+    }
     Ok(Written::Counters(written))
 }
 

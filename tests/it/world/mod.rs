@@ -5,7 +5,7 @@
 //! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
 //! from Debian and PyPI; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
 //! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
-//! what the gateway says about limits and metrics.
+//! what the gateway says about limits and metrics, `judge` counts who was admitted how often.
 //!
 //! A panic in any thread of a gateway or an upstream fails the test: see `watch`.
 
@@ -16,6 +16,7 @@ pub mod edge;
 pub mod gateway;
 pub mod h2;
 pub mod issuer;
+pub mod judge;
 pub mod notary;
 pub mod page;
 pub mod parts;
@@ -75,9 +76,19 @@ pub struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new() -> Scratch {
+        Scratch::under(std::env::temp_dir())
+    }
+
+    /// In memory, where there is such a file system.
+    pub fn in_memory() -> Scratch {
+        let shared = PathBuf::from("/dev/shm");
+        Scratch::under(if shared.is_dir() { shared } else { std::env::temp_dir() })
+    }
+
+    fn under(folder: PathBuf) -> Scratch {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("transom-it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(name);
+        let path = folder.join(name);
         fs::create_dir_all(&path).unwrap();
         Scratch(path)
     }

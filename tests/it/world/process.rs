@@ -131,6 +131,12 @@ impl Process {
         fs::read_to_string(self.scratch.path().join("stderr")).unwrap()
     }
 
+    /// Waits until it has said this on standard error, and tells all that it said.
+    pub fn says(&self, text: &str) -> String {
+        eventually(&format!("it says `{text}`"), || self.stderr().contains(text));
+        self.stderr()
+    }
+
     /// A number of `/proc/PID/status` in kB, such as `VmHWM`.
     pub fn memory_kb(&self, name: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();

@@ -4,6 +4,8 @@
 
 #[path = "../../../src/count/charge.rs"]
 pub mod charge;
+#[path = "../../../src/count/ledger.rs"]
+pub mod ledger;
 pub mod memory;
 #[path = "../../../src/count/pace.rs"]
 pub mod pace;

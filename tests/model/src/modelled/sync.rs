@@ -26,6 +26,10 @@ impl AtomicU128 {
         stretch(self.0.load(order))
     }
 
+    pub fn store(&self, word: u128, order: Ordering) {
+        self.0.store(squeeze(word), order);
+    }
+
     pub fn compare_exchange(&self, from: u128, to: u128, success: Ordering, failure: Ordering) -> Result<u128, u128> {
         self.0.compare_exchange(squeeze(from), squeeze(to), success, failure).map(stretch).map_err(stretch)
     }

@@ -1,0 +1,124 @@
+//! What it costs that counters lie in a file: per decision, and at start.
+//!
+//! The file lies in `/dev/shm`, as the documentation recommends, or in the folder for temporary files where there is
+//! none. Decisions are timed on one table on the heap, one in a file and one in nameless memory, by turns.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use transom::clock::Clock;
+use transom::config;
+use transom::counters::Counters;
+
+use crate::sides::{NOW_MS, Transom};
+use crate::stopwatch::{Runner, Samples, Watch, in_turn};
+use crate::{CAPACITY, KEYS, ROUNDS, WIDE, pass};
+
+/// More rounds than elsewhere: what is looked for is small.
+const TURNS: usize = 3 * ROUNDS;
+const MOST_PERCENT: f64 = 3.0;
+const START_CAPACITY: usize = 10_000_000;
+const START_MS: f64 = 200.0;
+
+/// A file that is gone afterwards, with what was made beside it.
+struct Place(PathBuf);
+
+impl Place {
+    fn new() -> Place {
+        let shared = Path::new("/dev/shm");
+        let folder = if shared.is_dir() { shared.to_owned() } else { std::env::temp_dir() };
+        Place(folder.join(format!("transom-bench-{}", std::process::id())))
+    }
+
+    fn open(&self, capacity: usize) -> Counters {
+        open(Some(self.0.clone()), capacity)
+    }
+
+    fn remove(&self) {
+        // What is not there need not be removed.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.remove();
+        let mut lock = self.0.clone().into_os_string();
+        lock.push(".lock");
+        let _ = fs::remove_file(lock);
+    }
+}
+
+fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
+    let config = config::Counters { capacity, file, snapshot: None, snapshot_every: Duration::from_secs(5) };
+    Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("there is room")
+}
+
+pub fn beside_the_heap(keys: &[IpAddr]) {
+    println!("### Two layers, table on the heap and mapped, time handed in\n");
+    println!("| decision | heap | file | nameless | file over heap | nameless over heap | target |");
+    println!("| --- | --: | --: | --: | --: | --: | --- |");
+    let place = Place::new();
+    let (file, nameless) = (place.open(CAPACITY), open(None, CAPACITY));
+    let sides = [
+        Transom::new(&WIDE, CAPACITY),
+        Transom::on(&WIDE, file.table.clone()),
+        Transom::on(&WIDE, nameless.table.clone()),
+    ];
+    let hot = vec![keys[0]; KEYS];
+    for (name, threads, keys) in [
+        ("a million keys, 1 thread", 1, keys),
+        ("a million keys, 2 threads", 2, keys),
+        ("one hot key, 1 thread", 1, &hot[..]),
+        ("one hot key, 2 threads", 2, &hot[..]),
+    ] {
+        let runner =
+            |side| Runner::new("", move || pass(threads, keys, |key, desk| Transom::admits(side, key, NOW_MS, desk)));
+        let samples = in_turn(TURNS, &mut sides.each_ref().map(runner));
+        let [heap, file, nameless] = samples.as_slice() else { unreachable!("as many samples as runners") };
+        let percent = |samples: &Samples| (samples.over(heap).median() - 1.0) * 100.0;
+        let met = if percent(file).max(percent(nameless)) <= MOST_PERCENT { "met" } else { "missed" };
+        println!(
+            "| {name} | {:.1} | {:.1} | {:.1} | {:+.1} % | {:+.1} % | ≤ {MOST_PERCENT} %: {met} |",
+            heap.median(),
+            file.median(),
+            nameless.median(),
+            percent(file),
+            percent(nameless),
+        );
+    }
+    println!();
+}
+
+/// How long a start waits for the file.
+pub fn start() {
+    println!("### Opening {START_CAPACITY} counters, milliseconds\n");
+    println!("| counters | min | median | max | target |\n| --- | --: | --: | --: | --- |");
+    let place = Place::new();
+    let timed = |file: Option<PathBuf>| {
+        let watch = Watch::start();
+        let counters = open(file, START_CAPACITY);
+        let ms = watch.waited_ms();
+        drop(counters);
+        ms
+    };
+    let fresh = Runner::new("a file made anew", || {
+        place.remove();
+        timed(Some(place.0.clone()))
+    });
+    let existing = Runner::new("a file that is there", || {
+        drop(place.open(START_CAPACITY));
+        timed(Some(place.0.clone()))
+    });
+    let nameless = Runner::new("nameless memory", || timed(None));
+    let mut runners = [fresh, existing, nameless];
+    let samples = in_turn(ROUNDS, &mut runners);
+    for (runner, samples) in runners.iter().zip(&samples) {
+        let met = if samples.median() <= START_MS { "met" } else { "missed" };
+        let (min, median, max) = (samples.min(), samples.median(), samples.max());
+        println!("| {} | {min:.2} | {median:.2} | {max:.2} | ≤ {START_MS} ms: {met} |", runner.name);
+    }
+    println!();
+}

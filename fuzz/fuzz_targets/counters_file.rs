@@ -1,0 +1,10 @@
+//! See the property of this name.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+#[path = "../properties/counters_file.rs"]
+mod property;
+
+fuzz_target!(|bytes: &[u8]| property::holds(bytes));

@@ -1,0 +1,176 @@
+//! Clients that ask without pause, whoever answers, and count who was admitted how often: the judge of gateways that
+//! are killed.
+//!
+//! An answer counts in a window only if the request was sent and its answer received within it, and well within, for
+//! the gateway's clock may be a little ahead of the client's. So what the judge counts is never too much, and hardly
+//! ever too little. It does not know why an answer stays away.
+
+use std::collections::HashMap;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use fastrand::Rng;
+
+use super::DEADLINE;
+use super::client::request;
+
+/// Keys that are asked with.
+pub const KEYS: u32 = 10_000;
+/// Half of the requests are of these, so that their limits bind.
+const HOT: u32 = 50;
+/// So far the clocks may be apart.
+const MARGIN_MS: u64 = 50;
+
+/// A layer as the judge knows it: so many, in windows of that length since 1970.
+#[derive(Clone, Copy)]
+pub struct Layer {
+    pub limit: u64,
+    pub period_ms: u64,
+}
+
+/// What clients were answered.
+#[derive(Default)]
+pub struct Tally {
+    pub requests: u64,
+    pub admitted: u64,
+    /// By key, position of the layer, and number of the window.
+    by_window: HashMap<(u32, usize, u64), u64>,
+}
+
+impl Tally {
+    fn add(&mut self, other: Tally) {
+        self.requests += other.requests;
+        self.admitted += other.admitted;
+        for (window, admitted) in other.by_window {
+            *self.by_window.entry(window).or_default() += admitted;
+        }
+    }
+
+    fn count(&mut self, layers: &[Layer], key: u32, sent_ms: u64, received_ms: u64) {
+        self.admitted += 1;
+        for (position, layer) in layers.iter().enumerate() {
+            let window = sent_ms.saturating_sub(MARGIN_MS) / layer.period_ms;
+            if window == (received_ms + MARGIN_MS) / layer.period_ms {
+                *self.by_window.entry((key, position, window)).or_default() += 1;
+            }
+        }
+    }
+
+    /// Fails if a key was admitted too often; tells how many keys and windows came to their limit in each layer.
+    pub fn judge(&self, layers: &[Layer]) -> Vec<usize> {
+        let mut full = vec![0; layers.len()];
+        for ((key, layer, window), admitted) in &self.by_window {
+            let limit = layers[*layer].limit;
+            assert!(*admitted <= limit, "key {key} was admitted {admitted} times in window {window} of layer {layer}");
+            full[*layer] += usize::from(*admitted == limit);
+        }
+        full
+    }
+}
+
+/// Where clients find the gateways, and whether they go on.
+#[derive(Default)]
+pub struct Load {
+    addresses: RwLock<Vec<SocketAddr>>,
+    stopped: AtomicBool,
+}
+
+impl Load {
+    /// From now on these gateways are asked. If there are none, clients go on with the connections that they have: where
+    /// a gateway is about to be killed, somebody else may soon have its port.
+    pub fn ask(&self, addresses: &[SocketAddr]) {
+        *self.addresses.write().unwrap() = addresses.to_vec();
+    }
+
+    /// Has four clients ask while `during` is under way, and tells what they were answered.
+    pub fn while_under_way(&self, layers: &[Layer], during: impl FnOnce()) -> Tally {
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..4).map(|number| scope.spawn(move || self.client(number, layers))).collect();
+            // The clients are to end also if it fails.
+            let stop = Stop(self);
+            during();
+            drop(stop);
+            let mut tally = Tally::default();
+            clients.into_iter().for_each(|client| tally.add(client.join().unwrap()));
+            tally
+        })
+    }
+
+    fn client(&self, number: usize, layers: &[Layer]) -> Tally {
+        let (mut tally, mut rng) = (Tally::default(), Rng::new());
+        let mut connection: Option<(SocketAddr, TcpStream)> = None;
+        while !self.stopped.load(Ordering::Relaxed) {
+            let address = {
+                let addresses = self.addresses.read().unwrap();
+                (!addresses.is_empty()).then(|| addresses[number % addresses.len()])
+            };
+            connection = connection.filter(|(to, _)| address.is_none_or(|address| address == *to));
+            if connection.is_none() {
+                connection = address.and_then(|address| Some((address, connect(address).ok()?)));
+            }
+            let Some((_, stream)) = &mut connection else {
+                // It is down at the moment.
+                thread::sleep(Duration::from_millis(1));
+                continue;
+            };
+            let key = if rng.bool() { rng.u32(..HOT) } else { rng.u32(..KEYS) };
+            let sent_ms = now_ms();
+            match ask(stream, key) {
+                Ok(status) => {
+                    tally.requests += 1;
+                    match status {
+                        200 => tally.count(layers, key, sent_ms, now_ms()),
+                        429 => {}
+                        status => panic!("{status}"),
+                    }
+                }
+                Err(_killed) => connection = None,
+            }
+        }
+        tally
+    }
+}
+
+struct Stop<'l>(&'l Load);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.stopped.store(true, Ordering::Relaxed);
+    }
+}
+
+pub fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() as u64
+}
+
+fn connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(DEADLINE))?;
+    Ok(stream)
+}
+
+/// One request, and the status of its answer; an error if the other side ends in between, as one that is killed does.
+fn ask(stream: &mut TcpStream, key: u32) -> io::Result<u16> {
+    stream.write_all(&request("GET", "/a", &[("X-Key", &key.to_string())], b""))?;
+    let (mut head, mut piece) = (Vec::new(), [0; 4096]);
+    loop {
+        let n = stream.read(&mut piece)?;
+        if n == 0 {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        head.extend_from_slice(&piece[..n]);
+        let Some(end) = head.windows(4).position(|four| four == b"\r\n\r\n") else { continue };
+        let text = String::from_utf8_lossy(&head[..end]).to_ascii_lowercase();
+        let length = text.lines().find_map(|line| line.strip_prefix("content-length:")?.trim().parse().ok());
+        let whole = end + 4 + length.unwrap_or(0);
+        if head.len() >= whole {
+            assert_eq!(head.len(), whole, "more than was asked for: {text}");
+            return Ok(text[9..12].parse().unwrap());
+        }
+    }
+}
