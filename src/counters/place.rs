@@ -11,9 +11,12 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat, fstatfs};
 use rustix::io::{Errno, retry_on_intr};
 
+/// How the kernel calls file systems that lie in memory: statfs(2).
+const TMPFS: u32 = 0x0102_1994;
+const RAMFS: u32 = 0x8584_58f6;
 /// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
 const MODE: u32 = 0o600;
 const OTHERS_MAY_WRITE: u32 = 0o022;
@@ -145,6 +148,11 @@ pub fn reserve_holes(file: BorrowedFd<'_>) -> io::Result<()> {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
         reserved => Ok(reserved?),
     }
+}
+
+/// Whether nothing of a file is ever written to a disk, which whoever writes to its memory may have to wait for.
+pub fn lies_in_memory(file: BorrowedFd<'_>) -> bool {
+    fstatfs(file).is_ok_and(|system| [TMPFS, RAMFS].contains(&(system.f_type as u32)))
 }
 
 fn options() -> OpenOptions {
