@@ -70,4 +70,5 @@ mod unix;
 mod upstream_http2;
 mod upstream_tls;
 mod websocket;
+mod websocket_streams;
 mod windows;
