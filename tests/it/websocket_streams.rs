@@ -2,7 +2,8 @@
 //! version. What a client of others sees is checked in tests/parts/stream_client.py.
 
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{Shutdown, TcpListener};
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -286,4 +287,43 @@ fn a_connection_that_changes_over_reaches_a_stream() {
     assert_eq!(inner.0.metrics().sum("transom_tunnels", &[]), 1);
     client.finish();
     client.expect_closed();
+}
+
+#[test]
+fn a_reset_ends_it_even_if_the_upstream_stays() {
+    for code in [CANCEL, 0, 2] {
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = Mutex::new(gone);
+        let upstream = switching(move |talk| {
+            talk.closed();
+            let _ = gone.lock().unwrap().recv();
+        });
+        // Let go of before the upstream is waited for, also if the test fails.
+        let go = go;
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = opened(&gateway);
+        client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+    }
+}
+
+#[test]
+fn a_client_may_send_on_when_the_upstream_has_ended() {
+    let (tell, told) = mpsc::channel();
+    let upstream = switching(move |talk| {
+        talk.send("bye");
+        talk.stream().shutdown(Shutdown::Write).unwrap();
+        tell.send(talk.exactly(4)).unwrap();
+    });
+    let gateway = Gateway::start(&format!("[http2]\nidle = \"100ms\"\n{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    assert_eq!(client.until(DATA).payload, b"bye");
+    while client.next().unwrap().flags & END_STREAM == 0 {}
+    // The time that is taken is what the test is about: this connection is not idle.
+    thread::sleep(Duration::from_millis(500));
+    client.send(frame(PING, 0, 0, b"12345678"));
+    assert_eq!(client.next().unwrap().kind, PING);
+    client.send(frame(DATA, END_STREAM, 1, b"late"));
+    assert_eq!(told.recv().unwrap().as_deref(), Some(&b"late"[..]));
 }
