@@ -78,6 +78,8 @@ pub struct Session {
     is_broken: Cell<bool>,
     /// Somebody works at so many streams.
     attended: Cell<usize>,
+    /// So many of them are tunnels, on which the client may still send when its answer has ended.
+    tunnels: Cell<usize>,
     is_leaving: Cell<bool>,
     phase: Cell<Phase>,
     timer: Rc<Timer>,
@@ -100,6 +102,7 @@ impl Session {
             abuse: Cell::default(),
             is_broken: Cell::default(),
             attended: Cell::default(),
+            tunnels: Cell::default(),
             is_leaving: Cell::default(),
             phase: Cell::new(Phase::Opening),
             timer,
@@ -121,6 +124,17 @@ impl Session {
     pub fn leave(&self) {
         self.attended.set(self.attended.get() - 1);
         self.look(false);
+    }
+
+    /// A stream that somebody works at has become a tunnel.
+    pub fn tunnel_opened(&self) {
+        self.tunnels.set(self.tunnels.get() + 1);
+        self.look(false);
+    }
+
+    /// It is none any more.
+    pub fn tunnel_ended(&self) {
+        self.tunnels.set(self.tunnels.get() - 1);
     }
 
     /// The client has been told that the connection ends.
@@ -160,7 +174,7 @@ impl Session {
         let phase = match () {
             () if !conduct.has_opened() && !self.is_leaving.get() => Phase::Opening,
             () if conduct.is_in_head() => Phase::Head,
-            () if conduct.is_busy() && self.attended.get() > 0 => Phase::Busy,
+            () if conduct.is_busy() && self.attended.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
             () if conduct.is_busy() => Phase::Sending,
             () if self.is_leaving.get() => Phase::Parting,
             () => Phase::Idle,

@@ -38,7 +38,7 @@ static CERTIFICATE_EXPIRY: Name =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
 static HTTP2_ABUSE: Name =
     counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
-static TUNNELS: Name = gauge("transom_tunnels", "Client connections that have changed over to WebSocket.");
+static TUNNELS: Name = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
 static UPGRADES: Name = counter("transom_upgrades_total", "Processes that were to take the place of another.");
 static ACCESS_LOG_LOST: Name =

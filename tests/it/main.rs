@@ -77,4 +77,5 @@ mod upgrade_load;
 mod upstream_http2;
 mod upstream_tls;
 mod websocket;
+mod websocket_streams;
 mod windows;
