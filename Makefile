@@ -56,7 +56,7 @@ fuzz:
 	done
 
 # The servers and programs that tests talk to.
-parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed
+parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/browser/packages
 	tests/parts/debian.sh
 
 $(PARTS)/%/installed: tests/parts/%.txt
@@ -64,6 +64,12 @@ $(PARTS)/%/installed: tests/parts/%.txt
 	rm -rf $(@D)
 	python3 -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+# What drives the browser, by a Node.js of its own.
+$(PARTS)/browser/packages: $(PARTS)/browser/installed tests/parts/browser/package.json tests/parts/browser/package-lock.json
+	cp tests/parts/browser/*.json $(@D)
+	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund --no-update-notifier
 	touch $@
 
 deny:

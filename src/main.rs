@@ -27,6 +27,8 @@ enum Command {
     Run(File),
     /// Say whether a configuration is good, or everything that is wrong with it
     Check(File),
+    /// Have the running gateway replaced by this version, without a gap
+    Upgrade(cli::upgrade::Arguments),
     /// Say who is known by name, and on which plan
     Clients(cli::clients::Arguments),
 }
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
         Command::Check(file) => cli::check::check(&file.config),
+        Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
     };
     match exit {

@@ -2,11 +2,12 @@
 //!
 //! One thread for each event loop, each with a runtime, listeners and connections of its own; the
 //! loops share the counter table and the snapshot. The handle tells them to take over a new
-//! configuration or to drain; signals and files are other rooms' business.
+//! configuration or to drain; signals and files are other rooms' business. `event_loop` is the life of one,
+//! `error` why there is none.
 
-use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,25 +15,24 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use tokio::net::TcpListener;
 use tokio::runtime::{Builder, LocalOptions};
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 
 use crate::access::{Sink, Writer};
-use crate::admin::{self, Office};
+use crate::admin::{self, Doorway, Office};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config};
 use crate::count::word::END_MAX_MS;
+use crate::counters::Counters;
 use crate::counters::keeper::Keeper;
-use crate::counters::{Counters, OpenError};
 use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::http::decision::Counsel;
 use crate::listen::capacity::{Capacity, raise_descriptors};
 use crate::listen::doors::Doors;
 use crate::listen::lobby::{Listener, Lobby, Terms};
-use crate::listen::socket::{self, Inherited};
+use crate::listen::socket::Inherited;
 use crate::metrics::Registry;
 use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter, SnapshotMeter};
 use crate::rule::book::Book;
@@ -40,102 +40,24 @@ use crate::rule::terms::Rule;
 use crate::rule::window::PERIOD_MAX_MS;
 use crate::upstream::fleet::{self, Fleet};
 use crate::upstream::prober;
+use error::{ReloadError, StartError, TooManyLayers};
+use event_loop::{Order, Pace};
 
-/// How often idle upstream connections are looked through.
-const SWEEP: Duration = Duration::from_secs(5);
+pub mod error;
+mod event_loop;
+
+/// How long a gateway that stops waits for requests that are on their way on connections that lie idle. Nobody is let
+/// in meanwhile.
+const LAST_ORDERS: Duration = Duration::from_secs(1);
+/// How long before the end of its time a gateway that has a successor closes the connections that lie idle: enough to
+/// part from them in good order.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 /// Within this every process has noticed that counters are written otherwise than before; they look once a second.
 const NOTICE: Duration = Duration::from_secs(2);
 
 /// How long the end waits for the last lines of the access log.
 const LAST_LINES: Duration = Duration::from_secs(1);
-
-/// Why the gateway could not start.
-#[derive(Debug)]
-pub enum StartError {
-    Listen {
-        address: SocketAddr,
-        source: io::Error,
-    },
-    /// A socket was handed over for an address that is not configured.
-    Inherited(SocketAddr),
-    Tls(rustls::Error),
-    AccessLog(io::Error),
-    Thread(io::Error),
-    Counters(OpenError),
-    Layers(TooManyLayers),
-    /// The clock is where no window can be counted.
-    Clock,
-}
-
-impl fmt::Display for StartError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            StartError::Listen { address, source } if source.kind() == io::ErrorKind::PermissionDenied => {
-                write!(f, "can not listen on `{address}` (ports under 1024 take CAP_NET_BIND_SERVICE)")
-            }
-            StartError::Listen { address, .. } => write!(f, "can not listen on `{address}`"),
-            StartError::Inherited(address) => {
-                write!(f, "a socket was handed over for `{address}`, which is not in `listen`: write it there just so")
-            }
-            StartError::Tls(_) => f.write_str("TLS can not be set up"),
-            StartError::Counters(error) => error.fmt(f),
-            StartError::Layers(error) => error.fmt(f),
-            StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
-            StartError::AccessLog(_) => f.write_str("can not open the access log"),
-            StartError::Thread(_) => f.write_str("can not start an event loop"),
-        }
-    }
-}
-
-impl std::error::Error for StartError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            StartError::Listen { source, .. } => Some(source),
-            StartError::AccessLog(source) | StartError::Thread(source) => Some(source),
-            StartError::Tls(source) => Some(source),
-            StartError::Counters(error) => error.source(),
-            StartError::Inherited(_) | StartError::Layers(_) | StartError::Clock => None,
-        }
-    }
-}
-
-/// Why a configuration could not be taken over while running.
-#[derive(Debug)]
-pub enum ReloadError {
-    /// A change of this takes a restart.
-    NeedsRestart(&'static str),
-    Tls(rustls::Error),
-    AccessLog(io::Error),
-    Layers(TooManyLayers),
-}
-
-/// How their counters are written is kept for as long as the counters are, and there is no room for more.
-#[derive(Debug)]
-pub struct TooManyLayers;
-
-impl fmt::Display for TooManyLayers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("there were too many rules that roll over, wait, reserve or split since counting began: remove `counters.file` and restart")
-    }
-}
-
-impl fmt::Display for ReloadError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart"),
-            ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
-            ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
-            ReloadError::Layers(error) => error.fmt(f),
-        }
-    }
-}
-
-/// What an event loop is told.
-enum Order {
-    Adopt(Arc<Snapshot>, Arc<Terms>, Option<Sink>),
-    Drain(Duration),
-}
 
 /// A running gateway.
 pub struct Gateway {
@@ -150,6 +72,9 @@ pub struct Gateway {
     pub registry: Arc<Registry>,
     ready: Arc<AtomicBool>,
     orders: Vec<UnboundedSender<Order>>,
+    /// All sockets that it listens on, with the addresses as configured: a successor gets them.
+    sockets: Vec<(SocketAddr, StdListener)>,
+    doorway: watch::Sender<Doorway>,
     loops: Vec<JoinHandle<()>>,
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
     /// What holds for new connections.
@@ -173,17 +98,26 @@ pub struct Gateway {
 impl Gateway {
     /// Opens the addresses and starts the loops. It serves when this returns.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
-        Gateway::start_with(config, clock, Inherited::default())
+        let gateway = Gateway::start_with(config, clock, Inherited::default(), None)?;
+        gateway.open();
+        Ok(gateway)
     }
 
-    /// Starts on the sockets that were opened for it, and opens the others.
-    pub fn start_with(config: Config, clock: Clock, mut inherited: Inherited) -> Result<Gateway, StartError> {
+    /// Starts on the sockets that were opened for it, and opens the others. Nothing that can fail is left
+    /// then, and it accepts nothing before it is told to open.
+    /// `counters` are those of the process that it takes over from.
+    pub fn start_with(
+        config: Config,
+        clock: Clock,
+        mut inherited: Inherited,
+        counters: Option<OwnedFd>,
+    ) -> Result<Gateway, StartError> {
         let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
         let layers = config.rules.iter().map(Rule::layers_most).sum();
-        let counters = Counters::open(&config.counters, None, layers, &clock).map_err(StartError::Counters)?;
+        let counters = Counters::open(&config.counters, counters, layers, &clock).map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
         let table = Arc::clone(&counters.table);
         let registry = Arc::new(Registry::default());
@@ -205,6 +139,8 @@ impl Gateway {
             registry: Arc::clone(&registry),
             ready: Arc::clone(&ready),
             orders: Vec::new(),
+            sockets: opened.sockets,
+            doorway: watch::Sender::new(Doorway::Shut),
             loops: Vec::new(),
             office: None,
             counsel: watch::Sender::default(),
@@ -237,7 +173,9 @@ impl Gateway {
         if let Some(address) = admin {
             let counsel = gateway.counsel.subscribe();
             let fleets = gateway.fleets.subscribe();
-            let office = Office { registry, table: Arc::clone(&table), clock: clock.clone(), ready, counsel, fleets };
+            let doorway = gateway.doorway.subscribe();
+            let (table, clock) = (Arc::clone(&table), clock.clone());
+            let office = Office { registry, table, clock, ready, doorway, counsel, fleets };
             gateway.start_office(address, office, &mut inherited)?;
         }
         if let Some(address) = inherited.left_over() {
@@ -255,12 +193,35 @@ impl Gateway {
                     let meter = ListenerMeter::new(&registry, id, &door.address.to_string(), door.https.is_some());
                     (door.socket, Rc::new(Listener::new(Rc::clone(&lobby), meter, door.https)))
                 });
-                run_loop(Rc::clone(&lobby), listeners.collect(), inbox)
+                event_loop::run(Rc::clone(&lobby), listeners.collect(), inbox)
             };
             gateway.loops.push(spawn(format!("loop-{id}"), run)?);
             gateway.orders.push(orders);
         }
         Ok(gateway)
+    }
+
+    /// Lets connections in.
+    pub fn open(&self) {
+        self.tell(|| Order::Open);
+        self.doorway.send_replace(Doorway::Open);
+    }
+
+    /// The sockets that it listens on, with the addresses as configured.
+    pub fn sockets(&self) -> &[(SocketAddr, StdListener)] {
+        &self.sockets
+    }
+
+    /// What the counters lie in, for the process that takes its place.
+    pub fn counters(&self) -> BorrowedFd<'_> {
+        self.counters.descriptor()
+    }
+
+    fn tell(&self, order: impl Fn() -> Order) {
+        for orders in &self.orders {
+            // A loop that is gone has panicked, which was reported then.
+            let _ = orders.send(order());
+        }
     }
 
     /// The addresses it serves, with the ports that were chosen for port 0.
@@ -317,10 +278,7 @@ impl Gateway {
         let snapshot = Snapshot::new(config, self.counters.seed, book, fleets);
         self.book = Some(Arc::clone(&snapshot.book));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
-        for orders in &self.orders {
-            // A loop that is gone has panicked, which was reported then.
-            let _ = orders.send(Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
-        }
+        self.tell(|| Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
         Ok(())
     }
 
@@ -358,11 +316,31 @@ impl Gateway {
 
     /// Stops accepting, lets requests finish for as long as the configuration says, and returns when
     /// the last loop has ended. Readiness goes down first.
-    pub fn drain(mut self) {
+    pub fn drain(self) {
         self.ready.store(false, Ordering::Release);
-        for orders in &self.orders {
-            let _ = orders.send(Order::Drain(self.config.timeouts.drain));
-        }
+        let limit = self.config.timeouts.drain;
+        self.end(Pace { patience: LAST_ORDERS, limit });
+    }
+
+    /// As [`Gateway::drain`], where another process serves on the same sockets already. So nobody misses this one,
+    /// and connections that lie idle are kept for as long as there is time: whoever asks for something on one is
+    /// answered, and comes to the other the next time.
+    pub fn drain_for_successor(self) {
+        self.doorway.send_replace(Doorway::Left);
+        let limit = self.config.timeouts.drain;
+        self.end(Pace { patience: limit.saturating_sub(FAREWELL), limit });
+    }
+
+    /// What makes a drain that has begun let go of connections that lie idle.
+    pub fn release(&self) -> impl Fn() + use<> {
+        let loops = self.orders.clone();
+        move || loops.iter().for_each(|orders| drop(orders.send(Order::Release)))
+    }
+
+    fn end(mut self, pace: Pace) {
+        // As long as one descriptor of a socket is there, clients can connect to it.
+        self.sockets.clear();
+        self.tell(|| Order::Drain(pace));
         for thread in self.loops.drain(..) {
             join(thread);
         }
@@ -413,8 +391,10 @@ impl Gateway {
         inherited: &mut Inherited,
     ) -> Result<(), StartError> {
         let failed = |source| StartError::Listen { address, source };
-        let listener = inherited.take(address).map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
+        let handed = inherited.take(address).into_iter().next();
+        let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
+        self.sockets.push((address, listener.try_clone().map_err(failed)?));
         self.admin = Some(listener.local_addr().map_err(failed)?);
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
@@ -464,45 +444,4 @@ fn join(thread: JoinHandle<()>) {
     if thread.join().is_err() {
         tracing::error!("a thread of the gateway panicked");
     }
-}
-
-/// The life of one event loop.
-async fn run_loop(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, mut inbox: UnboundedReceiver<Order>) {
-    let hall = Rc::clone(&lobby.hall);
-    for (socket, listener) in listeners {
-        match TcpListener::from_std(socket) {
-            Ok(socket) => drop(tokio::task::spawn_local(socket::accept(socket, listener))),
-            Err(error) => tracing::error!(%error, "a listener can not be used"),
-        }
-    }
-    let sweeper = tokio::task::spawn_local({
-        let hall = Rc::clone(&hall);
-        async move {
-            loop {
-                tokio::time::sleep(SWEEP).await;
-                hall.sweep();
-            }
-        }
-    });
-    let ticker = tokio::task::spawn_local({
-        let hall = Rc::clone(&hall);
-        async move { hall.timers.run().await }
-    });
-    while let Some(order) = inbox.recv().await {
-        match order {
-            Order::Adopt(snapshot, terms, access) => {
-                hall.adopt(snapshot, access);
-                lobby.adopt(terms);
-            }
-            Order::Drain(limit) => {
-                lobby.drain.begin();
-                if tokio::time::timeout(limit, lobby.drain.ended()).await.is_err() {
-                    tracing::warn!("requests that did not finish in time were broken off");
-                }
-                break;
-            }
-        }
-    }
-    ticker.abort();
-    sweeper.abort();
 }

@@ -127,6 +127,7 @@ fn everything_is_read_as_written() {
     assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
     assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Keep, ForwardPath::Normalized));
     assert_eq!((config.timeouts.drain.as_millis(), config.timeouts.connect.as_millis()), (0, 250));
+    assert_eq!((config.pid_file, config.timeouts.upgrade.as_secs()), (Some("run/pid".into()), 120));
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };
     let servers: Vec<_> = servers.iter().map(|server| (server.host.as_str(), server.port)).collect();
     assert_eq!(servers, [("127.0.0.1", 9001), ("::1", 9002), ("api.internal", 80)]);

@@ -9,11 +9,14 @@ use std::path::{Path, PathBuf};
 
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
-const ROOMS: [(&str, &[&str]); 18] = [
+const ROOMS: [(&str, &[&str]); 19] = [
     ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run"]),
     (
         "run",
-        &["access", "admin", "clock", "config", "count", "gateway", "http", "listen", "metrics", "rule", "upstream"],
+        &[
+            "access", "admin", "clock", "config", "count", "counters", "gateway", "http", "listen", "metrics", "rule",
+            "upstream",
+        ],
     ),
     ("listen", &["config", "gateway", "http", "interim", "metrics", "rule", "timer", "wire"]),
     (
@@ -23,6 +26,7 @@ const ROOMS: [(&str, &[&str]); 18] = [
     ("admin", &["clock", "count", "http", "metrics", "upstream"]),
     ("upstream", &["clock", "config", "http", "interim", "metrics", "rule", "timer", "wire"]),
     ("access", &["config", "metrics"]),
+    ("counters", &["clock", "config", "count", "metrics", "rule"]),
     ("reload", &[]),
     ("metrics", &[]),
     ("timer", &[]),

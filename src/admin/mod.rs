@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{HOST, HeaderMap, HeaderName, ORIGIN};
-use http::{Method, Request, Response};
+use http::header::{CONNECTION, HOST, HeaderMap, HeaderName, ORIGIN};
+use http::{HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -35,6 +35,16 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const QUESTION_MAX_BYTES: usize = 64 * 1024;
 
+/// Who is let in at the admin address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Doorway {
+    /// Nobody yet.
+    Shut,
+    Open,
+    /// Another process is at the door; whoever is inside is asked to go there the next time.
+    Left,
+}
+
 /// What the admin pages tell of.
 pub struct Office {
     pub registry: Arc<Registry>,
@@ -42,6 +52,7 @@ pub struct Office {
     pub clock: Clock,
     /// Whether new clients should be sent here; down before anything else when the gateway drains.
     pub ready: Arc<AtomicBool>,
+    pub doorway: watch::Receiver<Doorway>,
     /// Who answers the decision API.
     pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
     pub fleets: watch::Receiver<Vec<Arc<Fleet>>>,
@@ -49,9 +60,17 @@ pub struct Office {
 
 /// Serves the admin pages until the task is dropped.
 pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result<()> {
+    let mut doorway = office.doorway.clone();
+    if doorway.wait_for(|doorway| *doorway != Doorway::Shut).await.is_err() {
+        return Ok(());
+    }
     let listener = TcpListener::from_std(listener)?;
     loop {
-        match listener.accept().await {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = doorway.wait_for(|doorway| *doorway == Doorway::Left) => break,
+        };
+        match accepted {
             Ok((stream, _peer)) => {
                 let office = Rc::clone(&office);
                 let service = service_fn(move |request| answer(Rc::clone(&office), request));
@@ -68,6 +87,9 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
             }
         }
     }
+    drop(listener);
+    // Those who are inside are served until the task is dropped.
+    std::future::pending().await
 }
 
 async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -76,9 +98,18 @@ async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Respon
         "/v1/check" => Verb::Check,
         "/v1/reset" => Verb::Reset,
         "/v1/value" => Verb::Value,
-        _ => return Ok(page(&office, &request).map(Full::new)),
+        _ => return Ok(seen_off(&office, page(&office, &request))),
     };
-    Ok(decide(&office, verb, request).await.map(Full::new))
+    let decided = decide(&office, verb, request).await;
+    Ok(seen_off(&office, decided))
+}
+
+/// An answer, which is the last one on its connection if another process is asked from now on.
+fn seen_off(office: &Office, mut reply: Reply) -> Response<Full<Bytes>> {
+    if *office.doorway.borrow() == Doorway::Left {
+        reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    reply.map(Full::new)
 }
 
 /// One question to the decision API.

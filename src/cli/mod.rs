@@ -1,4 +1,7 @@
-//! The commands: `run`, `check` and `clients`.
+//! The commands: `run`, `check`, `upgrade` and `clients`.
+//!
+//! `succession` is the upgrade of a running gateway: `successor` the process that takes its place, `handover` what passes
+//! between the two, `pid_file` says which of them serves.
 
 /// Writes a line to standard output. Where that can not be written to, there is nobody to tell.
 macro_rules! show {
@@ -16,8 +19,13 @@ macro_rules! tell {
 
 pub mod check;
 pub mod clients;
+mod handover;
+mod pid_file;
 pub mod run;
+mod succession;
+mod successor;
 pub mod systemd;
+pub mod upgrade;
 
 use std::cell::RefCell;
 use std::fs::File;

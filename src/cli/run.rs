@@ -1,5 +1,5 @@
-//! `transom run`: serves until it is told to stop; reads the configuration again when told to, or
-//! when a file of it changes.
+//! `transom run`: serves until it is told to stop, or another process serves in its place; reads the configuration
+//! again when told to, or when a file of it changes.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -7,9 +7,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use tokio::runtime::Builder;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::{Exit, read, systemd};
+use super::handover::{Handover, Line};
+use super::pid_file::PidFile;
+use super::succession::{self, Succession};
+use super::successor::Program;
+use super::{Exit, beside, read, systemd};
 use crate::clock::Clock;
 use crate::config::{Config, outlook};
 use crate::metrics::meter::ReloadMeter;
@@ -20,47 +24,60 @@ use crate::run::Gateway;
 const LOOK: Duration = Duration::from_secs(1);
 
 pub fn run(path: &Path) -> Exit {
-    let mut watch = Watch::default();
-    let config = match read(path, &mut watch) {
-        Ok(config) => config,
-        Err(problems) => {
-            tell!("{}", problems.trim_end());
-            return Exit::BadConfig;
-        }
-    };
-    let clock = Clock::system();
-    warn_of_certificates(&config, &clock);
-    let sockets = match systemd::sockets() {
-        Ok(sockets) => sockets,
-        Err(error) => {
-            tell!("transom: can not use the sockets that were handed over: {error}");
-            return Exit::Failed;
-        }
-    };
-    let gateway = match Gateway::start_with(config, clock.clone(), sockets) {
-        Ok(gateway) => gateway,
-        Err(error) => {
-            say(&error);
-            return Exit::Failed;
-        }
-    };
-    let runtime = match Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            say(&error);
-            return Exit::Failed;
-        }
-    };
-    let ended = runtime.block_on(attend(gateway, &clock, path, &mut watch));
-    // A drain that was cut short is not waited for.
-    runtime.shutdown_background();
-    match ended {
+    match serve(path) {
         Ok(()) => Exit::Fine,
-        Err(error) => {
-            say(&error);
+        Err(Failure::Config(problems)) => {
+            tell!("{}", problems.trim_end());
+            Exit::BadConfig
+        }
+        Err(Failure::Start(error)) => {
+            say(error.as_ref());
             Exit::Failed
         }
     }
+}
+
+/// Why it does not serve, or not any more.
+enum Failure {
+    /// Text for the operator.
+    Config(String),
+    Start(Box<dyn Error>),
+}
+
+impl<E: Error + 'static> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        Failure::Start(Box::new(error))
+    }
+}
+
+fn serve(path: &Path) -> Result<(), Failure> {
+    // Before anything can change that it depends on.
+    let program = Program::of_this_process()?;
+    let handover = Handover::receive().map_err(|error| told("can not take over from the process before", &error))?;
+    let mut watch = Watch::default();
+    let config = read(path, &mut watch).map_err(Failure::Config)?;
+    let clock = Clock::system();
+    warn_of_certificates(&config, &clock);
+    let (sockets, counters, place) = match handover {
+        Some(Handover { from, sockets, counters, line }) => (sockets, counters, Some((from, line))),
+        None => {
+            let sockets = systemd::sockets();
+            (sockets.map_err(|error| told("can not use the sockets that were handed over", &error))?, None, None)
+        }
+    };
+    let pid_file = config.pid_file.as_ref().map(|file| beside(path, file));
+    let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
+    let pid_file = PidFile::prepare(pid_file).map_err(|error| told("can not write `pid_file`", &error))?;
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let attendant = Attendant { succession: Succession::new(program, &gateway), gateway, clock, path, watch, pid_file };
+    let ended = runtime.block_on(attendant.attend(place));
+    // A drain that was cut short is not waited for.
+    runtime.shutdown_background();
+    Ok(ended?)
+}
+
+fn told(what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
 /// An error and what it came from, in one line.
@@ -74,77 +91,185 @@ fn say(error: &dyn Error) {
     tell!("transom: {text}");
 }
 
-/// Waits for signals and for changes of the files.
-async fn attend(mut gateway: Gateway, clock: &Clock, path: &Path, watch: &mut Watch) -> io::Result<()> {
-    let meter = ReloadMeter::new(&gateway.registry);
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hangup = signal(SignalKind::hangup())?;
-    // Said only now: whoever reads it may send a signal at once.
-    for address in gateway.http() {
-        tell(&format!("listening on http://{address}"));
+/// Whoever looks after a running gateway.
+struct Attendant<'a> {
+    gateway: Gateway,
+    clock: Clock,
+    path: &'a Path,
+    watch: Watch,
+    pid_file: PidFile,
+    succession: Succession,
+}
+
+/// The signals that a gateway stops or changes by.
+struct Signals {
+    stop: Stop,
+    hangup: Signal,
+    upgrade: Signal,
+}
+
+/// Those that it stops by.
+struct Stop {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        let stop = Stop { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
+        Ok(Signals { stop, hangup: signal(SignalKind::hangup())?, upgrade: signal(SignalKind::user_defined2())? })
     }
-    for address in gateway.https() {
-        tell(&format!("listening on https://{address}"));
-    }
-    if let Some(address) = gateway.admin() {
-        tell(&format!("admin on http://{address}"));
-    }
-    systemd::notify(systemd::READY);
-    loop {
+}
+
+impl Stop {
+    async fn recv(&mut self) {
         tokio::select! {
-            _ = terminate.recv() => break,
-            _ = interrupt.recv() => break,
-            _ = hangup.recv() => {
-                // What is read now need not be read again for having changed.
-                watch.changed();
-                gateway.reopen_access_log();
-                reload(&mut gateway, clock, path, watch, &meter);
-            }
-            () = tokio::time::sleep(LOOK) => {
-                if watch.changed() {
-                    reload(&mut gateway, clock, path, watch, &meter);
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+impl Attendant<'_> {
+    /// Lets connections in, waits for signals and for changes of the files, and drains. `place`: that of the process
+    /// before, which is to be taken.
+    async fn attend(mut self, place: Option<(u32, Line)>) -> io::Result<()> {
+        let mut signals = Signals::new()?;
+        self.open(place)?;
+        let meter = ReloadMeter::new(&self.gateway.registry);
+        let successor = loop {
+            tokio::select! {
+                () = signals.stop.recv() => break None,
+                _ = signals.hangup.recv() => {
+                    // What is read now need not be read again for having changed.
+                    self.watch.changed();
+                    self.gateway.reopen_access_log();
+                    self.reload(&meter);
                 }
-                gateway.heed_others();
+                _ = signals.upgrade.recv() => self.succession.begin(&self.gateway),
+                outcome = self.succession.outcome() => match outcome {
+                    Some(pid) => break Some(pid),
+                    None => self.pid_file.renew(),
+                },
+                () = tokio::time::sleep(LOOK) => {
+                    if self.watch.changed() {
+                        self.reload(&meter);
+                    }
+                    self.gateway.heed_others();
+                }
+            }
+        };
+        match successor {
+            Some(pid) => self.make_way(pid, signals).await,
+            None => self.stop(signals).await,
+        }
+    }
+
+    /// From here on it serves.
+    fn open(&mut self, place: Option<(u32, Line)>) -> io::Result<()> {
+        let Some((from, mut line)) = place else {
+            self.gateway.open();
+            self.pid_file.publish()?;
+            self.greet();
+            return Ok(());
+        };
+        line.ready().map_err(|error| told("the process before has not given up its place", &error))?;
+        self.gateway.open();
+        if let Err(error) = self.pid_file.publish() {
+            tracing::error!(%error, "`pid_file` can not be written");
+        }
+        self.succession.begun_with();
+        line.serving();
+        tracing::info!("took over from process {from}");
+        self.greet();
+        Ok(())
+    }
+
+    /// Says what it listens on: only once whoever reads it may send a signal at once.
+    fn greet(&self) {
+        for address in self.gateway.http() {
+            tell(&format!("listening on http://{address}"));
+        }
+        for address in self.gateway.https() {
+            tell(&format!("listening on https://{address}"));
+        }
+        if let Some(address) = self.gateway.admin() {
+            tell(&format!("admin on http://{address}"));
+        }
+        systemd::notify(systemd::READY);
+    }
+
+    /// Takes over the files as they are now; a bad one leaves everything as it was.
+    fn reload(&mut self, meter: &ReloadMeter) {
+        systemd::notify(systemd::RELOADING);
+        match read(self.path, &mut self.watch) {
+            Ok(config) => match self.gateway.reload(config) {
+                Ok(()) => {
+                    let config = self.gateway.config();
+                    warn_of_certificates(config, &self.clock);
+                    self.pid_file.adopt(config.pid_file.as_ref().map(|file| beside(self.path, file)));
+                    meter.applied();
+                    tracing::info!("the configuration was taken over");
+                }
+                Err(error) => {
+                    meter.refused();
+                    tracing::error!("the running configuration goes on: {error}");
+                }
+            },
+            Err(problems) => {
+                meter.refused();
+                tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
+            }
+        }
+        systemd::notify(systemd::READY);
+    }
+
+    async fn stop(mut self, mut signals: Signals) -> io::Result<()> {
+        if let Some(pid) = self.succession.end().await {
+            return self.make_way(pid, signals).await;
+        }
+        self.pid_file.renew();
+        tracing::info!("draining");
+        systemd::notify(systemd::STOPPING);
+        let gateway = self.gateway;
+        let mut draining = tokio::task::spawn_blocking(move || gateway.drain());
+        loop {
+            tokio::select! {
+                drained = &mut draining => return drained.map_err(io::Error::other),
+                () = signals.stop.recv() => return Err(io::Error::other("told a second time to stop, and did")),
+                _ = signals.upgrade.recv() => succession::decline("it is stopping"),
             }
         }
     }
-    tracing::info!("draining");
-    systemd::notify(systemd::STOPPING);
-    let draining = tokio::task::spawn_blocking(move || gateway.drain());
-    tokio::select! {
-        drained = draining => drained.map_err(io::Error::other),
-        _ = terminate.recv() => Err(io::Error::other("told a second time to stop, and did")),
-        _ = interrupt.recv() => Err(io::Error::other("told a second time to stop, and did")),
+
+    /// Drains while another process serves. To be told to stop concerns that one as well, so it only means that this
+    /// one should be quick about it.
+    async fn make_way(self, pid: u32, mut signals: Signals) -> io::Result<()> {
+        tracing::info!("process {pid} took over, draining");
+        systemd::notify(&systemd::main_pid(pid));
+        succession::report(pid);
+        let gateway = self.gateway;
+        let release = gateway.release();
+        let mut draining = tokio::task::spawn_blocking(move || gateway.drain_for_successor());
+        let mut told = false;
+        loop {
+            tokio::select! {
+                drained = &mut draining => return drained.map_err(io::Error::other),
+                () = signals.stop.recv() => {
+                    if std::mem::replace(&mut told, true) {
+                        return Err(io::Error::other("told a second time to stop, and did"));
+                    }
+                    release();
+                }
+                _ = signals.upgrade.recv() => succession::decline("another process has taken its place"),
+            }
+        }
     }
 }
 
 /// One line for whoever started the gateway; nobody may be listening.
 fn tell(line: &str) {
     let _ = writeln!(io::stdout(), "{line}");
-}
-
-/// Takes over the files as they are now; a bad one leaves everything as it was.
-fn reload(gateway: &mut Gateway, clock: &Clock, path: &Path, watch: &mut Watch, meter: &ReloadMeter) {
-    systemd::notify(systemd::RELOADING);
-    match read(path, watch) {
-        Ok(config) => match gateway.reload(config) {
-            Ok(()) => {
-                warn_of_certificates(gateway.config(), clock);
-                meter.applied();
-                tracing::info!("the configuration was taken over");
-            }
-            Err(error) => {
-                meter.refused();
-                tracing::error!("the running configuration goes on: {error}");
-            }
-        },
-        Err(problems) => {
-            meter.refused();
-            tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
-        }
-    }
-    systemd::notify(systemd::READY);
 }
 
 /// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.

@@ -15,6 +15,11 @@ pub const READY: &str = "READY=1";
 pub const RELOADING: &str = "RELOADING=1";
 pub const STOPPING: &str = "STOPPING=1";
 
+/// Says that another process serves from now on.
+pub fn main_pid(pid: u32) -> String {
+    format!("MAINPID={pid}")
+}
+
 /// The sockets that were handed over to this process. To be asked once.
 pub fn sockets() -> io::Result<Inherited> {
     let mut handed = ListenFd::from_env();
@@ -22,7 +27,7 @@ pub fn sockets() -> io::Result<Inherited> {
     for position in 0..handed.len() {
         listeners.extend(handed.take_tcp_listener(position)?);
     }
-    Inherited::new(listeners)
+    Inherited::of_manager(listeners)
 }
 
 /// Tells the service manager what the gateway is at.

@@ -71,6 +71,7 @@ pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
 
 fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
+    let pid_file = top.get("pid_file").and_then(|item| pid_file(&item, report));
     let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
     let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
     let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
@@ -107,6 +108,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     Config {
         listen,
         workers: workers.map(|workers| workers as usize),
+        pid_file,
         counters,
         timeouts,
         http2,
@@ -173,6 +175,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         upstream_idle: Duration::from_secs(60),
         tunnel: Duration::from_secs(60 * 60),
         drain: Duration::from_secs(30),
+        upgrade: Duration::from_secs(60),
         request: None,
     };
     if let Some(mut table) = section(item, report) {
@@ -183,6 +186,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         timeout(&mut table, "upstream_idle", &mut timeouts.upstream_idle, 1..=DAY_MS, report);
         timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
         timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
+        timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
         table.finish(&[], report);
     }
     timeouts
@@ -217,7 +221,8 @@ fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: 
     let (message, fix) = match duration_ms(word.text) {
         Some(ms) if range.contains(&ms) => return Some(ms),
         Some(ms) if ms > *range.end() => (format!("{} is too long", shown(word.text)), "at most `1d`".to_owned()),
-        Some(_) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
+        Some(0) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
+        Some(_) => (format!("{} is too short", shown(word.text)), format!("at least `{}ms`", range.start())),
         None => {
             let seconds = word.text.parse::<u32>();
             let fix = match seconds {
@@ -229,6 +234,16 @@ fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: 
     };
     report.problem(word.span, message, fix);
     None
+}
+
+fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {
+    let example = "\"/run/transom/pid\"";
+    let path = item.text(example, report)?;
+    if path.text.is_empty() {
+        report.problem(path.span, "`pid_file` is empty", format!("{}, or leave it out", item.write(example)));
+        return None;
+    }
+    Some(PathBuf::from(path.text))
 }
 
 fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {

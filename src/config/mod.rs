@@ -41,6 +41,8 @@ pub struct Config {
     pub listen: Listen,
     /// Event loops; `None`: one per core that the process may run on.
     pub workers: Option<usize>,
+    /// Where the id of the process that serves is written.
+    pub pid_file: Option<PathBuf>,
     pub counters: Counters,
     pub timeouts: Timeouts,
     pub http2: Http2,
@@ -96,6 +98,8 @@ pub struct Timeouts {
     pub tunnel: Duration,
     /// How long requests may take to finish once the gateway is told to stop.
     pub drain: Duration,
+    /// How long a new process may take until it can take the place of this one.
+    pub upgrade: Duration,
     /// From sending a request on to the last byte of its answer, whatever is tried; `None`: as long as it moves.
     pub request: Option<Duration>,
 }

@@ -136,6 +136,12 @@ impl Counters {
         let counters = match (&config.file, handed) {
             (Some(path), handed) => {
                 let counters = Opening { path, config, fresh, clock }.open()?;
+                if !place::lies_in_memory(counters.descriptor()) {
+                    tracing::info!(
+                        "`{}` is on a disk, which whoever counts may have to wait for; it belongs on tmpfs, as /dev/shm is",
+                        path.display()
+                    );
+                }
                 if handed.is_some_and(|handed| !counters.is(&handed)) {
                     tracing::warn!("`counters.file` is another than before, so what was counted before is not known");
                 }

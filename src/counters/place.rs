@@ -8,13 +8,23 @@ use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fstat, fstatfs};
 use rustix::io::{Errno, retry_on_intr};
 
+/// How the kernel calls file systems that lie in memory: statfs(2).
+const TMPFS: u32 = 0x0102_1994;
+const RAMFS: u32 = 0x8584_58f6;
 /// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
 const MODE: u32 = 0o600;
 const OTHERS_MAY_WRITE: u32 = 0o022;
+
+/// How often the lock is tried, and how long it is waited for in between: a minute in all. On a slow disk, making
+/// a large file takes its time.
+const PATIENCE: usize = 3000;
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// The place, for as long as nobody else decides about it.
 pub struct Place<'p> {
@@ -36,8 +46,14 @@ impl<'p> Place<'p> {
     /// Waits for whoever decides at the moment, which takes no longer than making a file does.
     pub fn enter(path: &'p Path) -> io::Result<Place<'p>> {
         let lock = options().create(true).open(beside(path, "lock"))?;
-        lock.lock()?;
-        Ok(Place { path, _lock: lock })
+        for _ in 0..PATIENCE {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Place { path, _lock: lock }),
+                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::TimedOut, "another process holds its `.lock`, and does not come to an end"))
     }
 
     /// The file, if there is one; an error if there is something else. This process uses it from now on.
@@ -132,6 +148,11 @@ pub fn reserve_holes(file: BorrowedFd<'_>) -> io::Result<()> {
         Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
         reserved => Ok(reserved?),
     }
+}
+
+/// Whether nothing of a file is ever written to a disk, which whoever writes to its memory may have to wait for.
+pub fn lies_in_memory(file: BorrowedFd<'_>) -> bool {
+    fstatfs(file).is_ok_and(|system| [TMPFS, RAMFS].contains(&(system.f_type as u32)))
 }
 
 fn options() -> OpenOptions {

@@ -5,7 +5,7 @@
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
-//! `passage` the tunnel behind an answer that opens one.
+//! `opening` the end of a handshake, `passage` the tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
@@ -21,6 +21,7 @@ mod allowance;
 pub mod body;
 pub mod complaints;
 pub mod hall;
+mod opening;
 pub mod passage;
 pub mod passing;
 pub mod record;
@@ -38,6 +39,7 @@ use crate::http::forwarded::Client;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route::Asked;
+use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
@@ -46,7 +48,7 @@ use crate::upstream::inbound::Inbound;
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
-use passage::Passage;
+use opening::{Opening, conclude};
 use passing::Passing;
 use record::Record;
 use settlement::Settlement;
@@ -57,7 +59,8 @@ use turn::Turn;
 enum Decision {
     Forward {
         lane: usize,
-        websocket: bool,
+        /// It asks for a WebSocket.
+        opening: Option<Opening>,
         /// What the choice of a server goes by, where requests that belong together go to one.
         server_key: Option<NonZeroU64>,
         stamp: Stamp,
@@ -95,8 +98,8 @@ pub fn pass(
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
     match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { lane, websocket, server_key, mut stamp, turn, mut settlement, deed }) => {
-            let upload = if websocket {
+        Ok(Decision::Forward { lane, opening, server_key, mut stamp, turn, mut settlement, deed }) => {
+            let upload = if opening.is_some() {
                 Upload::Upgrade
             } else {
                 Upload::new(body).within(|| allowance::bounds(hall, &view.snapshot, lane, dialect))
@@ -116,10 +119,9 @@ pub fn pass(
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
                         }
-                        if websocket && upgrade::is_switch(&answer) {
-                            Box::pin(open(answer, dialect, record, &peer, &view)).await
-                        } else {
-                            finish(answer, record)
+                        match opening {
+                            None => finish(answer, record),
+                            Some(opening) => Box::pin(conclude(answer, opening, dialect, record, &peer, &view)).await,
                         }
                     }
                     Err(fault) => fail(&fault, dialect, record),
@@ -137,28 +139,6 @@ pub fn pass(
 fn fail(fault: &Fault, dialect: Dialect, mut record: Record) -> Response<Body> {
     record.fault(fault);
     finish(dialect.fault(fault).map(Content::from), record)
-}
-
-/// Makes the answer that opens a tunnel, and the tunnel behind it.
-async fn open(
-    answer: Response<Content>,
-    dialect: Dialect,
-    mut record: Record,
-    peer: &Peer,
-    view: &View,
-) -> Response<Body> {
-    record.answer(answer.status().as_u16());
-    let (mut parts, content) = answer.into_parts();
-    let tunnel = match content {
-        Content::Upstream(download) => download.into_tunnel().await,
-        Content::Own(_) => None,
-    };
-    let Some(tunnel) = tunnel else {
-        return fail(&Fault::Upstream("it switched protocols on a shared connection".to_owned()), dialect, record);
-    };
-    upgrade::ask(&mut parts.headers);
-    peer.passage.replace(Some(Passage::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
-    Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
 }
 
 fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
@@ -204,6 +184,10 @@ fn decide(
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
     record.route(lane_index);
+    let route = &snapshot.config.routes[lane_index];
+    if clear.websocket == Some(Way::Connect) && !route.websocket {
+        return Err(Fault::NO_WEBSOCKET);
+    }
     let action = snapshot.action_of(lane);
     allowance::admit(snapshot, action, visitor.body_bytes)?;
 
@@ -237,16 +221,17 @@ fn decide(
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
     let server_key = affinity.and_then(|affinity| affinity.of(&caller));
-    let (marks, route) = (clear.marks, &snapshot.config.routes[lane_index]);
+    let marks = clear.marks;
     let takes_upgrades = || view.targets.get(route.upstream).is_some_and(Target::takes_upgrades);
-    let websocket = clear.websocket && route.websocket && takes_upgrades();
+    let opening = Opening::of(clear.websocket, || route.websocket && takes_upgrades())?;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
     let target = deed.as_mut().and_then(|deed| deed.path.take()).or(normalized);
     make_ready(parts, snapshot, visitor, marks, deed.as_deref_mut(), target)?;
-    if websocket {
+    if let Some(opening) = &opening {
         upgrade::ask(&mut parts.headers);
+        opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
     }
-    Ok(Decision::Forward { lane: lane_index, websocket, server_key, stamp, turn, settlement, deed })
+    Ok(Decision::Forward { lane: lane_index, opening, server_key, stamp, turn, settlement, deed })
 }
 
 /// Makes the head ready for the upstream; `path` is the one that goes there, if it is not the client's.

@@ -23,17 +23,23 @@ impl Passage {
         Passage { tunnel, record, limit }
     }
 
-    /// Passes bytes until the tunnel has ended. `early` is what the client sent before the answer.
-    pub async fn open(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) {
+    /// Passes bytes until the tunnel has ended; `false` if one side broke it off. `early` is what the client sent
+    /// before the answer.
+    pub async fn open(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) -> bool {
         let Passage { tunnel, mut record, limit } = self;
         record.tunnel_opened();
         // Told when it is dropped, as when the loop ends with tunnels still open.
         let told = Told { toll: Toll::default(), record: &mut record };
         match tunnel.run(client, early, limit, timer, &told.toll).await {
-            End::Finished | End::BrokenByClient => {}
-            End::Silent => told.record.tunnel_broke("the tunnel was silent for too long"),
+            End::Finished => return true,
+            End::Silent => {
+                told.record.tunnel_broke("the tunnel was silent for too long");
+                return true;
+            }
+            End::BrokenByClient => {}
             End::BrokenByUpstream => told.record.tunnel_broke("the upstream server broke off the tunnel"),
         }
+        false
     }
 }
 

@@ -42,6 +42,8 @@ pub enum Fault {
     Crowded,
     /// CONNECT and TRACE.
     Method,
+    /// CONNECT for a protocol that is not served, or not here.
+    Protocol(&'static str),
     Expectation,
     NoRoute,
     /// A rule's key has a part that the request lacks.
@@ -89,11 +91,13 @@ pub enum Fault {
 impl Fault {
     /// The head may give two ends to the body.
     pub const DOUBTFUL_LENGTH: Fault = Fault::Framing("both Transfer-Encoding and Content-Length are given");
+    pub const UNKNOWN_PROTOCOL: Fault = Fault::Protocol("the only protocol that CONNECT opens here is `websocket`");
+    pub const NO_WEBSOCKET: Fault = Fault::Protocol("no WebSocket is served here");
     /// Others may not take it for the end of a line.
     pub const BARE_LINE_FEED: Fault = Fault::Framing("a line of the head ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
-    pub const KINDS: [&str; 30] = [
+    pub const KINDS: [&str; 31] = [
         "target",
         "host",
         "path",
@@ -124,6 +128,7 @@ impl Fault {
         "crowded",
         "request_timeout",
         "overloaded",
+        "protocol",
     ];
 
     /// The position of its name among [`Fault::KINDS`].
@@ -159,6 +164,7 @@ impl Fault {
             Fault::Crowded => 27,
             Fault::RequestTimeout => 28,
             Fault::Overloaded => 29,
+            Fault::Protocol(_) => 30,
         }
     }
 
@@ -176,6 +182,7 @@ impl Fault {
             | Fault::Cleartext
             | Fault::Crowded
             | Fault::Method
+            | Fault::Protocol(_)
             | Fault::Expectation
             | Fault::NoRoute
             | Fault::KeyMissing { .. }
@@ -222,6 +229,7 @@ impl Fault {
             | Fault::Stalled
             | Fault::Panic => true,
             Fault::NoRoute
+            | Fault::Protocol(_)
             | Fault::KeyMissing { .. }
             | Fault::Token(_)
             | Fault::Connect(_)
@@ -256,9 +264,8 @@ impl fmt::Display for Fault {
     /// For the client: nothing about the inside, such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::Target(why) | Fault::Host(why) | Fault::Path(why) | Fault::Query(why) | Fault::Framing(why) => {
-                f.write_str(why)
-            }
+            Fault::Target(why) | Fault::Host(why) | Fault::Path(why) | Fault::Query(why) => f.write_str(why),
+            Fault::Framing(why) | Fault::Protocol(why) => f.write_str(why),
             Fault::HeadTooLarge => f.write_str("the head of the request is too large"),
             Fault::TargetTooLong => f.write_str("the request target is too long"),
             Fault::Malformed => f.write_str("the request is not well-formed HTTP"),

@@ -13,7 +13,7 @@ use http::{Method, Version};
 
 use super::fault::Fault;
 use super::fields::Marks;
-use super::upgrade;
+use super::upgrade::{self, Way};
 use crate::config::byte_set;
 
 /// What the gate found out on the way.
@@ -23,14 +23,15 @@ pub struct Clear<'a> {
     pub host: Cow<'a, str>,
     /// Which fields need attention when the request is forwarded.
     pub marks: Marks,
-    /// Whether it asks for a WebSocket.
-    pub websocket: bool,
+    /// How it asks for a WebSocket, if it does.
+    pub websocket: Option<Way>,
 }
 
 /// Lets a request pass, or says what is wrong with it.
 pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if parts.method == Method::CONNECT || parts.method == Method::TRACE {
-        return Err(Fault::Method);
+        let is_extended = parts.method == Method::CONNECT && upgrade::is_extended(parts);
+        return Err(if is_extended { Fault::UNKNOWN_PROTOCOL } else { Fault::Method });
     }
     if !is_clear_method(parts.method.as_str()) {
         return Err(Fault::Malformed);
@@ -42,7 +43,7 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if marks.has(Marks::EXPECT) {
         expectation(&parts.headers)?;
     }
-    let websocket = marks.has(Marks::UPGRADE) && upgrade::is_wanted(parts)?;
+    let websocket = upgrade::way(parts, marks.has(Marks::UPGRADE))?;
     let host = host_field(parts)?;
     target(parts, host.map(|host| host.authority))?;
     // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.

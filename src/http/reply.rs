@@ -6,7 +6,7 @@
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
-use http::{Response, StatusCode, Version};
+use http::{Method, Response, StatusCode, Version};
 
 use super::decision::Unanswered;
 use super::fault::Fault;
@@ -207,6 +207,7 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::HeadTimeout | Fault::BodyTimeout | Fault::BodyTooSlow | Fault::Stalled => StatusCode::REQUEST_TIMEOUT,
         Fault::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
         Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
+        Fault::Protocol(_) => StatusCode::NOT_IMPLEMENTED,
         Fault::Expectation => StatusCode::EXPECTATION_FAILED,
         Fault::NoRoute => StatusCode::NOT_FOUND,
         Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
@@ -226,9 +227,10 @@ pub enum Dialect {
 
 impl Dialect {
     pub fn of(parts: &Parts) -> Dialect {
-        // gRPC is spoken over HTTP/2 only.
-        let content_type =
-            (parts.version == Version::HTTP_2).then(|| parts.headers.get(header::CONTENT_TYPE)).flatten();
+        // gRPC is spoken over HTTP/2 only, and by POST. CONNECT would take its 200 for an open tunnel.
+        let content_type = (parts.version == Version::HTTP_2 && parts.method == Method::POST)
+            .then(|| parts.headers.get(header::CONTENT_TYPE))
+            .flatten();
         let is_grpc = content_type.is_some_and(|value| {
             let rest = value.as_bytes().strip_prefix(b"application/grpc");
             rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))

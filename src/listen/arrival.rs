@@ -37,7 +37,7 @@ use crate::wire::Wire;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
 const HANDSHAKE: u8 = 22;
-/// How long a connection may still take to say what it wants once the gateway drains.
+/// How long a connection may still take to say what it wants once it is let go.
 const LAST_ORDERS: Duration = Duration::from_secs(1);
 
 /// Why a connection ends before its first request.
@@ -204,7 +204,7 @@ async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
     }
 }
 
-/// Waits for something no longer than for so long, and not much longer once the gateway drains.
+/// Waits for something no longer than for so long, and not much longer once the connection is let go.
 async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: impl Future<Output = T>) -> Option<T> {
     timer.arm(limit);
     let mut waited_for = pin!(waited_for);
@@ -213,7 +213,7 @@ async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: im
         if let Poll::Ready(done) = waited_for.as_mut().poll(cx) {
             return Poll::Ready(Some(done));
         }
-        if !told && guest.poll_begun(cx) {
+        if !told && guest.poll_released(cx) {
             told = true;
             timer.arm(limit.min(LAST_ORDERS));
         }

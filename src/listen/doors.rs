@@ -13,6 +13,8 @@ pub struct Doors {
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
     pub by_loop: Vec<Vec<Door>>,
+    /// Every queue once, with its address as configured, to be handed to a successor.
+    pub sockets: Vec<(SocketAddr, TcpListener)>,
 }
 
 /// A socket on which one loop accepts.
@@ -28,31 +30,30 @@ impl Doors {
     /// Opens them for so many loops, but for those that were `inherited`. An error tells the address.
     pub fn open(listen: &Listen, workers: usize, inherited: &mut Inherited) -> Result<Doors, (SocketAddr, io::Error)> {
         let by_loop = (0..workers).map(|_| Vec::new()).collect();
-        let mut doors = Doors { http: Vec::new(), https: Vec::new(), by_loop };
+        let mut doors = Doors { http: Vec::new(), https: Vec::new(), by_loop, sockets: Vec::new() };
         for address in &listen.http {
-            let chosen = doors.add(*address, None, inherited)?;
+            let chosen = doors.add(*address, None, inherited).map_err(|source| (*address, source))?;
             doors.http.push(chosen);
         }
         for (position, https) in listen.https.iter().enumerate() {
             for address in &https.addresses {
-                let chosen = doors.add(*address, Some(position), inherited)?;
+                let chosen = doors.add(*address, Some(position), inherited).map_err(|source| (*address, source))?;
                 doors.https.push(chosen);
             }
         }
         Ok(doors)
     }
 
-    fn add(
-        &mut self,
-        address: SocketAddr,
-        https: Option<usize>,
-        inherited: &mut Inherited,
-    ) -> Result<SocketAddr, (SocketAddr, io::Error)> {
-        let opened = socket::open(address, self.by_loop.len(), inherited);
-        let (chosen, sockets) = opened.map_err(|source| (address, source))?;
-        for (doors, socket) in self.by_loop.iter_mut().zip(sockets) {
-            doors.push(Door { socket, address, https });
+    fn add(&mut self, address: SocketAddr, https: Option<usize>, inherited: &mut Inherited) -> io::Result<SocketAddr> {
+        let workers = self.by_loop.len();
+        let opened = socket::open(address, workers, inherited)?;
+        for socket in &opened.listeners[..opened.queues] {
+            self.sockets.push((address, socket.try_clone()?));
         }
-        Ok(chosen)
+        // A loop may get several: there may have been more loops when they were opened.
+        for (position, socket) in opened.listeners.into_iter().enumerate() {
+            self.by_loop[position % workers].push(Door { socket, address, https });
+        }
+        Ok(opened.address)
     }
 }

@@ -39,7 +39,12 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits, budget);
     let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
-    let connection = http2::Builder::new(streams.clone())
+    let mut builder = http2::Builder::new(streams.clone());
+    if view.snapshot.config.routes.iter().any(|route| route.websocket) {
+        // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
+        builder.enable_connect_protocol();
+    }
+    let connection = builder
         .timer(TokioTimer::new())
         .max_concurrent_streams(http2.max_concurrent_streams)
         // Streams that are refused because there are too many count as well.

@@ -5,8 +5,8 @@
 //! stands between hyper and a client's socket, `stage` is what both sides of hyper know, `head` keeps what only the bytes of a head tell, and `chunks` finds where a
 //! body before it ends; `drain` ends the connections of a loop.
 //!
-//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it; `session` stands between
-//! hyper and the socket, `frames` reads what passes there, `conduct` judges it.
+//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it, `strand` a tunnel on one; `session`
+//! stands between hyper and the socket, `frames` reads what passes there, `conduct` judges it.
 
 pub mod arrival;
 pub mod capacity;
@@ -25,5 +25,6 @@ pub mod serve;
 pub mod session;
 pub mod socket;
 pub mod stage;
+mod strand;
 pub mod stream;
 pub mod tls;

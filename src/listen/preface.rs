@@ -45,7 +45,7 @@ pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Optio
             match Pin::new(&mut wire).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {}
                 Poll::Ready(_) => return Poll::Ready(None),
-                Poll::Pending if timer.poll_up(cx) || guest.poll_begun(cx) => return Poll::Ready(None),
+                Poll::Pending if timer.poll_up(cx) || guest.poll_released(cx) => return Poll::Ready(None),
                 Poll::Pending => return Poll::Pending,
             }
             let so_far = preface.len();

@@ -7,7 +7,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::header::CONNECTION;
+use http::{HeaderValue, Request, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -29,7 +30,8 @@ use crate::wire::Wire;
 /// Fields that hyper has room for without an allocation for each head.
 const USUAL_FIELDS: usize = 100;
 
-/// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
+/// Serves a connection until it ends. While the gateway drains, an answer says that it is the last one; a connection
+/// that is not released yet stays for a request that may be on its way, which would be lost if it were closed.
 ///
 /// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
 /// that lies idle takes little memory.
@@ -39,7 +41,8 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         let config = &hall.view().snapshot.config;
         let (timeouts, limits) = (&config.timeouts, &config.limits);
         let timer = hall.timers.timer();
-        let stage = Stage::new(timer, timeouts.request_head, timeouts.body, limits.min_response_rate);
+        let drain = Rc::clone(guest.drain());
+        let stage = Stage::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
         (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
     };
     let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
@@ -136,7 +139,7 @@ async fn rest(guard: &Guard, stage: &Stage, guest: &Guest) -> Rest {
     poll_fn(|cx| {
         if guard.poll_readable(cx).is_ready() {
             Poll::Ready(Rest::Over)
-        } else if guest.poll_begun(cx) {
+        } else if guest.poll_released(cx) {
             Poll::Ready(Rest::Drained)
         } else if stage.poll_late(cx) {
             Poll::Ready(Rest::Late)
@@ -161,16 +164,10 @@ async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Re
     let mut told = false;
     poll_fn(|cx| {
         let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
-        // Polled first: a request that has already come is answered before hyper is told to close.
-        if poll.is_pending() && !told && guest.poll_begun(cx) {
-            told = true;
-            Pin::new(&mut **connection).graceful_shutdown();
-            poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
-        }
         if poll.is_pending() && stage.poll_late(cx) {
             return Poll::Ready(Ok(End::Late));
         }
-        if poll.is_pending() && !told && stage.is_tired() {
+        if poll.is_pending() && !told && (stage.is_tired() || guest.poll_released(cx) && stage.is_untouched()) {
             // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
             // closes the connection after that.
             told = true;
@@ -239,7 +236,12 @@ impl Future for Answering {
         let answer = ready!(this.passing.poll_answer(cx));
         let stage = Rc::clone(&this.stage);
         stage.moved();
-        Poll::Ready(Ok(answer.map(|body| Staged { body, stage })))
+        let mut answer = answer.map(|body| Staged { body, stage });
+        if this.stage.is_last() && !answer.status().is_informational() {
+            // hyper closes the connection behind an answer that says so.
+            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        Poll::Ready(Ok(answer))
     }
 }
 

@@ -13,14 +13,17 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
 
 use super::conduct::{Abuse, Budget, Conduct};
 use super::frames::{Frame, Frames};
+use super::guard::LINGER;
 use crate::timer::{Timer, Timers};
 use crate::wire::Wire;
 
-/// How long the last frames may take once a connection that ends has nothing left to answer.
-const PARTING: Duration = Duration::from_secs(1);
+/// How long the last frames may take once a connection that ends has nothing left to answer. A client says that it has
+/// heard of the end, so that nothing which it sent before is lost; only one that does not is waited for so long.
+const PARTING: Duration = Duration::from_secs(5);
 
 /// RFC 9113, section 7.
 const ENHANCE_YOUR_CALM: u32 = 0xb;
@@ -75,6 +78,8 @@ pub struct Session {
     is_broken: Cell<bool>,
     /// Somebody works at so many streams.
     attended: Cell<usize>,
+    /// So many of them are tunnels, on which the client may still send when its answer has ended.
+    tunnels: Cell<usize>,
     is_leaving: Cell<bool>,
     phase: Cell<Phase>,
     timer: Rc<Timer>,
@@ -97,6 +102,7 @@ impl Session {
             abuse: Cell::default(),
             is_broken: Cell::default(),
             attended: Cell::default(),
+            tunnels: Cell::default(),
             is_leaving: Cell::default(),
             phase: Cell::new(Phase::Opening),
             timer,
@@ -118,6 +124,17 @@ impl Session {
     pub fn leave(&self) {
         self.attended.set(self.attended.get() - 1);
         self.look(false);
+    }
+
+    /// A stream that somebody works at has become a tunnel.
+    pub fn tunnel_opened(&self) {
+        self.tunnels.set(self.tunnels.get() + 1);
+        self.look(false);
+    }
+
+    /// It is none any more.
+    pub fn tunnel_ended(&self) {
+        self.tunnels.set(self.tunnels.get() - 1);
     }
 
     /// The client has been told that the connection ends.
@@ -157,7 +174,7 @@ impl Session {
         let phase = match () {
             () if !conduct.has_opened() && !self.is_leaving.get() => Phase::Opening,
             () if conduct.is_in_head() => Phase::Head,
-            () if conduct.is_busy() && self.attended.get() > 0 => Phase::Busy,
+            () if conduct.is_busy() && self.attended.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
             () if conduct.is_busy() => Phase::Sending,
             () if self.is_leaving.get() => Phase::Parting,
             () => Phase::Idle,
@@ -223,11 +240,14 @@ pub struct Watched {
     session: Rc<Session>,
     inbound: Frames,
     outbound: Frames,
+    /// How long what still comes is read, once nothing more is sent.
+    lingering: Option<Pin<Box<Sleep>>>,
 }
 
 impl Watched {
     pub fn new(stream: Wire, session: Rc<Session>) -> Watched {
-        Watched { stream, session, inbound: Frames::of_client(), outbound: Frames::of_server() }
+        let (inbound, outbound) = (Frames::of_client(), Frames::of_server());
+        Watched { stream, session, inbound, outbound, lingering: None }
     }
 }
 
@@ -282,8 +302,23 @@ impl AsyncWrite for Watched {
         Pin::new(&mut self.get_mut().stream).poll_flush(cx)
     }
 
+    /// Closing the connection while the client still sends, be it that it has heard of the end, would reset it under
+    /// the last answer.
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+        let this = self.get_mut();
+        if this.lingering.is_none() {
+            ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+        }
+        let lingering = this.lingering.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+        let mut scratch = [0; 4096];
+        while lingering.as_mut().poll(cx).is_pending() {
+            let mut buffer = ReadBuf::new(&mut scratch);
+            match ready!(Pin::new(&mut this.stream).poll_read(cx, &mut buffer)) {
+                Ok(()) if !buffer.filled().is_empty() => {}
+                Ok(()) | Err(_) => break,
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 

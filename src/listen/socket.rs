@@ -18,47 +18,85 @@ const BACKLOG: i32 = 4096;
 /// How long to wait when there are no descriptors left: one must be closed first.
 const BACK_OFF: Duration = Duration::from_millis(50);
 
-/// Sockets that whoever started the gateway has opened for it, by their addresses.
+/// Sockets that somebody has opened for the gateway before it started.
 #[derive(Debug, Default)]
-pub struct Inherited(Vec<(SocketAddr, StdListener)>);
+pub struct Inherited {
+    sockets: Vec<Heirloom>,
+    /// Whether each of them has to be wanted.
+    is_strict: bool,
+}
+
+#[derive(Debug)]
+struct Heirloom {
+    /// As whoever opened it had it configured, where that is known.
+    configured: SocketAddr,
+    /// Another one if the port was the system's to choose.
+    local: SocketAddr,
+    listener: StdListener,
+}
 
 impl Inherited {
-    pub fn new(listeners: Vec<StdListener>) -> io::Result<Inherited> {
-        listeners
-            .into_iter()
-            .map(|listener| Ok((listener.local_addr()?, listener)))
-            .collect::<io::Result<_>>()
-            .map(Inherited)
+    /// Those of a service manager, which has them configured as well: one that nobody wants is a mistake.
+    pub fn of_manager(listeners: Vec<StdListener>) -> io::Result<Inherited> {
+        let named = listeners.into_iter().map(|listener| Ok((listener.local_addr()?, listener)));
+        let mut inherited = Inherited::of_predecessor(named.collect::<io::Result<_>>()?)?;
+        inherited.is_strict = true;
+        Ok(inherited)
     }
 
-    pub fn take(&mut self, address: SocketAddr) -> Option<StdListener> {
-        let position = self.0.iter().position(|(known, _)| *known == address)?;
-        Some(self.0.swap_remove(position).1)
+    /// Those of the process whose place is taken, with their addresses as that had them configured. The
+    /// configuration may have changed since.
+    pub fn of_predecessor(listeners: Vec<(SocketAddr, StdListener)>) -> io::Result<Inherited> {
+        let heirloom = |(configured, listener): (SocketAddr, StdListener)| {
+            Ok(Heirloom { configured, local: listener.local_addr()?, listener })
+        };
+        let sockets = listeners.into_iter().map(heirloom).collect::<io::Result<_>>()?;
+        Ok(Inherited { sockets, is_strict: false })
     }
 
-    /// The address of a socket that nobody took.
+    /// All sockets of an address. Several of them have a queue each, and none may be left without somebody who
+    /// accepts.
+    pub fn take(&mut self, address: SocketAddr) -> Vec<StdListener> {
+        let means = |socket: &Heirloom| socket.configured == address || socket.local == address;
+        // Several addresses may leave the port to the system.
+        let Some(local) = self.sockets.iter().find(|socket| means(socket)).map(|socket| socket.local) else {
+            return Vec::new();
+        };
+        self.sockets.extract_if(.., |socket| socket.local == local).map(|socket| socket.listener).collect()
+    }
+
+    /// The address of a socket that nobody took, and somebody should have taken.
     pub fn left_over(&self) -> Option<SocketAddr> {
-        self.0.first().map(|(address, _)| *address)
+        self.sockets.first().filter(|_| self.is_strict).map(|socket| socket.local)
     }
 }
 
-/// A listener for each of `count` loops, on one address.
-pub fn open(
-    address: SocketAddr,
-    count: usize,
-    inherited: &mut Inherited,
-) -> io::Result<(SocketAddr, Vec<StdListener>)> {
-    let Some(listener) = inherited.take(address) else {
+/// The listeners of one address.
+pub struct Opened {
+    /// With the port that was chosen.
+    pub address: SocketAddr,
+    /// At least one for each loop; the first ones have each a queue of its own, the others share these.
+    pub listeners: Vec<StdListener>,
+    pub queues: usize,
+}
+
+/// Listeners for `count` loops, on one address.
+pub fn open(address: SocketAddr, count: usize, inherited: &mut Inherited) -> io::Result<Opened> {
+    let mut listeners = inherited.take(address);
+    if listeners.is_empty() {
         is_free(address)?;
-        return bind_all(address, count);
-    };
-    listener.set_nonblocking(true)?;
-    // They share one queue: whichever loop is the first to look takes a connection.
-    let mut listeners = vec![listener];
-    while listeners.len() < count {
-        listeners.push(listeners[0].try_clone()?);
+        let (address, listeners) = bind_all(address, count)?;
+        return Ok(Opened { address, queues: listeners.len(), listeners });
     }
-    Ok((address, listeners))
+    let address = listeners[0].local_addr()?;
+    listeners.iter().try_for_each(|listener| listener.set_nonblocking(true))?;
+    // More of their own would get connections at once, which nobody accepts if the start fails after all. Of loops
+    // that share a queue, whichever is the first to look takes a connection.
+    let queues = listeners.len();
+    while listeners.len() < count {
+        listeners.push(listeners[listeners.len() % queues].try_clone()?);
+    }
+    Ok(Opened { address, listeners, queues })
 }
 
 /// Opens `count` listeners on one address. The kernel spreads connections over them, so that loops

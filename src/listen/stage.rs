@@ -8,6 +8,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use super::drain::Drain;
 use super::head::Head;
 use crate::http::fault::Fault;
 use crate::interim::Interim;
@@ -20,6 +21,7 @@ const ALERT: Duration = Duration::from_secs(1);
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
 pub struct Stage {
+    drain: Rc<Drain>,
     /// A request is being answered.
     pub(super) busy: Cell<bool>,
     /// Bytes of an answer may not have been flushed yet.
@@ -69,9 +71,10 @@ enum Phase {
 impl Stage {
     /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
     /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
-    pub fn new(timer: Rc<Timer>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
+    pub fn new(timer: Rc<Timer>, drain: Rc<Drain>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
         timer.arm(head_limit);
         let stage = Stage {
+            drain,
             busy: Cell::new(false),
             unflushed: Cell::new(false),
             heard: Cell::new(false),
@@ -92,6 +95,11 @@ impl Stage {
             drained: Cell::new(false),
         };
         Rc::new(stage)
+    }
+
+    /// Whether the answer that is made now is the last one on the connection, because the gateway drains.
+    pub fn is_last(&self) -> bool {
+        self.drain.has_begun()
     }
 
     pub fn interim(&self) -> &Rc<Interim> {
@@ -221,6 +229,11 @@ impl Stage {
     /// Whether a request was answered some time ago, and no byte of another has come since. Told once.
     pub fn is_tired(&self) -> bool {
         self.tired.replace(false)
+    }
+
+    /// Whether nothing of a request has come, and none was answered just now.
+    pub fn is_untouched(&self) -> bool {
+        self.phase.get() == Phase::Head && !self.alert.get() && !self.heard.get() && !self.closing.get()
     }
 
     /// What was answered to a head that never became a request, at the end of the connection.

@@ -18,8 +18,10 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::service::Service;
+use hyper::upgrade::OnUpgrade;
 
 use super::session::Session;
+use super::strand::{self, Sending, Strand};
 use crate::gateway::body::Body;
 use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::pass;
@@ -40,6 +42,8 @@ struct Seat {
     /// The head of the answer is there.
     is_answering: Cell<bool>,
     is_head: Cell<bool>,
+    /// What becomes of the stream if a CONNECT is granted.
+    upgrade: Cell<Option<OnUpgrade>>,
 }
 
 /// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
@@ -55,6 +59,8 @@ struct Shared {
     free: RefCell<Vec<Rc<Seat>>>,
     /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
     next: RefCell<Option<(Rc<Seat>, bool)>>,
+    /// hyper's part of the tunnel that an answer has just opened.
+    sending: Cell<Option<Sending>>,
 }
 
 impl Seat {
@@ -62,13 +68,19 @@ impl Seat {
     fn has_moved(&self) -> bool {
         self.peer.unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved())
     }
+
+    /// The tunnel that the answer has opened, if it has.
+    fn strand(&self, sending: Option<Sending>) -> Option<Box<Strand>> {
+        let (sending, upgrade, passage) = (sending?, self.upgrade.take()?, self.peer.passage.take()?);
+        Some(Box::new(Strand::new(sending, upgrade, passage, &self.peer)))
+    }
 }
 
 impl Streams {
     pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
         let (free, next) = (RefCell::default(), RefCell::default());
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        Streams(Rc::new(Shared { hall, whole, session, free, next }))
+        Streams(Rc::new(Shared { hall, whole, session, free, next, sending: Cell::default() }))
     }
 }
 
@@ -77,12 +89,21 @@ impl Shared {
         let free = self.free.borrow_mut().pop();
         free.unwrap_or_else(|| {
             let peer = Peer::of_stream(&self.whole, self.hall.timers.timer());
-            Rc::new(Seat { peer: Rc::new(peer), is_answering: Cell::default(), is_head: Cell::default() })
+            Rc::new(Seat {
+                peer: Rc::new(peer),
+                is_answering: Cell::default(),
+                is_head: Cell::default(),
+                upgrade: Cell::default(),
+            })
         })
     }
 
     fn give_back(&self, seat: Rc<Seat>) {
         seat.is_answering.set(false);
+        if seat.upgrade.take().is_some() {
+            // A stream may be reset between the answer that opens a tunnel and the tunnel.
+            drop(seat.peer.passage.take());
+        }
         // What a task has of memory lasts as long as anybody could wake it.
         seat.peer.timer.hand_over();
         if let Some(unwanted) = &seat.peer.unwanted {
@@ -100,9 +121,12 @@ impl Service<Request<Incoming>> for Streams {
     type Error = Infallible;
     type Future = Answering;
 
-    fn call(&self, request: Request<Incoming>) -> Answering {
+    fn call(&self, mut request: Request<Incoming>) -> Answering {
         let Shared { hall, next, .. } = &*self.0;
         let seat = self.0.seat();
+        if request.method() == Method::CONNECT {
+            seat.upgrade.set(strand::asked(&mut request));
+        }
         seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
         let passing = Passing::begin(|| pass(hall, &seat.peer, request, |_marks| None));
@@ -113,9 +137,14 @@ impl Service<Request<Incoming>> for Streams {
 
 impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
     fn execute(&self, future: F) {
-        let Some((seat, is_answered)) = self.0.next.take() else { return };
+        let Some((seat, is_answered)) = self.0.next.take() else {
+            // No request, so the other thing that hyper has to do: whoever is polling it will look here.
+            self.0.sending.set(Some(Box::pin(future)));
+            return;
+        };
         self.0.session.attend();
-        let mut work = Work { future: Some(future), seat, shared: Rc::clone(&self.0), unwanted: None, read: 0 };
+        let shared = Rc::clone(&self.0);
+        let mut work = Work { future: Some(future), strand: None, seat, shared, unwanted: None, read: 0 };
         let at_once = &mut Context::from_waker(Waker::noop());
         if !is_answered || Pin::new(&mut work).poll(at_once).is_pending() {
             tokio::task::spawn_local(work);
@@ -127,6 +156,8 @@ impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
 struct Work<F> {
     /// hyper's part; `None` once the answer has been handed over.
     future: Option<F>,
+    /// The tunnel that was opened.
+    strand: Option<Box<Strand>>,
     seat: Rc<Seat>,
     shared: Rc<Shared>,
     /// The rest of the request's body.
@@ -139,6 +170,9 @@ impl<F: Future<Output = ()> + Unpin> Future for Work<F> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
+        if let Some(strand) = &mut this.strand {
+            return strand.poll(cx);
+        }
         let timer = &this.seat.peer.timer;
         if let Some(future) = &mut this.future {
             if Pin::new(future).poll(cx).is_pending() {
@@ -153,6 +187,11 @@ impl<F: Future<Output = ()> + Unpin> Future for Work<F> {
                 return Poll::Pending;
             }
             this.future = None;
+            this.strand = this.seat.strand(this.shared.sending.take());
+            if let Some(strand) = &mut this.strand {
+                this.shared.session.tunnel_opened();
+                return strand.poll(cx);
+            }
             this.unwanted = this.seat.peer.unwanted.as_ref().and_then(|unwanted| unwanted.take());
             timer.arm(UNWANTED_MAX);
         }
@@ -179,6 +218,9 @@ impl<F> Drop for Work<F> {
         // What belongs to the request first: it gives up its seat.
         self.future = None;
         self.unwanted = None;
+        if self.strand.take().is_some() {
+            self.shared.session.tunnel_ended();
+        }
         self.shared.give_back(Rc::clone(&self.seat));
         self.shared.session.leave();
     }

@@ -38,8 +38,9 @@ static CERTIFICATE_EXPIRY: Name =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
 static HTTP2_ABUSE: Name =
     counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
-static TUNNELS: Name = gauge("transom_tunnels", "Client connections that have changed over to WebSocket.");
+static TUNNELS: Name = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
 static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
+static UPGRADES: Name = counter("transom_upgrades_total", "Processes that were to take the place of another.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
@@ -54,7 +55,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 28] = [
+pub static NAMES: [&Name; 29] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -80,6 +81,7 @@ pub static NAMES: [&Name; 28] = [
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
     &RELOADS,
+    &UPGRADES,
     &ACCESS_LOG_LOST,
     &FAULTS,
     &BUILD_INFO,
@@ -396,6 +398,28 @@ impl SnapshotMeter {
         self.written.add(1);
         self.latest_s.sub(self.latest_s.get());
         self.latest_s.add(now_ms / 1000);
+    }
+
+    pub fn failed(&self) {
+        self.failed.add(1);
+    }
+}
+
+/// Counts upgrades. Those that succeed are counted by the process that they brought.
+#[derive(Debug)]
+pub struct UpgradeMeter {
+    taken_over: Arc<Cell>,
+    failed: Arc<Cell>,
+}
+
+impl UpgradeMeter {
+    pub fn new(registry: &Registry) -> UpgradeMeter {
+        let cell = |outcome| registry.cell(&UPGRADES, LoopId::MAX, &[("outcome", outcome)]);
+        UpgradeMeter { taken_over: cell("taken_over"), failed: cell("failed") }
+    }
+
+    pub fn taken_over(&self) {
+        self.taken_over.add(1);
     }
 
     pub fn failed(&self) {

@@ -10,8 +10,10 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
+use hyper_util::rt::TokioIo;
 
 use super::connection::{Connection, SendError};
+use super::far_end::FarEnd;
 use super::multiplex::{self, Lease};
 use super::place::Slot;
 use super::tunnel::Tunnel;
@@ -106,9 +108,12 @@ impl Carrier {
             Carrier::Alone(mut connection) => {
                 let slot = connection.slot.take();
                 let (wire, early) = connection.into_stream().await?;
-                Some(Tunnel::new(wire, early, slot))
+                Some(Tunnel::new(FarEnd::Connection(wire, slot), early))
             }
-            Carrier::Shared(_) => None,
+            Carrier::Shared(lease) => {
+                let (stream, lease) = Box::pin(lease.into_stream()).await?;
+                Some(Tunnel::new(FarEnd::Stream(TokioIo::new(stream), lease), Bytes::new()))
+            }
         }
     }
 }

@@ -61,7 +61,9 @@ struct Course {
     ticket: Option<Ticket>,
     /// Whether it has been repeated on a new connection to the server it is at.
     fresh: bool,
-    /// It asks for another protocol, and so for a connection that no other request will use.
+    /// It asks for another protocol.
+    handshake: bool,
+    /// And so, over HTTP/1.1, for a connection that no other request will use.
     alone: bool,
 }
 
@@ -135,11 +137,6 @@ impl Servers {
         self.balancer.places()[0].pool.authority()
     }
 
-    /// Whether they can change over from HTTP/1.1 to another protocol.
-    pub fn take_upgrades(&self) -> bool {
-        !self.balancer.places()[0].pool.is_http2()
-    }
-
     /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
     /// because it is large, and handed from one future to the next. `key`: what a hash is of.
     pub async fn exchange(
@@ -152,8 +149,9 @@ impl Servers {
     ) -> Result<Response<Download>, Fault> {
         let progress = request.body().progress();
         let repeatable = progress.is_none() && is_idempotent(request.method());
-        let alone = matches!(request.body(), Upload::Upgrade);
-        let mut course = self.course(Asked { key, repeatable }, alone, limits)?;
+        let handshake = matches!(request.body(), Upload::Upgrade);
+        let mut course = self.course(Asked { key, repeatable }, handshake, limits)?;
+        let alone = course.alone;
         let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
         loop {
             let place = &self.balancer.places()[choice.server];
@@ -204,7 +202,7 @@ impl Servers {
     }
 
     /// Lets a request in, if there are not too many.
-    fn course(&self, asked: Asked, alone: bool, limits: &Timeouts) -> Result<Course, Fault> {
+    fn course(&self, asked: Asked, handshake: bool, limits: &Timeouts) -> Result<Course, Fault> {
         let ticket = match self.fleet.policy.circuit.max_requests {
             None => None,
             Some(max) => match self.fleet.circuit.request(max) {
@@ -216,7 +214,8 @@ impl Servers {
         let default = || ATTEMPTS.min(self.balancer.places().len() - 1);
         let left = self.fleet.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let ends = limits.request.map(|limit| self.clock.instant() + limit);
-        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
+        let alone = handshake && !self.balancer.places()[0].pool.is_http2();
+        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, handshake, alone })
     }
 
     fn refuse(&self, limit: Limit) -> Fault {
@@ -289,7 +288,7 @@ impl Servers {
         response: Response<Incoming>,
         started: Instant,
     ) -> Next {
-        let is_switched = course.alone && upgrade::is_granted(&response);
+        let is_switched = course.handshake && upgrade::is_granted(&response);
         if !is_switched && !is_clear(&response) {
             attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
             return Next::Fault(Fault::Upstream(

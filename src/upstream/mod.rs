@@ -6,8 +6,8 @@
 //! counts what is under way there. `fleet` is what all loops know of an upstream's servers, of each a `standing`, `prober` asks them how they are,
 //! `balance` chooses one by the arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how
 //! often, and `circuit` counts what is under way in all loops. `upload` and `download` are what passes through, `inbound` the
-//! body of a request before it does, `bounds` what it is held to, `tunnel` what passes when protocols were switched, `echo` the
-//! upstream that is built in.
+//! body of a request before it does, `bounds` what it is held to, `tunnel` what passes when protocols were switched, `far_end`
+//! the upstream's end of that, `echo` the upstream that is built in.
 
 pub mod balance;
 pub mod bounds;
@@ -19,6 +19,7 @@ pub mod dial;
 pub mod download;
 pub mod echo;
 pub mod exchange;
+pub mod far_end;
 pub mod fleet;
 pub mod greeting;
 pub mod herald;

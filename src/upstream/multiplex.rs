@@ -19,11 +19,13 @@ use bytes::Bytes;
 use h2::Reason;
 use http::header::{self, HeaderMap};
 use http::uri::{Authority, Scheme, Uri};
-use http::{Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use http_body::Body;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper::ext::Protocol;
 use hyper::rt::Executor;
+use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::sync::oneshot;
 
@@ -31,6 +33,7 @@ use super::connection::SendError;
 use super::greeting::{Greeting, Listener};
 use super::place::Slot;
 use super::upload::Upload;
+use crate::http::upgrade::{self, Key};
 use crate::wire::Wire;
 
 /// Requests at a time on one connection; servers may allow fewer.
@@ -59,8 +62,7 @@ pub struct Multiplex {
     sender: RefCell<SendRequest<Upload>>,
     /// Requests that have a stream, or wait for one.
     streams: Cell<usize>,
-    /// So many may have one.
-    most: Rc<Cell<usize>>,
+    terms: Rc<Terms>,
     /// No request is sent here any more; those under way finish.
     retired: Cell<bool>,
     /// When it was last seen at work.
@@ -94,14 +96,14 @@ impl Multiplex {
             .handshake(TokioIo::new(Greeting::new(wire, Rc::clone(&listener))))
             .await
             .map_err(io::Error::other)?;
-        let most = Rc::new(Cell::new(0));
+        let terms = Rc::<Terms>::default();
         let (tell, greeted) = oneshot::channel();
-        tokio::task::spawn_local(drive(driver, Rc::clone(&most), listener, tell));
+        tokio::task::spawn_local(drive(driver, Rc::clone(&terms), listener, tell));
         greeted.await.map_err(io::Error::other)?.map_err(io::Error::other)?;
         Ok(Rc::new(Multiplex {
             sender: RefCell::new(sender),
             streams: Cell::new(0),
-            most,
+            terms,
             retired: Cell::new(false),
             idle_since: Cell::new(now),
             address,
@@ -116,7 +118,7 @@ impl Multiplex {
     }
 
     pub fn has_room(&self) -> bool {
-        self.streams.get() < self.most.get()
+        self.streams.get() < self.terms.streams.get()
     }
 
     /// Requests that are under way.
@@ -129,12 +131,21 @@ impl Multiplex {
     }
 }
 
+/// What the server allows.
+#[derive(Debug, Default)]
+struct Terms {
+    /// Streams at a time.
+    streams: Cell<usize>,
+    /// Tunnels on streams, by an extended CONNECT (RFC 8441).
+    tunnels: Cell<bool>,
+}
+
 type Driver = hyper::client::conn::http2::Connection<TokioIo<Greeting>, Upload, OnLoop>;
 
 /// Moves what requests want to be moved. `tell` learns when the server has greeted, or why it never did.
 async fn drive(
     mut driver: Driver,
-    most: Rc<Cell<usize>>,
+    terms: Rc<Terms>,
     listener: Rc<Listener>,
     tell: oneshot::Sender<Result<(), String>>,
 ) {
@@ -142,7 +153,8 @@ async fn drive(
     let ended = poll_fn(|cx| {
         let streams = driver.current_max_send_streams();
         if streams != UNSAID {
-            most.set(streams.min(STREAMS_MAX));
+            terms.streams.set(streams.min(STREAMS_MAX));
+            terms.tunnels.set(driver.is_extended_connect_protocol_enabled());
             listener.leave();
             // Whoever has gone away does not wait for it.
             tell.take().map(|tell| tell.send(Ok(())));
@@ -172,23 +184,47 @@ pub struct Lease {
     spare: Option<Box<Request<Upload>>>,
     /// When the answer's head came.
     pub answered: Option<Instant>,
+    /// What the answer has made of the stream.
+    tunnel: Option<OnUpgrade>,
 }
 
 impl Lease {
     pub fn of(connection: &Rc<Multiplex>) -> Lease {
         connection.streams.set(connection.streams.get() + 1);
-        Lease { connection: Rc::clone(connection), spare: None, answered: None }
+        Lease { connection: Rc::clone(connection), spare: None, answered: None, tunnel: None }
     }
 
-    /// Sends a request and waits for the head of its answer. Informational answers before it are not told.
+    /// Sends a request and waits for the head of its answer. Informational answers before it are not told. A handshake for
+    /// a WebSocket becomes an extended CONNECT, and its answer what it would be over HTTP/1.1; where the server has not
+    /// offered that, an ordinary request.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(&mut self, mut request: Box<Request<Upload>>) -> Result<Response<Incoming>, SendError> {
         if request.body().is_end_stream() {
             self.spare = Some(Box::new(again(&request)));
         }
         address(&mut request, &self.connection.scheme);
+        if !matches!(request.body(), Upload::Upgrade) {
+            let sending = self.connection.sender.borrow_mut().try_send_request(*request);
+            return sending.await;
+        }
+        upgrade::withdraw(request.headers_mut());
+        let key = self.connection.terms.tunnels.get().then(|| connect(&mut request));
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
-        sending.await
+        let mut answer = sending.await?;
+        // What stands for 101, though any other success would open a tunnel as well, is what hyper makes one of.
+        if let Some(key) = key
+            && answer.extensions().get::<OnUpgrade>().is_some()
+        {
+            self.tunnel = Some(hyper::upgrade::on(&mut answer));
+            upgrade::grant_connection(&mut answer, key.as_ref());
+        }
+        Ok(answer)
+    }
+
+    /// The stream, after an answer that made it a tunnel.
+    pub async fn into_stream(mut self) -> Option<(Upgraded, Lease)> {
+        let stream = self.tunnel.take()?.await.ok()?;
+        Some((stream, self))
     }
 
     /// Gives the connection room, unless it has some.
@@ -214,8 +250,20 @@ impl Drop for Lease {
     }
 }
 
+/// Makes a handshake of HTTP/1.1 an extended CONNECT; returns the key, which there is no use for there.
+fn connect(request: &mut Request<Upload>) -> Option<Key> {
+    *request.method_mut() = Method::CONNECT;
+    request.extensions_mut().insert(Protocol::from_static("websocket"));
+    // A request that comes back unsent is made one once more.
+    let known = request.extensions_mut().remove::<Key>();
+    let key = Key::taken_from(request.headers_mut()).or(known)?;
+    request.extensions_mut().insert(key.clone());
+    Some(key)
+}
+
 fn again(request: &Request<Upload>) -> Request<Upload> {
-    let mut again = Request::new(Upload::Empty);
+    let is_handshake = matches!(request.body(), Upload::Upgrade);
+    let mut again = Request::new(if is_handshake { Upload::Upgrade } else { Upload::Empty });
     *again.method_mut() = request.method().clone();
     *again.uri_mut() = request.uri().clone();
     again.headers_mut().clone_from(request.headers());

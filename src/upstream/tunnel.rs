@@ -16,9 +16,9 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::circuit::Ticket;
-use super::place::{Slot, Visit};
+use super::far_end::FarEnd;
+use super::place::Visit;
 use crate::timer::Timer;
-use crate::wire::Wire;
 
 /// Bytes that are read at a time.
 const PIECE_BYTES: usize = 16 * 1024;
@@ -27,11 +27,10 @@ const PIECES_AT_ONCE: usize = 32;
 
 /// The upstream's end.
 pub struct Tunnel {
-    wire: Wire,
+    far: FarEnd,
     /// What came behind the head of the answer.
     early: Bytes,
     /// What a request has at its server until it ends; given back with the tunnel.
-    _slot: Option<Slot>,
     _held: Option<(Visit, Option<Ticket>)>,
 }
 
@@ -54,8 +53,8 @@ pub enum End {
 }
 
 impl Tunnel {
-    pub fn new(wire: Wire, early: Bytes, slot: Option<Slot>) -> Tunnel {
-        Tunnel { wire, early, _slot: slot, _held: None }
+    pub fn new(far: FarEnd, early: Bytes) -> Tunnel {
+        Tunnel { far, early, _held: None }
     }
 
     /// The same, as the rest of this visit.
@@ -78,8 +77,8 @@ impl Tunnel {
         timer.arm(limit);
         let end = poll_fn(|cx| {
             let passed = toll.to_client.get() + toll.to_upstream.get();
-            let upwards = up.poll(&mut client, &mut self.wire, &toll.to_upstream, cx);
-            let downwards = down.poll(&mut self.wire, &mut client, &toll.to_client, cx);
+            let upwards = up.poll(&mut client, &mut self.far, &toll.to_upstream, cx);
+            let downwards = down.poll(&mut self.far, &mut client, &toll.to_client, cx);
             match (upwards, downwards) {
                 (Poll::Ready(Err(Broken::Reading)), _) | (_, Poll::Ready(Err(Broken::Writing))) => {
                     return Poll::Ready(End::BrokenByClient);

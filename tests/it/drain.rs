@@ -121,6 +121,22 @@ fn one_who_never_comes_to_the_end_of_a_head_does_not_hold_up_the_end() {
 }
 
 #[test]
+fn one_who_has_not_asked_anything_does_not_hold_up_the_end() {
+    let upstream = Upstream::replying(200);
+    for h2c in [true, false] {
+        let toml = format!("{}[timeouts]\ndrain = \"1d\"\n[http2]\nh2c = {h2c}\n", pass_all(&upstream));
+        let mut process = Process::spawn(&toml);
+        let (mut silent, mut idle) = (process.client(), process.client());
+        idle.get("/a").expect(200);
+        eventually("both are inside", || process.metrics().sum("transom_connections", &[]) == 2);
+        process.signal("TERM");
+        silent.expect_closed();
+        idle.expect_closed();
+        assert_eq!(process.wait().code(), Some(0));
+    }
+}
+
+#[test]
 fn requests_in_the_last_moment_are_answered_or_never_taken() {
     // A connection that was let in is served, or closed before a byte of a request was sent upstream.
     let upstream = Upstream::replying(200);

@@ -14,7 +14,10 @@ need() {
 PATH=$PATH:/usr/sbin:/sbin
 need chromium command -v chromium
 need curl command -v curl
+# A linker, and a compiler for what aws-lc and mimalloc have of C.
+need gcc command -v cc
 need faketime command -v faketime
+need libc6-dev test -e /usr/include/stdio.h
 need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
 need nghttp2-client command -v h2load
 need nginx-light command -v nginx

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Serves page.html, which tries a browser's ways of talking to a server, and prints what it found.
+"""Serves page.html, which tries a browser's ways of talking to a server.
 
     page_server.py
 
-Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`; later, a line of
-JSON for each browser that has gone through the page. It speaks HTTP/1.1 without TLS, as an upstream
-does; the WebSocket of the page is served elsewhere.
+Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. It speaks HTTP/1.1
+without TLS, as an upstream does; the WebSocket of the page is served elsewhere.
 """
 
 import os
@@ -45,8 +44,6 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if path == "/seen":
             self.seen.put(query)
-        elif path == "/found":
-            print(body.decode(), flush=True)
         self._answer("application/octet-stream", body)
 
     def _answer(self, kind, body, status=200):
@@ -74,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
 
     def log_message(self, *_):
-        """Nothing: standard output is for what the page found."""
+        """Nothing: it would be the test's output."""
 
 
 def main():

@@ -84,6 +84,11 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
     }
 
+    /// Drains it, and returns when nothing of it runs any more.
+    pub fn stop(mut self) {
+        self.inner.take().unwrap().drain();
+    }
+
     /// A scrape, checked to be valid.
     pub fn metrics(&self) -> Page {
         let answer = Client::connect(self.admin).get("/metrics").expect(200);

@@ -12,6 +12,7 @@ use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{self, SendRequest};
+use hyper::ext::Protocol;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::runtime::{Builder, Runtime};
 
@@ -144,6 +145,13 @@ impl Raw {
         self.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &request("GET", path)))
     }
 
+    /// An extended CONNECT for a WebSocket.
+    pub fn open(&mut self, stream: u32, path: &str) -> &mut Raw {
+        let pseudo = [(":method", "CONNECT"), (":protocol", "websocket"), (":scheme", "http"), (":authority", HOST)];
+        let head = [block(&pseudo), block(&[(":path", path), ("sec-websocket-version", "13")])].concat();
+        self.send(frame(HEADERS, END_HEADERS, stream, &head))
+    }
+
     /// The next frame; `None` at the end, and a reset is one. Acknowledges nothing.
     pub fn next(&mut self) -> Option<Frame> {
         loop {
@@ -227,6 +235,16 @@ impl Calm {
         }
         let body = Full::new(Bytes::copy_from_slice(body)).map_err(|never| match never {}).boxed();
         self.send(request.body(body).unwrap())
+    }
+
+    /// Asks for a tunnel by an extended CONNECT, and is answered otherwise.
+    pub fn connect_to(&mut self, protocol: &'static str, path: &str, fields: &[(&str, &str)]) -> Answer {
+        let mut request = Request::connect(format!("http://{HOST}{path}"));
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        let body = Full::new(Bytes::new()).map_err(|never| match never {}).boxed();
+        self.send(request.extension(Protocol::from_static(protocol)).body(body).unwrap())
     }
 
     pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Answer {

@@ -1,7 +1,7 @@
 //! The language of the integration tests.
 //!
 //! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
-//! binary; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
+//! binary, and `dynasty` several in a row; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
 //! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
 //! from Debian and PyPI; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
 //! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
@@ -11,6 +11,7 @@
 
 pub mod authority;
 pub mod client;
+pub mod dynasty;
 pub mod edge;
 pub mod gateway;
 pub mod h2;

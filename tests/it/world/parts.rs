@@ -50,6 +50,16 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
+/// A program of tests/parts for Node.js, with the packages of tests/parts/browser.
+pub fn node(name: &str) -> Command {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let home = tests.join(".parts/browser");
+    assert!(home.join("packages").is_file(), "what drives the browser is missing; `make parts` installs it");
+    let mut command = Command::new(home.join("bin/node"));
+    command.env("NODE_PATH", home.join("node_modules")).arg(tests.join("parts").join(name));
+    command
+}
+
 /// What runs httpbin, behind gunicorn.
 pub fn gunicorn(home: &Path, address: &str) -> Command {
     let gunicorn = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/httpbin/bin/gunicorn");

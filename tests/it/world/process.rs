@@ -90,7 +90,11 @@ impl Process {
         Page::parse(&self.admin_get("/metrics").expect(200).text())
     }
 
-    /// `TERM`, `INT` or `HUP`.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `TERM`, `INT`, `HUP` or `USR2`.
     pub fn signal(&self, name: &str) {
         signal(self.child.id(), name);
     }

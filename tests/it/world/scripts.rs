@@ -7,9 +7,8 @@ use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 use std::thread;
-use std::time::Duration;
 
 use super::DEADLINE;
 use super::parts::program;
@@ -21,7 +20,6 @@ const ALL_CHECKS_S: &str = "300";
 pub struct Script {
     pub address: SocketAddr,
     child: Child,
-    said: Receiver<String>,
 }
 
 impl Script {
@@ -29,16 +27,12 @@ impl Script {
         let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (say, said) = channel();
-        thread::spawn(move || lines.map_while(Result::ok).all(|line| say.send(line).is_ok()));
+        // What it says later is of no interest, but it must find a reader.
+        thread::spawn(move || lines.map_while(Result::ok).for_each(|line| drop(say.send(line))));
         let first = said.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
         let address = first.strip_prefix("listening on ").and_then(|address| address.parse().ok());
         let address = address.unwrap_or_else(|| panic!("{name} said {first:?}"));
-        Script { address, child, said }
-    }
-
-    /// The next line that it prints.
-    pub fn line(&self, limit: Duration) -> Option<String> {
-        self.said.recv_timeout(limit).ok()
+        Script { address, child }
     }
 }
 

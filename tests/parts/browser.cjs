@@ -1,0 +1,50 @@
+// Opens a page in Chromium, by playwright-core, and prints as one line of JSON what the page found out and what was
+// seen of it from outside: by what protocols answers came, and how each WebSocket was opened.
+//
+//     browser.cjs CHROMIUM ADDRESS PIN
+//
+// The page is https://gateway.test/, which is at ADDRESS, and its certificate the one with that key alone.
+
+const { chromium } = require("playwright-core");
+
+const LIMIT_MS = 90_000;
+
+async function main(executablePath, address, pin) {
+  const [host, port] = address.split(":");
+  const browser = await chromium.launch({
+    executablePath,
+    timeout: LIMIT_MS,
+    // Without a sandbox, which the root of a container can not have; the page is our own.
+    chromiumSandbox: false,
+    args: [
+      "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server", "--disable-background-networking",
+      "--disable-component-update", "--disable-sync",
+      `--ignore-certificate-errors-spki-list=${pin}`,
+      `--host-resolver-rules=MAP gateway.test ${host}`,
+    ],
+  });
+  try {
+    const page = await browser.newPage();
+    page.setDefaultTimeout(LIMIT_MS);
+    const outside = { errors: [], protocols: {}, sockets: [] };
+    page.on("pageerror", error => outside.errors.push(String(error)));
+    const network = await page.context().newCDPSession(page);
+    network.on("Network.responseReceived", ({ response }) => {
+      if (response.url.startsWith("https:")) {
+        outside.protocols[response.protocol] = true;
+      }
+    });
+    network.on("Network.webSocketHandshakeResponseReceived", ({ response }) => outside.sockets.push(response.status));
+    await network.send("Network.enable");
+    await page.goto(`https://gateway.test:${port}/`);
+    const found = await page.evaluate(() => finished);
+    console.log(JSON.stringify({ found, outside }));
+  } finally {
+    await browser.close();
+  }
+}
+
+main(...process.argv.slice(2)).catch(error => {
+  console.error(error);
+  process.exitCode = 1;
+});
