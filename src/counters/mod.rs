@@ -267,15 +267,24 @@ impl Opening<'_> {
             Err(why) => why,
         };
         let aside = place.set_aside().map_err(|source| self.failed(source))?;
-        tracing::warn!("`{}` is now `{}`, because {why}; counting begins anew", self.path.display(), aside.display());
-        self.make(&place).or_else(|source| {
-            // Two do not fit, and one that is no file of ours may be worth more than counting.
-            if source.kind() != io::ErrorKind::StorageFull || why == Unfit::Foreign {
-                return Err(self.failed(source));
+        let (path, old) = (self.path.display(), aside.display());
+        let source = match self.make(&place) {
+            Ok(counters) => {
+                tracing::warn!("`{path}` is now `{old}`, because {why}; counting begins anew");
+                return Ok(counters);
             }
-            tracing::warn!("there is no room for both, so `{}` is removed", aside.display());
-            std::fs::remove_file(&aside).and_then(|()| self.make(&place)).map_err(|source| self.failed(source))
-        })
+            Err(source) => source,
+        };
+        // Two do not fit, and one that is no file of ours may be worth more than counting.
+        if source.kind() != io::ErrorKind::StorageFull || why == Unfit::Foreign {
+            // Who does not start leaves things as they were. If that fails, the error that matters is the other.
+            let _ = std::fs::rename(&aside, self.path);
+            return Err(self.failed(source));
+        }
+        let counters = std::fs::remove_file(&aside).and_then(|()| self.make(&place));
+        let counters = counters.map_err(|source| self.failed(source))?;
+        tracing::warn!("`{path}` was removed, because {why}, and there is no room for both; counting begins anew");
+        Ok(counters)
     }
 
     /// The counters of a file that can be used as it is.

@@ -25,7 +25,7 @@ const NOW_MS: u64 = START_S * 1000;
 const YEAR_MS: u64 = 366 * 86_400_000;
 
 /// Every course that a counter can take.
-const RULES: [(&str, &str); 10] = [
+const RULES: [(&str, &str); 12] = [
     ("plain", "windows = [\"3/second\", \"50/minute\"]"),
     (
         "rolling",
@@ -38,6 +38,8 @@ const RULES: [(&str, &str); 10] = [
     ("reserving", "windows = [{ limit = 3, period = \"2s\", reserve = 10 }]"),
     ("told", "windows = [\"100/minute\"]\ncost = { response-header = \"x-cost\", reserve = 10, max = 1000 }"),
     ("strict", "windows = [\"3/second\"]\ncount_refused = true"),
+    ("large", "windows = [{ limit = 4294967294, period = \"10ms\", capacity = 4294967295 }]"),
+    ("large-floating", "windows = [{ limit = 4294967295, period = \"10ms\", start = \"first-request\" }]"),
     // The last, which a client would wait for.
     ("patient", "windows = [\"3/second\", \"50/minute\"]\non_limit = \"delay\"\nmax_delay = \"3s\"\nmax_waiting = 50"),
 ];

@@ -223,12 +223,17 @@ fn where_there_is_no_room_the_start_says_so() {
     }
     let config = scratch.write("small.toml", with_listen(&toml(&file, 1_000_000)));
     let script = "trap '' XFSZ; ulimit -f 2000; exec \"$@\"";
-    let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(config).output().unwrap();
+    let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(&config).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&file.display().to_string()) && said.contains("File too large"), "{said}");
     // Nothing is left behind that would be taken for a file of counters, or fill what room there is.
     assert!(!file.exists() && !beside(&file, "new").exists());
+    // And what is no file of ours stays where it is.
+    put(&file, b"letters", 0o600);
+    let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(&config).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(fs::read(&file).unwrap() == b"letters" && !beside(&file, "old").exists());
 }
 
 #[test]

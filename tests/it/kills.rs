@@ -51,7 +51,7 @@ fn kill_early(config: &Path, after: Duration) {
 
 fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
     let before = Instant::now();
-    let process = Process::spawn(toml);
+    let process = Process::spawn_by(Command::new(BINARY), toml, Scratch::in_memory());
     starts.push(before.elapsed());
     process
 }
@@ -144,7 +144,8 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
         let layer = tags.binary_search_by_key(&word.tag(), |(tag, _)| *tag);
         let layer = layer.unwrap_or_else(|_| panic!("{word:?} is nobody's"));
         let Layer { limit, period_ms } = LAYERS[tags[layer].1];
-        let possible = word.end_ms() % period_ms == 0 && word.end_ms() <= latest_ms && u64::from(word.count()) <= limit;
+        let possible =
+            word.end_ms().is_multiple_of(period_ms) && word.end_ms() <= latest_ms && u64::from(word.count()) <= limit;
         assert!(word.is_claim() || possible, "{word:?} is in no window of {period_ms} ms, or more than {limit}");
     })
     .count()
