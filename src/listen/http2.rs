@@ -50,7 +50,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         .max_send_buf_size(SEND_BUFFER_BYTES)
         .keep_alive_interval(http2.ping)
         .keep_alive_timeout(PONG)
-        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams);
+        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams.clone());
     // The configuration may change while the connection lasts.
     drop(view);
     let mut connection = std::pin::pin!(connection);
@@ -59,6 +59,9 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         loop {
             if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
                 return Poll::Ready(ended);
+            }
+            if streams.hand_over() {
+                continue;
             }
             // Polled first: a request that has already come is answered before hyper is told to close.
             if !told && guest.poll_begun(cx) {

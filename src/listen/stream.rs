@@ -1,8 +1,8 @@
 //! One HTTP/2 stream above hyper: the request on it, the answer, and what is left of the request's body
 //! when the answer is over.
 //!
-//! An answer that waits for nothing, such as a refusal, is given within the task of its connection. Any other
-//! gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
+//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests that
+//! have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
 //! client that is told to stop in the middle of sending may drop the answer with the rest.
 
 use std::cell::{Cell, RefCell};
@@ -55,6 +55,8 @@ struct Shared {
     free: RefCell<Vec<Rc<Seat>>>,
     /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
     next: RefCell<Option<(Rc<Seat>, bool)>>,
+    /// Answers that are there, and not sent yet.
+    at_hand: RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>,
 }
 
 impl Seat {
@@ -66,9 +68,25 @@ impl Seat {
 
 impl Streams {
     pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
-        let (free, next) = (RefCell::default(), RefCell::default());
+        let (free, next, at_hand) = (RefCell::default(), RefCell::default(), RefCell::default());
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        Streams(Rc::new(Shared { hall, whole, session, free, next }))
+        Streams(Rc::new(Shared { hall, whole, session, free, next, at_hand }))
+    }
+
+    /// Hands over the answers that are there; `false` if there are none. hyper would send each by itself if it were given
+    /// them one by one, with a system call for each.
+    pub fn hand_over(&self) -> bool {
+        let mut at_hand = self.0.at_hand.take();
+        let any = !at_hand.is_empty();
+        let at_once = &mut Context::from_waker(Waker::noop());
+        for mut work in at_hand.drain(..) {
+            if work.as_mut().poll(at_once).is_pending() {
+                tokio::task::spawn_local(work);
+            }
+        }
+        // Its room is used again.
+        self.0.at_hand.replace(at_hand);
+        any
     }
 }
 
@@ -115,9 +133,10 @@ impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
     fn execute(&self, future: F) {
         let Some((seat, is_answered)) = self.0.next.take() else { return };
         self.0.session.attend();
-        let mut work = Work { future: Some(future), seat, shared: Rc::clone(&self.0), unwanted: None, read: 0 };
-        let at_once = &mut Context::from_waker(Waker::noop());
-        if !is_answered || Pin::new(&mut work).poll(at_once).is_pending() {
+        let work = Work { future: Some(future), seat, shared: Rc::clone(&self.0), unwanted: None, read: 0 };
+        if is_answered {
+            self.0.at_hand.borrow_mut().push(Box::pin(work));
+        } else {
             tokio::task::spawn_local(work);
         }
     }
