@@ -233,11 +233,12 @@ fn decide(
     record.decision(lane.slate as usize, desk, &judgement);
     let policy = view.policies[lane.slate as usize].as_ref();
     if let Judgement::Refused = judgement {
-        let refusal = last.wording(lane.slate as usize, now.unix_ms, desk, || {
+        let headers = std::mem::take(&mut parts.headers);
+        return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
+            let (book, forms) = (&snapshot.book, &snapshot.forms);
             let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
-            reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now.unix_ms, stamp, text)
-        });
-        return Ok(Decision::Refuse(refusal.answer(std::mem::take(&mut parts.headers))));
+            reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
+        })));
     }
     let stamp = slate.sheet.render(desk, policy, now.unix_ms, text).only_once();
     let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, now.unix_ms);

@@ -4,7 +4,7 @@
 //! time, to the letter. So what a refusal says is not worked out again as long as all that it depends on is as it was. This
 //! file does not know what that is made of: `reply` does.
 
-use super::reply::Wording;
+use super::reply::{Refused, Reply};
 use crate::count::charge::Charge;
 use crate::count::word::{Ask, Use};
 use crate::rule::book::Line;
@@ -16,8 +16,8 @@ pub struct Last {
     slate: usize,
     now_ms: u64,
     facts: Vec<Fact>,
-    /// `None` before the first.
-    wording: Option<Wording>,
+    /// `None` before the first, and where chance has a part in it.
+    reply: Option<Reply>,
 }
 
 /// What was found of one layer. Nothing here tells one client from another.
@@ -36,17 +36,23 @@ impl Fact {
 }
 
 impl Last {
-    /// What a refusal says: what the last one did, or else what `work_out` finds. `slate` is the position of the rules
-    /// that decided on `desk`.
-    pub fn wording(&mut self, slate: usize, now_ms: u64, desk: &Desk, work_out: impl FnOnce() -> Wording) -> &Wording {
+    /// What is answered: as the last time, or else what `work_out` finds. `slate` is the position of the rules that decided
+    /// on `desk`.
+    pub fn refusal(&mut self, slate: usize, now_ms: u64, desk: &Desk, work_out: impl FnOnce() -> Refused) -> Reply {
         let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
-        let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
-        if !is_same || self.wording.as_ref().is_some_and(|wording| wording.is_random) {
-            (self.slate, self.now_ms) = (slate, now_ms);
-            self.facts.clear();
-            self.facts.extend(facts());
-            self.wording = None;
+        if let Some(reply) = &self.reply
+            && (self.slate, self.now_ms) == (slate, now_ms)
+            && self.facts.iter().copied().eq(facts())
+        {
+            return reply.clone();
         }
-        self.wording.get_or_insert_with(work_out)
+        let Refused { mut reply, is_random } = work_out();
+        // Whoever sends a copy adds a field or two, such as the date.
+        reply.headers_mut().reserve(4);
+        (self.slate, self.now_ms) = (slate, now_ms);
+        self.facts.clear();
+        self.facts.extend(facts());
+        self.reply = (!is_random).then(|| reply.clone());
+        reply
     }
 }

@@ -74,23 +74,19 @@ impl Form {
     }
 }
 
-/// What a refusal says, but for the map that its fields are put into.
+/// The answer to a request that the rules refuse.
 #[derive(Debug)]
-pub struct Wording {
-    status: StatusCode,
-    content_type: HeaderValue,
-    /// Where it is not left to whoever sends the answer.
-    length: Option<HeaderValue>,
-    retry_after: Option<HeaderValue>,
-    fields: Stamp,
-    body: Bytes,
+pub struct Refused {
+    pub reply: Reply,
     /// Chance had a part in it, so the next is to be told something else.
     pub is_random: bool,
 }
 
 /// What a refusal says: which layers were full, and when the last of them opens again. Written by
-/// hand, since a gateway under attack does little else: `text` is a buffer to work in. The length is left to whoever sends it. `forms` has one for each rule
+/// hand, since a gateway under attack does little else: `text` is a buffer to work in, `headers` the
+/// request's map, used again. `forms` has one for each rule
 /// of the book; of several that refuse, the one that blocks longest decides.
+#[allow(clippy::too_many_arguments, reason = "two of them are only memory that is used again")]
 pub fn refusal(
     book: &Book,
     roster: &Roster,
@@ -99,7 +95,8 @@ pub fn refusal(
     now_ms: u64,
     fields: Stamp,
     text: &mut Vec<u8>,
-) -> Wording {
+    mut headers: HeaderMap,
+) -> Refused {
     let full = || desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
     let entry = |line: &Line| &book.entries[roster.rules[line.rule]];
     // `None`: it will never open for a request of this cost.
@@ -114,9 +111,8 @@ pub fn refusal(
     let again_ms = book.again_ms(roster, desk, now_ms);
     let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
     let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
-    let (content_type, length, body) = match &form.body {
-        // An empty body has no length of its own in the answer to HEAD.
-        Shape::Own { content_type, body } => (content_type.clone(), Some(HeaderValue::from(body.len())), body.clone()),
+    let (content_type, body) = match &form.body {
+        Shape::Own { content_type, body } => (content_type.clone(), body.clone()),
         Shape::Problem { wait, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { wait } else { never });
@@ -132,30 +128,21 @@ pub fn refusal(
                 push_number(retry_after_s, text);
             }
             text.extend_from_slice(b"}\n");
-            (PROBLEM_JSON, None, Bytes::copy_from_slice(text))
+            (PROBLEM_JSON, Bytes::copy_from_slice(text))
         }
     };
-    let retry_after = retry_after_s.map(number);
-    let is_random = form.retry_jitter_s > 0;
-    Wording { status: form.status, content_type, length, retry_after, fields, body, is_random }
-}
-
-impl Wording {
-    /// The answer, with its fields in a map that was used before.
-    pub fn answer(&self, mut headers: HeaderMap) -> Reply {
-        headers.clear();
-        headers.insert(header::CONTENT_TYPE, self.content_type.clone());
-        for (name, value) in [(header::CONTENT_LENGTH, &self.length), (header::RETRY_AFTER, &self.retry_after)] {
-            if let Some(value) = value {
-                headers.insert(name, value.clone());
-            }
-        }
-        self.fields.clone().put(&mut headers);
-        let mut reply = Response::new(self.body.clone());
-        *reply.status_mut() = self.status;
-        *reply.headers_mut() = headers;
-        reply
+    headers.clear();
+    headers.insert(header::CONTENT_TYPE, content_type);
+    // An empty body has no length of its own in the answer to HEAD.
+    headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
+    if let Some(retry_after_s) = retry_after_s {
+        headers.insert(header::RETRY_AFTER, number(retry_after_s));
     }
+    fields.put(&mut headers);
+    let mut reply = Response::new(body);
+    *reply.status_mut() = form.status;
+    *reply.headers_mut() = headers;
+    Refused { reply, is_random: form.retry_jitter_s > 0 }
 }
 
 /// What the client is told of a fault.

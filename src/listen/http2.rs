@@ -38,7 +38,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body, least };
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits, budget);
-    let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
+    let (streams, at_hand) = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
     let connection = http2::Builder::new(streams.clone())
         .timer(TokioTimer::new())
         .max_concurrent_streams(http2.max_concurrent_streams)
@@ -50,7 +50,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         .max_send_buf_size(SEND_BUFFER_BYTES)
         .keep_alive_interval(http2.ping)
         .keep_alive_timeout(PONG)
-        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams.clone());
+        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams);
     // The configuration may change while the connection lasts.
     drop(view);
     let mut connection = std::pin::pin!(connection);
@@ -60,7 +60,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
                 return Poll::Ready(ended);
             }
-            if streams.hand_over() {
+            if at_hand.hand_over() {
                 continue;
             }
             // Polled first: a request that has already come is answered before hyper is told to close.

@@ -8,7 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
@@ -44,7 +44,16 @@ struct Seat {
 
 /// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
 #[derive(Clone)]
-pub struct Streams(Rc<Shared>);
+pub struct Streams {
+    shared: Rc<Shared>,
+    /// The answers have streams of their own kind, so these do not have the answers.
+    at_hand: Weak<Queue>,
+}
+
+/// Answers that are there, and not sent yet. Dropped with the connection.
+pub struct AtHand(Rc<Queue>);
+
+type Queue = RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>;
 
 struct Shared {
     hall: Rc<Hall>,
@@ -55,8 +64,6 @@ struct Shared {
     free: RefCell<Vec<Rc<Seat>>>,
     /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
     next: RefCell<Option<(Rc<Seat>, bool)>>,
-    /// Answers that are there, and not sent yet.
-    at_hand: RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>,
 }
 
 impl Seat {
@@ -67,16 +74,19 @@ impl Seat {
 }
 
 impl Streams {
-    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
-        let (free, next, at_hand) = (RefCell::default(), RefCell::default(), RefCell::default());
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> (Streams, AtHand) {
+        let (free, next) = (RefCell::default(), RefCell::default());
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        Streams(Rc::new(Shared { hall, whole, session, free, next, at_hand }))
+        let (shared, at_hand) = (Rc::new(Shared { hall, whole, session, free, next }), Rc::default());
+        (Streams { shared, at_hand: Rc::downgrade(&at_hand) }, AtHand(at_hand))
     }
+}
 
+impl AtHand {
     /// Hands over the answers that are there; `false` if there are none. hyper would send each by itself if it were given
     /// them one by one, with a system call for each.
     pub fn hand_over(&self) -> bool {
-        let mut at_hand = self.0.at_hand.take();
+        let mut at_hand = self.0.take();
         let any = !at_hand.is_empty();
         let at_once = &mut Context::from_waker(Waker::noop());
         for mut work in at_hand.drain(..) {
@@ -85,7 +95,7 @@ impl Streams {
             }
         }
         // Its room is used again.
-        self.0.at_hand.replace(at_hand);
+        self.0.replace(at_hand);
         any
     }
 }
@@ -119,8 +129,8 @@ impl Service<Request<Incoming>> for Streams {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        let Shared { hall, next, .. } = &*self.0;
-        let seat = self.0.seat();
+        let Shared { hall, next, .. } = &*self.shared;
+        let seat = self.shared.seat();
         seat.is_head.set(request.method() == Method::HEAD);
         // Chunks are unknown here, and so is a length beside them.
         let passing = Passing::begin(|| pass(hall, &seat.peer, request, |_marks| None));
@@ -131,13 +141,12 @@ impl Service<Request<Incoming>> for Streams {
 
 impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
     fn execute(&self, future: F) {
-        let Some((seat, is_answered)) = self.0.next.take() else { return };
-        self.0.session.attend();
-        let work = Work { future: Some(future), seat, shared: Rc::clone(&self.0), unwanted: None, read: 0 };
-        if is_answered {
-            self.0.at_hand.borrow_mut().push(Box::pin(work));
-        } else {
-            tokio::task::spawn_local(work);
+        let Some((seat, is_answered)) = self.shared.next.take() else { return };
+        self.shared.session.attend();
+        let work = Work { future: Some(future), seat, shared: Rc::clone(&self.shared), unwanted: None, read: 0 };
+        match self.at_hand.upgrade().filter(|_| is_answered) {
+            Some(at_hand) => at_hand.borrow_mut().push(Box::pin(work)),
+            None => drop(tokio::task::spawn_local(work)),
         }
     }
 }
