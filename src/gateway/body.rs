@@ -28,8 +28,11 @@ impl From<Download> for Content {
     }
 }
 
-/// A body that knows its request's record: when it is dropped, the request is over.
-pub struct Body {
+/// A body that knows its request's record: when it is dropped, the request is over. It is handed on many times with
+/// the head of its answer, and so is small.
+pub struct Body(Box<Outgoing>);
+
+struct Outgoing {
     content: Content,
     record: Option<Record>,
     /// How the upstream's answer broke off, until hyper has been told.
@@ -38,17 +41,17 @@ pub struct Body {
 
 impl Body {
     pub fn new(content: Content, record: Record) -> Body {
-        Body { content, record: Some(record), broken: None }
+        Body(Box::new(Outgoing { content, record: Some(record), broken: None }))
     }
 
     /// Leaves out the content, for an answer to HEAD.
     pub fn omit(&mut self) {
-        self.content = Content::Own(None);
+        self.0.content = Content::Own(None);
     }
 
     /// For an answer to a request whose record was lost in a panic.
     pub fn unrecorded(content: Content) -> Body {
-        Body { content, record: None, broken: None }
+        Body(Box::new(Outgoing { content, record: None, broken: None }))
     }
 }
 
@@ -57,7 +60,7 @@ impl HttpBody for Body {
     type Error = Broken;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
-        let this = self.get_mut();
+        let this = &mut *self.get_mut().0;
         if let Some(error) = this.broken.take() {
             return Poll::Ready(Some(Err(error)));
         }
@@ -82,14 +85,14 @@ impl HttpBody for Body {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.content {
+        match &self.0.content {
             Content::Own(bytes) => bytes.is_none(),
             Content::Upstream(download) => download.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.content {
+        match &self.0.content {
             Content::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Content::Upstream(download) => download.size_hint(),
         }
@@ -98,7 +101,7 @@ impl HttpBody for Body {
 
 impl Drop for Body {
     fn drop(&mut self) {
-        if let (false, Some(record)) = (self.is_end_stream(), &mut self.record) {
+        if let (false, Some(record)) = (self.is_end_stream(), &mut self.0.record) {
             record.cut_off();
         }
     }

@@ -22,6 +22,7 @@ use crate::count::table::Table;
 use crate::http::fault::Fault;
 use crate::http::fields;
 use crate::http::quota::Stamp;
+use crate::http::repeat::Last;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::upstream::{RetryMeter, UnderWay};
@@ -147,6 +148,7 @@ pub struct Scratch {
     pub desk: Desk,
     pub params: Vec<Range<usize>>,
     pub text: Vec<u8>,
+    pub last: Last,
 }
 
 impl Hall {

@@ -38,11 +38,12 @@ use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
-use crate::http::route::Asked;
+use crate::http::route;
 use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
+use crate::upstream::balance::Asked;
 use crate::upstream::echo;
 use crate::upstream::inbound::Inbound;
 use crate::upstream::upload::Upload;
@@ -57,18 +58,18 @@ use turn::Turn;
 
 /// What the rules made of a request.
 enum Decision {
-    Forward {
-        lane: usize,
-        /// It asks for a WebSocket.
-        opening: Option<Opening>,
-        /// What the choice of a server goes by, where requests that belong together go to one.
-        server_key: Option<NonZeroU64>,
-        stamp: Stamp,
-        turn: Option<Box<Turn>>,
-        settlement: Option<Box<Settlement>>,
-        deed: Option<Box<Deed>>,
-    },
+    Forward { onward: Onward, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
     Refuse(Reply),
+}
+
+/// Where a request goes, and what is done to it there.
+struct Onward {
+    lane: usize,
+    /// It asks for a WebSocket.
+    opening: Option<Opening>,
+    /// What the choice of a server goes by, where requests that belong together go to one.
+    server_key: Option<NonZeroU64>,
+    deed: Option<Box<Deed>>,
 }
 
 /// Who asks, and when.
@@ -98,37 +99,40 @@ pub fn pass(
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
     match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { lane, opening, server_key, mut stamp, turn, mut settlement, deed }) => {
-            let upload = if opening.is_some() {
-                Upload::Upgrade
-            } else {
-                Upload::new(body).within(|| allowance::bounds(hall, &view.snapshot, lane, dialect))
-            };
+        Ok(Decision::Forward { mut onward, mut stamp, turn, mut settlement }) => {
+            let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane, dialect);
+            let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
             let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
             let request = Box::new(Request::from_parts(parts, upload));
-            // What is seldom waited for is boxed by itself: each request's future would have room for it.
+            // What is seldom waited for has a future by itself: each request's would have room for it.
             Passing::Forward(Box::pin(async move {
                 if let Some(turn) = turn {
                     stamp = match Box::pin(turn.come(&mut record, &mut settlement)).await {
                         Ok(stamp) => stamp,
-                        Err(refusal) => return finish(dialect.refusal(refusal).map(Content::from), record),
+                        Err(refusal) => {
+                            return Passing::Done(Some(finish(dialect.refusal(refusal).map(Content::from), record)));
+                        }
                     };
                 }
-                let mut answer = match forward(&view, &peer, lane, server_key, request, deed, &mut record).await {
+                let mut answer = match forward(&view, &peer, &mut onward, request, &mut record).await {
                     Ok(answer) => {
                         if let Some(settlement) = settlement {
                             stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
                         }
-                        match opening {
-                            None => finish(answer, record),
-                            Some(opening) => Box::pin(conclude(answer, opening, dialect, record, &peer, &view)).await,
+                        if let Some(opening) = onward.opening.take() {
+                            return Passing::Forward(Box::pin(async move {
+                                let mut answer = conclude(answer, opening, dialect, record, &peer, &view).await;
+                                stamp.put(answer.headers_mut());
+                                Passing::Done(Some(answer))
+                            }));
                         }
+                        finish(answer, record)
                     }
                     Err(fault) => fail(&fault, dialect, record),
                 };
                 // A request that was admitted has consumed, whatever became of it.
                 stamp.put(answer.headers_mut());
-                answer
+                Passing::Done(Some(answer))
             }))
         }
         Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record))),
@@ -177,9 +181,9 @@ fn decide(
         path => path::normalize(path, snapshot.config.encoded_slash)?,
     };
     let mut scratch = view.scratch();
-    let Scratch { desk, params, text } = &mut *scratch;
+    let Scratch { desk, params, text, last } = &mut *scratch;
     let secure = visitor.client.is_secure;
-    let asked = Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path, secure };
+    let asked = route::Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path, secure };
     let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
@@ -211,12 +215,16 @@ fn decide(
     let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane.slate as usize, desk, &judgement);
-    let stamp = slate.sheet.render(desk, view.policies[lane.slate as usize].as_ref(), now.unix_ms, text);
+    let policy = view.policies[lane.slate as usize].as_ref();
     if let Judgement::Refused = judgement {
-        let (now_ms, map) = (now.unix_ms, std::mem::take(&mut parts.headers));
-        let reply = reply::refusal(&snapshot.book, &slate.roster, desk, &snapshot.forms, now_ms, stamp, text, map);
-        return Ok(Decision::Refuse(reply));
+        let headers = std::mem::take(&mut parts.headers);
+        return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
+            let (book, forms) = (&snapshot.book, &snapshot.forms);
+            let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
+            reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
+        })));
     }
+    let stamp = slate.sheet.render(desk, policy, now.unix_ms, text).only_once();
     let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, now.unix_ms);
     let settlement = Settlement::of(slate, lane.slate as usize, desk);
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
@@ -231,7 +239,8 @@ fn decide(
         upgrade::ask(&mut parts.headers);
         opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
     }
-    Ok(Decision::Forward { lane: lane_index, opening, server_key, stamp, turn, settlement, deed })
+    let onward = Onward { lane: lane_index, opening, server_key, deed };
+    Ok(Decision::Forward { onward, stamp, turn, settlement })
 }
 
 /// Makes the head ready for the upstream; `path` is the one that goes there, if it is not the client's.
@@ -293,20 +302,19 @@ fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, Fault> {
 async fn forward(
     view: &View,
     peer: &Peer,
-    lane: usize,
-    server_key: Option<NonZeroU64>,
+    onward: &mut Onward,
     mut request: Box<Request<Upload>>,
-    mut deed: Option<Box<Deed>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {
     let snapshot = &*view.snapshot;
-    let action = snapshot.action_of(&snapshot.lanes[lane]);
+    let lane = &snapshot.lanes[onward.lane];
+    let action = snapshot.action_of(lane);
     let timeouts = action.and_then(|action| action.timeouts.as_ref()).unwrap_or(&snapshot.config.timeouts);
     peer.body_limit.set(timeouts.body);
-    if let Some(reply) = deed.as_mut().and_then(|deed| deed.reply.take()) {
-        return Ok(changed(reply.map(Content::from), deed));
+    if let Some(reply) = onward.deed.as_mut().and_then(|deed| deed.reply.take()) {
+        return Ok(changed(reply.map(Content::from), onward.deed.take()));
     }
-    let upstream = snapshot.lanes[lane].upstream as usize;
+    let upstream = lane.upstream as usize;
     record.upstream(&snapshot.config.upstreams[upstream].name);
     let answer = match &view.targets[upstream] {
         Target::Echo => Box::pin(echo::answer(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
@@ -318,13 +326,14 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, servers.authority());
             }
             *request.version_mut() = Version::HTTP_11;
-            let mut answer = servers.exchange(request, server_key, timeouts, &peer.timer, interim).await?;
+            let asked = Asked::of(&request, onward.server_key);
+            let mut answer = servers.exchange(request, asked, timeouts, &peer.timer, interim).await?;
             fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             answer.map(Content::from)
         }
     };
-    Ok(changed(answer, deed))
+    Ok(changed(answer, onward.deed.take()))
 }
 
 /// An answer with the changes that its route makes.

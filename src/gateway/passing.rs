@@ -11,11 +11,11 @@ use crate::http::fault::Fault;
 use crate::http::reply;
 
 /// What needs no upstream is answered at once, without a future.
-#[allow(clippy::large_enum_variant, reason = "the large one is there to save an allocation")]
 pub enum Passing {
-    /// `None` once it was taken.
+    /// `None` once it was taken, and where there is none because of a panic.
     Done(Option<Response<Body>>),
-    Forward(Pin<Box<dyn Future<Output = Response<Body>>>>),
+    /// What follows is an answer, or what else there is to wait for.
+    Forward(Pin<Box<dyn Future<Output = Passing>>>),
 }
 
 impl Passing {
@@ -31,15 +31,16 @@ impl Passing {
     }
 
     pub fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<Response<Body>> {
-        let answer = match self {
-            Passing::Done(answer) => answer.take(),
-            Passing::Forward(answer) => match catch_unwind(AssertUnwindSafe(|| answer.as_mut().poll(cx))) {
-                Ok(Poll::Ready(answer)) => Some(answer),
-                Ok(Poll::Pending) => return Poll::Pending,
-                Err(_panic) => None,
-            },
-        };
-        Poll::Ready(answer.unwrap_or_else(after_panic))
+        loop {
+            *self = match self {
+                Passing::Done(answer) => return Poll::Ready(answer.take().unwrap_or_else(after_panic)),
+                Passing::Forward(next) => match catch_unwind(AssertUnwindSafe(|| next.as_mut().poll(cx))) {
+                    Ok(Poll::Ready(next)) => next,
+                    Ok(Poll::Pending) => return Poll::Pending,
+                    Err(_panic) => Passing::Done(None),
+                },
+            };
+        }
     }
 }
 

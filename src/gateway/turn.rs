@@ -128,7 +128,8 @@ impl Turn {
                 record.decision(self.slate, desk, &Judgement::Refused);
                 let stamp = slate.sheet.render(desk, None, now_ms, text);
                 let (roster, forms) = (&slate.roster, &snapshot.forms);
-                return Some(reply::refusal(book, roster, desk, forms, now_ms, stamp, text, HeaderMap::new()));
+                let headers = HeaderMap::new();
+                return Some(reply::refusal(book, roster, desk, forms, now_ms, stamp, text, headers).reply);
             }
         }
         self.shares.retain(|share| share.paid.end_ms() > now_ms);

@@ -26,6 +26,14 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
     X_FORWARDED_HOST,
 ];
 
+/// Fields that are removed wherever they are marked.
+static ABOUT_THE_CONNECTION: [(Marks, HeaderName); 4] = [
+    (Marks::TE, header::TE),
+    (Marks::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
+    (Marks::EXPECT, header::EXPECT),
+    (Marks::UPGRADE, header::UPGRADE),
+];
+
 /// The bytes of names that nobody takes for others; names are in small letters here.
 const USUAL: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-");
 
@@ -181,13 +189,8 @@ fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
             }
         }
     }
-    for (mark, name) in [
-        (Marks::TE, header::TE),
-        (Marks::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
-        (Marks::EXPECT, header::EXPECT),
-        (Marks::UPGRADE, header::UPGRADE),
-    ] {
-        if marks.has(mark) {
+    for (mark, name) in &ABOUT_THE_CONNECTION {
+        if marks.has(*mark) {
             headers.remove(name);
         }
     }
@@ -228,8 +231,12 @@ fn is_fit_for_a_trailer(name: &HeaderName) -> bool {
 /// The field names that Connection lists, but for the two usual options, which name none.
 fn connection_options<'a>(values: impl Iterator<Item = &'a HeaderValue>) -> Vec<HeaderName> {
     let is_usual = |option: &[u8]| option.eq_ignore_ascii_case(b"keep-alive") || option.eq_ignore_ascii_case(b"close");
-    let values = values.map(HeaderValue::as_bytes).filter(|value| !is_usual(value));
-    let options = values.flat_map(|value| value.split(|byte| *byte == b',')).map(<[u8]>::trim_ascii);
+    let mut values = values.map(HeaderValue::as_bytes).filter(|value| !is_usual(value));
+    let Some(first) = values.next() else { return Vec::new() };
+    let options = std::iter::once(first)
+        .chain(values)
+        .flat_map(|value| value.split(|byte| *byte == b','))
+        .map(<[u8]>::trim_ascii);
     options.filter(|option| !is_usual(option)).filter_map(|option| HeaderName::from_bytes(option).ok()).collect()
 }
 

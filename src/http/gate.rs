@@ -90,10 +90,10 @@ pub fn translate(parts: &mut Parts) -> Result<(), Fault> {
         Some(_) | None => return Err(Fault::Target("the request target is of another scheme")),
     };
     let same = |host: &HeaderValue| host.to_str().is_ok_and(|host| same_authority(authority.as_str(), host, port));
-    match (hosts, parts.headers.get(header::HOST)) {
-        (0, _) => {}
-        (1, Some(host)) if same(host) => {}
-        (1, _) => return Err(Fault::Host("the Host field is not `:authority`")),
+    match hosts {
+        0 => {}
+        1 if parts.headers.get(header::HOST).is_some_and(same) => {}
+        1 => return Err(Fault::Host("the Host field is not `:authority`")),
         _ => return Err(Fault::Host("the Host field is given more than once")),
     }
     // Of an authority that is none, the check of Host tells.

@@ -5,7 +5,7 @@
 //! `bearer` read what may be spelt in several ways, with the help of `escapes`; `affinity` which requests belong to one
 //! server; `clients` whether that is somebody who is known, `exceptions` whom a rule treats otherwise than everyone, `fields` what
 //! is added and taken away in passing, `forwarded` who asks behind proxies, `action` what a route changes,
-//! `quota` how the limits are told to the client, `fault` what can go wrong and on whose side, and
+//! `quota` how the limits are told to the client, `repeat` what was said of them last, `fault` what can go wrong and on whose side, and
 //! `reply` is every answer that the gateway makes itself: the only place with status codes.
 
 pub mod action;
@@ -25,6 +25,7 @@ pub mod part;
 pub mod path;
 pub mod query;
 pub mod quota;
+pub mod repeat;
 pub mod reply;
 pub mod route;
 pub mod upgrade;

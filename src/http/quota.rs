@@ -115,7 +115,7 @@ impl Sheet {
             Some(policy) if all => Some(policy.clone()),
             _ => self.policy_of(desk, text),
         };
-        stamp.legacy = self.nearest(desk, now_ms);
+        stamp.legacy = self.nearest(desk, now_ms).map(Box::new);
         stamp
     }
 
@@ -165,14 +165,15 @@ impl Row {
 }
 
 /// What an answer will say about the limits: rendered at the decision, added when the answer comes.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Stamp {
     policy: Option<HeaderValue>,
     state: Option<HeaderValue>,
-    legacy: Option<Legacy>,
+    /// Elsewhere, since few want it.
+    legacy: Option<Box<Legacy>>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Legacy {
     limit: u32,
     remaining: u64,
@@ -180,6 +181,15 @@ struct Legacy {
 }
 
 impl Stamp {
+    /// Says that hardly another answer will say the same. HTTP/2 then leaves it out of the table that both sides keep of
+    /// what is said again (RFC 7541, section 6.2.3), and that it would fill.
+    pub fn only_once(mut self) -> Stamp {
+        if let Some(state) = &mut self.state {
+            state.set_sensitive(true);
+        }
+        self
+    }
+
     /// Adds the fields to an answer. Lists that the upstream sent are kept, and joined.
     pub fn put(self, headers: &mut HeaderMap) {
         for (name, value) in [(RATELIMIT_POLICY, self.policy), (RATELIMIT, self.state)] {

@@ -74,9 +74,17 @@ impl Form {
     }
 }
 
+/// The answer to a request that the rules refuse.
+#[derive(Debug)]
+pub struct Refused {
+    pub reply: Reply,
+    /// Chance had a part in it, so the next is to be told something else.
+    pub is_random: bool,
+}
+
 /// What a refusal says: which layers were full, and when the last of them opens again. Written by
 /// hand, since a gateway under attack does little else: `text` is a buffer to work in, `headers` the
-/// request's map, used again. The length is left to whoever sends it. `forms` has one for each rule
+/// request's map, used again. `forms` has one for each rule
 /// of the book; of several that refuse, the one that blocks longest decides.
 #[allow(clippy::too_many_arguments, reason = "two of them are only memory that is used again")]
 pub fn refusal(
@@ -88,7 +96,7 @@ pub fn refusal(
     fields: Stamp,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
-) -> Reply {
+) -> Refused {
     let full = || desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
     let entry = |line: &Line| &book.entries[roster.rules[line.rule]];
     // `None`: it will never open for a request of this cost.
@@ -103,15 +111,8 @@ pub fn refusal(
     let again_ms = book.again_ms(roster, desk, now_ms);
     let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
     let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
-
-    headers.clear();
-    let body = match &form.body {
-        Shape::Own { content_type, body } => {
-            headers.insert(header::CONTENT_TYPE, content_type.clone());
-            // An empty body has no length of its own in the answer to HEAD.
-            headers.insert(header::CONTENT_LENGTH, HeaderValue::from(body.len()));
-            body.clone()
-        }
+    let (content_type, body) = match &form.body {
+        Shape::Own { content_type, body } => (content_type.clone(), body.clone()),
         Shape::Problem { wait, never } => {
             text.clear();
             text.extend_from_slice(if retry_after_s.is_some() { wait } else { never });
@@ -127,10 +128,13 @@ pub fn refusal(
                 push_number(retry_after_s, text);
             }
             text.extend_from_slice(b"}\n");
-            headers.insert(header::CONTENT_TYPE, PROBLEM_JSON);
-            Bytes::copy_from_slice(text)
+            (PROBLEM_JSON, Bytes::copy_from_slice(text))
         }
     };
+    headers.clear();
+    headers.insert(header::CONTENT_TYPE, content_type);
+    // An empty body has no length of its own in the answer to HEAD.
+    headers.insert(header::CONTENT_LENGTH, number(body.len() as u64));
     if let Some(retry_after_s) = retry_after_s {
         headers.insert(header::RETRY_AFTER, number(retry_after_s));
     }
@@ -138,7 +142,7 @@ pub fn refusal(
     let mut reply = Response::new(body);
     *reply.status_mut() = form.status;
     *reply.headers_mut() = headers;
-    reply
+    Refused { reply, is_random: form.retry_jitter_s > 0 }
 }
 
 /// What the client is told of a fault.

@@ -38,7 +38,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body, least };
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits, budget);
-    let streams = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
+    let (streams, at_hand) = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
     let mut builder = http2::Builder::new(streams.clone());
     if view.snapshot.config.routes.iter().any(|route| route.websocket) {
         // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
@@ -64,6 +64,9 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         loop {
             if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
                 return Poll::Ready(ended);
+            }
+            if at_hand.hand_over() {
+                continue;
             }
             // Polled first: a request that has already come is answered before hyper is told to close.
             if !told && guest.poll_begun(cx) {

@@ -1,14 +1,14 @@
 //! One HTTP/2 stream above hyper: the request on it, the answer, and what is left of the request's body
 //! when the answer is over.
 //!
-//! An answer that waits for nothing, such as a refusal, is given within the task of its connection. Any other
-//! gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
+//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests that
+//! have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
 //! client that is told to stop in the middle of sending may drop the answer with the rest.
 
 use std::cell::{Cell, RefCell};
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
@@ -48,7 +48,16 @@ struct Seat {
 
 /// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
 #[derive(Clone)]
-pub struct Streams(Rc<Shared>);
+pub struct Streams {
+    shared: Rc<Shared>,
+    /// The answers have streams of their own kind, so these do not have the answers.
+    at_hand: Weak<Queue>,
+}
+
+/// Answers that are there, and not sent yet. Dropped with the connection.
+pub struct AtHand(Rc<Queue>);
+
+type Queue = RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>;
 
 struct Shared {
     hall: Rc<Hall>,
@@ -77,10 +86,30 @@ impl Seat {
 }
 
 impl Streams {
-    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> (Streams, AtHand) {
         let (free, next) = (RefCell::default(), RefCell::default());
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        Streams(Rc::new(Shared { hall, whole, session, free, next, sending: Cell::default() }))
+        let (shared, at_hand) =
+            (Rc::new(Shared { hall, whole, session, free, next, sending: Cell::default() }), Rc::default());
+        (Streams { shared, at_hand: Rc::downgrade(&at_hand) }, AtHand(at_hand))
+    }
+}
+
+impl AtHand {
+    /// Hands over the answers that are there; `false` if there are none. hyper would send each by itself if it were given
+    /// them one by one, with a system call for each.
+    pub fn hand_over(&self) -> bool {
+        let mut at_hand = self.0.take();
+        let any = !at_hand.is_empty();
+        let at_once = &mut Context::from_waker(Waker::noop());
+        for mut work in at_hand.drain(..) {
+            if work.as_mut().poll(at_once).is_pending() {
+                tokio::task::spawn_local(work);
+            }
+        }
+        // Its room is used again.
+        self.0.replace(at_hand);
+        any
     }
 }
 
@@ -122,8 +151,8 @@ impl Service<Request<Incoming>> for Streams {
     type Future = Answering;
 
     fn call(&self, mut request: Request<Incoming>) -> Answering {
-        let Shared { hall, next, .. } = &*self.0;
-        let seat = self.0.seat();
+        let Shared { hall, next, .. } = &*self.shared;
+        let seat = self.shared.seat();
         if request.method() == Method::CONNECT {
             seat.upgrade.set(strand::asked(&mut request));
         }
@@ -137,17 +166,17 @@ impl Service<Request<Incoming>> for Streams {
 
 impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
     fn execute(&self, future: F) {
-        let Some((seat, is_answered)) = self.0.next.take() else {
+        let Some((seat, is_answered)) = self.shared.next.take() else {
             // No request, so the other thing that hyper has to do: whoever is polling it will look here.
-            self.0.sending.set(Some(Box::pin(future)));
+            self.shared.sending.set(Some(Box::pin(future)));
             return;
         };
-        self.0.session.attend();
-        let shared = Rc::clone(&self.0);
-        let mut work = Work { future: Some(future), strand: None, seat, shared, unwanted: None, read: 0 };
-        let at_once = &mut Context::from_waker(Waker::noop());
-        if !is_answered || Pin::new(&mut work).poll(at_once).is_pending() {
-            tokio::task::spawn_local(work);
+        self.shared.session.attend();
+        let shared = Rc::clone(&self.shared);
+        let work = Work { future: Some(future), strand: None, seat, shared, unwanted: None, read: 0 };
+        match self.at_hand.upgrade().filter(|_| is_answered) {
+            Some(at_hand) => at_hand.borrow_mut().push(Box::pin(work)),
+            None => drop(tokio::task::spawn_local(work)),
         }
     }
 }

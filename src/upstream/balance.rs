@@ -11,11 +11,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use http::{Method, Request};
 use smallvec::SmallVec;
 
 use super::fleet::{Fleet, State};
 use super::pick;
 use super::place::Place;
+use super::upload::Upload;
 use crate::clock::Clock;
 use crate::config::balance::Balance;
 use crate::rule::key::Seed;
@@ -51,13 +53,28 @@ pub struct Choice {
 /// The servers that a request has been to.
 pub type Tried = SmallVec<[u32; 4]>;
 
-/// What a choice depends on beside the servers.
+/// What a choice, of a server and of a connection to it, depends on beside these.
 #[derive(Clone, Copy)]
 pub struct Asked {
     /// What a hash is of; `None` where the request lacks it.
     pub key: Option<NonZeroU64>,
     /// Whether it can be sent again.
     pub repeatable: bool,
+    /// It asks for another protocol.
+    pub handshake: bool,
+}
+
+impl Asked {
+    pub fn of(request: &Request<Upload>, key: Option<NonZeroU64>) -> Asked {
+        let handshake = matches!(request.body(), Upload::Upgrade);
+        let sends_nothing = handshake || matches!(request.body(), Upload::Empty);
+        Asked { key, repeatable: sends_nothing && is_idempotent(request.method()), handshake }
+    }
+}
+
+/// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).
+fn is_idempotent(method: &Method) -> bool {
+    [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
 impl Balancer {

@@ -37,19 +37,23 @@ pub struct Bearing {
 }
 
 impl Carrier {
+    /// Writes the target as it is sent here; it may have been addressed to a server that speaks otherwise.
+    pub fn address(&self, request: &mut Request<Upload>) {
+        if let Carrier::Alone(_) = self {
+            multiplex::origin_form(request);
+        }
+    }
+
     /// Sends a request and waits for the head of its answer: see [`Connection::send`].
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
-        mut request: Box<Request<Upload>>,
+        request: Box<Request<Upload>>,
         keeps: bool,
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
-            Carrier::Alone(connection) => {
-                multiplex::origin_form(&mut request);
-                connection.send(request, keeps, interim).await
-            }
+            Carrier::Alone(connection) => connection.send(request, keeps, interim).await,
             // Apart, so that the others take no memory for it.
             Carrier::Shared(lease) => Box::pin(lease.send(request)).await,
         }

@@ -6,7 +6,6 @@
 //! once, on a new connection, and is nobody's failure. Every other further try is paid for.
 
 use std::future::poll_fn;
-use std::num::NonZeroU64;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -14,7 +13,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
+use http::{HeaderValue, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 
 use super::balance::{Asked, Balancer, Choice, Tried};
@@ -61,9 +60,7 @@ struct Course {
     ticket: Option<Ticket>,
     /// Whether it has been repeated on a new connection to the server it is at.
     fresh: bool,
-    /// It asks for another protocol.
-    handshake: bool,
-    /// And so, over HTTP/1.1, for a connection that no other request will use.
+    /// It asks for another protocol over HTTP/1.1, and so for a connection that no other request will use.
     alone: bool,
 }
 
@@ -138,71 +135,75 @@ impl Servers {
     }
 
     /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
-    /// because it is large, and handed from one future to the next. `key`: what a hash is of.
-    pub async fn exchange(
+    /// because it is large, and handed from one future to the next. No `async` function, which would keep its
+    /// arguments twice.
+    pub fn exchange(
         &self,
         mut request: Box<Request<Upload>>,
-        key: Option<NonZeroU64>,
+        asked: Asked,
         limits: &Timeouts,
         timer: &Timer,
         interim: Option<Rc<Interim>>,
-    ) -> Result<Response<Download>, Fault> {
+    ) -> impl Future<Output = Result<Response<Download>, Fault>> {
         let progress = request.body().progress();
-        let repeatable = progress.is_none() && is_idempotent(request.method());
-        let handshake = matches!(request.body(), Upload::Upgrade);
-        let mut course = self.course(Asked { key, repeatable }, handshake, limits)?;
-        let alone = course.alone;
-        let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
-        loop {
-            let place = &self.balancer.places()[choice.server];
-            let mut attempt = Attempt {
-                servers: self,
-                choice,
-                visit: Some(place.visit()),
-                outcome: Some(UpstreamOutcome::Canceled),
-                sign: Sign::None,
-            };
-            let idle = if course.fresh || alone { None } else { place.pool.take() };
-            let (mut connection, reused) = match idle {
-                Some(connection) => (connection, true),
-                None => match Box::pin(self.connect(place, &course, limits)).await {
-                    Ok(connected) => connected,
-                    Err(fault) => {
-                        choice = self.unreached(&mut course, attempt, fault)?;
-                        continue;
+        let mut course = self.course(asked, limits);
+        async move {
+            let course = course.as_mut().map_err(|fault| fault.clone())?;
+            let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
+            loop {
+                let place = &self.balancer.places()[choice.server];
+                let mut attempt = Attempt {
+                    servers: self,
+                    choice,
+                    visit: Some(place.visit()),
+                    outcome: Some(UpstreamOutcome::Canceled),
+                    sign: Sign::None,
+                };
+                let (mut connection, reused);
+                if let Some(idle) = (!course.fresh && !course.alone).then(|| place.pool.take()).flatten() {
+                    (connection, reused) = (idle, true);
+                } else {
+                    match Box::pin(self.connect(place, course, limits)).await {
+                        Ok(connected) => (connection, reused) = connected,
+                        Err(fault) => {
+                            choice = self.unreached(course, attempt, fault)?;
+                            continue;
+                        }
                     }
-                },
-            };
-            let limit = self.try_timeout(&course).map_or(limits.response_head, |limit| limit.min(limits.response_head));
-            place.pool.address(&mut request);
-            let started = self.clock.instant();
-            let answer = {
-                let sending = pin!(connection.send(request, repeatable, interim.clone()));
-                within(limit, course.ends, &self.clock, timer, progress.as_deref(), sending).await
-            };
-            let next = match answer {
-                Ok(Ok(response)) => self.answered(&mut course, attempt, connection, response, started),
-                Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.fault()) {
-                    Some(fault) => Next::Fault(fault),
-                    None => self.broken(&mut course, attempt, connection, error, reused),
-                },
-                Err(fault) => {
-                    if matches!(fault, Fault::ResponseTimeout | Fault::RequestTimeout) {
-                        attempt.ended(UpstreamOutcome::TimedOut, Sign::Bad);
-                    }
-                    self.late(&mut course, attempt, connection, fault)
                 }
-            };
-            match next {
-                Next::Answer(answer) => return Ok(answer),
-                Next::Fault(fault) => return Err(fault),
-                Next::Again(next, again) => (choice, request) = (next, again),
+                let limit =
+                    self.try_timeout(course).map_or(limits.response_head, |limit| limit.min(limits.response_head));
+                place.pool.address(&mut request);
+                connection.address(&mut request);
+                let started = self.clock.instant();
+                let answer = {
+                    let sending = pin!(connection.send(request, course.asked.repeatable, interim.clone()));
+                    within(limit, course.ends, &self.clock, timer, progress.as_deref(), sending).await
+                };
+                let next = match answer {
+                    Ok(Ok(response)) => self.answered(course, attempt, connection, response, started),
+                    Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.fault()) {
+                        Some(fault) => Next::Fault(fault),
+                        None => self.broken(course, attempt, connection, error, reused),
+                    },
+                    Err(fault) => {
+                        if matches!(fault, Fault::ResponseTimeout | Fault::RequestTimeout) {
+                            attempt.ended(UpstreamOutcome::TimedOut, Sign::Bad);
+                        }
+                        self.late(course, attempt, connection, fault)
+                    }
+                };
+                match next {
+                    Next::Answer(answer) => return Ok(answer),
+                    Next::Fault(fault) => return Err(fault),
+                    Next::Again(next, again) => (choice, request) = (next, again),
+                }
             }
         }
     }
 
     /// Lets a request in, if there are not too many.
-    fn course(&self, asked: Asked, handshake: bool, limits: &Timeouts) -> Result<Course, Fault> {
+    fn course(&self, asked: Asked, limits: &Timeouts) -> Result<Course, Fault> {
         let ticket = match self.fleet.policy.circuit.max_requests {
             None => None,
             Some(max) => match self.fleet.circuit.request(max) {
@@ -214,8 +215,8 @@ impl Servers {
         let default = || ATTEMPTS.min(self.balancer.places().len() - 1);
         let left = self.fleet.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let ends = limits.request.map(|limit| self.clock.instant() + limit);
-        let alone = handshake && !self.balancer.places()[0].pool.is_http2();
-        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, handshake, alone })
+        let alone = asked.handshake && !self.balancer.places()[0].pool.is_http2();
+        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
     }
 
     fn refuse(&self, limit: Limit) -> Fault {
@@ -288,7 +289,7 @@ impl Servers {
         response: Response<Incoming>,
         started: Instant,
     ) -> Next {
-        let is_switched = course.handshake && upgrade::is_granted(&response);
+        let is_switched = course.asked.handshake && upgrade::is_granted(&response);
         if !is_switched && !is_clear(&response) {
             attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
             return Next::Fault(Fault::Upstream(
@@ -430,11 +431,6 @@ fn is_clear(response: &Response<Incoming>) -> bool {
     let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
     let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();
     !upgrade::is_switch(response) && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
-}
-
-/// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).
-fn is_idempotent(method: &Method) -> bool {
-    [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
 fn describe(error: SendError) -> String {

@@ -37,39 +37,36 @@ impl Progress {
 /// Why a body ended before its end.
 pub type Broken = Box<dyn std::error::Error + Send + Sync>;
 
-/// The body of a request to the upstream.
+/// The body of a request to the upstream. Most have none, and all are handed on many times with their heads, which
+/// costs by the byte; so what there is of one lies elsewhere.
 pub enum Upload {
     Empty,
-    /// None either, and the request asks for another protocol: it takes a connection of its own.
+    /// Nothing either: the request asks for another protocol.
     Upgrade,
-    Client {
-        body: Inbound,
-        progress: Rc<Progress>,
-        bounds: Option<Bounds>,
-    },
+    Client(Box<Sending>),
+}
+
+/// A body that a client sends.
+pub struct Sending {
+    body: Inbound,
+    progress: Rc<Progress>,
+    bounds: Bounds,
 }
 
 impl Upload {
-    pub fn new(body: Inbound) -> Upload {
+    /// What is left of a body to send, within bounds if that is anything.
+    pub fn new(body: Inbound, bounds: impl FnOnce() -> Bounds) -> Upload {
         if body.is_end_stream() {
             return Upload::Empty;
         }
-        Upload::Client { body, progress: Rc::default(), bounds: None }
-    }
-
-    /// The same within bounds, if there is anything to send.
-    pub fn within(self, bounds: impl FnOnce() -> Bounds) -> Upload {
-        match self {
-            Upload::Empty | Upload::Upgrade => self,
-            Upload::Client { body, progress, .. } => Upload::Client { body, progress, bounds: Some(bounds()) },
-        }
+        Upload::Client(Box::new(Sending { body, progress: Rc::default(), bounds: bounds() }))
     }
 
     /// How far it has come; `None` where there is nothing to send.
     pub fn progress(&self) -> Option<Rc<Progress>> {
         match self {
             Upload::Empty | Upload::Upgrade => None,
-            Upload::Client { progress, .. } => Some(Rc::clone(progress)),
+            Upload::Client(sending) => Some(Rc::clone(&sending.progress)),
         }
     }
 }
@@ -79,7 +76,8 @@ impl Body for Upload {
     type Error = Broken;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
-        let Upload::Client { body, progress, bounds } = self.get_mut() else { return Poll::Ready(None) };
+        let Upload::Client(sending) = self.get_mut() else { return Poll::Ready(None) };
+        let Sending { body, progress, bounds } = &mut **sending;
         let mut frame = Pin::new(body).poll_frame(cx);
         progress.starved.set(frame.is_pending());
         match &mut frame {
@@ -97,7 +95,7 @@ impl Body for Upload {
             Poll::Pending => Some(Poll::Pending),
             Poll::Ready(None | Some(Err(_))) => None,
         };
-        if let (Some(bounds), Some(came)) = (bounds, came)
+        if let Some(came) = came
             && let Some(breach) = bounds.look(came, cx)
         {
             progress.breach.set(Some(breach));
@@ -109,14 +107,14 @@ impl Body for Upload {
     fn is_end_stream(&self) -> bool {
         match self {
             Upload::Empty | Upload::Upgrade => true,
-            Upload::Client { body, .. } => body.is_end_stream(),
+            Upload::Client(sending) => sending.body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Upload::Empty | Upload::Upgrade => SizeHint::with_exact(0),
-            Upload::Client { body, .. } => body.size_hint(),
+            Upload::Client(sending) => sending.body.size_hint(),
         }
     }
 }

@@ -70,6 +70,33 @@ fn those_who_wait_are_not_all_told_the_same_second() {
 }
 
 #[test]
+fn refusals_of_one_moment_tell_each_client_of_its_own_windows() {
+    let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\", \"3/hour\"]";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut client = gateway.client();
+    let mut ask = |key: &str| client.get_with("/a", &[("x-key", key)]);
+    (0..2).for_each(|_| drop(ask("early").expect(200)));
+    gateway.advance_s(60);
+    ask("early").expect(200);
+    (0..2).for_each(|_| drop(ask("late").expect(200)));
+    // Time stands still: what was told last must not be told to somebody else.
+    for _ in 0..3 {
+        for (key, full, state, again) in
+            [("early", "r-hour", "1;t=60, 0;t=2640", "2640"), ("late", "r-minute", "0;t=60, 1;t=2640", "60")]
+        {
+            let refused = ask(key).expect(429);
+            let told = refused.field("ratelimit").unwrap();
+            assert_eq!(told.replace("\"r-minute\";r=", "").replace("\"r-hour\";r=", ""), state, "{told}");
+            assert_eq!(refused.problem()["violated-policies"], serde_json::json!([full]));
+            assert_eq!(refused.field("retry-after"), Some(again));
+        }
+    }
+    // The same second, but not the same moment.
+    gateway.advance(std::time::Duration::from_millis(1500));
+    assert_eq!(ask("late").expect(429).field("retry-after"), Some("59"));
+}
+
+#[test]
 fn of_several_rules_the_one_that_blocks_longest_decides() {
     let toml = "[upstreams.u]\nbuiltin = \"echo\"\n\
         [rules.short]\nkey = \"ip\"\nwindows = [\"1/minute\"]\nstatus = 503\n\
