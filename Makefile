@@ -45,7 +45,7 @@ model:
 
 # `make test` kills a few times; this says what came of it.
 kills:
-	TRANSOM_KILLS=$(KILLS) cargo test --locked --test it -- kill --nocapture --test-threads=1
+	TRANSOM_KILLS=$(KILLS) cargo test --locked --test it -- kills:: killed_while --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs; both are named where they are missing.
 fuzz:

@@ -267,7 +267,7 @@ fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
         command.arg("--config").arg(&config).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.spawn().unwrap();
         eventually("a file is made", || new.exists() || place.file().exists());
-        thread::sleep(Duration::from_micros(rng.u64(..200_000)));
+        thread::sleep(Duration::from_micros(rng.u64(..50_000)));
         child.kill().unwrap();
         child.wait().unwrap();
         within += u64::from(new.exists());

@@ -8,8 +8,8 @@
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, RwLock};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,7 +21,7 @@ use super::client::request;
 /// Keys that are asked with.
 pub const KEYS: u32 = 10_000;
 /// Half of the requests are of these, so that their limits bind.
-const HOT: u32 = 50;
+const HOT: u32 = 10;
 /// So far the clocks may be apart.
 const MARGIN_MS: u64 = 50;
 
@@ -42,14 +42,6 @@ pub struct Tally {
 }
 
 impl Tally {
-    fn add(&mut self, other: Tally) {
-        self.requests += other.requests;
-        self.admitted += other.admitted;
-        for (window, admitted) in other.by_window {
-            *self.by_window.entry(window).or_default() += admitted;
-        }
-    }
-
     fn count(&mut self, layers: &[Layer], key: u32, sent_ms: u64, received_ms: u64) {
         self.admitted += 1;
         for (position, layer) in layers.iter().enumerate() {
@@ -77,6 +69,7 @@ impl Tally {
 pub struct Load {
     addresses: RwLock<Vec<SocketAddr>>,
     stopped: AtomicBool,
+    tally: Mutex<Tally>,
 }
 
 impl Load {
@@ -86,22 +79,25 @@ impl Load {
         *self.addresses.write().unwrap() = addresses.to_vec();
     }
 
-    /// Has four clients ask while `during` is under way, and tells what they were answered.
-    pub fn while_under_way(&self, layers: &[Layer], during: impl FnOnce()) -> Tally {
-        thread::scope(|scope| {
-            let clients: Vec<_> = (0..4).map(|number| scope.spawn(move || self.client(number, layers))).collect();
-            // The clients are to end also if it fails.
-            let stop = Stop(self);
-            during();
-            drop(stop);
-            let mut tally = Tally::default();
-            clients.into_iter().for_each(|client| tally.add(client.join().unwrap()));
-            tally
-        })
+    /// Whether some key came to its limit in each layer so far.
+    pub fn has_reached(&self, layers: &[Layer]) -> bool {
+        self.tally.lock().unwrap().judge(layers).iter().all(|full| *full > 0)
     }
 
-    fn client(&self, number: usize, layers: &[Layer]) -> Tally {
-        let (mut tally, mut rng) = (Tally::default(), Rng::new());
+    /// Has four clients ask while `during` is under way, and tells what they were answered.
+    pub fn while_under_way(self, layers: &[Layer], during: impl FnOnce(&Load)) -> Tally {
+        thread::scope(|scope| {
+            let load = &self;
+            (0..4).for_each(|number| drop(scope.spawn(move || load.client(number, layers))));
+            // The clients are to end also if it fails.
+            let _stop = Stop(load);
+            during(load);
+        });
+        self.tally.into_inner().unwrap()
+    }
+
+    fn client(&self, number: usize, layers: &[Layer]) {
+        let mut rng = Rng::new();
         let mut connection: Option<(SocketAddr, TcpStream)> = None;
         while !self.stopped.load(Ordering::Relaxed) {
             let address = {
@@ -119,11 +115,14 @@ impl Load {
             };
             let key = if rng.bool() { rng.u32(..HOT) } else { rng.u32(..KEYS) };
             let sent_ms = now_ms();
-            match ask(stream, key) {
+            let answer = ask(stream, key);
+            let received_ms = now_ms();
+            match answer {
                 Ok(status) => {
+                    let mut tally = self.tally.lock().unwrap();
                     tally.requests += 1;
                     match status {
-                        200 => tally.count(layers, key, sent_ms, now_ms()),
+                        200 => tally.count(layers, key, sent_ms, received_ms),
                         429 => {}
                         status => panic!("{status}"),
                     }
@@ -131,7 +130,6 @@ impl Load {
                 Err(_killed) => connection = None,
             }
         }
-        tally
     }
 }
 
