@@ -117,7 +117,8 @@ impl Gateway {
             return Err(StartError::Clock);
         }
         let layers = config.rules.iter().map(Rule::layers_most).sum();
-        let counters = Counters::open(&config.counters, counters, layers, &clock).map_err(StartError::Counters)?;
+        let opened = Counters::open(&config.counters, counters, layers, &clock);
+        let (counters, alone) = opened.map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
         let table = Arc::clone(&counters.table);
         let registry = Arc::new(Registry::default());
@@ -167,6 +168,7 @@ impl Gateway {
         if !counters.shared {
             counters.ledger.settle(gateway.ways);
         }
+        drop(alone);
         let snapshot = Snapshot::new(config, counters.seed, book, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));

@@ -150,5 +150,5 @@ fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenEr
         snapshot: snapshot.map(Path::to_owned),
         snapshot_every: Duration::from_secs(5),
     };
-    Counters::open(&config, None, 4, &Clock::manual(NOW_MS))
+    Counters::open(&config, None, 4, &Clock::manual(NOW_MS)).map(|(counters, _)| counters)
 }

@@ -30,7 +30,7 @@ pub mod place;
 pub mod snapshot;
 
 use header::{Boot, Header, Unfit};
-use place::{Existing, Place};
+use place::{Alone, Existing, Place};
 use snapshot::Saved;
 
 /// So far what is written may be ahead of this process's clock without being wrong: threads and processes
@@ -124,18 +124,21 @@ impl std::error::Error for OpenError {
 impl Counters {
     /// Opens the counters as configured, for a configuration of so many layers. `handed` are those of the process that
     /// this one takes over from. The clock goes on from the latest time that was told by whoever counted before.
+    ///
+    /// Nobody else opens a file before the second value is dropped: after it was said how its counters are written, so
+    /// that whoever comes next finds that.
     pub fn open(
         config: &config::Counters,
         handed: Option<OwnedFd>,
         layers: usize,
         clock: &Clock,
-    ) -> Result<Counters, OpenError> {
+    ) -> Result<(Counters, Option<Alone>), OpenError> {
         let boot = boot();
         let layers = layers.saturating_mul(2).max(SPARE_LAYERS).next_power_of_two();
         let fresh = Header { plan: Table::plan(config.capacity), layers, seed: fresh_seed(), boot };
-        let counters = match (&config.file, handed) {
+        let (counters, alone) = match (&config.file, handed) {
             (Some(path), handed) => {
-                let counters = Opening { path, config, fresh, clock }.open()?;
+                let (counters, alone) = Opening { path, config, fresh, clock }.open()?;
                 if !place::lies_in_memory(counters.descriptor()) {
                     tracing::info!(
                         "`{}` is on a disk, which whoever counts may have to wait for; it belongs on tmpfs, as /dev/shm is",
@@ -145,19 +148,19 @@ impl Counters {
                 if handed.is_some_and(|handed| !counters.is(&handed)) {
                     tracing::warn!("`counters.file` is another than before, so what was counted before is not known");
                 }
-                counters
+                (counters, Some(alone))
             }
-            (None, Some(handed)) => handed_over(handed, fresh, clock)?,
+            (None, Some(handed)) => (handed_over(handed, fresh, clock)?, None),
             (None, None) => {
                 let saved = config.snapshot.as_deref().and_then(|path| snapshot::find(path, fresh.plan));
                 let fresh = saved.as_ref().map_or(fresh, |saved| Header { seed: saved.seed, ..fresh });
                 let counters = nameless(fresh, config.capacity)?;
                 counters.restore(saved, clock);
-                counters
+                (counters, None)
             }
         };
         counters.keep_time(clock);
-        Ok(counters)
+        Ok((counters, alone))
     }
 
     /// Reads a file's counters; whoever writes there beside us is asked for nothing.
@@ -248,14 +251,18 @@ struct Opening<'o> {
 }
 
 impl Opening<'_> {
-    fn open(&self) -> Result<Counters, OpenError> {
+    fn open(&self) -> Result<(Counters, Alone), OpenError> {
         if !AtomicU128::is_lock_free() {
             let source = io::Error::other("this machine can not change 16 bytes at once");
             return Err(self.failed(source));
         }
         let place = Place::enter(self.path).map_err(|source| self.failed(source))?;
+        Ok((self.open_at(&place)?, place.stay()))
+    }
+
+    fn open_at(&self, place: &Place) -> Result<Counters, OpenError> {
         let Some(existing) = place.existing().map_err(|source| self.failed(source))? else {
-            return self.make(&place).map_err(|source| self.failed(source));
+            return self.make(place).map_err(|source| self.failed(source));
         };
         let in_use = existing.in_use;
         let why = match self.fitting(existing) {
@@ -268,7 +275,7 @@ impl Opening<'_> {
         };
         let aside = place.set_aside().map_err(|source| self.failed(source))?;
         let (path, old) = (self.path.display(), aside.display());
-        let source = match self.make(&place) {
+        let source = match self.make(place) {
             Ok(counters) => {
                 tracing::warn!("`{path}` is now `{old}`, because {why}; counting begins anew");
                 return Ok(counters);
@@ -281,7 +288,7 @@ impl Opening<'_> {
             let _ = std::fs::rename(&aside, self.path);
             return Err(self.failed(source));
         }
-        let counters = std::fs::remove_file(&aside).and_then(|()| self.make(&place));
+        let counters = std::fs::remove_file(&aside).and_then(|()| self.make(place));
         let counters = counters.map_err(|source| self.failed(source))?;
         tracing::warn!("`{path}` was removed, because {why}, and there is no room for both; counting begins anew");
         Ok(counters)

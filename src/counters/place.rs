@@ -29,6 +29,11 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The place, for as long as nobody else decides about it.
 pub struct Place<'p> {
     path: &'p Path,
+    lock: File,
+}
+
+/// That nobody else opens the counters.
+pub struct Alone {
     _lock: File,
 }
 
@@ -48,12 +53,17 @@ impl<'p> Place<'p> {
         let lock = options().create(true).open(beside(path, "lock"))?;
         for _ in 0..PATIENCE {
             match lock.try_lock() {
-                Ok(()) => return Ok(Place { path, _lock: lock }),
+                Ok(()) => return Ok(Place { path, lock }),
                 Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
         }
         Err(io::Error::new(io::ErrorKind::TimedOut, "another process holds its `.lock`, and does not come to an end"))
+    }
+
+    /// Nobody else comes in before this is dropped.
+    pub fn stay(self) -> Alone {
+        Alone { _lock: self.lock }
     }
 
     /// The file, if there is one; an error if there is something else. This process uses it from now on.

@@ -272,7 +272,7 @@ fn open(file: &Path) -> Result<Counters, OpenError> {
     while matches!(opened, Err(OpenError::InUse { .. })) {
         opened = Counters::open(&config, None, 1, &Clock::system());
     }
-    opened
+    opened.map(|(counters, _)| counters)
 }
 
 /// Whether these are the counters that were in the file, and not new ones.

@@ -82,7 +82,7 @@ fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counter
     let every = Duration::from_secs(5);
     let config =
         config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every };
-    Counters::open(&config, None, 1, clock).unwrap()
+    Counters::open(&config, None, 1, clock).unwrap().0
 }
 
 /// What stands in a table: the words by their places.

@@ -42,7 +42,7 @@ fn two_ways_of_one_layer_become_one_in_one_entry() {
 fn that_others_wrote_under_another_limit_is_known_whoever_came_first() {
     explore(3, || {
         let ledger = Arc::new(ledger(1));
-        race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]);
+        assert_eq!(race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]), [Ok(()), Ok(())]);
         let way = ledger.ways().get(1).expect("it was joined");
         assert!(way.differ && way.rolls && way.ahead_most == 7);
     });
