@@ -53,9 +53,6 @@ const LAST_ORDERS: Duration = Duration::from_secs(1);
 /// part from them in good order.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Within this every process has noticed that counters are written otherwise than before; they look once a second.
-const NOTICE: Duration = Duration::from_secs(2);
-
 /// How long the end waits for the last lines of the access log.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
@@ -65,8 +62,8 @@ pub struct Gateway {
     https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     counters: Arc<Counters>,
-    /// The state of the ways of layers when they were last read.
-    ways: u64,
+    /// Some rules can not do yet what they are to do, because others count in the same memory.
+    is_held: bool,
     keeper: Option<Keeper>,
     config: Config,
     pub registry: Arc<Registry>,
@@ -135,7 +132,7 @@ impl Gateway {
             terms: Arc::clone(&terms),
             capacity: Arc::clone(&capacity),
             counters: Arc::clone(&counters),
-            ways: 0,
+            is_held: false,
             keeper: None,
             registry: Arc::clone(&registry),
             ready: Arc::clone(&ready),
@@ -164,10 +161,7 @@ impl Gateway {
         let admin = config.listen.admin;
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
-        let book = gateway.ready_book(&config, counters.shared).map_err(StartError::Layers)?;
-        if !counters.shared {
-            counters.ledger.settle(gateway.ways);
-        }
+        let book = gateway.ready_book(&config, !counters.shared).map_err(StartError::Layers)?;
         drop(alone);
         let snapshot = Snapshot::new(config, counters.seed, book, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
@@ -248,11 +242,6 @@ impl Gateway {
     /// Takes over a configuration without dropping a connection or a count. Requests that are under
     /// way finish on the old one.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
-        let others = self.counters.shared || config.counters.file.is_some();
-        self.take_over(config, others)
-    }
-
-    fn take_over(&mut self, config: Config, others: bool) -> Result<(), ReloadError> {
         for (name, same) in [
             ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
             ("`workers`", config.workers == self.config.workers),
@@ -263,7 +252,7 @@ impl Gateway {
             }
         }
         let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
-        let book = self.ready_book(&config, others).map_err(ReloadError::Layers)?;
+        let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
@@ -284,30 +273,38 @@ impl Gateway {
         Ok(())
     }
 
-    /// Reads counters as they are written by now, if another process has rules by which they are written otherwise.
-    pub fn heed_others(&mut self) {
-        // At once: that other process waits for this one.
-        if self.counters.ledger.state() != self.ways
-            && let Err(error) = self.take_over(self.config.clone(), false)
+    /// Lets rules do what they could not while others counted in the same memory, once no other does.
+    pub fn catch_up(&mut self) {
+        if self.is_held
+            && self.counters.while_alone(|| ()).is_some()
+            && let Err(error) = self.reload(self.config.clone())
         {
-            tracing::error!("counters are not read as other processes write them: {error}");
+            tracing::error!("rules do not roll over, wait, reserve or split as they should: {error}");
         }
     }
 
-    /// The rules made ready to read counters as they are written, here and by others. These have to know first, if
-    /// there are some.
-    fn ready_book(&mut self, config: &Config, others: bool) -> Result<Book, TooManyLayers> {
+    /// The rules made ready to read and write counters as is known to all who count in the same memory. What is new can
+    /// only be made known while nobody else counts there: `alone`, if that is certain already.
+    fn ready_book(&mut self, config: &Config, alone: bool) -> Result<Book, TooManyLayers> {
         let ledger = &self.counters.ledger;
         let mut book = Book::new(&config.rules, self.counters.seed, self.book.as_deref());
-        ledger.join(&book.ways()).map_err(|_full| TooManyLayers)?;
-        let joined = ledger.state();
-        if others && !ledger.is_settled(joined) {
-            thread::sleep(NOTICE);
-            ledger.settle(joined);
+        let wanted = book.ways();
+        if !ledger.ways().cover(&wanted) {
+            let join = || ledger.join(&wanted);
+            let joined = if alone { Some(join()) } else { self.counters.while_alone(join) };
+            joined.transpose().map_err(|_full| TooManyLayers)?;
         }
-        // In this order: what changes in between is noticed next time.
-        self.ways = ledger.state();
-        book.agree(&ledger.ways());
+        let ways = ledger.ways();
+        let is_held = !ways.cover(&wanted);
+        if is_held && !self.is_held {
+            tracing::warn!(
+                "rules that are to roll over, wait, reserve or split otherwise than before have plain windows until no \
+                 other process counts in the same memory"
+            );
+        }
+        self.is_held = is_held;
+        book.agree(&ways);
+        book.abide_by(&ways);
         Ok(book)
     }
 

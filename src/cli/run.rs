@@ -155,7 +155,7 @@ impl Attendant<'_> {
                     if self.watch.changed() {
                         self.reload(&meter);
                     }
-                    self.gateway.heed_others();
+                    self.gateway.catch_up();
                 }
             }
         };

@@ -4,7 +4,8 @@
 //! that is the configuration's to say, and counters outlive it. Whoever takes them over, after a change of the
 //! configuration or in another process, reads them as they were written, and so writes them in a way in which both
 //! would be read. Ways are therefore only ever joined, and never taken away. A layer whose counters are plain and
-//! whole has no entry. This file does not know what a rule is: a layer is 64 bits.
+//! whole has no entry. While several processes count, all of them have to write in ways that all know: those that
+//! stand here. This file does not know what a rule is: a layer is 64 bits.
 
 use std::collections::HashMap;
 
@@ -12,7 +13,7 @@ use super::memory::{Cells, LINE_BYTES};
 use super::shard::SHARDS_MAX;
 use super::sync::{AtomicU64, Ordering};
 
-/// Numbers of an entry, and of what stands before the first one.
+/// Numbers of an entry.
 const ENTRY: usize = LINE_BYTES / 2 / size_of::<u64>();
 
 /// How the counters of a layer are written.
@@ -31,6 +32,9 @@ pub struct Way {
 }
 
 impl Way {
+    /// That of a layer without an entry.
+    pub const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (0, 0), differ: false };
+
     /// Whether a word written so tells all.
     pub fn is_plain(&self) -> bool {
         !self.rolls && self.shards == 1 && self.ahead_most == 0
@@ -61,6 +65,11 @@ impl Ways {
         self.0.entry(bits).and_modify(|known| *known = known.join(way)).or_insert(way);
     }
 
+    /// Whether whoever knows these reads what is written in those.
+    pub fn cover(&self, those: &Ways) -> bool {
+        those.special().all(|(bits, way)| self.get(bits).is_some_and(|known| known.join(way) == known))
+    }
+
     /// Those that are not to be told from a word alone.
     pub fn special(&self) -> impl Iterator<Item = (u64, Way)> {
         self.0.iter().filter(|(_, way)| !way.is_plain()).map(|(bits, way)| (*bits, *way))
@@ -73,7 +82,7 @@ pub struct Full;
 
 /// The ways of layers in memory that is shared.
 pub struct Ledger {
-    /// First the state that was settled last, then the entries, each in half a line.
+    /// The entries, each in half a line.
     cells: Cells<AtomicU64>,
 }
 
@@ -83,7 +92,7 @@ struct Entry<'l>(&'l [AtomicU64; ENTRY]);
 impl Ledger {
     /// How many numbers a ledger for so many layers takes.
     pub const fn numbers(layers: usize) -> usize {
-        (layers + 1).saturating_mul(ENTRY)
+        layers.saturating_mul(ENTRY)
     }
 
     /// In these cells, all 0 or written by a ledger before; any others are taken for layers that nobody asks for.
@@ -92,40 +101,11 @@ impl Ledger {
     }
 
     fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
-        self.cells.as_chunks().0.iter().skip(1).map(Entry)
+        self.cells.as_chunks().0.iter().map(Entry)
     }
 
-    /// A number that is another one after every change. It is made of what stands there, and not counted beside it:
-    /// who is killed between the two would leave a change that nobody notices.
-    pub fn state(&self) -> u64 {
-        let mut state = 0u64;
-        for Entry(cells) in self.entries() {
-            // Ordering: relaxed; numbers only grow, so who reads them again finds at least what was there now.
-            let mut numbers = cells.each_ref().map(|cell| cell.load(Ordering::Relaxed)).into_iter().peekable();
-            if numbers.peek() == Some(&0) {
-                break;
-            }
-            // Knuth, "The Art of Computer Programming", volume 2: the multiplier of his 64-bit generator.
-            state = numbers.fold(state, |state, number| {
-                (state.rotate_left(23) ^ number).wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1)
-            });
-        }
-        state
-    }
-
-    /// Whether all who count here have been given the time to read the ways of this state.
-    pub fn is_settled(&self, state: u64) -> bool {
-        // Ordering: relaxed; what it says was so for a while.
-        self.cells.first().is_none_or(|settled| settled.load(Ordering::Relaxed) == state)
-    }
-
-    /// Says that they have. Of two who say so at once one may be forgotten: then somebody waits once more.
-    pub fn settle(&self, state: u64) {
-        // Ordering: as above.
-        self.cells.iter().take(1).for_each(|settled| settled.store(state, Ordering::Relaxed));
-    }
-
-    /// Adds ways to those that are there. To be done before a counter is written so.
+    /// Adds ways to those that are there. To be done before a counter is written so, and while nobody counts who would
+    /// not know of it.
     pub fn join(&self, ways: &Ways) -> Result<(), Full> {
         for (bits, way) in ways.special() {
             self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?.join(way);
@@ -168,7 +148,7 @@ impl Entry<'_> {
     }
 
     fn read(&self) -> Option<(u64, Way)> {
-        // Ordering: relaxed; see `state`.
+        // Ordering: relaxed; whoever has to know of a way was started, or handed the rules, after it was joined.
         let [bits, rolls, shards, ahead_most, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
         let way = Way {
@@ -203,32 +183,16 @@ mod tests {
     #[test]
     fn what_was_written_is_read_and_joined() {
         let ledger = ledger(2);
-        assert_eq!((ledger.ways(), ledger.state()), (Ways::default(), 0));
+        assert_eq!(ledger.ways(), Ways::default());
         let rolling = Way { rolls: true, ..PLAIN };
         assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
         assert_eq!(ledger.ways(), ways(&[(2, rolling)]));
-        let before = ledger.state();
-        assert_eq!((ledger.join(&ways(&[(2, rolling)])), ledger.state()), (Ok(()), before));
+        assert!(ledger.ways().cover(&ways(&[(1, PLAIN), (2, rolling)])));
         let split = Way { shards: 4, grants: (6, 6), ..PLAIN };
+        assert!(!ledger.ways().cover(&ways(&[(2, split)])));
         assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
-        assert_ne!(ledger.state(), before);
+        assert!(ledger.ways().cover(&ways(&[(2, split)])));
         assert_eq!(ledger.ways().get(2), Some(Way { shards: 4, differ: true, ..rolling }));
-    }
-
-    #[test]
-    fn a_change_is_settled_once_somebody_waited_for_it() {
-        let ledger = ledger(2);
-        assert!(ledger.is_settled(ledger.state()));
-        ledger.join(&ways(&[(2, Way { rolls: true, ..PLAIN })])).unwrap();
-        let rolls = ledger.state();
-        assert!(!ledger.is_settled(rolls));
-        // Whoever joins the same after it waits as well: the first may have been killed meanwhile.
-        ledger.join(&ways(&[(2, Way { rolls: true, ..PLAIN })])).unwrap();
-        assert!(!ledger.is_settled(ledger.state()));
-        ledger.settle(rolls);
-        assert!(ledger.is_settled(ledger.state()));
-        ledger.join(&ways(&[(2, Way { ahead_most: 9, ..PLAIN })])).unwrap();
-        assert!(!ledger.is_settled(ledger.state()));
     }
 
     #[test]

@@ -6,11 +6,11 @@
 //! should be is set aside, and counting begins anew. This room does not know what a rule is, nor a request.
 
 use std::fmt;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -49,9 +49,12 @@ pub struct Counters {
     /// Others count in the same memory.
     pub shared: bool,
     header: Header,
+    /// Where the file is, if it has a name.
+    path: Option<PathBuf>,
     /// The latest time that a process told, Unix milliseconds, and beside it all its bits turned over.
     time: Cells<AtomicU128>,
-    descriptor: OwnedFd,
+    /// What they lie in, with a shared lock on it.
+    file: File,
 }
 
 /// Why there are no counters.
@@ -163,20 +166,34 @@ impl Counters {
         Ok((counters, alone))
     }
 
-    /// Reads a file's counters; whoever writes there beside us is asked for nothing.
-    fn within(descriptor: OwnedFd, header: Header, shared: bool) -> io::Result<Counters> {
-        let memory = Memory::mapped(descriptor.as_fd(), header.file_bytes())?;
+    /// Reads the counters of a file that this process has a shared lock on.
+    fn within(file: File, header: Header, shared: bool) -> io::Result<Counters> {
+        let memory = Memory::mapped(file.as_fd(), header.file_bytes())?;
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let numbers = memory.numbers(Header::LEDGER_AT, Ledger::numbers(header.layers)).ok_or_else(short)?;
         let table = Table::within(header.plan, &memory, header.table_at()).ok_or_else(short)?;
         let time = memory.words(Header::TIME_AT, 1).ok_or_else(short)?;
         let (table, ledger) = (Arc::new(table), Ledger::new(numbers));
-        Ok(Counters { table, ledger, seed: header.seed, shared, header, time, descriptor })
+        Ok(Counters { table, ledger, seed: header.seed, shared, header, path: None, time, file })
     }
 
     /// What the counters lie in, to be handed to the process that takes over.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
-        self.descriptor.as_fd()
+        self.file.as_fd()
+    }
+
+    /// Does something while no other process counts here, nor begins to; `None` if one does.
+    pub fn while_alone<T>(&self, action: impl FnOnce() -> T) -> Option<T> {
+        // Who changes a lock has none for a moment, in which nobody may take the file for one that is not in use.
+        let _place = match &self.path {
+            Some(path) => Some(Place::enter_at_once(path)?),
+            None => None,
+        };
+        let done = self.file.try_lock().is_ok().then(action);
+        if let Err(error) = self.file.lock_shared() {
+            tracing::error!("the lock on the counters is lost: {error}");
+        }
+        done
     }
 
     /// How many counters there is room for.
@@ -186,7 +203,7 @@ impl Counters {
 
     /// Whether this is the file that lies there.
     fn is(&self, other: &OwnedFd) -> bool {
-        match (rustix::fs::fstat(&self.descriptor), rustix::fs::fstat(other)) {
+        match (rustix::fs::fstat(&self.file), rustix::fs::fstat(other)) {
             (Ok(own), Ok(other)) => (own.st_dev, own.st_ino) == (other.st_dev, other.st_ino),
             _ => false,
         }
@@ -257,7 +274,8 @@ impl Opening<'_> {
             return Err(self.failed(source));
         }
         let place = Place::enter(self.path).map_err(|source| self.failed(source))?;
-        Ok((self.open_at(&place)?, place.stay()))
+        let counters = Counters { path: Some(self.path.to_owned()), ..self.open_at(&place)? };
+        Ok((counters, place.stay()))
     }
 
     fn open_at(&self, place: &Place) -> Result<Counters, OpenError> {
@@ -310,7 +328,7 @@ impl Opening<'_> {
             }
             tracing::warn!("another process uses `{}` for another capacity, which is kept", self.path.display());
         }
-        let counters = Counters::within(file.into(), header, in_use).map_err(|_short| Unfit::Damaged)?;
+        let counters = Counters::within(file, header, in_use).map_err(|_short| Unfit::Damaged)?;
         counters.sound(self.clock)
     }
 
@@ -319,7 +337,7 @@ impl Opening<'_> {
         let header = saved.as_ref().map_or(self.fresh, |saved| Header { seed: saved.seed, ..self.fresh });
         // What is not restored to its end must not look as if it were.
         place.create(&header.encode(), header.file_bytes(), |file| {
-            let counters = Counters::within(file.into(), header, false)?;
+            let counters = Counters::within(file, header, false)?;
             counters.restore(saved, self.clock);
             Ok(counters)
         })
@@ -342,8 +360,9 @@ fn nameless(header: Header, capacity: usize) -> Result<Counters, OpenError> {
         // So that nobody who gets hold of it can take memory away that is in use.
         fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let memory = File::from(memory);
+        memory.lock_shared()?;
         memory.write_all_at(&header.encode(), 0)?;
-        Counters::within(memory.into(), header, false)
+        Counters::within(memory, header, false)
     };
     make().map_err(|source| OpenError::Memory { capacity, source })
 }
@@ -351,13 +370,16 @@ fn nameless(header: Header, capacity: usize) -> Result<Counters, OpenError> {
 /// The counters of the process that this one takes over from. That one uses them for a while yet.
 fn handed_over(handed: OwnedFd, fresh: Header, clock: &Clock) -> Result<Counters, OpenError> {
     let read = || {
-        let file = File::from(handed);
+        // Opened anew, because a lock belongs to what was opened: that of the other process is its own.
+        let path = format!("/proc/self/fd/{}", handed.as_raw_fd());
+        let file = OpenOptions::new().read(true).write(true).open(path).map_err(|_unreadable| Unfit::Foreign)?;
+        file.lock_shared().map_err(|_unlockable| Unfit::Foreign)?;
         let bytes = file.metadata().map_err(|_unreadable| Unfit::Foreign)?.len();
         let header = first_page(&file, bytes)?;
         if header.plan != fresh.plan {
             tracing::warn!("the process before counts in a table for another capacity, which is kept");
         }
-        Counters::within(file.into(), header, true).map_err(|_short| Unfit::Damaged)?.sound(clock)
+        Counters::within(file, header, true).map_err(|_short| Unfit::Damaged)?.sound(clock)
     };
     read().map_err(OpenError::Handed)
 }

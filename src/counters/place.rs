@@ -61,6 +61,12 @@ impl<'p> Place<'p> {
         Err(io::Error::new(io::ErrorKind::TimedOut, "another process holds its `.lock`, and does not come to an end"))
     }
 
+    /// `None` if somebody else decides, or it can not be said.
+    pub fn enter_at_once(path: &'p Path) -> Option<Place<'p>> {
+        let lock = options().create(true).open(beside(path, "lock")).ok()?;
+        lock.try_lock().is_ok().then_some(Place { path, lock })
+    }
+
     /// Nobody else comes in before this is dropped.
     pub fn stay(self) -> Alone {
         Alone { _lock: self.lock }

@@ -40,6 +40,8 @@ pub struct Layer {
     ahead_most: u64,
     /// Whether the counters may have been written under another limit.
     pub(super) differs: bool,
+    /// Whether others count here who would not know what it writes: then its windows stand for themselves.
+    pub(super) is_held: bool,
     /// The narrow are charged before the wide.
     rank: (bool, u32, u64),
 }
@@ -232,6 +234,26 @@ impl Book {
         }
     }
 
+    /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
+    /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
+    pub fn abide_by(&mut self, ways: &Ways) {
+        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let (own, known) = (layer.way(), ways.get(layer.bits).unwrap_or(Way::PLAIN));
+            layer.shards = layer.shards.min(known.shards);
+            // Windows that requests open are never read otherwise.
+            let rolls = own.rolls && !known.rolls && !matches!(layer.course, Course::Floating(_));
+            if rolls || own.ahead_most > known.ahead_most {
+                layer.is_held = true;
+                layer.capacity = layer.limit;
+                layer.reserve = 0;
+                layer.ahead_most = known.ahead_most;
+            }
+            if rolls {
+                layer.course = Course::Plain;
+            }
+        }
+    }
+
     fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {
         // A rule's counters are known by its name and its key; a layer adds its windows. The limit
         // is not part of it, so a changed limit applies to what was already counted.
@@ -281,6 +303,7 @@ impl Book {
             course,
             ahead_most,
             differs: false,
+            is_held: false,
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,

@@ -77,6 +77,7 @@ impl Book {
             let layer = entry.layer(line.layer);
             let opens_ms = self.opens_ms(charge, entry, line.layer, time.now_ms)?;
             match entry.rule.on_limit {
+                _ if layer.is_held => return None,
                 OnLimit::Delay { max_delay_ms, .. }
                     if (roster.delays || layer.reserve > 0) && opens_ms - time.now_ms <= max_delay_ms => {}
                 OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
@@ -217,6 +218,11 @@ impl Book {
                 let ready = entry.layer(layer);
                 let end_ms = self.timelines[ready.timeline].window_at(now_ms, asker.offset).end_ms;
                 let mut charge = ready.charge(asker, end_ms, 0);
+                if ready.is_held {
+                    charge.usage = table.look(charge.counter, charge.ask, self.time(now_ms)).0;
+                    consume(&mut charge, table, self.time(now_ms));
+                    break;
+                }
                 charge.ask.ceiling = u64::MAX;
                 match table.charge(charge.counter, charge.ask, self.time(now_ms), None) {
                     Charged::Paid(..) | Charged::Full(_) => break,

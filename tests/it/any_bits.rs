@@ -168,7 +168,6 @@ fn whatever_stands_in_the_ledger_every_course_is_decided() {
                 cell.store(odd_number(&mut rng), Ordering::Relaxed);
             }
         }
-        ledger.is_settled(ledger.state());
         // There may be no room any more; then it says so.
         let _ = ledger.join(&book.ways());
         book.agree(&ledger.ways());

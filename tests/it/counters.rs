@@ -8,8 +8,9 @@ use transom::count::table::Table;
 use transom::counters::header::Header;
 use transom::rule::key::Seed;
 
+use crate::world::client::request;
 use crate::world::gateway::Gateway;
-use crate::world::{Scratch, one_rule};
+use crate::world::{Scratch, eventually, one_rule};
 
 const HOUR_S: u64 = 3600;
 
@@ -94,6 +95,58 @@ fn what_was_written_otherwise_is_read_as_it_was_written() {
         Gateway::start(&counted.toml("key = \"host\"\nwindows = [\"1/minute\"]")).stop();
         assert_eq!(admitted_in_all(counted.gateway(after), 9), 0, "{before}, then {after}");
     }
+}
+
+#[test]
+fn nothing_is_written_otherwise_while_others_count() {
+    for (settings, more) in [("shards = 4", 0), ("capacity = 20", 12)] {
+        let counted = Counted::new();
+        let one = counted.gateway("\"8/1h\"");
+        let mut other = counted.gateway(&format!("{{ limit = 8, period = \"1h\", {settings} }}"));
+        assert_eq!((admitted(&one, 2), admitted(&other, 3), admitted(&one, 1)), (2, 3, 1), "{settings}");
+        other.catch_up();
+        assert_eq!((admitted(&other, 9), admitted(&one, 9)), (2, 0), "{settings}");
+        one.stop();
+        other.catch_up();
+        assert_eq!(admitted(&other, 20), more, "{settings}");
+        // Whoever comes now knows.
+        assert_eq!(admitted(&counted.gateway("\"8/1h\""), 9), 0, "{settings}");
+    }
+}
+
+#[test]
+fn a_reload_writes_nothing_otherwise_while_others_count() {
+    let counted = Counted::new();
+    let toml = |settings: &str| {
+        counted.toml(&format!("key = \"global\"\nwindows = [{{ limit = 8, period = \"1h\"{settings} }}]"))
+    };
+    let (mut one, mut other) = (Gateway::start(&toml("")), Gateway::start(&toml("")));
+    one.reload(&toml(", shards = 2"));
+    other.reload(&toml(", capacity = 30"));
+    assert_eq!((admitted(&one, 3), admitted(&other, 9), admitted(&one, 9)), (3, 5, 0));
+    other.stop();
+    // Alone, it is at once what it was to be.
+    one.catch_up();
+    one.reload(&toml(", capacity = 30"));
+    assert_eq!(admitted(&one, 30), 22);
+}
+
+#[test]
+fn nobody_waits_or_owes_in_a_way_that_others_do_not_know() {
+    let counted = Counted::new();
+    let one = counted.gateway("\"2/1h\"");
+    let waits = "key = \"global\"\non_limit = \"delay\"\nmax_delay = \"2h\"\nwindows = [\"2/1h\"]";
+    let mut other = Gateway::start(&counted.toml(waits));
+    assert_eq!(admitted(&other, 3), 2);
+    assert_eq!(admitted(&one, 1), 0);
+    one.stop();
+    other.catch_up();
+    // It waits for the next window now.
+    let mut client = other.client();
+    client.send(request("GET", "/a", &[], b""));
+    eventually("it waits", || other.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
+    other.advance_s(HOUR_S);
+    client.answer().expect(200);
 }
 
 #[test]

@@ -84,6 +84,11 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
     }
 
+    /// What the process does once a second.
+    pub fn catch_up(&mut self) {
+        self.inner.as_mut().unwrap().catch_up();
+    }
+
     /// Drains it, and returns when nothing of it runs any more.
     pub fn stop(mut self) {
         self.inner.take().unwrap().drain();
