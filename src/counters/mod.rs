@@ -75,6 +75,8 @@ pub enum OpenError {
         path: String,
         why: Unfit,
     },
+    /// It has no instruction that changes a counter at once, and what stands in for it holds within a process only.
+    Machine,
     /// What was handed over by the process before is not readable.
     Handed(Unfit),
     Memory {
@@ -100,6 +102,9 @@ impl fmt::Display for OpenError {
                     "the counters in `{path}` are in use by another process, and {why}: stop that one first, or name another `counters.file`"
                 )
             }
+            OpenError::Machine => {
+                f.write_str("processes of this machine can not share counters: it can not change 16 bytes at once")
+            }
             OpenError::Handed(why) => {
                 write!(
                     f,
@@ -119,7 +124,7 @@ impl std::error::Error for OpenError {
             OpenError::File { source, .. } | OpenError::Full { source, .. } | OpenError::Memory { source, .. } => {
                 Some(source)
             }
-            OpenError::InUse { .. } | OpenError::Handed(_) => None,
+            OpenError::InUse { .. } | OpenError::Machine | OpenError::Handed(_) => None,
         }
     }
 }
@@ -136,6 +141,9 @@ impl Counters {
         layers: usize,
         clock: &Clock,
     ) -> Result<(Counters, Option<Alone>), OpenError> {
+        if (config.file.is_some() || handed.is_some()) && !AtomicU128::is_lock_free() {
+            return Err(OpenError::Machine);
+        }
         let boot = boot();
         let layers = layers.saturating_mul(2).max(SPARE_LAYERS).next_power_of_two();
         let fresh = Header { plan: Table::plan(config.capacity), layers, seed: fresh_seed(), boot };
@@ -269,10 +277,6 @@ struct Opening<'o> {
 
 impl Opening<'_> {
     fn open(&self) -> Result<(Counters, Alone), OpenError> {
-        if !AtomicU128::is_lock_free() {
-            let source = io::Error::other("this machine can not change 16 bytes at once");
-            return Err(self.failed(source));
-        }
         let place = Place::enter(self.path).map_err(|source| self.failed(source))?;
         let counters = Counters { path: Some(self.path.to_owned()), ..self.open_at(&place)? };
         Ok((counters, place.stay()))

@@ -72,7 +72,7 @@ pub struct TooManyLayers;
 
 impl fmt::Display for TooManyLayers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("there were too many rules that roll over, wait, reserve or split since counting began: remove `counters.file` and restart")
+        f.write_str("too many rules have rolled over, waited, reserved or been split since counting began: stop all gateways that count together, remove `counters.file` if there is one, and start again")
     }
 }
 
