@@ -5,7 +5,7 @@
 //! a `Config` with a stand-in in it is never returned. This file opens no file and no socket.
 
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use toml::de::DeTable;
@@ -145,8 +145,11 @@ fn counters(item: Option<Item>, report: &mut Report) -> Counters {
         let at = snapshot.as_ref().map(|item| item.span.clone());
         counters.snapshot = snapshot.and_then(|item| absolute(&item, "\"/var/lib/transom/counts\"", report));
         timeout(&mut table, "snapshot_every", &mut counters.snapshot_every, 1000..=DAY_MS, report);
-        if let Some(at) = at.filter(|_| counters.snapshot.is_some() && counters.snapshot == counters.file) {
-            report.problem(at, "`snapshot` and `file` are the same file", "name another for `snapshot`");
+        let taken = |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
+        let taken = counters.file.as_ref().map(taken).unwrap_or_default();
+        let is_taken = |path: &&PathBuf| taken.iter().any(|taken| Path::new(taken) == path.as_path());
+        if let (Some(at), Some(_)) = (at, counters.snapshot.as_ref().filter(is_taken)) {
+            report.problem(at, "`snapshot` is `file`, or what lies beside it", "name another for `snapshot`");
         }
         table.finish(&COUNTERS_LATER, report);
     }

@@ -48,7 +48,7 @@ pub struct Header {
 /// Why a file can not be used as it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unfit {
-    /// It is no counters file, or of a machine of another kind.
+    /// It is something else, which may be worth more than counting.
     Foreign,
     Version(u64),
     Damaged,
@@ -106,9 +106,14 @@ impl Header {
 
     /// Reads the page of a file that is `file_bytes` long.
     pub fn decode(page: &[u8], file_bytes: u64) -> Result<Header, Unfit> {
-        let Some(page) = page.first_chunk::<{ Header::BYTES }>() else { return Err(Unfit::Foreign) };
-        if page[..12] != MAGIC || page[12..16] != ORDER.to_ne_bytes() {
-            return Err(Unfit::Foreign);
+        if !page.starts_with(&MAGIC) {
+            // A file of whole pages is none that somebody wrote by hand, and may be one of counters that lost its beginning.
+            let is_text = !file_bytes.is_multiple_of(PAGE_BYTES as u64);
+            return Err(if is_text { Unfit::Foreign } else { Unfit::Damaged });
+        }
+        let Some(page) = page.first_chunk::<{ Header::BYTES }>() else { return Err(Unfit::Damaged) };
+        if page[12..16] != ORDER.to_ne_bytes() {
+            return Err(Unfit::Damaged);
         }
         let mut numbers = [0; 7];
         for (number, bytes) in numbers.iter_mut().zip(page[16..].as_chunks().0) {
@@ -167,6 +172,8 @@ mod tests {
         for bytes in [0, 4096, bytes - 1, bytes + 1] {
             assert!(matches!(Header::decode(&header.encode(), bytes), Err(Unfit::Damaged)));
         }
-        assert!(matches!(Header::decode(&header.encode()[..4095], bytes), Err(Unfit::Foreign)));
+        assert!(matches!(Header::decode(&header.encode()[..4095], bytes), Err(Unfit::Damaged)));
+        assert!(matches!(Header::decode(b"root:x:0:0", 10), Err(Unfit::Foreign)));
+        assert!(matches!(Header::decode(&[], 0), Err(Unfit::Damaged)));
     }
 }

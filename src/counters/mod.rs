@@ -64,6 +64,15 @@ pub enum OpenError {
         path: String,
         source: io::Error,
     },
+    /// There is something else.
+    Foreign {
+        path: String,
+    },
+    /// The snapshot can not be what it is to be.
+    Snapshot {
+        path: String,
+        source: io::Error,
+    },
     /// There is no room for so many bytes where the file is to be.
     Full {
         path: String,
@@ -88,7 +97,13 @@ pub enum OpenError {
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            OpenError::File { path, .. } => write!(f, "the counters can not lie in `{path}`"),
+            OpenError::File { path, .. } => write!(f, "the counters can not lie in `{path}`, which is `counters.file`"),
+            OpenError::Foreign { path } => {
+                write!(f, "`{path}` is no file of counters: name another as `counters.file`, or remove it")
+            }
+            OpenError::Snapshot { path, .. } => {
+                write!(f, "the snapshot of the counters can not be `{path}`: name another file as `counters.snapshot`")
+            }
             OpenError::Full { path, bytes, .. } => {
                 let mib = bytes.div_ceil(1 << 20);
                 write!(
@@ -121,10 +136,11 @@ impl fmt::Display for OpenError {
 impl std::error::Error for OpenError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            OpenError::File { source, .. } | OpenError::Full { source, .. } | OpenError::Memory { source, .. } => {
-                Some(source)
-            }
-            OpenError::InUse { .. } | OpenError::Machine | OpenError::Handed(_) => None,
+            OpenError::File { source, .. }
+            | OpenError::Full { source, .. }
+            | OpenError::Snapshot { source, .. }
+            | OpenError::Memory { source, .. } => Some(source),
+            OpenError::Foreign { .. } | OpenError::InUse { .. } | OpenError::Machine | OpenError::Handed(_) => None,
         }
     }
 }
@@ -143,6 +159,10 @@ impl Counters {
     ) -> Result<(Counters, Option<Alone>), OpenError> {
         if (config.file.is_some() || handed.is_some()) && !AtomicU128::is_lock_free() {
             return Err(OpenError::Machine);
+        }
+        if let Some(path) = &config.snapshot {
+            let failed = |source| OpenError::Snapshot { path: path.display().to_string(), source };
+            snapshot::prepare(path).map_err(failed)?;
         }
         let boot = boot();
         let layers = layers.saturating_mul(2).max(SPARE_LAYERS).next_power_of_two();
@@ -293,6 +313,7 @@ impl Opening<'_> {
                 return Ok(counters);
             }
             Err(why) if in_use => return Err(OpenError::InUse { path: self.path.display().to_string(), why }),
+            Err(Unfit::Foreign) => return Err(OpenError::Foreign { path: self.path.display().to_string() }),
             Err(why) => why,
         };
         let aside = place.set_aside().map_err(|source| self.failed(source))?;
@@ -304,8 +325,8 @@ impl Opening<'_> {
             }
             Err(source) => source,
         };
-        // Two do not fit, and one that is no file of ours may be worth more than counting.
-        if source.kind() != io::ErrorKind::StorageFull || why == Unfit::Foreign {
+        // Two do not fit. One that can still be used, with another setting, is not given up for that.
+        if source.kind() != io::ErrorKind::StorageFull || why == Unfit::Capacity {
             // Who does not start leaves things as they were. If that fails, the error that matters is the other.
             let _ = std::fs::rename(&aside, self.path);
             return Err(self.failed(source));
@@ -390,8 +411,9 @@ fn handed_over(handed: OwnedFd, fresh: Header, clock: &Clock) -> Result<Counters
 
 fn first_page(file: &File, bytes: u64) -> Result<Header, Unfit> {
     let mut page = [0; Header::BYTES];
-    file.read_exact_at(&mut page, 0).map_err(|_short| Unfit::Foreign)?;
-    Header::decode(&page, bytes)
+    let there = &mut page[..bytes.min(Header::BYTES as u64) as usize];
+    file.read_exact_at(there, 0).map_err(|_unreadable| Unfit::Damaged)?;
+    Header::decode(there, bytes)
 }
 
 /// Which boot this is; where the kernel does not tell, all are one.

@@ -18,7 +18,7 @@ use rustix::io::{Errno, retry_on_intr};
 const TMPFS: u32 = 0x0102_1994;
 const RAMFS: u32 = 0x8584_58f6;
 /// Only its owner may read it: it holds the seed, with which keys could be chosen that collide.
-const MODE: u32 = 0o600;
+pub const MODE: u32 = 0o600;
 const OTHERS_MAY_WRITE: u32 = 0o022;
 
 /// How often the lock is tried, and how long it is waited for in between: a minute in all. On a slow disk, making

@@ -25,7 +25,7 @@ use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
 use super::Counters;
-use super::place::beside;
+use super::place::{MODE, beside};
 use crate::count::ledger::{Way, Ways};
 use crate::count::table::{Marks, Plan};
 use crate::count::word::{END_MAX_MS, Word};
@@ -95,7 +95,7 @@ impl<T: Read> Read for Summed<T> {
 /// Writes down what is counted at this time.
 pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Written> {
     let new = beside(path, "new");
-    let file = options().write(true).create(true).mode(0o600).open(&new)?;
+    let file = options().write(true).create(true).mode(MODE).open(&new)?;
     match file.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => return Ok(Written::ByAnother),
@@ -107,7 +107,7 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
         return Ok(Written::ByAnother);
     }
     // It holds the seed of the hashes: whatever it was made with, nobody else may read it.
-    file.set_permissions(fs::Permissions::from_mode(0o600))?;
+    file.set_permissions(fs::Permissions::from_mode(MODE))?;
     file.set_len(0)?;
     // How many there are is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
@@ -159,30 +159,52 @@ fn head(counters: &Counters, now_ms: u64, ways: u64, written: u64) -> Vec<u8> {
     head
 }
 
+/// Makes sure, before anything is counted, that a snapshot can be written, and that nothing else is lost by that.
+pub fn prepare(path: &Path) -> io::Result<()> {
+    options().write(true).create(true).truncate(false).mode(MODE).open(beside(path, "new"))?;
+    let file = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+        Ok(meta) if !meta.is_file() => return Err(io::Error::other("it is no regular file")),
+        Ok(_) => options().open(path)?,
+    };
+    // It may have lost its beginning, or its end: it is set aside then.
+    let body = file.metadata()?.len().checked_sub(HEAD_BYTES + CHECKSUM_BYTES);
+    let could_be = body.is_some_and(|body| body.is_multiple_of(COUNTER_BYTES));
+    let mut begins = Vec::new();
+    file.take(MAGIC.len() as u64).read_to_end(&mut begins)?;
+    match could_be || MAGIC.starts_with(&begins) {
+        true => Ok(()),
+        false => Err(io::Error::other("it is no snapshot of counters")),
+    }
+}
+
 /// The snapshot that lies there, if it is whole and fits a table of this plan. What does not is reported.
 pub fn find(path: &Path, plan: Plan) -> Option<Saved> {
     match read(path, plan) {
         Ok(saved) => Some(saved),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            tracing::warn!("the snapshot `{}` is not used: {error}", path.display());
+            let old = beside(path, "old");
+            let (shown, aside) = (path.display(), old.display());
+            match fs::rename(path, &old) {
+                Ok(()) => tracing::warn!("the snapshot `{shown}` is now `{aside}` and not used, because {error}"),
+                Err(_) => tracing::warn!("the snapshot `{shown}` is not used, because {error}"),
+            }
             None
         }
     }
 }
 
 fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
-    let meta = fs::symlink_metadata(path)?;
-    if !meta.is_file() {
-        return Err(io::Error::other("it is no regular file"));
-    }
+    let damaged = || io::Error::other("it is damaged");
     let file = options().open(path)?;
     let bytes = file.metadata()?.len();
     let mut head = [0; HEAD_BYTES as usize];
-    (&file).read_exact(&mut head)?;
+    (&file).read_exact(&mut head).map_err(|_short| damaged())?;
     let (magic, numbers) = head.split_at(MAGIC.len());
     if magic != MAGIC {
-        return Err(io::Error::other("it is no snapshot of counters"));
+        return Err(damaged());
     }
     let mut fields = [0; HEAD_NUMBERS];
     for (field, bytes) in fields.iter_mut().zip(numbers.as_chunks().0) {
@@ -196,7 +218,6 @@ fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
     if (own, spill, slots) != (plan.own as u64, plan.spill as u64, plan.slots as u64) {
         return Err(io::Error::other("it is for another `counters.capacity`"));
     }
-    let damaged = || io::Error::other("it is damaged");
     let body = ways.checked_mul(WAY_BYTES).zip(counters.checked_mul(COUNTER_BYTES));
     let body = body.and_then(|(ways, counters)| ways.checked_add(counters)).ok_or_else(damaged)?;
     if body.checked_add(HEAD_BYTES + CHECKSUM_BYTES) != Some(bytes) {

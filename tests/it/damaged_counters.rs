@@ -78,16 +78,15 @@ fn what_does_not_fit_is_set_aside_with_a_warning() {
     let far_ms = now_ms() + 3_600_000;
     let (table_at, time_at) = (header.table_at(), Header::TIME_AT);
     let longer = [&good[..], &[0; 4096]].concat();
-    let cases: [(&str, Vec<u8>, u32, &str); 15] = [
-        ("text", b"# a configuration\n".to_vec(), 0o600, "it is no file of counters"),
-        ("nothing", Vec::new(), 0o600, "it is no file of counters"),
-        ("zeros", vec![0; good.len()], 0o600, "it is no file of counters"),
+    let cases: [(&str, Vec<u8>, u32, &str); 14] = [
+        ("nothing", Vec::new(), 0o600, "it is damaged"),
+        ("zeros", vec![0; good.len()], 0o600, "it is damaged"),
         ("another version", with_number(&good, VERSION_AT, 2), 0o600, "its layout is version 2"),
         ("another boot", with_header(&good, &Header { boot: other_boot, ..header }), 0o600, "before this machine"),
         ("a bit of the seed", with_number(&good, 56, header.seed.0 ^ 1), 0o600, "it is damaged"),
         ("another time", with_number(&good, time_at, now_ms()), 0o600, "it is damaged"),
         ("a horizon in the future", with_number(&good, table_at + LINE_BYTES, far_ms), 0o600, "it is damaged"),
-        ("half a header", good[..2000].to_vec(), 0o600, "it is no file of counters"),
+        ("half a header", good[..2000].to_vec(), 0o600, "it is damaged"),
         ("a header alone", good[..Header::BYTES].to_vec(), 0o600, "it is damaged"),
         ("half a ledger", good[..Header::LEDGER_AT + 99].to_vec(), 0o600, "it is damaged"),
         ("half a table", good[..good.len() - 4096].to_vec(), 0o600, "it is damaged"),
@@ -229,11 +228,16 @@ fn where_there_is_no_room_the_start_says_so() {
     assert!(said.contains(&file.display().to_string()) && said.contains("File too large"), "{said}");
     // Nothing is left behind that would be taken for a file of counters, or fill what room there is.
     assert!(!file.exists() && !beside(&file, "new").exists());
-    // And what is no file of ours stays where it is.
-    put(&file, b"letters", 0o600);
-    let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(&config).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert!(fs::read(&file).unwrap() == b"letters" && !beside(&file, "old").exists());
+}
+
+#[test]
+fn what_somebody_else_wrote_stays_where_it_is() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("letters");
+    put(&file, b"Dear reader,\n", 0o600);
+    let said = refused(&scratch, &file, CAPACITY);
+    assert!(said.contains("is no file of counters: name another"), "{said}");
+    assert!(fs::read(&file).unwrap() == b"Dear reader,\n" && !beside(&file, "old").exists());
 }
 
 #[test]

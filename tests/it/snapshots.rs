@@ -22,9 +22,9 @@ use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::KeyHash;
 
 use crate::world::gateway::{START_S, with_listen};
-use crate::world::process::{BINARY, Process};
+use crate::world::process::{BINARY, Process, run};
 use crate::world::quota::remaining;
-use crate::world::{Scratch, eventually};
+use crate::world::{Scratch, eventually, one_rule};
 
 const NOW_MS: u64 = START_S * 1000;
 const HEAD_BYTES: u64 = 112;
@@ -318,16 +318,41 @@ fn told(process: &Process, outcome: &str) -> u64 {
 fn what_can_not_be_written_is_told_once_and_tried_again() {
     let place = Place::new();
     let obstacle = place.scratch.path().join("snapshot.new");
-    fs::create_dir(&obstacle).unwrap();
     let process = Process::spawn(&place.toml(64));
+    eventually("it is written", || told(&process, "written") >= 1);
+    eventually("nobody writes", || fs::create_dir(&obstacle).is_ok());
     eventually("it fails more than once", || told(&process, "failed") >= 2);
     assert_eq!(left(&process), [8, 7, 6]);
     let said = process.says("can not be written");
     assert_eq!(said.lines().filter(|line| line.contains("can not be written")).count(), 1);
-    assert_eq!(told(&process, "written"), 0);
+    let written = told(&process, "written");
     fs::remove_dir(&obstacle).unwrap();
-    eventually("it is written", || told(&process, "written") >= 1);
+    eventually("it is written again", || told(&process, "written") > written);
     assert!(place.snapshot().exists());
+}
+
+#[test]
+fn what_can_never_be_written_or_is_something_else_is_refused_at_start() {
+    for (name, says) in [
+        ("letters", "it is no snapshot of counters"),
+        ("folder", "it is no regular file"),
+        ("no/where", "No such file"),
+    ] {
+        let scratch = Scratch::new();
+        let at = scratch.path().join(name);
+        scratch.write("letters", "Dear reader,\n");
+        fs::create_dir(scratch.path().join("folder")).unwrap();
+        let toml = format!(
+            "[counters]\nsnapshot = \"{}\"\n{}",
+            at.display(),
+            one_rule("key = \"ip\"\nwindows = [\"8/hour\"]")
+        );
+        let config = scratch.write("gateway.toml", with_listen(&toml)).display().to_string();
+        let (code, _, said) = run(&["--config", &config]);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(says) && said.contains(&at.display().to_string()), "{said}");
+        assert_eq!(fs::read(scratch.path().join("letters")).unwrap(), b"Dear reader,\n");
+    }
 }
 
 /// A limit on the size of files stands in for a file system that is full.
