@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 use transom::cli::{self, Exit};
 
 #[global_allocator]
@@ -52,7 +54,9 @@ fn main() -> ExitCode {
     };
     // An event loop never waits for whoever reads the messages: those that do not fit are lost.
     let (writer, _flushed_at_the_end) = tracing_appender::non_blocking(std::io::stderr());
-    tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).init();
+    // What clients do wrong on HTTP/2 is counted; its library would warn of each, as often as they like.
+    let targets = Targets::new().with_default(level).with_target("h2", level.min(LevelFilter::ERROR));
+    tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
         Command::Check(file) => cli::check::check(&file.config),

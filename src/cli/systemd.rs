@@ -20,8 +20,17 @@ pub fn main_pid(pid: u32) -> String {
     format!("MAINPID={pid}")
 }
 
+/// More than anybody hands over; room is made for as many as are claimed.
+const SOCKETS_MAX: usize = 4096;
+
 /// The sockets that were handed over to this process. To be asked once.
 pub fn sockets() -> io::Result<Inherited> {
+    let claimed = env::var("LISTEN_FDS").ok().and_then(|count| count.parse::<usize>().ok());
+    if let Some(count) = claimed.filter(|count| *count > SOCKETS_MAX) {
+        return Err(io::Error::other(format!(
+            "`LISTEN_FDS` says that they are {count}, and more than {SOCKETS_MAX} are not taken"
+        )));
+    }
     let mut handed = ListenFd::from_env();
     let mut listeners = Vec::new();
     for position in 0..handed.len() {
@@ -38,7 +47,12 @@ pub fn notify(state: &str) {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
         _ => SocketAddr::from_pathname(&path),
     };
-    let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
+    let sent = address.and_then(|address| {
+        let socket = UnixDatagram::unbound()?;
+        // Whoever does not listen is not waited for.
+        socket.set_nonblocking(true)?;
+        socket.send_to_addr(state.as_bytes(), &address)
+    });
     if let Err(error) = sent {
         tracing::warn!(%error, "the service manager can not be told `{state}`");
     }

@@ -127,7 +127,12 @@ pub fn say(word: &Word) {
         Word::TakenOver(pid) => format!("{TAKEN_OVER}{pid}"),
         Word::Failed(why) => format!("{FAILED}{why}"),
     };
-    let said = name(process::id()).and_then(|name| UnixDatagram::unbound()?.send_to_addr(text.as_bytes(), &name));
+    let said = name(process::id()).and_then(|name| {
+        let socket = UnixDatagram::unbound()?;
+        // The name is anybody's to take: who does not listen is not waited for.
+        socket.set_nonblocking(true)?;
+        socket.send_to_addr(text.as_bytes(), &name)
+    });
     if let Err(error) = said {
         tracing::debug!(%error, "nobody waits for the outcome of the upgrade");
     }

@@ -382,22 +382,23 @@ impl ReloadMeter {
 /// Counts snapshots; there is one, beside the loops.
 #[derive(Debug)]
 pub struct SnapshotMeter {
+    registry: Arc<Registry>,
     written: Arc<Cell>,
     failed: Arc<Cell>,
-    latest_s: Arc<Cell>,
 }
 
 impl SnapshotMeter {
-    pub fn new(registry: &Registry) -> SnapshotMeter {
+    pub fn new(registry: &Arc<Registry>) -> SnapshotMeter {
         let cell = |outcome| registry.cell(&SNAPSHOTS, LoopId::MAX, &[("outcome", outcome)]);
-        let latest_s = registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]);
-        SnapshotMeter { written: cell("written"), failed: cell("failed"), latest_s }
+        SnapshotMeter { written: cell("written"), failed: cell("failed"), registry: Arc::clone(registry) }
     }
 
     pub fn written(&self, now_ms: u64) {
         self.written.add(1);
-        self.latest_s.sub(self.latest_s.get());
-        self.latest_s.add(now_ms / 1000);
+        // Before the first one there is no time to tell.
+        let latest_s = self.registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]);
+        latest_s.sub(latest_s.get());
+        latest_s.add(now_ms / 1000);
     }
 
     pub fn failed(&self) {
