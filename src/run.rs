@@ -158,9 +158,6 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        let meter = SnapshotMeter::new(&registry);
-        let keeper = Keeper::start(Arc::clone(&counters), clock.clone(), &config.counters, meter);
-        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         let admin = config.listen.admin;
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
@@ -200,6 +197,10 @@ impl Gateway {
             gateway.loops.push(spawn(format!("loop-{id}"), run)?);
             gateway.orders.push(orders);
         }
+        // Last: what does not come to serve leaves the snapshot alone.
+        let meter = SnapshotMeter::new(&gateway.registry);
+        let keeper = Keeper::start(counters, clock, &gateway.config.counters, meter);
+        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         Ok(gateway)
     }
 
