@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -17,13 +18,16 @@ use transom::count::table::{Marks, Table};
 use transom::count::word::Word;
 use transom::counters::Counters;
 use transom::counters::header::Header;
+use transom::counters::keeper::Keeper;
 use transom::counters::snapshot::{self, Written};
+use transom::metrics::Registry;
+use transom::metrics::meter::SnapshotMeter;
 use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::KeyHash;
 
 use crate::world::gateway::{START_S, with_listen};
-use crate::world::process::{BINARY, Process, run};
+use crate::world::process::{BINARY, Process};
 use crate::world::quota::remaining;
 use crate::world::{Scratch, eventually};
 
@@ -80,10 +84,12 @@ fn end(mut process: Process) {
 }
 
 fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counters {
+    Counters::open(&settings(capacity, snapshot), None, 1, clock).unwrap().0
+}
+
+fn settings(capacity: usize, snapshot: Option<&Path>) -> config::Counters {
     let every = Duration::from_secs(5);
-    let config =
-        config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every };
-    Counters::open(&config, None, 1, clock).unwrap().0
+    config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every }
 }
 
 fn write(counters: &Counters, place: &Place, clock: &Clock) -> Written {
@@ -421,15 +427,18 @@ fn the_last_snapshot_waits_for_one_that_is_being_written() {
 }
 
 #[test]
-fn a_gateway_that_does_not_start_writes_nothing() {
-    let place = Place::new();
-    let toml = format!("pid_file = \"nowhere/pid\"\n{}", with_listen(&place.toml(64)));
-    let config = place.scratch.write("gateway.toml", toml);
-    let (code, _, said) = run(&["--config", &config.display().to_string()]);
-    assert!(code == Some(1) && said.contains("can not write `pid_file`"), "{said}");
-    let names: Vec<_> = fs::read_dir(place.scratch.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert!(
-        place.file().exists() && !names.iter().any(|name| name.to_string_lossy().contains("snapshot")),
-        "{names:?}"
-    );
+fn only_who_is_told_to_finish_writes_a_last_snapshot() {
+    let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
+    let config = settings(64, Some(&place.snapshot()));
+    let counters = Arc::new(Counters::open(&config, None, 1, &clock).unwrap().0);
+    let start = || {
+        let meter = SnapshotMeter::new(&Registry::default());
+        Keeper::start(Arc::clone(&counters), clock.clone(), &config, meter).unwrap()
+    };
+    // A start that fails lets go of it.
+    drop(start());
+    eventually("the thread ends", || Arc::strong_count(&counters) == 1);
+    assert_eq!(fs::read_dir(place.scratch.path()).unwrap().count(), 0);
+    start().finish();
+    assert!(place.snapshot().exists());
 }
