@@ -50,7 +50,7 @@ mod event_loop;
 /// in meanwhile.
 const LAST_ORDERS: Duration = Duration::from_secs(1);
 /// How long before the end of its time a gateway that has a successor closes the connections that lie idle: enough to
-/// part from them in good order.
+/// part from them in good order. Half of its time where that is less: requests may be on their way on them.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// Within this every process has noticed that counters are written otherwise than before; they look once a second.
@@ -331,7 +331,7 @@ impl Gateway {
     pub fn drain_for_successor(self) {
         self.doorway.send_replace(Doorway::Left);
         let limit = self.config.timeouts.drain;
-        self.end(Pace { patience: limit.saturating_sub(FAREWELL), limit });
+        self.end(Pace { patience: limit - FAREWELL.min(limit / 2), limit });
     }
 
     /// What makes a drain that has begun let go of connections that lie idle.
