@@ -50,7 +50,7 @@ mod event_loop;
 /// in meanwhile.
 const LAST_ORDERS: Duration = Duration::from_secs(1);
 /// How long before the end of its time a gateway that has a successor closes the connections that lie idle: enough to
-/// part from them in good order.
+/// part from them in good order. Half of its time where that is less: requests may be on their way on them.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// How long the end waits for the last lines of the access log.
@@ -155,9 +155,6 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        let meter = SnapshotMeter::new(&registry);
-        let keeper = Keeper::start(Arc::clone(&counters), clock.clone(), &config.counters, meter);
-        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         let admin = config.listen.admin;
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
@@ -194,6 +191,10 @@ impl Gateway {
             gateway.loops.push(spawn(format!("loop-{id}"), run)?);
             gateway.orders.push(orders);
         }
+        // Last: what does not come to serve leaves the snapshot alone.
+        let meter = SnapshotMeter::new(&gateway.registry);
+        let keeper = Keeper::start(counters, clock, &gateway.config.counters, meter);
+        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         Ok(gateway)
     }
 
@@ -327,7 +328,7 @@ impl Gateway {
     pub fn drain_for_successor(self) {
         self.doorway.send_replace(Doorway::Left);
         let limit = self.config.timeouts.drain;
-        self.end(Pace { patience: limit.saturating_sub(FAREWELL), limit });
+        self.end(Pace { patience: limit - FAREWELL.min(limit / 2), limit });
     }
 
     /// What makes a drain that has begun let go of connections that lie idle.

@@ -119,7 +119,7 @@ impl Bench {
         put(&path, bytes);
         snapshot::find(&path, plan);
         let before = open(None, None).expect("there is memory");
-        let written = snapshot::write(&before, &path, NOW_MS);
+        let written = snapshot::write(&before, &path, &Clock::manual(NOW_MS), Duration::ZERO);
         assert!(written.is_ok(), "{written:?}");
         let good = fs::read(&path).expect("it was written");
         let file = File::options().write(true).open(&path).expect("it was written");

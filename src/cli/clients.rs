@@ -14,7 +14,7 @@ use clap::Subcommand;
 
 use self::draft::Draft;
 use self::pages::{Belongings, Pages};
-use super::{Exit, beside, read, read_by, read_file};
+use super::{Exit, located, read, read_by, read_file};
 use crate::config::Config;
 use crate::config::clients::{Client, Clients};
 use crate::config::document::nearest;
@@ -158,7 +158,7 @@ fn add(path: &Path, add: &Add) -> Result<(), Failure> {
     };
     let is_new = edit(path, clients, |pages| pages.add(&add.name, add.plan.as_deref(), &belongings))?;
     let what = if known.is_some() { "changed" } else { "added" };
-    tell!("transom: client {} {what} in {}", shown(&add.name), beside(path, &clients.file).display());
+    tell!("transom: client {} {what} in {}", shown(&add.name), located(path, &clients.file).display());
     if is_new {
         tell!("transom: only its owner can read the new file: let the gateway's user read it as well");
     }
@@ -245,10 +245,10 @@ fn remove(path: &Path, remove: &Remove) -> Result<(), Failure> {
     };
     if belongings.is_empty() {
         edit(path, clients, |pages| pages.remove(&remove.name))?;
-        tell!("transom: client {} removed from {}", shown(&remove.name), beside(path, &clients.file).display());
+        tell!("transom: client {} removed from {}", shown(&remove.name), located(path, &clients.file).display());
     } else {
         edit(path, clients, |pages| pages.take_away(&remove.name, &belongings))?;
-        tell!("transom: client {} changed in {}", shown(&remove.name), beside(path, &clients.file).display());
+        tell!("transom: client {} changed in {}", shown(&remove.name), located(path, &clients.file).display());
     }
     Ok(())
 }
@@ -336,7 +336,7 @@ fn known<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
 
 /// Edits the clients file; returns whether it is new.
 fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut Pages)) -> Result<bool, Failure> {
-    let file = beside(path, &clients.file);
+    let file = located(path, &clients.file);
     let draft = Draft::begin(&file).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
             let draft = Draft::path_of(&file);

@@ -9,11 +9,13 @@
 //! - old: `yours`. From here on the new one accepts;
 //! - new: `serving`. Now the old one drains.
 //!
-//! Whichever of them ends before closes the line, and the other one knows. This file starts no process.
+//! Whichever of them ends before closes the line, and the other one knows. Until `ready` the new one may be given up
+//! at any time, and nobody misses it. From `yours` on it is not: it may have accepted connections, which would end with
+//! it. So only the end of the line says that it has failed then. This file starts no process.
 
 use std::env;
 use std::fs::File;
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -51,19 +53,17 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub struct Estate(Vec<(String, OwnedFd)>);
 
 impl Estate {
-    pub fn new(sockets: &[(SocketAddr, TcpListener)], counters: Option<BorrowedFd>) -> io::Result<Estate> {
+    pub fn new(sockets: &[(SocketAddr, TcpListener)], counters: BorrowedFd) -> io::Result<Estate> {
         let mut items = Vec::new();
         for (address, socket) in sockets {
             items.push((format!("{LISTEN}{address}\n"), socket.as_fd().try_clone_to_owned()?));
         }
-        if let Some(counters) = counters {
-            items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
-        }
+        items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
         Ok(Estate(items))
     }
 
-    /// Hands it over, and comes to terms with the new process. It serves when this returns.
-    pub async fn hand_over(self, line: StdUnixStream) -> io::Result<()> {
+    /// Hands it over. The new process is ready when this returns, and accepts nothing yet.
+    pub async fn hand_over(self, line: StdUnixStream) -> io::Result<Heir> {
         line.set_nonblocking(true)?;
         let line = UnixStream::from_std(line)?;
         let mut text = format!("{GREETING}{}\n", self.0.len());
@@ -74,8 +74,18 @@ impl Estate {
             text.clear();
         }
         hear(&line, READY).await?;
-        line.async_io(Interest::WRITABLE, || send(&line, YOURS, &[])).await?;
-        hear(&line, SERVING).await
+        Ok(Heir(line))
+    }
+}
+
+/// The line to a process that is ready.
+pub struct Heir(UnixStream);
+
+impl Heir {
+    /// Gives it the place. It serves when this returns; an error says that it has left the line.
+    pub async fn enter(self) -> io::Result<()> {
+        self.0.async_io(Interest::WRITABLE, || send(&self.0, YOURS, &[])).await?;
+        hear(&self.0, SERVING).await
     }
 }
 
@@ -154,17 +164,23 @@ pub struct Line(StdUnixStream);
 
 impl Line {
     /// Says that everything is there, and waits until the place is this process's. Nothing may have been accepted.
-    pub fn ready(&mut self) -> io::Result<()> {
-        self.0.set_read_timeout(None)?;
-        self.0.write_all(READY)?;
-        let mut heard = [0; YOURS.len()];
-        self.0.read_exact(&mut heard)?;
-        if heard == YOURS { Ok(()) } else { Err(not_understood()) }
+    /// The process before decides how long that takes. If this is dropped, the line ends.
+    pub async fn ready(self) -> io::Result<Place> {
+        self.0.set_nonblocking(true)?;
+        let line = UnixStream::from_std(self.0)?;
+        line.async_io(Interest::WRITABLE, || send(&line, READY, &[])).await?;
+        hear(&line, YOURS).await?;
+        Ok(Place(line))
     }
+}
 
+/// The line of a process whose place it is now.
+pub struct Place(UnixStream);
+
+impl Place {
     /// Says that connections are accepted. An old process that has gone meanwhile need not know.
-    pub fn serving(mut self) {
-        let _ = self.0.write_all(SERVING);
+    pub async fn serving(self) {
+        let _ = self.0.async_io(Interest::WRITABLE, || send(&self.0, SERVING, &[])).await;
     }
 }
 
@@ -212,11 +228,17 @@ fn not_understood() -> io::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::Shutdown;
     use std::thread;
 
-    use tokio::runtime::Builder;
+    use tokio::runtime::{Builder, Runtime};
 
     use super::*;
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().enable_all().build().unwrap()
+    }
 
     #[test]
     fn what_is_announced_is_waited_for() {
@@ -239,15 +261,12 @@ mod tests {
             .collect();
         let memory = File::open("/dev/null").unwrap();
         let (old, new) = StdUnixStream::pair().unwrap();
-        let estate = Estate::new(&sockets, Some(memory.as_fd())).unwrap();
+        let estate = Estate::new(&sockets, memory.as_fd()).unwrap();
         let giver = thread::spawn(move || {
-            let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(estate.hand_over(old)).unwrap();
+            runtime().block_on(async { estate.hand_over(old).await.unwrap().enter().await.unwrap() });
         });
         let (names, descriptors) = receive_all(&new).unwrap();
-        let mut line = Line(new);
-        line.ready().unwrap();
-        line.serving();
+        runtime().block_on(async { Line(new).ready().await.unwrap().serving().await });
         giver.join().unwrap();
         assert_eq!((names.len(), names[600].as_str()), (601, "counters"));
         for (name, descriptor) in names.iter().zip(descriptors).take(600) {
@@ -258,13 +277,24 @@ mod tests {
 
     #[test]
     fn a_successor_that_leaves_is_noticed() {
-        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let memory = File::open("/dev/null").unwrap();
+        let hand_over = |line| {
+            let estate = Estate::new(&[], memory.as_fd()).unwrap();
+            runtime().block_on(async { estate.hand_over(line).await?.enter().await })
+        };
         let (old, new) = StdUnixStream::pair().unwrap();
         drop(new);
-        assert!(runtime.block_on(Estate::new(&[], None).unwrap().hand_over(old)).is_err());
-        let (old, new) = StdUnixStream::pair().unwrap();
-        (&new).write_all(b"what?!").unwrap();
-        let error = runtime.block_on(Estate::new(&[], None).unwrap().hand_over(old)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidData);
+        assert!(hand_over(old).is_err());
+        let (old, mut new) = StdUnixStream::pair().unwrap();
+        new.write_all(b"what?!").unwrap();
+        assert_eq!(hand_over(old).unwrap_err().kind(), ErrorKind::InvalidData);
+        // Also when the place was given to it.
+        let (old, mut new) = StdUnixStream::pair().unwrap();
+        new.write_all(READY).unwrap();
+        new.shutdown(Shutdown::Write).unwrap();
+        assert_eq!(hand_over(old).unwrap_err().kind(), ErrorKind::UnexpectedEof);
+        let mut heard = String::new();
+        new.read_to_string(&mut heard).unwrap();
+        assert_eq!(heard, "transom 1 1\ncounters\nyours\n");
     }
 }

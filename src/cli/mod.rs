@@ -68,13 +68,13 @@ fn read_by(path: &Path, files: config::Files) -> Result<Config, String> {
         Ok(text) => text,
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
-    let config = config::read_with(text, &|file| files(&beside(path, file)));
+    let config = config::read_with(text, &|file| files(&located(path, file)));
     config.map_err(|problems| problem::render(&problems, &name, text))
 }
 
 /// Where a file lies that a configuration names: wherever the gateway is started from, the same one
 /// is meant.
-fn beside(config: &Path, file: &Path) -> PathBuf {
+fn located(config: &Path, file: &Path) -> PathBuf {
     config.parent().unwrap_or(Path::new("")).join(file)
 }
 

@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process;
 
+use crate::counters::place::beside;
+
 /// The place of the file, if there is to be one.
 #[derive(Debug, Default)]
 pub struct PidFile {
@@ -74,9 +76,7 @@ pub fn named(path: &Path) -> Option<u32> {
 
 /// Beside the file, because only there it can be put in its place in one step.
 fn draft(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(format!(".{}", process::id()));
-    PathBuf::from(name)
+    beside(path, &process::id().to_string())
 }
 
 #[cfg(test)]

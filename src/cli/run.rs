@@ -2,7 +2,7 @@
 //! again when told to, or when a file of it changes.
 
 use std::error::Error;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::handover::{Handover, Line};
 use super::pid_file::PidFile;
 use super::succession::{self, Succession};
 use super::successor::Program;
-use super::{Exit, beside, read, systemd};
+use super::{Exit, located, read, systemd};
 use crate::clock::Clock;
 use crate::config::{Config, outlook};
 use crate::metrics::meter::ReloadMeter;
@@ -65,7 +65,7 @@ fn serve(path: &Path) -> Result<(), Failure> {
             (sockets.map_err(|error| told("can not use the sockets that were handed over", &error))?, None, None)
         }
     };
-    let pid_file = config.pid_file.as_ref().map(|file| beside(path, file));
+    let pid_file = config.pid_file.as_ref().map(|file| located(path, file));
     let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
     let pid_file = PidFile::prepare(pid_file).map_err(|error| told("can not write `pid_file`", &error))?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -135,7 +135,7 @@ impl Attendant<'_> {
     /// before, which is to be taken.
     async fn attend(mut self, place: Option<(u32, Line)>) -> io::Result<()> {
         let mut signals = Signals::new()?;
-        self.open(place)?;
+        self.open(place, &mut signals.stop).await?;
         let meter = ReloadMeter::new(&self.gateway.registry);
         let successor = loop {
             tokio::select! {
@@ -165,21 +165,24 @@ impl Attendant<'_> {
         }
     }
 
-    /// From here on it serves.
-    fn open(&mut self, place: Option<(u32, Line)>) -> io::Result<()> {
-        let Some((from, mut line)) = place else {
+    /// From here on it serves. It can be told to stop while it waits for its place.
+    async fn open(&mut self, place: Option<(u32, Line)>, stop: &mut Stop) -> io::Result<()> {
+        let Some((from, line)) = place else {
             self.gateway.open();
             self.pid_file.publish()?;
             self.greet();
             return Ok(());
         };
-        line.ready().map_err(|error| told("the process before has not given up its place", &error))?;
+        let place = tokio::select! {
+            place = line.ready() => place.map_err(|error| told("the process before has not given up its place", &error))?,
+            () = stop.recv() => return Err(io::Error::other("told to stop before the place was given to it")),
+        };
         self.gateway.open();
         if let Err(error) = self.pid_file.publish() {
             tracing::error!(%error, "`pid_file` can not be written");
         }
         self.succession.begun_with();
-        line.serving();
+        place.serving().await;
         tracing::info!("took over from process {from}");
         self.greet();
         Ok(())
@@ -188,13 +191,13 @@ impl Attendant<'_> {
     /// Says what it listens on: only once whoever reads it may send a signal at once.
     fn greet(&self) {
         for address in self.gateway.http() {
-            tell(&format!("listening on http://{address}"));
+            show!("listening on http://{address}");
         }
         for address in self.gateway.https() {
-            tell(&format!("listening on https://{address}"));
+            show!("listening on https://{address}");
         }
         if let Some(address) = self.gateway.admin() {
-            tell(&format!("admin on http://{address}"));
+            show!("admin on http://{address}");
         }
         systemd::notify(systemd::READY);
     }
@@ -207,7 +210,7 @@ impl Attendant<'_> {
                 Ok(()) => {
                     let config = self.gateway.config();
                     warn_of_certificates(config, &self.clock);
-                    self.pid_file.adopt(config.pid_file.as_ref().map(|file| beside(self.path, file)));
+                    self.pid_file.adopt(config.pid_file.as_ref().map(|file| located(self.path, file)));
                     meter.applied();
                     tracing::info!("the configuration was taken over");
                 }
@@ -225,7 +228,11 @@ impl Attendant<'_> {
     }
 
     async fn stop(mut self, mut signals: Signals) -> io::Result<()> {
-        if let Some(pid) = self.succession.end().await {
+        let successor = tokio::select! {
+            successor = self.succession.end() => successor,
+            () = signals.stop.recv() => return Err(stopped_twice()),
+        };
+        if let Some(pid) = successor {
             return self.make_way(pid, signals).await;
         }
         self.pid_file.renew();
@@ -236,7 +243,7 @@ impl Attendant<'_> {
         loop {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
-                () = signals.stop.recv() => return Err(io::Error::other("told a second time to stop, and did")),
+                () = signals.stop.recv() => return Err(stopped_twice()),
                 _ = signals.upgrade.recv() => succession::decline("it is stopping"),
             }
         }
@@ -257,7 +264,7 @@ impl Attendant<'_> {
                 drained = &mut draining => return drained.map_err(io::Error::other),
                 () = signals.stop.recv() => {
                     if std::mem::replace(&mut told, true) {
-                        return Err(io::Error::other("told a second time to stop, and did"));
+                        return Err(stopped_twice());
                     }
                     release();
                 }
@@ -267,9 +274,8 @@ impl Attendant<'_> {
     }
 }
 
-/// One line for whoever started the gateway; nobody may be listening.
-fn tell(line: &str) {
-    let _ = writeln!(io::stdout(), "{line}");
+fn stopped_twice() -> io::Error {
+    io::Error::other("told a second time to stop, and did")
 }
 
 /// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.

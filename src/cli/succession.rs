@@ -39,8 +39,8 @@ impl Succession {
             return;
         }
         let limit = gateway.config().timeouts.upgrade;
-        let started = Estate::new(gateway.sockets(), Some(gateway.counters()))
-            .and_then(|estate| self.program.start(estate, limit));
+        let started =
+            Estate::new(gateway.sockets(), gateway.counters()).and_then(|estate| self.program.start(estate, limit));
         match started {
             Ok(successor) => {
                 tracing::info!("an upgrade begins: process {} is started", successor.pid);

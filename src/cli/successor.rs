@@ -23,6 +23,10 @@ use super::handover::{Estate, VARIABLE};
 /// The running program, as the kernel knows it, wherever its file is by now.
 const THIS: &str = "/proc/self/exe";
 
+/// How long a process whose place it is already may take until it says that it serves, which it does at once. It is
+/// not ended before, because it may have accepted connections.
+pub const GRACE: Duration = Duration::from_secs(60);
+
 /// How often a process that ends is looked at, and how many times before it is killed.
 const LOOK: Duration = Duration::from_millis(10);
 const LOOKS: u32 = 100;
@@ -92,7 +96,7 @@ impl Successor {
         (&mut self.outcome).await.unwrap_or_else(|error| Err(error.to_string()))
     }
 
-    /// Ends it, if it does not serve already, which is told.
+    /// Ends it, unless the place was given to it already. Whether it serves is told, once that is certain.
     pub async fn end(self) -> bool {
         // If nobody hears that, it serves, or has ended by itself.
         let _ = self.give_up.send(());
@@ -100,7 +104,7 @@ impl Successor {
     }
 }
 
-/// Hands everything over, and sees to it that the process serves or is gone.
+/// Hands everything over, and sees to it that the process serves or is gone. Until it is ready it can be given up.
 async fn accompany(
     mut child: Child,
     line: UnixStream,
@@ -109,23 +113,39 @@ async fn accompany(
     given_up: oneshot::Receiver<()>,
 ) -> Result<(), String> {
     let handed_over = tokio::select! {
-        handed_over = tokio::time::timeout(limit, estate.hand_over(line)) => handed_over,
+        biased;
+        // Nothing is lost yet, whatever it has said at the same time.
         _ = given_up => {
             bury(&mut child, 0).await;
             return Err(String::from("this process was told to stop"));
         }
+        handed_over = tokio::time::timeout(limit, estate.hand_over(line)) => handed_over,
     };
-    match handed_over {
-        Ok(Ok(())) => Ok(()),
+    let heir = match handed_over {
+        Ok(Ok(heir)) => heir,
         // It has closed the line, or ends: it may say how.
-        Ok(Err(error)) => Err(match bury(&mut child, LOOKS).await {
-            Some(status) => format!("the new process ended before it was ready ({status})"),
-            None => format!("the new process does not say that it is ready ({error})"),
-        }),
+        Ok(Err(error)) => return Err(left(&mut child, "ready", &error).await),
         Err(_elapsed) => {
             bury(&mut child, 0).await;
-            Err(format!("the new process was not ready within {limit:?} (`timeouts.upgrade`)"))
+            return Err(format!("the new process was not ready within {limit:?} (`timeouts.upgrade`)"));
         }
+    };
+    // From here on it may have accepted connections: nobody gives it up.
+    match tokio::time::timeout(GRACE, heir.enter()).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(left(&mut child, "serving", &error).await),
+        Err(_elapsed) => {
+            bury(&mut child, 0).await;
+            Err(format!("the new process was ready, and did not serve within {GRACE:?}"))
+        }
+    }
+}
+
+/// What became of a process that has left the line before it was so far.
+async fn left(child: &mut Child, what: &str, error: &io::Error) -> String {
+    match bury(child, LOOKS).await {
+        Some(status) => format!("the new process ended before it was {what} ({status})"),
+        None => format!("the new process does not say that it is {what} ({error})"),
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use super::{Exit, beside, pid_file, read};
+use super::{Exit, located, pid_file, read, successor};
 use crate::clock::Clock;
 use crate::reload::Watch;
 
@@ -47,7 +47,7 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
     let found = match (arguments.pid, &config.pid_file) {
         (Some(pid), _) => Ok(pid),
         (None, Some(file)) => {
-            let file = beside(&arguments.config, file);
+            let file = located(&arguments.config, file);
             pid_file::named(&file)
                 .ok_or_else(|| format!("{} names no process: is the gateway running?", file.display()))
         }
@@ -56,7 +56,7 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
             return Exit::BadConfig;
         }
     };
-    match found.and_then(|pid| order(pid, config.timeouts.upgrade + GRACE)) {
+    match found.and_then(|pid| order(pid, config.timeouts.upgrade + successor::GRACE + GRACE)) {
         Ok(line) => {
             show!("{line}");
             Exit::Fine

@@ -1,5 +1,8 @@
 //! What is done for the counters beside counting, by a thread of its own: the processes that count together agree on
 //! the time, and snapshots are written. No request ever waits for it.
+//!
+//! The last snapshot is written only where somebody asks for it: a process that does not come to serve has counted
+//! nothing.
 
 use std::io;
 use std::path::PathBuf;
@@ -16,12 +19,18 @@ use crate::metrics::meter::SnapshotMeter;
 
 /// How often the time is told.
 const TICK: Duration = Duration::from_secs(1);
+/// How long the last snapshot waits for another process that is writing one: that one may have passed by what was
+/// counted since, and nobody comes after this.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The thread, for as long as somebody holds this.
 pub struct Keeper {
-    stop: Sender<()>,
+    finish: Sender<Finish>,
     thread: JoinHandle<()>,
 }
+
+/// That the last snapshot is to be written.
+struct Finish;
 
 /// What the thread works with.
 struct Work {
@@ -41,15 +50,16 @@ impl Keeper {
         meter: SnapshotMeter,
     ) -> io::Result<Keeper> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
-        let (stop, stopped) = mpsc::channel();
+        let (finish, told) = mpsc::channel();
         let work = Work { counters, clock, snapshot, meter, failing: false };
-        let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.go_on(&stopped))?;
-        Ok(Keeper { stop, thread })
+        let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.go_on(&told))?;
+        Ok(Keeper { finish, thread })
     }
 
     /// Writes the last snapshot, and returns when it is written.
     pub fn finish(self) {
-        drop(self.stop);
+        // If nobody hears that, the thread has panicked, which is told below.
+        let _ = self.finish.send(Finish);
         if self.thread.join().is_err() {
             tracing::error!("the thread that keeps the counters panicked");
         }
@@ -57,25 +67,38 @@ impl Keeper {
 }
 
 impl Work {
-    fn go_on(mut self, stopped: &Receiver<()>) {
+    fn go_on(mut self, told: &Receiver<Finish>) {
         let mut written = self.clock.instant();
-        while stopped.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+        loop {
+            let finish = match told.recv_timeout(TICK) {
+                Ok(Finish) => true,
+                Err(RecvTimeoutError::Timeout) => false,
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
             self.counters.keep_time(&self.clock);
+            if finish {
+                return self.write(PATIENCE);
+            }
             let every = self.snapshot.as_ref().map(|(_, every)| *every);
             if every.is_some_and(|every| self.clock.instant() - written >= every) {
                 written = self.clock.instant();
-                self.write();
+                self.write(Duration::ZERO);
             }
         }
-        self.counters.keep_time(&self.clock);
-        self.write();
     }
 
-    fn write(&mut self) {
+    /// Waits so long for another process that is writing; where it may not wait, the next time will do.
+    fn write(&mut self, patience: Duration) {
         let Some((path, _)) = &self.snapshot else { return };
-        let now_ms = self.clock.now().unix_ms;
-        match snapshot::write(&self.counters, path, now_ms) {
-            Ok(Written::Counters(_)) => self.meter.written(now_ms),
+        let written = match snapshot::write(&self.counters, path, &self.clock, patience) {
+            Ok(Written::ByAnother) if !patience.is_zero() => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "another process is writing it, and does not come to an end",
+            )),
+            written => written,
+        };
+        match written {
+            Ok(Written::Counters(_)) => self.meter.written(self.clock.now().unix_ms),
             Ok(Written::ByAnother) => {}
             Err(error) => {
                 self.meter.failed();

@@ -20,12 +20,15 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
-use super::Counters;
 use super::place::{MODE, beside};
+use super::{AHEAD_MAX_MS, Counters};
+use crate::clock::Clock;
 use crate::count::ledger::{Way, Ways};
 use crate::count::table::{Marks, Plan};
 use crate::count::word::{END_MAX_MS, Word};
@@ -40,6 +43,8 @@ const WAY_NUMBERS: usize = 6;
 const WAY_BYTES: u64 = 8 * WAY_NUMBERS as u64;
 const COUNTER_BYTES: u64 = 24;
 const CHECKSUM_BYTES: u64 = 32;
+/// How often somebody who waits for another one to have written looks.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// A snapshot that was found whole.
 pub struct Saved {
@@ -56,7 +61,8 @@ pub struct Saved {
 pub enum Written {
     /// So many counters.
     Counters(u64),
-    /// Another process is about to write the same.
+    /// None: another process was writing for as long as that was waited for. What is counted behind the place where
+    /// that one is by now is in nobody's snapshot yet.
     ByAnother,
 }
 
@@ -92,20 +98,10 @@ impl<T: Read> Read for Summed<T> {
     }
 }
 
-/// Writes down what is counted at this time.
-pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Written> {
+/// Writes down what is counted at this time, once no other process does; that is waited for so long.
+pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration) -> io::Result<Written> {
     let new = beside(path, "new");
-    let file = options().write(true).create(true).mode(MODE).open(&new)?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => return Ok(Written::ByAnother),
-        Err(TryLockError::Error(error)) => return Err(error),
-    }
-    // The one who had the lock may have moved it to its place meanwhile: then it is no longer ours to write.
-    let (own, there) = (file.metadata()?, fs::symlink_metadata(&new));
-    if there.map_or(true, |there| (there.dev(), there.ino()) != (own.dev(), own.ino())) {
-        return Ok(Written::ByAnother);
-    }
+    let Some(file) = draft(&new, patience)? else { return Ok(Written::ByAnother) };
     // It holds the seed of the hashes: whatever it was made with, nobody else may read it.
     file.set_permissions(fs::Permissions::from_mode(MODE))?;
     file.set_len(0)?;
@@ -119,12 +115,12 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
         put(&mut target, &[*bits, rolls, shards, way.ahead_most, grants, u64::from(way.differ)])?;
     }
     let mut written = 0;
-    for (place, word) in counters.table.open(now_ms) {
+    for (place, word) in counters.table.open(clock.now().unix_ms) {
         let bits = word.bits();
         put(&mut target, &[place as u64, bits as u64, (bits >> 64) as u64])?;
         written += 1;
     }
-    let head = head(counters, now_ms, ways.len() as u64, written);
+    let head = head(counters, clock, ways.len() as u64, written);
     let mut sum = target.into_inner().map_err(io::IntoInnerError::into_error)?.sum;
     sum.update(&head);
     (&file).write_all(&sum.finalize())?;
@@ -138,8 +134,34 @@ pub fn write(counters: &Counters, path: &Path, now_ms: u64) -> io::Result<Writte
     Ok(Written::Counters(written))
 }
 
-fn head(counters: &Counters, now_ms: u64, ways: u64, written: u64) -> Vec<u8> {
+/// The file that becomes the snapshot, if this process comes to write it.
+fn draft(new: &Path, patience: Duration) -> io::Result<Option<File>> {
+    let mut waited = Duration::ZERO;
+    loop {
+        let file = options().write(true).create(true).mode(MODE).open(new)?;
+        match file.try_lock() {
+            // The one who had the lock may have moved it to its place meanwhile: then it is no longer ours to write.
+            Ok(()) if lies_at(&file, new)? => return Ok(Some(file)),
+            Ok(()) | Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+        if waited >= patience {
+            return Ok(None);
+        }
+        thread::sleep(PAUSE);
+        waited += PAUSE;
+    }
+}
+
+fn lies_at(file: &File, path: &Path) -> io::Result<bool> {
+    let (own, there) = (file.metadata()?, fs::symlink_metadata(path));
+    Ok(there.is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino())))
+}
+
+fn head(counters: &Counters, clock: &Clock, ways: u64, written: u64) -> Vec<u8> {
     let (plan, seed, marks) = (counters.header.plan, counters.seed, counters.table.marks());
+    // Read behind the marks, which may have been raised while the rest was written: none of them is later.
+    let now_ms = clock.now().unix_ms;
     let mut head = MAGIC.to_vec();
     let numbers: [u64; HEAD_NUMBERS] = [
         VERSION,
@@ -229,8 +251,10 @@ fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
     let mut sum = [0; CHECKSUM_BYTES as usize];
     (&file).read_exact(&mut sum)?;
     let marks = Marks { horizon_ms, spill_horizon_ms, spill_end_ms };
-    // Time that has passed lies before the time it was written at.
-    if sum != *source.sum.finalize() || time_ms > END_MAX_MS || horizon_ms.max(spill_horizon_ms) > END_MAX_MS {
+    // Horizons are times that have passed. With later ones, windows that are open would be taken for ended.
+    let passed_ms = horizon_ms.max(spill_horizon_ms);
+    let has_passed = passed_ms <= time_ms.saturating_add(AHEAD_MAX_MS);
+    if sum != *source.sum.finalize() || time_ms > END_MAX_MS || !has_passed {
         return Err(damaged());
     }
     Ok(Saved { seed: Seed(place, tag), time_ms, marks, ways, counters, file })

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::net::TcpStream;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -16,7 +18,10 @@ use transom::count::table::{Marks, Table};
 use transom::count::word::Word;
 use transom::counters::Counters;
 use transom::counters::header::Header;
+use transom::counters::keeper::Keeper;
 use transom::counters::snapshot::{self, Written};
+use transom::metrics::Registry;
+use transom::metrics::meter::SnapshotMeter;
 use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::KeyHash;
@@ -79,10 +84,16 @@ fn end(mut process: Process) {
 }
 
 fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counters {
+    Counters::open(&settings(capacity, snapshot), None, 1, clock).unwrap().0
+}
+
+fn settings(capacity: usize, snapshot: Option<&Path>) -> config::Counters {
     let every = Duration::from_secs(5);
-    let config =
-        config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every };
-    Counters::open(&config, None, 1, clock).unwrap().0
+    config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every }
+}
+
+fn write(counters: &Counters, place: &Place, clock: &Clock) -> Written {
+    snapshot::write(counters, &place.snapshot(), clock, Duration::ZERO).unwrap()
 }
 
 /// What stands in a table: the words by their places.
@@ -175,7 +186,7 @@ fn windows_that_hang_together_and_horizons_come_back() {
     }
     let marks = Marks { horizon_ms: NOW_MS - 5, spill_horizon_ms: NOW_MS - 7, spill_end_ms: NOW_MS + 9 };
     before.counters.table.restore_marks(marks);
-    let written = snapshot::write(&before.counters, &place.snapshot(), NOW_MS).unwrap();
+    let written = write(&before.counters, &place, &clock);
     assert_eq!(written, Written::Counters(3));
     // A clock that is behind goes on from the time of the snapshot.
     let behind = Clock::manual(NOW_MS - 3_600_000);
@@ -194,20 +205,21 @@ fn windows_that_hang_together_and_horizons_come_back() {
 fn only_open_windows_are_written_and_restored() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let counters = in_memory(10_000, None, &clock);
-    let size = |now_ms| {
-        snapshot::write(&counters, &place.snapshot(), now_ms).unwrap();
+    let size = || {
+        write(&counters, &place, &clock);
         fs::metadata(place.snapshot()).unwrap().len()
     };
-    assert_eq!(size(NOW_MS), HEAD_BYTES + CHECKSUM_BYTES);
+    assert_eq!(size(), HEAD_BYTES + CHECKSUM_BYTES);
     for key in 0..1000 {
         counters.table.restore(key, Word::new(1 + key as u64, NOW_MS + 1000 * (1 + key as u64 % 2), 1));
     }
-    assert_eq!(size(NOW_MS), HEAD_BYTES + 1000 * COUNTER_BYTES + CHECKSUM_BYTES);
-    assert_eq!(size(NOW_MS + 1000), HEAD_BYTES + 500 * COUNTER_BYTES + CHECKSUM_BYTES);
-    clock.advance(Duration::from_secs(2));
+    assert_eq!(size(), HEAD_BYTES + 1000 * COUNTER_BYTES + CHECKSUM_BYTES);
+    clock.advance(Duration::from_secs(1));
+    assert_eq!(size(), HEAD_BYTES + 500 * COUNTER_BYTES + CHECKSUM_BYTES);
+    clock.advance(Duration::from_secs(1));
     assert!(words(&in_memory(10_000, Some(&place.snapshot()), &clock)).is_empty());
     let rolling = Counted::new(counters);
-    snapshot::write(&rolling.counters, &place.snapshot(), NOW_MS + 2000).unwrap();
+    write(&rolling.counters, &place, &clock);
     assert_eq!(fs::metadata(place.snapshot()).unwrap().len(), HEAD_BYTES + 2 * WAY_BYTES + CHECKSUM_BYTES);
 }
 
@@ -216,7 +228,7 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let before = Counted::new(in_memory(64, None, &clock));
     (0..3).for_each(|rule| (0..9).for_each(|key| _ = before.takes(rule, key, NOW_MS)));
-    snapshot::write(&before.counters, &place.snapshot(), NOW_MS).unwrap();
+    write(&before.counters, &place, &clock);
     let good = fs::read(place.snapshot()).unwrap();
     let restored = |bytes: &[u8]| {
         fs::write(place.snapshot(), bytes).unwrap();
@@ -241,6 +253,21 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
     assert!(!restored(&[&good[..], &[0]].concat()));
 }
 
+#[test]
+fn a_snapshot_of_times_to_come_is_ignored() {
+    let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
+    let restored = |horizon_ms, spill_horizon_ms| {
+        let counters = in_memory(64, None, &clock);
+        counters.table.restore_marks(Marks { horizon_ms, spill_horizon_ms, spill_end_ms: 0 });
+        assert_eq!(write(&counters, &place, &clock), Written::Counters(0));
+        snapshot::find(&place.snapshot(), Table::plan(64)).is_some()
+    };
+    // Processes do not read the clock at the same moment.
+    let most_ms = NOW_MS + 60_000;
+    assert!(restored(most_ms, most_ms));
+    assert!(!restored(most_ms + 1, 0) && !restored(0, most_ms + 1));
+}
+
 /// How often; few where nobody asked for more.
 fn times(few: usize) -> usize {
     std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse::<usize>().expect("it is a number") / 10)
@@ -258,7 +285,7 @@ fn many(capacity: usize, clock: &Clock) -> Counters {
 fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
-    snapshot::write(&many(capacity, &clock), &place.snapshot(), clock.now().unix_ms).unwrap();
+    write(&many(capacity, &clock), &place, &clock);
     let config = place.scratch.write("gateway.toml", with_listen(&place.toml(capacity)));
     let (mut rng, mut within) = (Rng::new(), 0);
     let new = place.scratch.path().join("counters.new");
@@ -288,7 +315,7 @@ fn one_who_is_killed_while_writing_leaves_the_former_snapshot_whole() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
     let now_ms = clock.now().unix_ms;
-    snapshot::write(&many(capacity, &clock), &place.snapshot(), now_ms).unwrap();
+    write(&many(capacity, &clock), &place, &clock);
     let (mut rng, kills) = (Rng::new(), times(4));
     let (mut within, mut latest_ms) = (0, now_ms);
     for _ in 0..kills {
@@ -364,7 +391,7 @@ fn a_snapshot_for_which_there_is_no_room_leaves_the_former_one() {
     let end_ms = clock.now().unix_ms + 86_400_000;
     // In every slot, twice as many as the table is for: only then is a snapshot larger than the table.
     (0..2 * capacity).for_each(|key| assert!(counters.table.restore(key, Word::new(1 + key as u64, end_ms, 1))));
-    snapshot::write(&counters, &place.snapshot(), clock.now().unix_ms).unwrap();
+    write(&counters, &place, &clock);
     let former = fs::read(place.snapshot()).unwrap();
     let table = Table::plan(capacity).bytes();
     let limit = (table + former.len()) / 2 / 512;
@@ -392,4 +419,51 @@ fn two_gateways_write_one_snapshot() {
     end(second);
     fs::remove_file(place.file()).unwrap();
     assert_eq!(left(&Process::spawn(&place.toml(64))), [6, 5, 4]);
+}
+
+/// Holds back whoever else wants to write a snapshot, as one does that is writing.
+fn writer(place: &Place) -> fs::File {
+    let new = place.scratch.path().join("snapshot.new");
+    let mut held = None;
+    eventually("nobody else writes", || {
+        let file = fs::File::options().write(true).create(true).truncate(false).open(&new).unwrap();
+        let is_there = file.try_lock().is_ok()
+            && fs::metadata(&new).is_ok_and(|meta| meta.ino() == file.metadata().unwrap().ino());
+        held = is_there.then_some(file);
+        is_there
+    });
+    held.unwrap()
+}
+
+#[test]
+fn the_last_snapshot_waits_for_one_that_is_being_written() {
+    let place = Place::new();
+    let (mut process, held) = (Process::spawn(&place.toml(64)), writer(&place));
+    assert_eq!(left(&process), [8, 7, 6]);
+    process.signal("TERM");
+    let admin = process.admin;
+    eventually("it has drained", || TcpStream::connect(admin).is_err());
+    // Were it not to wait, it would end now.
+    thread::sleep(Duration::from_millis(300));
+    drop(held);
+    assert!(process.wait().success());
+    fs::remove_file(place.file()).unwrap();
+    assert_eq!(left(&Process::spawn(&place.toml(64))), [7, 6, 5]);
+}
+
+#[test]
+fn only_who_is_told_to_finish_writes_a_last_snapshot() {
+    let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
+    let config = settings(64, Some(&place.snapshot()));
+    let counters = Arc::new(Counters::open(&config, None, 1, &clock).unwrap().0);
+    let start = || {
+        let meter = SnapshotMeter::new(&Arc::new(Registry::default()));
+        Keeper::start(Arc::clone(&counters), clock.clone(), &config, meter).unwrap()
+    };
+    // A start that fails lets go of it.
+    drop(start());
+    eventually("the thread ends", || Arc::strong_count(&counters) == 1);
+    assert_eq!(fs::read_dir(place.scratch.path()).unwrap().count(), 0);
+    start().finish();
+    assert!(place.snapshot().exists());
 }

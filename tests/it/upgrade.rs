@@ -4,8 +4,11 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::world::client::{Client, request};
 use crate::world::dynasty::{Dynasty, is_alive};
@@ -112,6 +115,17 @@ fn one_that_lies_idle_for_too_long_is_let_go() {
 }
 
 #[test]
+fn a_short_drain_leaves_time_for_requests_that_are_on_their_way() {
+    let dynasty = Dynasty::found(&format!("{}[timeouts]\ndrain = \"2s\"\n", echo()));
+    let mut idle = dynasty.first.client();
+    idle.get("/a").expect(200);
+    let begun = Instant::now();
+    dynasty.succeed();
+    idle.expect_closed();
+    assert!(begun.elapsed() >= Duration::from_secs(1));
+}
+
+#[test]
 fn a_bad_configuration_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&echo());
     let old = dynasty.first.id();
@@ -185,6 +199,90 @@ fn a_program_that_ends_or_speaks_of_something_else_leaves_the_old_process_servin
 fn a_program_that_hangs_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"300ms\"\n", echo()));
     expect_failure(&dynasty, "exec sleep 600", "was not ready within 300ms");
+}
+
+/// A program that says it is ready, and does this once the place was given to it. Its id is in `child` then.
+fn usurp_when_given(dynasty: &Dynasty, script: &str) -> PathBuf {
+    let child = dynasty.first.scratch.path().join("child");
+    dynasty.usurp(&format!(
+        "echo ready >&0; while read word; do [ \"$word\" = yours ] && break; done
+        echo $$ > {0}.new; mv {0}.new {0}; {script}",
+        child.display()
+    ));
+    child
+}
+
+#[test]
+fn a_process_to_which_the_place_was_given_is_not_given_up() {
+    let limit = Duration::from_secs(4);
+    let mut dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"{}s\"\n", echo(), limit.as_secs()));
+    let go = dynasty.first.scratch.path().join("go");
+    let script = format!("until [ -e {} ]; do sleep 0.05; done; echo serving >&0; exec sleep 600", go.display());
+    let child = usurp_when_given(&dynasty, &script);
+    dynasty.signal("USR2");
+    eventually("the place is given to it", || child.exists());
+    let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
+    // Neither the end of its time nor a signal concerns it any more.
+    thread::sleep(limit);
+    dynasty.first.get("/a").expect(200);
+    dynasty.first.signal("TERM");
+    thread::sleep(Duration::from_millis(300));
+    assert!(is_alive(pid));
+    fs::write(&go, "").unwrap();
+    assert_eq!(dynasty.first.wait().code(), Some(0));
+    dynasty.logged(&format!("process {pid} took over, draining"));
+    assert!(is_alive(pid));
+    signal(pid, "KILL");
+}
+
+#[test]
+fn a_process_that_ends_when_the_place_was_given_to_it_leaves_the_old_one_serving() {
+    let dynasty = Dynasty::found(&echo());
+    for script in ["exit 7", "echo nonsense >&0; exit 7"] {
+        usurp_when_given(&dynasty, script);
+        let (code, out, err) = dynasty.command();
+        assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
+        assert!(err.contains("the new process ended before it was serving (exit status: 7)"), "{script}: {err}");
+        dynasty.first.get("/a").expect(200);
+    }
+    dynasty.restore();
+    dynasty.succeed();
+}
+
+#[test]
+fn whoever_waits_for_a_place_can_be_told_to_stop() {
+    let dynasty = Dynasty::found(&echo());
+    let (child, go) = (dynasty.first.scratch.path().join("child"), dynasty.first.scratch.path().join("go"));
+    dynasty.usurp(&format!(
+        "echo $$ > {0}.new; mv {0}.new {0}; until [ -e {1} ]; do sleep 0.05; done; exec {BINARY} \"$@\"",
+        child.display(),
+        go.display()
+    ));
+    dynasty.signal("USR2");
+    eventually("it is started", || child.exists());
+    let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
+    // When it has heard that twice, it has handed everything over long before.
+    for times in 1..=2 {
+        dynasty.first.signal("USR2");
+        eventually("it is ignored", || dynasty.first.stderr().matches("under way").count() == times);
+    }
+    dynasty.first.signal("STOP");
+    fs::write(&go, "").unwrap();
+    eventually("it can be told to stop", || catches(pid, 15));
+    signal(pid, "TERM");
+    eventually("it stops", || !is_alive(pid));
+    dynasty.first.signal("CONT");
+    // It may have said before that it is ready.
+    dynasty.logged("this process goes on: the new process ended before it was ");
+    dynasty.logged("told to stop before the place was given to it");
+    dynasty.first.get("/a").expect(200);
+}
+
+/// Whether a process has a handler for a signal.
+fn catches(pid: u32, signal: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    caught.is_some_and(|caught| u64::from_str_radix(caught.trim(), 16).unwrap() >> (signal - 1) & 1 == 1)
 }
 
 #[test]

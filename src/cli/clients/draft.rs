@@ -8,6 +8,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
+use crate::counters::place::beside;
+
 /// An edit that has begun. It leaves no trace if it is not published.
 pub struct Draft {
     /// The file itself, where a symbolic link leads to it.
@@ -20,9 +22,7 @@ pub struct Draft {
 impl Draft {
     /// Where the draft of a file lies.
     pub fn path_of(file: &Path) -> PathBuf {
-        let mut name = target(file).into_os_string();
-        name.push(".new");
-        PathBuf::from(name)
+        beside(&target(file), "new")
     }
 
     pub fn begin(file: &Path) -> io::Result<Draft> {
