@@ -9,6 +9,7 @@
 
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::rc::Rc;
 
 use http::request::Parts;
@@ -36,6 +37,7 @@ use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
+use crate::http::gate::Clear;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route;
@@ -182,19 +184,9 @@ fn decide(
     };
     let mut scratch = view.scratch();
     let Scratch { desk, params, text, last } = &mut *scratch;
-    let secure = visitor.client.is_secure;
-    let asked = route::Asked { host: &clear.host, method: &parts.method, headers: &parts.headers, path: &path, secure };
-    let lane_index = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
+    let lane_index = find(snapshot, visitor, parts, &clear, &path, params, record)?;
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
-    record.route(lane_index);
-    let route = &snapshot.config.routes[lane_index];
-    if clear.websocket == Some(Way::Connect) && !route.websocket {
-        return Err(Fault::NO_WEBSOCKET);
-    }
-    let action = snapshot.action_of(lane);
-    allowance::admit(snapshot, action, visitor.body_bytes)?;
-
     let caller = Caller {
         address: visitor.client.address,
         client_cert: visitor.peer.origin.client_cert.as_deref(),
@@ -211,7 +203,8 @@ fn decide(
         plan: OnceCell::new(),
     };
     identify(view, lane_index, &caller, desk)?;
-    let mut deed = action.map(|action| action.of(&Seen::of(&caller, secure))).transpose()?;
+    let action = snapshot.action_of(lane);
+    let deed = action.map(|action| action.of(&Seen::of(&caller, visitor.client.is_secure))).transpose()?;
     let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane.slate as usize, desk, &judgement);
@@ -230,37 +223,61 @@ fn decide(
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
     let server_key = affinity.and_then(|affinity| affinity.of(&caller));
     let marks = clear.marks;
-    let takes_upgrades = || view.targets.get(route.upstream).is_some_and(Target::takes_upgrades);
-    let opening = Opening::of(clear.websocket, || route.websocket && takes_upgrades())?;
+    let takes_upgrades = || view.targets.get(lane.upstream as usize).is_some_and(Target::takes_upgrades);
+    let opening = Opening::of(clear.websocket, || snapshot.config.routes[lane_index].websocket && takes_upgrades())?;
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let target = deed.as_mut().and_then(|deed| deed.path.take()).or(normalized);
-    make_ready(parts, snapshot, visitor, marks, deed.as_deref_mut(), target)?;
-    if let Some(opening) = &opening {
-        upgrade::ask(&mut parts.headers);
-        opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
-    }
-    let onward = Onward { lane: lane_index, opening, server_key, deed };
+    let mut onward = Onward { lane: lane_index, opening, server_key, deed };
+    onward.make_ready(parts, snapshot, visitor, marks, normalized)?;
     Ok(Decision::Forward { onward, stamp, turn, settlement })
 }
 
-/// Makes the head ready for the upstream; `path` is the one that goes there, if it is not the client's.
-fn make_ready(
-    parts: &mut Parts,
+/// Finds the route of a request, which must take what is asked and what comes with it.
+fn find(
     snapshot: &Snapshot,
     visitor: &Visitor<'_>,
-    marks: Marks,
-    deed: Option<&mut Deed>,
-    path: Option<String>,
-) -> Result<(), Fault> {
-    let peer = &visitor.peer.origin.text;
-    fields::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
-    if let Some(deed) = deed {
-        deed.to_request(&mut parts.headers);
+    parts: &Parts,
+    clear: &Clear<'_>,
+    path: &str,
+    params: &mut Vec<Range<usize>>,
+    record: &mut Record,
+) -> Result<usize, Fault> {
+    let (host, secure) = (&*clear.host, visitor.client.is_secure);
+    let asked = route::Asked { host, method: &parts.method, headers: &parts.headers, path, secure };
+    let lane = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
+    record.route(lane);
+    if clear.websocket == Some(Way::Connect) && !snapshot.config.routes[lane].websocket {
+        return Err(Fault::NO_WEBSOCKET);
     }
-    if path.is_some() || parts.uri.authority().is_some() {
-        parts.uri = origin_form(&parts.uri, path)?;
+    allowance::admit(snapshot, snapshot.action_of(&snapshot.lanes[lane]), visitor.body_bytes)?;
+    Ok(lane)
+}
+
+impl Onward {
+    /// Makes the head ready for the upstream; `path` is the one that goes there, if it is neither the client's nor one that
+    /// the route has made.
+    fn make_ready(
+        &mut self,
+        parts: &mut Parts,
+        snapshot: &Snapshot,
+        visitor: &Visitor<'_>,
+        marks: Marks,
+        path: Option<String>,
+    ) -> Result<(), Fault> {
+        let peer = &visitor.peer.origin.text;
+        fields::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
+        let path = self.deed.as_mut().and_then(|deed| deed.path.take()).or(path);
+        if let Some(deed) = &mut self.deed {
+            deed.to_request(&mut parts.headers);
+        }
+        if path.is_some() || parts.uri.authority().is_some() {
+            parts.uri = origin_form(&parts.uri, path)?;
+        }
+        if let Some(opening) = &self.opening {
+            upgrade::ask(&mut parts.headers);
+            opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Finds the keys that the rules of a route count a request by.

@@ -13,6 +13,7 @@ use super::conduct::Budget;
 use super::drain::Guest;
 use super::session::{Late, Limits, Session, Watched};
 use super::stream::Streams;
+use crate::config::Config;
 use crate::gateway::hall::{Hall, Origin};
 use crate::gateway::record;
 use crate::http::fault::Fault;
@@ -28,19 +29,25 @@ const HEAD_MAX_BYTES: u32 = 64 * 1024;
 /// How long the answer to a PING may take.
 const PONG: Duration = Duration::from_secs(20);
 
+/// How long things may take on a connection.
+fn limits(config: &Config) -> Limits {
+    let (timeouts, idle) = (&config.timeouts, config.http2.idle);
+    let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
+    let least = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
+    Limits { head: timeouts.request_head, idle, body: timeouts.body, least }
+}
+
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
 pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
     let address = origin.address;
     let view = hall.view();
-    let (timeouts, http2) = (&view.snapshot.config.timeouts, &view.snapshot.config.http2);
-    let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
-    let least = view.snapshot.config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
-    let limits = Limits { head: timeouts.request_head, idle: http2.idle, body: timeouts.body, least };
+    let config = &view.snapshot.config;
+    let http2 = &config.http2;
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
-    let session = Session::new(&hall.timers, limits, budget);
+    let session = Session::new(&hall.timers, limits(config), budget);
     let (streams, at_hand) = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
     let mut builder = http2::Builder::new(streams.clone());
-    if view.snapshot.config.routes.iter().any(|route| route.websocket) {
+    if config.routes.iter().any(|route| route.websocket) {
         // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
         builder.enable_connect_protocol();
     }

@@ -2,8 +2,8 @@
 //!
 //! hyper moves what is sent in a future of its own, which it would have run as a task. Here it is polled by whoever
 //! works at the stream, together with the tunnel: so it is seen when the client resets the stream, even if nobody has
-//! anything to send, and the end of the one is the end of the other. What waits for the client's window is a piece or two,
-//! and then the upstream is not read any more.
+//! anything to send, or the upstream takes nothing; and the end of the one is the end of the other. What waits for the
+//! client's window is a piece or two, and then the upstream is not read any more.
 
 use std::cell::Cell;
 use std::io;
@@ -40,36 +40,33 @@ pub struct Strand {
     sending: Option<Sending>,
     /// Tells whether the tunnel ended in order; `None` once it has.
     passing: Option<Pin<Box<dyn Future<Output = bool>>>>,
-    fate: Rc<Fate>,
-    peer: Rc<Peer>,
-}
-
-/// What the two know of each other.
-#[derive(Default)]
-struct Fate {
     /// There is nothing more to send.
-    is_shut: Cell<bool>,
-    /// The client has reset the stream.
-    is_reset: Cell<bool>,
+    is_shut: Rc<Cell<bool>>,
+    peer: Rc<Peer>,
 }
 
 impl Strand {
     pub fn new(sending: Sending, granted: OnUpgrade, passage: Passage, peer: &Rc<Peer>) -> Strand {
-        let (fate, peer) = (Rc::<Fate>::default(), Rc::clone(peer));
+        let (is_shut, peer) = (Rc::<Cell<bool>>::default(), Rc::clone(peer));
         let passing = {
-            let (fate, peer) = (Rc::clone(&fate), Rc::clone(&peer));
+            let (is_shut, peer) = (Rc::clone(&is_shut), Rc::clone(&peer));
             async move {
                 // hyper has kept its promise by now.
                 let Ok(stream) = granted.await else { return false };
-                passage.open(Client { stream: TokioIo::new(stream), fate }, Bytes::new(), &peer.timer).await
+                passage.open(Client { stream: TokioIo::new(stream), is_shut }, Bytes::new(), &peer.timer).await
             }
         };
-        Strand { sending: Some(sending), passing: Some(Box::pin(passing)), fate, peer }
+        Strand { sending: Some(sending), passing: Some(Box::pin(passing)), is_shut, peer }
     }
 
     pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.poll_sending(cx);
         let Some(passing) = &mut self.passing else { return self.poll_rest(cx) };
+        if self.sending.is_none() && !self.is_shut.get() {
+            // The client has reset the stream, or its connection is gone. The tunnel would not find out while the upstream
+            // takes nothing, since nothing is read from the client then; and some codes of a reset look like an ordinary end.
+            return Poll::Ready(());
+        }
         match passing.as_mut().poll(cx) {
             Poll::Pending => Poll::Pending,
             Poll::Ready(false) => Poll::Ready(()),
@@ -87,7 +84,6 @@ impl Strand {
             && sending.as_mut().poll(cx).is_ready()
         {
             self.sending = None;
-            self.fate.is_reset.set(!self.fate.is_shut.get());
         }
     }
 
@@ -108,17 +104,12 @@ impl Drop for Strand {
 /// The stream, as bytes.
 struct Client {
     stream: TokioIo<Upgraded>,
-    fate: Rc<Fate>,
+    is_shut: Rc<Cell<bool>>,
 }
 
 impl AsyncRead for Client {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if this.fate.is_reset.get() {
-            // hyper takes some codes of a reset for an ordinary end.
-            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
-        }
-        Pin::new(&mut this.stream).poll_read(cx, buffer)
+        Pin::new(&mut self.get_mut().stream).poll_read(cx, buffer)
     }
 }
 
@@ -133,7 +124,7 @@ impl AsyncWrite for Client {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.fate.is_shut.set(true);
+        this.is_shut.set(true);
         Pin::new(&mut this.stream).poll_shutdown(cx)
     }
 }

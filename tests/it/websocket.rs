@@ -2,6 +2,7 @@
 
 use std::net::Shutdown;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use crate::world::client::{Answer, Client, HOST, request};
 use crate::world::gateway::Gateway;
@@ -91,7 +92,7 @@ fn what_comes_before_the_switch_waits_for_it() {
     let gone = std::sync::Mutex::new(gone);
     let upstream = Upstream::with(move |talk| {
         talk.head();
-        talk.stream().set_read_timeout(Some(std::time::Duration::from_millis(200))).unwrap();
+        talk.stream().set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         // Time passes, and nothing comes.
         tell.send(talk.exactly(1).is_none()).unwrap();
         talk.stream().set_read_timeout(None).unwrap();
@@ -251,12 +252,12 @@ fn an_abrupt_end_on_one_side_is_one_on_the_other() {
     });
     let gateway = Gateway::start(&pass_all(&upstream));
     let client = opened(&gateway);
-    socket2::SockRef::from(&client.stream).set_linger(Some(std::time::Duration::ZERO)).unwrap();
+    socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
     drop(client);
     assert_eq!(told.recv(), Ok(true));
 
     let upstream = switching(|talk| {
-        socket2::SockRef::from(&*talk.stream()).set_linger(Some(std::time::Duration::ZERO)).unwrap();
+        socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
     });
     let gateway = Gateway::start(&pass_all(&upstream));
     opened(&gateway).expect_closed();
@@ -271,11 +272,53 @@ fn a_silent_tunnel_is_closed_and_one_that_speaks_is_not() {
     let mut client = opened(&gateway);
     for _ in 0..6 {
         // The time that is taken is what the test is about.
-        std::thread::sleep(std::time::Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(100));
         client.send("x");
         assert_eq!(client.exactly(1), b"x");
     }
     client.expect_closed();
+}
+
+/// Sends until nothing more is taken.
+fn fill(stream: &std::net::TcpStream) {
+    let mut stream = stream;
+    stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    while std::io::Write::write_all(&mut stream, &[b'x'; 16 * 1024]).is_ok() {}
+}
+
+#[test]
+fn what_a_side_has_left_behind_waits_no_longer_than_silence_may_last() {
+    let limits = "[timeouts]\ntunnel = \"1s\"\n";
+    for is_reset in [false, true] {
+        // The client goes away, and the upstream takes nothing.
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = std::sync::Mutex::new(gone);
+        let upstream = switching(move |_| {
+            let _ = gone.lock().unwrap().recv();
+        });
+        // Let go of before the upstream is waited for, also if the test fails.
+        let go = go;
+        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let client = opened(&gateway);
+        fill(&client.stream);
+        if is_reset {
+            socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
+        }
+        drop(client);
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+
+        // The upstream goes away, and the client takes nothing.
+        let upstream = switching(move |talk| {
+            fill(talk.stream());
+            if is_reset {
+                socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
+            }
+        });
+        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let _client = opened(&gateway);
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    }
 }
 
 #[test]

@@ -11,7 +11,9 @@ use crate::world::authority::Authority;
 use crate::world::client::{Client, request};
 use crate::world::edge::{Edge, all_to};
 use crate::world::gateway::Gateway;
-use crate::world::h2::{CANCEL, Calm, DATA, END_STREAM, GOAWAY, PING, RST_STREAM, Raw, STATUS_200, frame};
+use crate::world::h2::{
+    CANCEL, Calm, DATA, END_STREAM, GOAWAY, HEADERS, PING, RST_STREAM, Raw, STATUS_200, WINDOW_UPDATE, frame,
+};
 use crate::world::process::Process;
 use crate::world::scripts::{self, Script};
 use crate::world::streams::{Setup, Streams};
@@ -57,6 +59,37 @@ fn echo(talk: &mut Talk) {
 fn opened(gateway: &Gateway) -> Raw {
     let mut client = Raw::connect(gateway.http);
     assert_eq!(client.open(1, "/chat").status(1), STATUS_200);
+    client
+}
+
+/// A tunnel whose upstream takes nothing, and behind which nothing more can wait.
+fn filled(gateway: &Gateway) -> Raw {
+    let mut client = Raw::connect(gateway.http);
+    client.open(1, "/chat");
+    // Of the connection, and of the stream.
+    let mut windows = [65_535; 2];
+    let next = |client: &mut Raw, windows: &mut [u32; 2]| {
+        let frame = client.next().unwrap();
+        if frame.kind == WINDOW_UPDATE {
+            windows[frame.stream as usize] += frame.code();
+        }
+        frame.kind
+    };
+    while next(&mut client, &mut windows) != HEADERS {}
+    // What can move moves while the gateway answers so often.
+    let mut asked = 0;
+    while asked < 20 {
+        let piece = windows[0].min(windows[1]).min(16 * 1024);
+        if piece > 0 {
+            client.send(frame(DATA, 0, 1, &vec![b'x'; piece as usize]));
+            windows = windows.map(|window| window - piece);
+            asked = 0;
+        } else {
+            client.send(frame(PING, 0, 0, b"12345678"));
+            while next(&mut client, &mut windows) != PING {}
+            asked += 1;
+        }
+    }
     client
 }
 
@@ -289,23 +322,62 @@ fn a_connection_that_changes_over_reaches_a_stream() {
     client.expect_closed();
 }
 
+/// Follows a script, and stays until what is returned beside it is dropped; which is before the upstream is waited for, also
+/// if the test fails.
+fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
+    let (go, gone) = mpsc::channel();
+    let gone = Mutex::new(gone);
+    let upstream = switching(move |talk| {
+        script(talk);
+        let _ = gone.lock().unwrap().recv();
+    });
+    (upstream, go)
+}
+
 #[test]
 fn a_reset_ends_it_even_if_the_upstream_stays() {
     for code in [CANCEL, 0, 2] {
-        let (go, gone) = mpsc::channel::<()>();
-        let gone = Mutex::new(gone);
-        let upstream = switching(move |talk| {
+        let (upstream, go) = staying(|talk| {
             talk.closed();
-            let _ = gone.lock().unwrap().recv();
         });
-        // Let go of before the upstream is waited for, also if the test fails.
-        let go = go;
         let gateway = Gateway::start(&pass_all(&upstream));
         let mut client = opened(&gateway);
         client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
         eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
         drop(go);
     }
+}
+
+#[test]
+fn a_client_that_is_gone_ends_it_even_if_the_upstream_takes_nothing() {
+    for code in [Some(CANCEL), Some(0), Some(2), None] {
+        let (upstream, go) = staying(|_| {});
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = filled(&gateway);
+        match code {
+            Some(code) => {
+                client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
+            }
+            // And with it the connection.
+            None => client.stream.shutdown(Shutdown::Both).unwrap(),
+        }
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+    }
+}
+
+#[test]
+fn what_a_client_does_not_take_waits_no_longer_than_silence_may_last() {
+    let upstream = switching(|talk| {
+        // Goes away as soon as nothing moves.
+        talk.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+        while talk.send([b'x'; 16 * 1024]) {}
+    });
+    let limits = "[timeouts]\ntunnel = \"300ms\"\nbody = \"300ms\"\n";
+    let gateway = Gateway::start(&format!("{limits}{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    assert_eq!(client.until(RST_STREAM).stream, 1);
 }
 
 #[test]
