@@ -30,7 +30,7 @@ use crate::gateway::hall::Hall;
 use crate::gateway::snapshot::Snapshot;
 use crate::http::decision::Counsel;
 use crate::listen::capacity::{Capacity, raise_descriptors};
-use crate::listen::doors::Doors;
+use crate::listen::doors::{Door, Doors};
 use crate::listen::lobby::{Listener, Lobby, Terms};
 use crate::listen::socket::Inherited;
 use crate::metrics::Registry;
@@ -117,11 +117,8 @@ impl Gateway {
         let opened = Counters::open(&config.counters, counters, layers, &clock);
         let (counters, alone) = opened.map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
-        let table = Arc::clone(&counters.table);
         let registry = Arc::new(Registry::default());
-        let ready = Arc::new(AtomicBool::new(true));
         raise_descriptors();
-        let capacity = Capacity::new(&config.listen);
         let terms = Terms::new(&config.listen, None).map_err(StartError::Tls)?;
         let opened = Doors::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
@@ -129,13 +126,13 @@ impl Gateway {
             http: opened.http,
             https: opened.https,
             admin: None,
-            terms: Arc::clone(&terms),
-            capacity: Arc::clone(&capacity),
+            terms,
+            capacity: Capacity::new(&config.listen),
             counters: Arc::clone(&counters),
             is_held: false,
             keeper: None,
-            registry: Arc::clone(&registry),
-            ready: Arc::clone(&ready),
+            registry,
+            ready: Arc::new(AtomicBool::new(true)),
             orders: Vec::new(),
             sockets: opened.sockets,
             doorway: watch::Sender::new(Doorway::Shut),
@@ -155,7 +152,6 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        let admin = config.listen.admin;
         let fleets = gateway.fleets_of(&config);
         gateway.start_prober(&fleets)?;
         let book = gateway.ready_book(&config, !counters.shared).map_err(StartError::Layers)?;
@@ -163,22 +159,28 @@ impl Gateway {
         let snapshot = Snapshot::new(config, counters.seed, book, fleets);
         gateway.book = Some(Arc::clone(&snapshot.book));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
-        if let Some(address) = admin {
-            let counsel = gateway.counsel.subscribe();
-            let fleets = gateway.fleets.subscribe();
-            let doorway = gateway.doorway.subscribe();
-            let (table, clock) = (Arc::clone(&table), clock.clone());
-            let office = Office { registry, table, clock, ready, doorway, counsel, fleets };
-            gateway.start_office(address, office, &mut inherited)?;
+        if let Some(address) = gateway.config.listen.admin {
+            gateway.start_office(address, &mut inherited)?;
         }
         if let Some(address) = inherited.left_over() {
             return Err(StartError::Inherited(address));
         }
-        for (id, doors) in opened.by_loop.into_iter().enumerate() {
+        gateway.start_loops(opened.by_loop, &snapshot)?;
+        // Last: what does not come to serve leaves the snapshot alone.
+        let meter = SnapshotMeter::new(&gateway.registry);
+        let keeper = Keeper::start(counters, clock, &gateway.config.counters, meter);
+        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
+        Ok(gateway)
+    }
+
+    /// Starts a loop for each list of doors. None accepts anything yet.
+    fn start_loops(&mut self, by_loop: Vec<Vec<Door>>, snapshot: &Arc<Snapshot>) -> Result<(), StartError> {
+        for (id, doors) in by_loop.into_iter().enumerate() {
             let (orders, inbox) = unbounded_channel();
-            let (table, clock, registry) = (Arc::clone(&table), clock.clone(), Arc::clone(&gateway.registry));
-            let (snapshot, access) = (Arc::clone(&snapshot), gateway.access.clone());
-            let (terms, capacity) = (Arc::clone(&terms), Arc::clone(&capacity));
+            let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
+            let (snapshot, access) = (Arc::clone(snapshot), self.access.clone());
+            let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.terms));
+            let capacity = Arc::clone(&self.capacity);
             let run = move || {
                 let hall = Rc::new(Hall::new(id, table, clock, Arc::clone(&registry), snapshot, access));
                 let lobby = Rc::new(Lobby::new(hall, capacity, terms));
@@ -188,14 +190,10 @@ impl Gateway {
                 });
                 event_loop::run(Rc::clone(&lobby), listeners.collect(), inbox)
             };
-            gateway.loops.push(spawn(format!("loop-{id}"), run)?);
-            gateway.orders.push(orders);
+            self.loops.push(spawn(format!("loop-{id}"), run)?);
+            self.orders.push(orders);
         }
-        // Last: what does not come to serve leaves the snapshot alone.
-        let meter = SnapshotMeter::new(&gateway.registry);
-        let keeper = Keeper::start(counters, clock, &gateway.config.counters, meter);
-        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
-        Ok(gateway)
+        Ok(())
     }
 
     /// Lets connections in.
@@ -384,12 +382,16 @@ impl Gateway {
         Ok(())
     }
 
-    fn start_office(
-        &mut self,
-        address: SocketAddr,
-        office: Office,
-        inherited: &mut Inherited,
-    ) -> Result<(), StartError> {
+    fn start_office(&mut self, address: SocketAddr, inherited: &mut Inherited) -> Result<(), StartError> {
+        let office = Office {
+            registry: Arc::clone(&self.registry),
+            table: Arc::clone(&self.counters.table),
+            clock: self.clock.clone(),
+            ready: Arc::clone(&self.ready),
+            doorway: self.doorway.subscribe(),
+            counsel: self.counsel.subscribe(),
+            fleets: self.fleets.subscribe(),
+        };
         let failed = |source| StartError::Listen { address, source };
         let handed = inherited.take(address).into_iter().next();
         let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;

@@ -27,14 +27,14 @@ impl PidFile {
         let draft = draft(path);
         // One that is there was left behind by a process that had this number before.
         let _ = fs::remove_file(&draft);
-        let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-        let mut text = OpenOptions::new().write(true).create_new(true).open(draft).map_err(named)?;
-        writeln!(text, "{}", process::id()).map_err(named)
+        let mut text = OpenOptions::new().write(true).create_new(true).open(draft).map_err(|error| of(path, &error))?;
+        writeln!(text, "{}", process::id()).map_err(|error| of(path, &error))
     }
 
     /// Says that this process serves.
     pub fn publish(&self) -> io::Result<()> {
-        self.path.as_ref().map_or(Ok(()), |path| fs::rename(draft(path), path))
+        let Some(path) = &self.path else { return Ok(()) };
+        fs::rename(draft(path), path).map_err(|error| of(path, &error))
     }
 
     /// Says so again, if another process has said that it does, and has failed.
@@ -72,6 +72,10 @@ impl Drop for PidFile {
 /// The process that a file names.
 pub fn named(path: &Path) -> Option<u32> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+fn of(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
 /// Beside the file, because only there it can be put in its place in one step.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::MissedTickBehavior;
 
 use super::handover::{Handover, Line};
 use super::pid_file::PidFile;
@@ -51,6 +52,9 @@ impl<E: Error + 'static> From<E> for Failure {
 }
 
 fn serve(path: &Path) -> Result<(), Failure> {
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    // First of all: without somebody who listens they would end the process.
+    let orders = runtime.block_on(async { Orders::new() })?;
     // Before anything can change that it depends on.
     let program = Program::of_this_process()?;
     let handover = Handover::receive().map_err(|error| told("can not take over from the process before", &error))?;
@@ -68,9 +72,8 @@ fn serve(path: &Path) -> Result<(), Failure> {
     let pid_file = config.pid_file.as_ref().map(|file| located(path, file));
     let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
     let pid_file = PidFile::prepare(pid_file).map_err(|error| told("can not write `pid_file`", &error))?;
-    let runtime = Builder::new_current_thread().enable_all().build()?;
     let attendant = Attendant { succession: Succession::new(program, &gateway), gateway, clock, path, watch, pid_file };
-    let ended = runtime.block_on(attendant.attend(place));
+    let ended = runtime.block_on(attendant.attend(place, orders));
     // A drain that was cut short is not waited for.
     runtime.shutdown_background();
     Ok(ended?)
@@ -101,9 +104,8 @@ struct Attendant<'a> {
     succession: Succession,
 }
 
-/// The signals that a gateway stops or changes by.
-struct Signals {
-    stop: Stop,
+/// The signals that a gateway changes by.
+struct Orders {
     hangup: Signal,
     upgrade: Signal,
 }
@@ -114,14 +116,17 @@ struct Stop {
     interrupt: Signal,
 }
 
-impl Signals {
-    fn new() -> io::Result<Signals> {
-        let stop = Stop { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? };
-        Ok(Signals { stop, hangup: signal(SignalKind::hangup())?, upgrade: signal(SignalKind::user_defined2())? })
+impl Orders {
+    fn new() -> io::Result<Orders> {
+        Ok(Orders { hangup: signal(SignalKind::hangup())?, upgrade: signal(SignalKind::user_defined2())? })
     }
 }
 
 impl Stop {
+    fn new() -> io::Result<Stop> {
+        Ok(Stop { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
     async fn recv(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
@@ -133,25 +138,30 @@ impl Stop {
 impl Attendant<'_> {
     /// Lets connections in, waits for signals and for changes of the files, and drains. `place`: that of the process
     /// before, which is to be taken.
-    async fn attend(mut self, place: Option<(u32, Line)>) -> io::Result<()> {
-        let mut signals = Signals::new()?;
-        self.open(place, &mut signals.stop).await?;
+    async fn attend(mut self, place: Option<(u32, Line)>, mut orders: Orders) -> io::Result<()> {
+        let mut stop = Stop::new()?;
+        self.open(place, &mut stop).await?;
         let meter = ReloadMeter::new(&self.gateway.registry);
+        // However often signals come, it looks in between.
+        let mut look = tokio::time::interval(LOOK);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // The first look would be at once, and the files were just read.
+        look.reset();
         let successor = loop {
             tokio::select! {
-                () = signals.stop.recv() => break None,
-                _ = signals.hangup.recv() => {
+                () = stop.recv() => break None,
+                _ = orders.hangup.recv() => {
                     // What is read now need not be read again for having changed.
                     self.watch.changed();
                     self.gateway.reopen_access_log();
                     self.reload(&meter);
                 }
-                _ = signals.upgrade.recv() => self.succession.begin(&self.gateway),
+                _ = orders.upgrade.recv() => self.succession.begin(&self.gateway),
                 outcome = self.succession.outcome() => match outcome {
                     Some(pid) => break Some(pid),
                     None => self.pid_file.renew(),
                 },
-                () = tokio::time::sleep(LOOK) => {
+                _ = look.tick() => {
                     if self.watch.changed() {
                         self.reload(&meter);
                     }
@@ -160,8 +170,8 @@ impl Attendant<'_> {
             }
         };
         match successor {
-            Some(pid) => self.make_way(pid, signals).await,
-            None => self.stop(signals).await,
+            Some(pid) => self.make_way(pid, stop, orders).await,
+            None => self.stop(stop, orders).await,
         }
     }
 
@@ -169,7 +179,7 @@ impl Attendant<'_> {
     async fn open(&mut self, place: Option<(u32, Line)>, stop: &mut Stop) -> io::Result<()> {
         let Some((from, line)) = place else {
             self.gateway.open();
-            self.pid_file.publish()?;
+            self.pid_file.publish().map_err(|error| told("can not write `pid_file`", &error))?;
             self.greet();
             return Ok(());
         };
@@ -227,15 +237,18 @@ impl Attendant<'_> {
         systemd::notify(systemd::READY);
     }
 
-    async fn stop(mut self, mut signals: Signals) -> io::Result<()> {
+    async fn stop(mut self, mut stop: Stop, mut orders: Orders) -> io::Result<()> {
+        let breaks_off = self.succession.is_under_way();
         let successor = tokio::select! {
             successor = self.succession.end() => successor,
-            () = signals.stop.recv() => return Err(stopped_twice()),
+            () = stop.recv() => return Err(stopped_twice()),
         };
         if let Some(pid) = successor {
-            return self.make_way(pid, signals).await;
+            return self.make_way(pid, stop, orders).await;
         }
-        self.pid_file.renew();
+        if breaks_off {
+            self.pid_file.renew();
+        }
         tracing::info!("draining");
         systemd::notify(systemd::STOPPING);
         let gateway = self.gateway;
@@ -243,15 +256,15 @@ impl Attendant<'_> {
         loop {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
-                () = signals.stop.recv() => return Err(stopped_twice()),
-                _ = signals.upgrade.recv() => succession::decline("it is stopping"),
+                () = stop.recv() => return Err(stopped_twice()),
+                _ = orders.upgrade.recv() => succession::decline("it is stopping"),
             }
         }
     }
 
     /// Drains while another process serves. To be told to stop concerns that one as well, so it only means that this
     /// one should be quick about it.
-    async fn make_way(self, pid: u32, mut signals: Signals) -> io::Result<()> {
+    async fn make_way(self, pid: u32, mut stop: Stop, mut orders: Orders) -> io::Result<()> {
         tracing::info!("process {pid} took over, draining");
         systemd::notify(&systemd::main_pid(pid));
         succession::report(pid);
@@ -262,13 +275,13 @@ impl Attendant<'_> {
         loop {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
-                () = signals.stop.recv() => {
+                () = stop.recv() => {
                     if std::mem::replace(&mut told, true) {
                         return Err(stopped_twice());
                     }
                     release();
                 }
-                _ = signals.upgrade.recv() => succession::decline("another process has taken its place"),
+                _ = orders.upgrade.recv() => succession::decline("another process has taken its place"),
             }
         }
     }

@@ -50,6 +50,10 @@ impl Succession {
         }
     }
 
+    pub fn is_under_way(&self) -> bool {
+        self.successor.is_some()
+    }
+
     /// Waits for what becomes of an upgrade: the process that serves in the place of this one, or `None`. Nothing is lost if
     /// this is dropped in between.
     pub async fn outcome(&mut self) -> Option<u32> {

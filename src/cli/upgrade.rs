@@ -76,6 +76,10 @@ fn order(old: u32, limit: Duration) -> Result<String, String> {
     if !expects_signal(old, Signal::USR2).ok_or_else(nobody)? {
         return Err(format!("process {old} is no gateway that serves: it does not wait for SIGUSR2"));
     }
+    let (called, own) = (called(old), called(process::id()));
+    if let Some(called) = called.filter(|called| !called.contains("transom") && Some(called) != own.as_ref()) {
+        return Err(format!("process {old} is `{}`, and no gateway", printable(&called)));
+    }
     let word = name(old).and_then(|name| UnixDatagram::bind_addr(&name)).map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => format!("another command waits for an upgrade of process {old} already"),
         _ => format!("no word of process {old} can be received: {error}"),
@@ -100,11 +104,21 @@ fn order(old: u32, limit: Duration) -> Result<String, String> {
 }
 
 fn outcome(old: u32, said: &str) -> Result<String, String> {
-    if let Some(new) = said.strip_prefix(TAKEN_OVER) {
+    if let Some(new) = said.strip_prefix(TAKEN_OVER).and_then(|pid| pid.parse::<u32>().ok()) {
         return Ok(format!("process {new} took over from {old}"));
     }
     let why = said.strip_prefix(FAILED).unwrap_or(said);
-    Err(format!("process {old} goes on, the upgrade failed: {why}; its log says more"))
+    Err(format!("process {old} goes on, the upgrade failed: {}; its log says more", printable(why)))
+}
+
+/// What a process is called (proc_pid_comm(5)).
+fn called(pid: u32) -> Option<String> {
+    fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned())
+}
+
+/// Anybody may say anything.
+fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
 }
 
 /// Whether a process has a handler for a signal (proc_pid_status(5)); `None`: there is no such process.

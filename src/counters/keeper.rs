@@ -40,6 +40,8 @@ struct Work {
     snapshot: Option<(PathBuf, Duration)>,
     meter: SnapshotMeter,
     failing: bool,
+    /// The file is not where it was, and that was told.
+    displaced: bool,
 }
 
 impl Keeper {
@@ -51,7 +53,7 @@ impl Keeper {
     ) -> io::Result<Keeper> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
         let (finish, told) = mpsc::channel();
-        let work = Work { counters, clock, snapshot, meter, failing: false };
+        let work = Work { counters, clock, snapshot, meter, failing: false, displaced: false };
         let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.go_on(&told))?;
         Ok(Keeper { finish, thread })
     }
@@ -76,6 +78,13 @@ impl Work {
                 Err(RecvTimeoutError::Disconnected) => return,
             };
             self.counters.keep_time(&self.clock);
+            if !self.displaced && !self.counters.is_in_place() {
+                self.displaced = true;
+                tracing::warn!(
+                    "`counters.file` was removed or replaced: this process counts on in the one that is gone, and whoever \
+                     starts now begins anew"
+                );
+            }
             if finish {
                 return self.write(PATIENCE);
             }

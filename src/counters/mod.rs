@@ -9,7 +9,7 @@ use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -208,6 +208,16 @@ impl Counters {
     /// What the counters lie in, to be handed to the process that takes over.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    /// Whether the file is still where others look for it.
+    pub fn is_in_place(&self) -> bool {
+        let there = self.path.as_ref().map(std::fs::symlink_metadata);
+        match (there, self.file.metadata()) {
+            (None, _) => true,
+            (Some(Ok(there)), Ok(own)) => (there.dev(), there.ino()) == (own.dev(), own.ino()),
+            (Some(_), _) => false,
+        }
     }
 
     /// Does something while no other process counts here, nor begins to; `None` if one does.

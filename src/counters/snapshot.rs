@@ -183,7 +183,12 @@ fn head(counters: &Counters, clock: &Clock, ways: u64, written: u64) -> Vec<u8> 
 
 /// Makes sure, before anything is counted, that a snapshot can be written, and that nothing else is lost by that.
 pub fn prepare(path: &Path) -> io::Result<()> {
-    options().write(true).create(true).truncate(false).mode(MODE).open(beside(path, "new"))?;
+    let new = beside(path, "new");
+    let draft = options().write(true).create(true).truncate(false).mode(MODE).open(&new)?;
+    // Unless another process is writing there, it goes again: nothing is written yet.
+    if draft.try_lock().is_ok() {
+        fs::remove_file(&new)?;
+    }
     let file = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),

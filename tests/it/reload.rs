@@ -125,6 +125,8 @@ fn a_request_under_way_finishes_on_the_configuration_it_began_with() {
             talk.send(reply(200, &[], b"old"));
         }
     });
+    // Dropped before the upstream, which waits for it.
+    let go = go;
     let new = Upstream::answering(|_| reply(200, &[], b"new"));
     let process = Process::spawn(&pass_all(&old));
     let mut client = process.client();
