@@ -251,12 +251,13 @@ impl Gateway {
             }
         }
         let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
-        let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
+        // Last of what can fail: others may write by what it makes known, so this process has to read by it.
+        let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         self.terms = terms;
         meter::certificates(&self.registry, expiries(&config));
         self.capacity.adopt(&config.listen);
@@ -294,7 +295,8 @@ impl Gateway {
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
         let ways = ledger.ways();
-        let is_held = !ways.cover(&wanted);
+        book.agree(&ways);
+        let is_held = book.abide_by(&ways);
         if is_held && !self.is_held {
             tracing::warn!(
                 "rules that are to roll over, wait, reserve or split otherwise than before have plain windows until no \
@@ -302,8 +304,6 @@ impl Gateway {
             );
         }
         self.is_held = is_held;
-        book.agree(&ways);
-        book.abide_by(&ways);
         Ok(book)
     }
 

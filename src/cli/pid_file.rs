@@ -6,8 +6,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process;
 
-use crate::counters::place::beside;
-
 /// The place of the file, if there is to be one.
 #[derive(Debug, Default)]
 pub struct PidFile {
@@ -80,7 +78,7 @@ fn of(path: &Path, error: &io::Error) -> io::Error {
 
 /// Beside the file, because only there it can be put in its place in one step.
 fn draft(path: &Path) -> PathBuf {
-    beside(path, &process::id().to_string())
+    path.with_added_extension(process::id().to_string())
 }
 
 #[cfg(test)]

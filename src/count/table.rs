@@ -164,11 +164,6 @@ impl Plan {
         buckets.saturating_mul(self.slots * size_of::<u128>())
     }
 
-    /// Of how many counters it is the plan.
-    pub fn capacity(self) -> usize {
-        self.own.saturating_mul(self.slots) / 2
-    }
-
     pub fn bytes(self) -> usize {
         Plan::WORDS_AT.saturating_add(self.words_bytes(self.own)).saturating_add(self.words_bytes(self.spill))
     }

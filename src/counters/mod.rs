@@ -234,11 +234,6 @@ impl Counters {
         done
     }
 
-    /// How many counters there is room for.
-    pub fn capacity(&self) -> usize {
-        self.header.plan.capacity()
-    }
-
     /// Whether this is the file that lies there.
     fn is(&self, other: &OwnedFd) -> bool {
         match (rustix::fs::fstat(&self.file), rustix::fs::fstat(other)) {

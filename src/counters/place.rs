@@ -50,7 +50,7 @@ pub struct Existing {
 impl<'p> Place<'p> {
     /// Waits for whoever decides at the moment, which takes no longer than making a file does.
     pub fn enter(path: &'p Path) -> io::Result<Place<'p>> {
-        let lock = options().create(true).open(beside(path, "lock"))?;
+        let lock = options().create(true).open(path.with_added_extension("lock"))?;
         for _ in 0..PATIENCE {
             match lock.try_lock() {
                 Ok(()) => return Ok(Place { path, lock }),
@@ -63,7 +63,7 @@ impl<'p> Place<'p> {
 
     /// `None` if somebody else decides, or it can not be said.
     pub fn enter_at_once(path: &'p Path) -> Option<Place<'p>> {
-        let lock = options().create(true).open(beside(path, "lock")).ok()?;
+        let lock = options().create(true).open(path.with_added_extension("lock")).ok()?;
         lock.try_lock().is_ok().then_some(Place { path, lock })
     }
 
@@ -105,7 +105,7 @@ impl<'p> Place<'p> {
 
     /// Moves the file out of the way, and tells where it is then.
     pub fn set_aside(&self) -> io::Result<PathBuf> {
-        let aside = beside(self.path, "old");
+        let aside = self.path.with_added_extension("old");
         fs::rename(self.path, &aside)?;
         Ok(aside)
     }
@@ -113,7 +113,7 @@ impl<'p> Place<'p> {
     /// Makes a file of zeros that begins with `first`, and lets `fill` write to it; whatever can be missing later is
     /// missing now. It stands in its place when all that is done: who is killed before leaves none there.
     pub fn create<T>(&self, first: &[u8], bytes: usize, fill: impl FnOnce(File) -> io::Result<T>) -> io::Result<T> {
-        let path = beside(self.path, "new");
+        let path = self.path.with_added_extension("new");
         // Of a process that was killed while it made one.
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -175,14 +175,6 @@ fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(MODE).custom_flags(OFlags::NOFOLLOW.bits().cast_signed());
     options
-}
-
-/// A file of the same name and another ending.
-pub fn beside(path: &Path, ending: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".");
-    name.push(ending);
-    PathBuf::from(name)
 }
 
 fn what_it_is(meta: &fs::Metadata) -> &'static str {

@@ -26,7 +26,7 @@ use std::time::Duration;
 use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
-use super::place::{MODE, beside};
+use super::place::MODE;
 use super::{AHEAD_MAX_MS, Counters};
 use crate::clock::Clock;
 use crate::count::ledger::{Way, Ways};
@@ -100,7 +100,7 @@ impl<T: Read> Read for Summed<T> {
 
 /// Writes down what is counted at this time, once no other process does; that is waited for so long.
 pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration) -> io::Result<Written> {
-    let new = beside(path, "new");
+    let new = path.with_added_extension("new");
     let Some(file) = draft(&new, patience)? else { return Ok(Written::ByAnother) };
     // It holds the seed of the hashes: whatever it was made with, nobody else may read it.
     file.set_permissions(fs::Permissions::from_mode(MODE))?;
@@ -183,7 +183,7 @@ fn head(counters: &Counters, clock: &Clock, ways: u64, written: u64) -> Vec<u8> 
 
 /// Makes sure, before anything is counted, that a snapshot can be written, and that nothing else is lost by that.
 pub fn prepare(path: &Path) -> io::Result<()> {
-    let new = beside(path, "new");
+    let new = path.with_added_extension("new");
     let draft = options().write(true).create(true).truncate(false).mode(MODE).open(&new)?;
     // Unless another process is writing there, it goes again: nothing is written yet.
     if draft.try_lock().is_ok() {
@@ -206,13 +206,13 @@ pub fn prepare(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The snapshot that lies there, if it is whole and fits a table of this plan. What does not is reported.
+/// The snapshot that lies there, if it is whole and fits a table of this plan. What does not is set aside, and reported.
 pub fn find(path: &Path, plan: Plan) -> Option<Saved> {
     match read(path, plan) {
         Ok(saved) => Some(saved),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            let old = beside(path, "old");
+            let old = path.with_added_extension("old");
             let (shown, aside) = (path.display(), old.display());
             match fs::rename(path, &old) {
                 Ok(()) => tracing::warn!("the snapshot `{shown}` is now `{aside}` and not used, because {error}"),

@@ -236,13 +236,17 @@ impl Book {
 
     /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
     /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
-    pub fn abide_by(&mut self, ways: &Ways) {
+    /// `true` if there is one that would do otherwise.
+    pub fn abide_by(&mut self, ways: &Ways) -> bool {
+        let mut holds = false;
         for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
             let (own, known) = (layer.way(), ways.get(layer.bits).unwrap_or(Way::PLAIN));
+            holds |= layer.shards > known.shards;
             layer.shards = layer.shards.min(known.shards);
             // Windows that requests open are never read otherwise.
             let rolls = own.rolls && !known.rolls && !matches!(layer.course, Course::Floating(_));
             if rolls || own.ahead_most > known.ahead_most {
+                holds = true;
                 layer.is_held = true;
                 layer.capacity = layer.limit;
                 layer.reserve = 0;
@@ -252,6 +256,7 @@ impl Book {
                 layer.course = Course::Plain;
             }
         }
+        holds
     }
 
     fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {

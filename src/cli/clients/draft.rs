@@ -8,8 +8,6 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-use crate::counters::place::beside;
-
 /// An edit that has begun. It leaves no trace if it is not published.
 pub struct Draft {
     /// The file itself, where a symbolic link leads to it.
@@ -22,7 +20,7 @@ pub struct Draft {
 impl Draft {
     /// Where the draft of a file lies.
     pub fn path_of(file: &Path) -> PathBuf {
-        beside(&target(file), "new")
+        target(file).with_added_extension("new")
     }
 
     pub fn begin(file: &Path) -> io::Result<Draft> {
