@@ -24,6 +24,8 @@ pub struct Rule {
     pub on_limit: OnLimit,
     /// Whether a refused request consumes what is left.
     pub count_refused: bool,
+    pub sharing: Sharing,
+    pub on_outage: OnOutage,
 }
 
 /// The windows that a rule has for the clients of a plan.
@@ -100,6 +102,28 @@ pub enum OnLimit {
     Shadow,
 }
 
+/// Whether other gateways count together with this one, where a store for that is configured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Sharing {
+    /// This gateway counts for itself.
+    Own,
+    /// Tokens are fetched in slices and spent without asking.
+    Lease,
+    /// Each request is counted in the store before it passes.
+    Exact,
+}
+
+/// What a shared rule does while the store can not be asked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnOutage {
+    /// This gateway counts for itself meanwhile.
+    Local,
+    /// Requests pass uncounted.
+    Allow,
+    /// Requests are refused.
+    Refuse,
+}
+
 impl Rule {
     /// A rule that says no more than it has to: every request costs one token, and is refused at the limit.
     pub fn new(name: &str, key: Vec<Part>, on_missing: OnMissing, layers: Vec<Limit>) -> Rule {
@@ -114,6 +138,8 @@ impl Rule {
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
+            sharing: Sharing::Own,
+            on_outage: OnOutage::Local,
         }
     }
 

@@ -15,7 +15,7 @@ use transom_model::rule::book::{Book, Judgement, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
-use transom_model::rule::terms::{Cost, Exemptions, OnLimit, Rule};
+use transom_model::rule::terms::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
 use transom_model::rule::window::Windows;
 
 use crate::{THREADS, mixed};
@@ -47,6 +47,8 @@ fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
         on_limit,
         count_refused: false,
         exemptions: Exemptions::default(),
+        sharing: Sharing::Own,
+        on_outage: OnOutage::Local,
     }
 }
 
