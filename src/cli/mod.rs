@@ -68,7 +68,8 @@ fn read_by(path: &Path, files: config::Files) -> Result<Config, String> {
         Ok(text) => text,
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
-    let config = config::read_with(text, &|file| files(&located(path, file)));
+    let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
+    let config = config::read_in(text, &|file| files(&located(path, file)), &variables);
     config.map_err(|problems| problem::render(&problems, &name, text))
 }
 

@@ -10,14 +10,16 @@ use std::time::Duration;
 
 use toml::de::DeTable;
 
-use super::document::{Item, Later, Table, nearest, syntax};
+use super::document::{Item, Table, nearest, syntax};
 use super::problem::{Problem, Report, Span, listed, shown};
-use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts};
-use crate::rule::terms::Rule;
+use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts, Variables};
+use crate::rule::terms::{OnOutage, Rule, Sharing};
 use crate::rule::window::duration_ms;
 use clients::Plans;
+use shared::Usual;
 
 mod actions;
+mod address;
 mod balance;
 mod calendar;
 mod certificates;
@@ -37,6 +39,7 @@ mod reach;
 mod refusal;
 mod routes;
 mod rules;
+mod shared;
 mod text;
 mod upstream_tls;
 mod upstreams;
@@ -49,17 +52,14 @@ const FIELDS: [(&str, QuotaFields); 4] = [
     ("off", QuotaFields::Off),
 ];
 
-const COUNTERS_LATER: [Later; 1] =
-    [("shared", "remove it; each gateway counts for itself, so divide the limits by their number")];
-
 const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 
 /// Reads a configuration, or returns everything that is wrong with it.
-pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
+pub fn config(text: &str, files: Files, variables: Variables) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
     let sound = syntax::sound(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
-    let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, &mut report);
+    let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
             calendar::complete(&mut config.rules);
@@ -69,7 +69,7 @@ pub fn config(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
     }
 }
 
-fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
+fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let pid_file = top.get("pid_file").and_then(|item| pid_file(&item, report));
     let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
@@ -80,7 +80,7 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let (listen, proxies) = listen::listen(top.get("listen"), files, report);
     let certs = listen.client_certs();
-    let counters = counters(top.get("counters"), report);
+    let (counters, mut sharing) = counters(top.get("counters"), files, variables, report);
     let timeouts = timeouts(top.get("timeouts"), report);
     let http2 = http2::http2(top.get("http2"), report);
     let limits = limits::limits(top.get("limits"), report);
@@ -92,11 +92,14 @@ fn file(mut top: Table, files: Files, report: &mut Report) -> Config {
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
     let misspelt = top.finish(&[], report);
 
+    if misspelt.contains(&"counters") {
+        sharing = Usual::Shared(Sharing::Lease, OnOutage::Local);
+    }
     jwt::weigh(jwt.as_ref(), rules.as_ref(), clients.as_ref(), &misspelt, report);
     let jwt = jwt::jwt(jwt, files, report);
     let mut upstreams = upstreams::upstreams(upstreams, files, report);
     upstreams.complete &= !misspelt.contains(&"upstreams");
-    let mut rules = rules::rules(rules, fields, certs, report);
+    let mut rules = rules::rules(rules, fields, certs, sharing, report);
     rules.complete &= !misspelt.contains(&"rules");
     let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, &timeouts, report);
 
@@ -134,9 +137,16 @@ fn section<'d>(item: Option<Item<'d>>, report: &mut Report) -> Option<Table<'d>>
     item.table(format!("`{header}`"), &format!("write `{header}`, then its settings, each on a line"), report)
 }
 
-fn counters(item: Option<Item>, report: &mut Report) -> Counters {
-    let mut counters =
-        Counters { capacity: 1_000_000, file: None, snapshot: None, snapshot_every: Duration::from_secs(5) };
+/// The counters, and how rules are counted that do not say it themselves.
+fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut Report) -> (Counters, Usual) {
+    let mut counters = Counters {
+        capacity: 1_000_000,
+        file: None,
+        snapshot: None,
+        snapshot_every: Duration::from_secs(5),
+        shared: None,
+    };
+    let mut usual = Usual::Own;
     if let Some(mut table) = section(item, report) {
         let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
         counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);
@@ -148,12 +158,22 @@ fn counters(item: Option<Item>, report: &mut Report) -> Counters {
         let taken = |file: &PathBuf| ["", ".lock", ".new", ".old"].map(|ending| format!("{}{ending}", file.display()));
         let taken = counters.file.as_ref().map(taken).unwrap_or_default();
         let is_taken = |path: &&PathBuf| taken.iter().any(|taken| Path::new(taken) == path.as_path());
-        if let (Some(at), Some(_)) = (at, counters.snapshot.as_ref().filter(is_taken)) {
+        if let (Some(at), Some(_)) = (at.clone(), counters.snapshot.as_ref().filter(is_taken)) {
             report.problem(at, "`snapshot` is `file`, or what lies beside it", "name another for `snapshot`");
         }
-        table.finish(&COUNTERS_LATER, report);
+        if let Some(item) = table.get("shared") {
+            (counters.shared, usual) = shared::shared(&item, files, variables, report);
+            if let Some(at) = at {
+                let message =
+                    "`snapshot` is given, and `[counters.shared]`: tokens that were spent would be there again";
+                report.problem(at, message, "remove `snapshot`; what is shared is counted in Redis");
+            }
+        }
+        if table.finish(&[], report).contains(&"shared") {
+            usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
+        }
     }
-    counters
+    (counters, usual)
 }
 
 /// The path of a file that is one and the same wherever the gateway is started.
@@ -219,11 +239,13 @@ fn timeout(
 
 /// A duration in milliseconds.
 fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: &mut Report) -> Option<u64> {
-    let example = format!("\"{}s\"", default.as_secs());
+    let example = format!("\"{}\"", written(default.as_millis() as u64));
     let word = item.text(&example, report)?;
     let (message, fix) = match duration_ms(word.text) {
         Some(ms) if range.contains(&ms) => return Some(ms),
-        Some(ms) if ms > *range.end() => (format!("{} is too long", shown(word.text)), "at most `1d`".to_owned()),
+        Some(ms) if ms > *range.end() => {
+            (format!("{} is too long", shown(word.text)), format!("at most `{}`", written(*range.end())))
+        }
         Some(0) => (format!("`{}` cannot be {}", item.key, shown(word.text)), item.write(&example)),
         Some(_) => (format!("{} is too short", shown(word.text)), format!("at least `{}ms`", range.start())),
         None => {
@@ -237,6 +259,15 @@ fn duration(item: &Item, range: RangeInclusive<u64>, default: Duration, report: 
     };
     report.problem(word.span, message, fix);
     None
+}
+
+/// A duration as operators write it.
+fn written(ms: u64) -> String {
+    match ms {
+        DAY_MS => "1d".to_owned(),
+        ms if ms.is_multiple_of(1000) => format!("{}s", ms / 1000),
+        ms => format!("{ms}ms"),
+    }
 }
 
 fn pid_file(item: &Item, report: &mut Report) -> Option<PathBuf> {

@@ -5,7 +5,7 @@
 //! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
 //! shown). `clients` is what a second file says, `listen` and `certificate` what the sockets need to know, `client_tls` how
 //! the gateway is a client of TLS; `balance` what an upstream says about its servers as a group; `action` what routes change on
-//! the way; `outlook` what the rules amount to. This room opens no file but what belongs to the system, the time-zone database and
+//! the way; `shared` where gateways count together; `outlook` what the rules amount to. This room opens no file but what belongs to the system, the time-zone database and
 //! the roots that it trusts, and knows no socket: what other files hold is handed in.
 
 use std::io;
@@ -27,6 +27,7 @@ pub mod listen;
 pub mod outlook;
 pub mod problem;
 pub mod secret;
+pub mod shared;
 
 use action::Actions;
 use balance::Policy;
@@ -34,6 +35,7 @@ use client_tls::ClientTls;
 use clients::Clients;
 use listen::Listen;
 use problem::Problem;
+use shared::Shared;
 
 /// Everything that `gateway.toml` says.
 #[derive(Clone, PartialEq, Debug)]
@@ -76,6 +78,8 @@ pub struct Counters {
     /// Where they are written down, so that they outlive the machine.
     pub snapshot: Option<PathBuf>,
     pub snapshot_every: Duration,
+    /// Where gateways count together.
+    pub shared: Option<Shared>,
 }
 
 #[derive(Clone, PartialEq, Debug)]
@@ -389,5 +393,13 @@ pub fn read(text: &str) -> Result<Config, Vec<Problem>> {
 
 /// Reads a configuration and the files that it names, or returns everything that is wrong.
 pub fn read_with(text: &str, files: Files) -> Result<Config, Vec<Problem>> {
-    check::config(text, files)
+    check::config(text, files, &|_name| None)
+}
+
+/// What a variable of the environment holds, if it is set.
+pub type Variables<'v> = &'v dyn Fn(&str) -> Option<Vec<u8>>;
+
+/// As [`read_with`], for a configuration that may name variables of the environment as well.
+pub fn read_in(text: &str, files: Files, variables: Variables) -> Result<Config, Vec<Problem>> {
+    check::config(text, files, variables)
 }

@@ -15,6 +15,7 @@ use http::{Method, Uri};
 use super::clients::{Clients, PlanId};
 use super::exceptions::{self, Exceptions, Standing};
 use super::fault::Fault;
+use super::key_text::{Digester, Spelling};
 use super::part::{Lack, Source};
 use crate::config::Route;
 use crate::rule::book::Entry;
@@ -53,8 +54,8 @@ enum OnAbsent {
 struct Recipe {
     starts: Starts,
     parts: Vec<Source>,
-    /// What the parts are called; only needed where one is wrong.
-    names: Vec<String>,
+    /// What the parts are called, and how the key is spelt; only needed where one is wrong, or the key is shared.
+    spelling: Spelling,
 }
 
 /// What of a request keys are made of.
@@ -94,7 +95,7 @@ impl Identity {
             Recipe {
                 starts: Starts::new(entry, seed, fallback.then_some(parts)),
                 parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
-                names: parts.iter().map(Part::to_string).collect(),
+                spelling: Spelling::new(&entry.rule.name, parts, fallback),
             }
         };
         Identity {
@@ -166,9 +167,19 @@ impl Identity {
         match (&unknown.lack, &self.on_missing) {
             (Lack::Missing, OnAbsent::Skip) => Ok(None),
             (Lack::Missing, OnAbsent::Fallback(key)) => {
-                key.hash(caller).map(Some).map_err(|unknown| self.fault(key.name(&unknown), &unknown.lack))
+                key.hash(caller).map(Some).map_err(|unknown| self.fault(&key.name(&unknown), &unknown.lack))
             }
-            _ => Err(self.fault(self.key.name(&unknown), &unknown.lack)),
+            _ => Err(self.fault(&self.key.name(&unknown), &unknown.lack)),
+        }
+    }
+
+    /// Adds the text of the key that [`Identity::of`] finds, `RULE|PART|PART`: what other gateways know it by. Returns
+    /// whether there is a key; if not, nothing is added.
+    pub fn text(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> bool {
+        match (self.key.spell(caller, digester, out), &self.on_missing) {
+            (Ok(()), _) => true,
+            (Err(Lack::Missing), OnAbsent::Fallback(key)) => key.spell(caller, digester, out).is_ok(),
+            (Err(_), _) => false,
         }
     }
 
@@ -215,8 +226,29 @@ fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
 
 impl Recipe {
     /// What the part is called that could not be had.
-    fn name(&self, unknown: &Unknown) -> &str {
-        &self.names[unknown.position]
+    fn name(&self, unknown: &Unknown) -> String {
+        self.spelling.name(unknown.position)
+    }
+
+    /// Adds the text of the key, or nothing. What is wrong goes before what is missing, as in [`Recipe::hash_from`].
+    fn spell(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> Result<(), Lack> {
+        let start = out.len();
+        self.spelling.begin(out);
+        let mut lacking = Ok(());
+        for (position, part) in self.parts.iter().enumerate() {
+            match part.feed(caller, &mut |kind, bytes| self.spelling.part(position, kind, bytes, digester, out)) {
+                Ok(()) => {}
+                Err(Lack::Missing) => lacking = lacking.and(Err(Lack::Missing)),
+                Err(lack) => {
+                    lacking = Err(lack);
+                    break;
+                }
+            }
+        }
+        if lacking.is_err() {
+            out.truncate(start);
+        }
+        lacking
     }
 
     /// The key, and the offset of its windows if they start at random.
@@ -325,10 +357,16 @@ pub mod tests {
     }
 
     pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
+        let none = Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0));
+        asked(address, headers, &none, |caller| identity.of(caller))
+    }
+
+    /// Hands on a request.
+    pub fn asked<T>(address: &str, headers: &HeaderMap, tokens: &Checker, with: impl FnOnce(&Caller<'_>) -> T) -> T {
         let id = 3..5;
-        identity.of(&Caller {
+        with(&Caller {
             address: address.parse().unwrap(),
-            client_cert: None,
+            client_cert: Some("f00d"),
             host: "example.com",
             method: &Method::GET,
             path: "/u/77",
@@ -336,7 +374,7 @@ pub mod tests {
             uri: &Uri::from_static("/u/77?token=a%20b"),
             headers,
             route: "route",
-            tokens: &Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0)),
+            tokens,
             unix_ms: 0,
             clients: None,
             plan: OnceCell::new(),

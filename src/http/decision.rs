@@ -10,6 +10,8 @@ use serde_json::{Map, Value, json};
 
 use super::caller::Starts;
 use super::exceptions::{Exceptions, Standing};
+use super::key_text::{Digester, Spelling};
+use super::part::{address, kind};
 use super::quota::seconds_until;
 use crate::count::charge::Charge;
 use crate::count::table::Table;
@@ -54,6 +56,7 @@ pub struct Counsel {
 struct Ready {
     roster: Roster,
     starts: Starts,
+    spelling: Spelling,
     exceptions: Option<Arc<Exceptions>>,
 }
 
@@ -71,6 +74,7 @@ impl Counsel {
         let ready = |(rule, entry): (usize, &Entry)| Ready {
             roster: book.roster_alone(rule),
             starts: Starts::new(entry, seed, None),
+            spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
             exceptions: exceptions[rule].clone(),
         };
         Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book) }
@@ -154,6 +158,36 @@ impl Counsel {
             Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
         };
         Ok(Question { rule, key, cost, reserve })
+    }
+
+    /// Adds the text of a key under a rule, as [`super::caller::Identity::text`] does for requests that have it. Returns
+    /// whether it is one; if not, nothing is added.
+    pub fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
+        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.book.entries.get(rule)) else { return false };
+        let start = out.len();
+        ready.spelling.begin(out);
+        for (position, part) in entry.rule.key.iter().enumerate() {
+            let value = match (part, key.get(position)) {
+                (_, Some(value)) => value.as_str(),
+                (Part::Global, None) => "",
+                (_, None) => {
+                    out.truncate(start);
+                    return false;
+                }
+            };
+            let mut take = |kind: u8, bytes: &[u8]| ready.spelling.part(position, kind, bytes, digester, out);
+            match (part, value.parse()) {
+                (Part::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
+                    address(parsed, *v4_prefix, *v6_prefix, &mut take);
+                }
+                (Part::Ip { .. }, Err(_)) => {
+                    out.truncate(start);
+                    return false;
+                }
+                _ => take(kind(part), value.as_bytes()),
+            }
+        }
+        true
     }
 
     /// Who asks; `None` if the rule does not count that key.

@@ -1,7 +1,7 @@
 //! What HTTP's words mean, without I/O: nothing in this room waits or touches a socket.
 //!
 //! `gate` decides whether this is one clear request, `path` which endpoint its path names, `route`
-//! which route that is, `caller` who is asking, by the parts that `part` finds, of which `cookie`, `query` and
+//! which route that is, `caller` who is asking, by the parts that `part` finds and `key_text` spells, of which `cookie`, `query` and
 //! `bearer` read what may be spelt in several ways, with the help of `escapes`; `affinity` which requests belong to one
 //! server; `clients` whether that is somebody who is known, `exceptions` whom a rule treats otherwise than everyone, `fields` what
 //! is added and taken away in passing, `forwarded` who asks behind proxies, `action` what a route changes,
@@ -21,6 +21,7 @@ pub mod fault;
 pub mod fields;
 pub mod forwarded;
 pub mod gate;
+pub mod key_text;
 pub mod part;
 pub mod path;
 pub mod query;

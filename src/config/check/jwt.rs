@@ -182,7 +182,7 @@ fn complain(flaw: Flaw, what: &str, source: &Item, report: &mut Report) {
 }
 
 /// A secret in a text file ends before the line end that editors put there; any other stays whole.
-fn without_line_end(bytes: &[u8]) -> &[u8] {
+pub fn without_line_end(bytes: &[u8]) -> &[u8] {
     let line = bytes.strip_suffix(b"\n").map_or(bytes, |line| line.strip_suffix(b"\r").unwrap_or(line));
     let is_text = std::str::from_utf8(line).is_ok_and(|line| !line.contains(char::is_control));
     if is_text { line } else { bytes }

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use super::shared::{OfRule, Usual};
 use super::{DAY_MS, FIELDS, Section, cost, duration, exceptions, key, layers, refusal};
 use crate::config::document::{Item, Table};
 use crate::config::listen::ClientCerts;
@@ -28,6 +29,7 @@ pub fn rules(
     item: Option<Item>,
     fields: QuotaFields,
     certs: ClientCerts,
+    usual: Usual,
     report: &mut Report,
 ) -> Section<(Rule, Looks)> {
     let rules = Section::read(item, report, |name, table, report| {
@@ -35,7 +37,7 @@ pub fn rules(
         let mut rule = Rule::new(name, Vec::new(), OnMissing::Skip, Vec::new());
         let mut looks = Looks { fields, refusal: Refusal::default() };
         if let Some(table) = table {
-            read(&mut rule, &mut looks, table, certs, report);
+            read(&mut rule, &mut looks, table, certs, usual, report);
         }
         (rule, looks)
     });
@@ -44,7 +46,7 @@ pub fn rules(
 }
 
 /// Fills in a rule, and what answers show of it.
-fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts, report: &mut Report) {
+fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts, usual: Usual, report: &mut Report) {
     let key = key::Settings {
         key: table
             .require("key", "write `key = \"ip\"` to count each address, or `key = \"global\"` to count all as one"),
@@ -58,6 +60,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
     let limits =
         AtLimit { on_limit: table.get("on_limit"), delay: table.get("max_delay"), waiting: table.get("max_waiting") };
     let count_refused = table.get("count_refused");
+    let sharing = OfRule::of(&mut table);
     let refusal = refusal::Settings::of(&mut table);
     let exceptions = exceptions::Settings {
         plans: table.get("plans"),
@@ -73,6 +76,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
     exceptions.read(rule, report);
     rule.cost = cost.and_then(|item| cost::cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
+    sharing.read(rule, usual, misspelt.contains(&"shared"), report);
     rule.count_refused = count_refused.and_then(|item| item.flag(report)).unwrap_or(false);
     if let (Some(span), true) = (shards, rule.variants().flatten().any(|limit| limit.shards > 1)) {
         let other = match (&rule.cost, rule.on_limit) {

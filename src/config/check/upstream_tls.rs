@@ -39,7 +39,7 @@ impl SystemRoots {
             Arc::new(roots)
         });
         if roots.is_empty() {
-            let fix = "install the package `ca-certificates`, or name the authority: `ca = \"FILE\"` in its `tls`";
+            let fix = "install the package `ca-certificates`, or name the authority: `ca = \"FILE\"`";
             report.problem(span, "the system has no certificates of authorities to verify a server by", fix);
         }
         Arc::clone(roots)
@@ -54,51 +54,75 @@ pub fn tls(
     roots: &mut SystemRoots,
     report: &mut Report,
 ) -> Option<ClientTls> {
-    let mut print = Sha256::new();
-    let Some(item) = item else {
-        let config = builder(roots.get(span, report), Vec::new())?.with_no_client_auth();
-        return Some(ClientTls::new(config, None, print.finalize().into()));
-    };
+    let Some(item) = item else { return Settings::default().read(span, &[], files, roots, report) };
     let mut table: Table = item.table("`tls`", "write `tls = { ca = \"FILE\" }`", report)?;
-    let (ca, name) = (table.get("ca"), table.get("server_name"));
-    let (certificate, private_key) = (table.get("certificate"), table.get("private_key"));
+    let settings = Settings {
+        ca: table.get("ca"),
+        server_name: table.get("server_name"),
+        certificate: table.get("certificate"),
+        private_key: table.get("private_key"),
+    };
     let misspelt = table.finish(&[], report);
-    let anchors = match ca {
-        Some(item) => ca_file(&item, files, &mut print, report),
-        None => Some((roots.get(item.span.clone(), report), Vec::new())),
-    };
-    let name = match name {
-        Some(item) => Some(server_name(&item, &mut print, report)?),
-        None => None,
-    };
-    let identity = match (certificate, private_key) {
-        (None, None) => None,
-        (Some(certificate), Some(private_key)) => {
-            Some(identity(&certificate, &private_key, files, &mut print, report)?)
-        }
-        (Some(one), None) | (None, Some(one)) => {
-            let other = if one.key == "certificate" { "private_key" } else { "certificate" };
-            if !misspelt.contains(&other) {
-                let message = format!("`{}` is given without `{other}`", one.key);
-                report.unless_broken(one.key_span, message, format!("write `{other} = \"FILE\"` as well"));
+    settings.read(item.span.clone(), &misspelt, files, roots, report)
+}
+
+/// What says how the gateway is a client of TLS.
+#[derive(Default)]
+pub struct Settings<'d> {
+    pub ca: Option<Item<'d>>,
+    pub server_name: Option<Item<'d>>,
+    pub certificate: Option<Item<'d>>,
+    pub private_key: Option<Item<'d>>,
+}
+
+impl Settings<'_> {
+    /// `span` is what takes TLS, `misspelt` what other settings were likely meant to be.
+    pub fn read(
+        &self,
+        span: Span,
+        misspelt: &[&str],
+        files: Files,
+        roots: &mut SystemRoots,
+        report: &mut Report,
+    ) -> Option<ClientTls> {
+        let mut print = Sha256::new();
+        let anchors = match &self.ca {
+            Some(item) => ca_file(item, files, &mut print, report),
+            None => Some((roots.get(span, report), Vec::new())),
+        };
+        let name = match &self.server_name {
+            Some(item) => Some(server_name(item, &mut print, report)?),
+            None => None,
+        };
+        let identity = match (&self.certificate, &self.private_key) {
+            (None, None) => None,
+            (Some(certificate), Some(private_key)) => {
+                Some(identity(certificate, private_key, files, &mut print, report)?)
             }
-            return None;
-        }
-    };
-    let (anchors, named) = anchors?;
-    let builder = builder(anchors, named)?;
-    let client = match identity {
-        None => builder.with_no_client_auth(),
-        Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
-            Ok(client) => client,
-            Err(error) => {
-                let message = format!("the certificate and the private key can not be used together: {error}");
-                report.problem(span, message, "name the key that the certificate was made for");
+            (Some(one), None) | (None, Some(one)) => {
+                let other = if one.key == "certificate" { "private_key" } else { "certificate" };
+                if !misspelt.contains(&other) {
+                    let message = format!("`{}` is given without `{other}`", one.key);
+                    report.unless_broken(one.key_span.clone(), message, format!("write `{other} = \"FILE\"` as well"));
+                }
                 return None;
             }
-        },
-    };
-    Some(ClientTls::new(client, name, print.finalize().into()))
+        };
+        let (anchors, named) = anchors?;
+        let builder = builder(anchors, named)?;
+        let client = match identity {
+            None => builder.with_no_client_auth(),
+            Some((chain, key, span)) => match builder.with_client_auth_cert(chain, key) {
+                Ok(client) => client,
+                Err(error) => {
+                    let message = format!("the certificate and the private key can not be used together: {error}");
+                    report.problem(span, message, "name the key that the certificate was made for");
+                    return None;
+                }
+            },
+        };
+        Some(ClientTls::new(client, name, print.finalize().into()))
+    }
 }
 
 type Builder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;

@@ -142,7 +142,7 @@ fn host_field(item: &Item, report: &mut Report) -> Option<HostField> {
     match word.text {
         "keep" => Some(HostField::Keep),
         "server" => Some(HostField::Server),
-        host if authority(host, host, Scheme::Http).is_ok() => Some(HostField::Fixed(host.to_owned())),
+        host if authority(host, host, HTTP).is_ok() => Some(HostField::Fixed(host.to_owned())),
         host => {
             let message = format!("`host` cannot be {}", shown(host));
             let fix = "write `\"keep\"` (what the client said), `\"server\"` (the host of the server), or a host name";
@@ -162,7 +162,11 @@ fn server(word: &Word, weight: u32, report: &mut Report) -> Option<Server> {
     }
 }
 
-type Parsed<T> = Result<T, (String, String)>;
+/// What was read, or message and fix.
+pub type Parsed<T> = Result<T, (String, String)>;
+
+/// A scheme and its port.
+const HTTP: (&str, u16) = ("http", 80);
 
 /// Scheme, host in lower case, and port of a server; or message and fix.
 fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
@@ -181,25 +185,31 @@ fn parse(url: &str) -> Parsed<(Scheme, String, u16)> {
         None if url.is_empty() => return Err((is("is no URL of a server"), write("http", "HOST:PORT"))),
         None => return Err((is("is no URL of a server"), write("http", url))),
     };
-    authority(url, rest, scheme).map(|(host, port)| (scheme, host, port))
+    let usual = if scheme == Scheme::Https { ("https", 443) } else { HTTP };
+    authority(url, rest, usual).map(|(host, port)| (scheme, host, port))
 }
 
 fn socket(url: &str, path: &str) -> Parsed<(Scheme, String, u16)> {
+    socket_path(url, path, "unix:").map(|path| (Scheme::Unix, path.to_owned(), 0))
+}
+
+/// The absolute path of a socket that stands behind a scheme; or message and fix.
+pub fn socket_path<'u>(url: &str, path: &'u str, scheme: &str) -> Parsed<&'u str> {
     let message = |what: &str| format!("{} {what}", shown(url));
     if !path.starts_with('/') || path.starts_with("//") {
-        let fix = format!("write `\"unix:/{}\"`", path.trim_start_matches('/'));
+        let fix = format!("write `\"{scheme}/{}\"`", path.trim_start_matches('/'));
         return Err((message("has no absolute path of a socket"), fix));
     }
     if path.len() > SOCKET_PATH_MAX_BYTES || path.contains('\0') {
         let fix = format!("name a socket whose path has at most {SOCKET_PATH_MAX_BYTES} bytes");
         return Err((message("is no path that a socket can have"), fix));
     }
-    Ok((Scheme::Unix, path.to_owned(), 0))
+    Ok(path)
 }
 
-/// Host, in lower case, and port of what stands behind the scheme; or message and fix.
-fn authority(url: &str, authority: &str, scheme: Scheme) -> Parsed<(String, u16)> {
-    let (name, usual) = if scheme == Scheme::Https { ("https", 443) } else { ("http", 80) };
+/// Host, in lower case, and port of what stands behind the scheme; or message and fix. The scheme comes with its usual
+/// port.
+pub fn authority(url: &str, authority: &str, (name, usual): (&str, u16)) -> Parsed<(String, u16)> {
     let is = |what: &str| format!("{} {what}", shown(url));
     let write = |rest: &str| format!("write `\"{name}://{}\"`", rest.trim());
     if let Some((_, rest)) = authority.rsplit_once('@') {
