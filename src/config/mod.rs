@@ -27,6 +27,7 @@ pub mod listen;
 pub mod outlook;
 pub mod problem;
 pub mod secret;
+pub mod shared;
 
 use action::Actions;
 use balance::Policy;
