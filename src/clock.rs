@@ -5,16 +5,21 @@
 //! is stepped back, time goes on from where it was at the monotonic clock's pace, until the wall
 //! clock has caught up. After a wrong step forward windows go on opening and closing at their usual
 //! pace, so nobody waits longer than one period.
+//!
+//! Where gateways share counters, their store's clock decides which window is open. Time follows that clock then, as far as its
+//! answers tell: it is never ahead of it, but for what the clocks drift apart in some seconds.
 
 #![allow(clippy::disallowed_methods, reason = "this is the room that reads the clocks")]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Behind by more than this, the monotonic clock itself was set back, which only happens to
 /// processes whose clocks are faked. Less is threads that read the clock at the same time.
 const SETBACK_MS: u64 = 1000;
+/// For how long it counts what a store's answer told of its clock; at most twice that.
+const HEARSAY: Duration = Duration::from_secs(10);
 /// 2100-01-01: what is later is no time that a clock shows.
 const CREDIBLE_MAX_MS: u64 = 4_102_444_800_000;
 
@@ -44,12 +49,30 @@ struct System {
     offset_ms: AtomicU64,
     /// The latest time that was told.
     latest_ms: AtomicU64,
+    /// What to add instead, where another clock is followed; 0 where none is.
+    guide_ms: AtomicU64,
+    heard: Mutex<Heard>,
+}
+
+/// What answers told of another clock lately: how far it is ahead of the milliseconds since the origin, at least. An answer has
+/// been on its way for some time, so the most is nearest to the truth.
+#[derive(Clone, Copy, Debug)]
+struct Heard {
+    since: Instant,
+    now_ms: u64,
+    before_ms: u64,
 }
 
 impl Clock {
     pub fn system() -> Clock {
-        let system = System { origin: Instant::now(), offset_ms: AtomicU64::new(0), latest_ms: AtomicU64::new(0) };
-        Clock(Arc::new(Source::System(system)))
+        let origin = Instant::now();
+        Clock(Arc::new(Source::System(System {
+            origin,
+            offset_ms: AtomicU64::new(0),
+            latest_ms: AtomicU64::new(0),
+            guide_ms: AtomicU64::new(0),
+            heard: Mutex::new(Heard { since: origin, now_ms: 0, before_ms: 0 }),
+        })))
     }
 
     /// A clock that stands still until it is told to move, for tests.
@@ -82,6 +105,15 @@ impl Clock {
         };
     }
 
+    /// Follows another clock, which has just said what time it was. A manual clock follows nobody.
+    pub fn follow(&self, unix_ms: u64) {
+        if let Source::System(system) = &*self.0
+            && (1..=CREDIBLE_MAX_MS).contains(&unix_ms)
+        {
+            system.follow(unix_ms, Instant::now());
+        }
+    }
+
     /// For durations only.
     pub fn instant(&self) -> Instant {
         Instant::now()
@@ -94,6 +126,11 @@ impl System {
         // Ordering: relaxed; each of the two numbers only grows and means something by itself.
         let latest_ms = self.latest_ms.load(Ordering::Relaxed);
         if moment.unix_ms < latest_ms {
+            // A clock that is followed is followed back as well, if it is another one than before.
+            if latest_ms - moment.unix_ms > SETBACK_MS && self.guide_ms.load(Ordering::Relaxed) > 0 {
+                self.latest_ms.store(moment.unix_ms, Ordering::Relaxed);
+                return moment;
+            }
             if latest_ms - moment.unix_ms > SETBACK_MS {
                 // Read again: this thread may have been asleep since it read the clocks.
                 let steady_ms;
@@ -110,8 +147,30 @@ impl System {
         moment
     }
 
+    fn follow(&self, unix_ms: u64, instant: Instant) {
+        let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
+        let ahead_ms = unix_ms.saturating_sub(steady_ms);
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let most_ms = heard.now_ms.max(heard.before_ms);
+        if most_ms.saturating_sub(ahead_ms) > SETBACK_MS {
+            // No answer is on its way for so long: this is another clock, or it was set back.
+            *heard = Heard { since: instant, now_ms: ahead_ms, before_ms: 0 };
+        } else if instant.saturating_duration_since(heard.since) > HEARSAY {
+            *heard = Heard { since: instant, now_ms: ahead_ms, before_ms: heard.now_ms };
+        } else {
+            heard.now_ms = heard.now_ms.max(ahead_ms);
+        }
+        // Ordering: relaxed; a number that means something by itself.
+        self.guide_ms.store(heard.now_ms.max(heard.before_ms).max(1), Ordering::Relaxed);
+    }
+
     fn read(&self) -> (Moment, u64) {
         let instant = Instant::now();
+        let guide_ms = self.guide_ms.load(Ordering::Relaxed);
+        if guide_ms > 0 {
+            let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
+            return (Moment { unix_ms: steady_ms + guide_ms, instant }, steady_ms);
+        }
         // A wall clock before 1970 is one that has not been set yet.
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, whole_ms);
         // And one in a year that counters can not name is wrong; following it could not be undone.
@@ -178,6 +237,37 @@ mod tests {
         assert!((told_ms..told_ms + 60_000).contains(&now_ms));
         std::thread::sleep(Duration::from_millis(2));
         assert!(clock.now().unix_ms > now_ms);
+    }
+
+    #[test]
+    fn another_clock_is_followed() {
+        let clock = Clock::system();
+        let own_ms = clock.now().unix_ms;
+        let hour_ms = 3_600_000;
+        for other_ms in [own_ms - hour_ms, own_ms + hour_ms, own_ms] {
+            clock.follow(other_ms);
+            let told_ms = clock.now().unix_ms;
+            assert!((other_ms..other_ms + 60_000).contains(&told_ms), "{other_ms} {told_ms}");
+        }
+        // An answer that was on its way for a while says nothing new.
+        let told_ms = clock.now().unix_ms;
+        clock.follow(told_ms - 100);
+        assert!(clock.now().unix_ms >= told_ms);
+        clock.follow(0);
+        clock.follow(u64::MAX);
+        assert!((told_ms..told_ms + 60_000).contains(&clock.now().unix_ms));
+    }
+
+    #[test]
+    fn clocks_that_drift_apart_are_not_followed_for_ever() {
+        let clock = Clock::system();
+        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let start_ms = clock.now().unix_ms;
+        system.follow(start_ms + 500, system.origin);
+        for seconds in [11, 22, 33] {
+            system.follow(start_ms + seconds * 1000, system.origin + Duration::from_secs(seconds));
+        }
+        assert_eq!(system.guide_ms.load(Ordering::Relaxed), start_ms);
     }
 
     #[test]

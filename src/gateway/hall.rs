@@ -25,9 +25,11 @@ use crate::http::quota::Stamp;
 use crate::http::repeat::Last;
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
+use crate::metrics::shared::SharedMeter;
 use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::desk::{Asker, Desk};
+use crate::shared::Shared;
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
 use crate::upstream::exchange::Servers;
@@ -43,6 +45,8 @@ pub struct Hall {
     pub timers: Rc<Timers>,
     pub complaints: Complaints,
     pub abandoned: Abandoned,
+    /// Where gateways share counters.
+    pub shared: Option<Rc<Shared>>,
     owner: LoopId,
     registry: Arc<Registry>,
     view: RefCell<Rc<View>>,
@@ -160,8 +164,14 @@ impl Hall {
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
     ) -> Hall {
+        let settings = snapshot.config.counters.shared.as_ref();
+        let shared = settings.map(|settings| {
+            let meter = SharedMeter::new(&registry, owner);
+            Shared::new(settings, Arc::clone(&table), clock.clone(), meter)
+        });
         let view = View::new(owner, &registry, &clock, snapshot, access, &Places::new());
         Hall {
+            shared,
             meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
             timers: Rc::default(),
             complaints: Complaints::default(),

@@ -5,8 +5,10 @@
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
+//! `question` what the store of shared counters is asked,
 //! `opening` the end of a handshake, `passage` the tunnel behind an answer that opens one.
 
+use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
 use std::ops::Range;
@@ -25,6 +27,7 @@ pub mod hall;
 mod opening;
 pub mod passage;
 pub mod passing;
+mod question;
 pub mod record;
 pub mod settlement;
 pub mod snapshot;
@@ -38,13 +41,13 @@ use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
 use crate::http::gate::Clear;
-use crate::http::quota::Stamp;
 use crate::http::reply::{self, Dialect, Reply};
 use crate::http::route;
 use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
+use crate::shared::inquiry::Begun;
 use crate::upstream::balance::Asked;
 use crate::upstream::echo;
 use crate::upstream::inbound::Inbound;
@@ -53,14 +56,23 @@ use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
 use opening::{Opening, conclude};
 use passing::Passing;
+use question::{Denial, Permit, Question};
 use record::Record;
 use settlement::Settlement;
 use snapshot::Snapshot;
-use turn::Turn;
+use turn::{Placed, Turn};
 
 /// What the rules made of a request.
 enum Decision {
-    Forward { onward: Onward, stamp: Stamp, turn: Option<Box<Turn>>, settlement: Option<Box<Settlement>> },
+    Forward {
+        onward: Onward,
+        permit: Permit,
+    },
+    /// The rules have to ask first.
+    Ask {
+        onward: Onward,
+        question: Box<Question>,
+    },
     Refuse(Reply),
 }
 
@@ -100,46 +112,58 @@ pub fn pass(
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
-    match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { mut onward, mut stamp, turn, mut settlement }) => {
-            let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane, dialect);
-            let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
-            let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
-            let request = Box::new(Request::from_parts(parts, upload));
-            // What is seldom waited for has a future by itself: each request's would have room for it.
-            Passing::Forward(Box::pin(async move {
-                if let Some(turn) = turn {
-                    stamp = match Box::pin(turn.come(&mut record, &mut settlement)).await {
-                        Ok(stamp) => stamp,
-                        Err(refusal) => {
-                            return Passing::Done(Some(finish(dialect.refusal(refusal).map(Content::from), record)));
-                        }
-                    };
-                }
-                let mut answer = match forward(&view, &peer, &mut onward, request, &mut record).await {
-                    Ok(answer) => {
-                        if let Some(settlement) = settlement {
-                            stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
-                        }
-                        if let Some(opening) = onward.opening.take() {
-                            return Passing::Forward(Box::pin(async move {
-                                let mut answer = conclude(answer, opening, dialect, record, &peer, &view).await;
-                                stamp.put(answer.headers_mut());
-                                Passing::Done(Some(answer))
-                            }));
-                        }
-                        finish(answer, record)
-                    }
-                    Err(fault) => fail(&fault, dialect, record),
-                };
-                // A request that was admitted has consumed, whatever became of it.
-                stamp.put(answer.headers_mut());
-                Passing::Done(Some(answer))
-            }))
+    let (mut onward, mut permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
+        Ok(Decision::Forward { onward, permit }) => (onward, permit, None),
+        Ok(Decision::Ask { onward, question }) => (onward, Permit::default(), Some(question)),
+        Ok(Decision::Refuse(reply)) => return deny(Denial::Refused(reply), dialect, record),
+        Err(fault) => return deny(Denial::Fault(fault), dialect, record),
+    };
+    let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane, dialect);
+    let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
+    let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
+    let request = Box::new(Request::from_parts(parts, upload));
+    // What is seldom waited for has a future by itself: each request's would have room for it.
+    Passing::Forward(Box::pin(async move {
+        if let Some(question) = question {
+            permit = match Box::pin(question.answer(&hall, &view, &peer, &mut record)).await {
+                Ok(permit) => permit,
+                Err(denial) => return deny(denial, dialect, record),
+            };
         }
-        Ok(Decision::Refuse(reply)) => Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record))),
-        Err(fault) => Passing::Done(Some(fail(&fault, dialect, record))),
-    }
+        let Permit { mut stamp, turn, mut settlement } = permit;
+        if let Some(turn) = turn {
+            stamp = match Box::pin(turn.come(&mut record, &mut settlement)).await {
+                Ok(stamp) => stamp,
+                Err(denial) => return deny(denial, dialect, record),
+            };
+        }
+        let mut answer = match forward(&view, &peer, &mut onward, request, &mut record).await {
+            Ok(answer) => {
+                if let Some(settlement) = settlement {
+                    stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
+                }
+                if let Some(opening) = onward.opening.take() {
+                    return Passing::Forward(Box::pin(async move {
+                        let mut answer = conclude(answer, opening, dialect, record, &peer, &view).await;
+                        stamp.put(answer.headers_mut());
+                        Passing::Done(Some(answer))
+                    }));
+                }
+                finish(answer, record)
+            }
+            Err(fault) => fail(&fault, dialect, record),
+        };
+        // A request that was admitted has consumed, whatever became of it.
+        stamp.put(answer.headers_mut());
+        Passing::Done(Some(answer))
+    }))
+}
+
+fn deny(denial: Denial, dialect: Dialect, record: Record) -> Passing {
+    Passing::Done(Some(match denial {
+        Denial::Refused(reply) => finish(dialect.refusal(reply).map(Content::from), record),
+        Denial::Fault(fault) => fail(&fault, dialect, record),
+    }))
 }
 
 fn fail(fault: &Fault, dialect: Dialect, mut record: Record) -> Response<Body> {
@@ -205,7 +229,27 @@ fn decide(
     identify(view, lane_index, &caller, desk)?;
     let action = snapshot.action_of(lane);
     let deed = action.map(|action| action.of(&Seen::of(&caller, visitor.client.is_secure))).transpose()?;
-    let judgement = snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk);
+    let server_key = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
+    let server_key = |caller| server_key.and_then(|affinity| affinity.of(caller));
+    let normalized =
+        |path: Cow<'_, str>| (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
+    let judgement = match hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
+        None => snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk),
+        Some(shared) => {
+            let text = |position| snapshot.text_of(slate, position, &caller);
+            match shared.begin(&snapshot.book, &slate.roster, desk, text) {
+                Begun::Decided(judgement) => judgement,
+                Begun::Unavailable => return Err(Fault::Uncounted),
+                Begun::Waits(inquiry) => {
+                    let question = Question::new(inquiry, lane.slate as usize);
+                    let onward = Onward { lane: lane_index, opening: None, server_key: server_key(&caller), deed };
+                    let (marks, websocket, path) = (clear.marks, clear.websocket, normalized(path));
+                    let onward = onward.made_ready(view, parts, visitor, marks, websocket, path)?;
+                    return Ok(Decision::Ask { onward, question });
+                }
+            }
+        }
+    };
     hall.meter.decided(hall.clock.instant().duration_since(now.instant));
     record.decision(lane.slate as usize, desk, &judgement);
     let policy = view.policies[lane.slate as usize].as_ref();
@@ -218,17 +262,13 @@ fn decide(
         })));
     }
     let stamp = slate.sheet.render(desk, policy, now.unix_ms, text).only_once();
-    let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, now.unix_ms);
-    let settlement = Settlement::of(slate, lane.slate as usize, desk);
-    let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
-    let server_key = affinity.and_then(|affinity| affinity.of(&caller));
-    let marks = clear.marks;
-    let takes_upgrades = || view.targets.get(lane.upstream as usize).is_some_and(Target::takes_upgrades);
-    let opening = Opening::of(clear.websocket, || snapshot.config.routes[lane_index].websocket && takes_upgrades())?;
-    let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let mut onward = Onward { lane: lane_index, opening, server_key, deed };
-    onward.make_ready(parts, snapshot, visitor, marks, normalized)?;
-    Ok(Decision::Forward { onward, stamp, turn, settlement })
+    let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, Placed::default());
+    let texts = || (0..slate.roster.rules.len()).map(|position| snapshot.text_of(slate, position, &caller)).collect();
+    let settlement = Settlement::of(slate, lane.slate as usize, desk, &[], texts);
+    let onward = Onward { lane: lane_index, opening: None, server_key: server_key(&caller), deed };
+    let (marks, websocket, path) = (clear.marks, clear.websocket, normalized(path));
+    let onward = onward.made_ready(view, parts, visitor, marks, websocket, path)?;
+    Ok(Decision::Forward { onward, permit: Permit { stamp, turn, settlement } })
 }
 
 /// Finds the route of a request, which must take what is asked and what comes with it.
@@ -255,14 +295,19 @@ fn find(
 impl Onward {
     /// Makes the head ready for the upstream; `path` is the one that goes there, if it is neither the client's nor one that
     /// the route has made.
-    fn make_ready(
-        &mut self,
+    fn made_ready(
+        mut self,
+        view: &View,
         parts: &mut Parts,
-        snapshot: &Snapshot,
         visitor: &Visitor<'_>,
         marks: Marks,
+        websocket: Option<Way>,
         path: Option<String>,
-    ) -> Result<(), Fault> {
+    ) -> Result<Onward, Fault> {
+        let snapshot = &*view.snapshot;
+        let upstream = snapshot.lanes[self.lane].upstream as usize;
+        let takes_upgrades = || view.targets.get(upstream).is_some_and(Target::takes_upgrades);
+        self.opening = Opening::of(websocket, || snapshot.config.routes[self.lane].websocket && takes_upgrades())?;
         let peer = &visitor.peer.origin.text;
         fields::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
         let path = self.deed.as_mut().and_then(|deed| deed.path.take()).or(path);
@@ -276,7 +321,7 @@ impl Onward {
             upgrade::ask(&mut parts.headers);
             opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
         }
-        Ok(())
+        Ok(self)
     }
 }
 

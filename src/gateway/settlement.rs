@@ -15,6 +15,7 @@ use crate::count::shard::Share;
 use crate::http::quota::Stamp;
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::terms::Cost;
+use crate::shared::script::Gift;
 
 /// A rule of a route whose cost the answer tells.
 #[derive(Debug)]
@@ -58,20 +59,37 @@ pub struct Settlement {
     askers: Vec<Option<Asker>>,
     /// What was charged before, for each term of the slate.
     reserved: Vec<Vec<Share>>,
+    /// What the store has charged before, for rules by their position.
+    gifts: Vec<(usize, Gift)>,
+    /// What the keys are in the store, of the rules that are shared.
+    texts: Vec<Option<Rc<str>>>,
 }
 
 impl Settlement {
     /// Remembers what was decided on `desk`, if the slate has terms.
-    pub fn of(slate: &Slate, position: usize, desk: &Desk) -> Option<Box<Settlement>> {
+    pub fn of(
+        slate: &Slate,
+        position: usize,
+        desk: &Desk,
+        gifts: &[(usize, Gift)],
+        texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
+    ) -> Option<Box<Settlement>> {
         if slate.terms.is_empty() {
             return None;
         }
         let reserved = slate.terms.iter().map(|term| desk.shares_of(term.position).collect());
-        Some(Box::new(Settlement { slate: position, askers: desk.askers.clone(), reserved: reserved.collect() }))
+        Some(Box::new(Settlement {
+            slate: position,
+            askers: desk.askers.clone(),
+            reserved: reserved.collect(),
+            gifts: gifts.to_vec(),
+            texts: texts(),
+        }))
     }
 
     /// Takes note of what was charged again, on `desk`, because the request passes in another window.
-    pub fn charged_again(&mut self, slate: &Slate, desk: &Desk, now_ms: u64) {
+    pub fn charged_again(&mut self, slate: &Slate, desk: &Desk, gifts: &[(usize, Gift)], now_ms: u64) {
+        self.gifts.extend_from_slice(gifts);
         for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
             reserved.retain(|share| share.paid.end_ms() > now_ms);
             reserved.extend(desk.shares_of(term.position));
@@ -89,9 +107,21 @@ impl Settlement {
             settled = true;
             if cost > term.reserve {
                 let asker = Asker { cost: cost - term.reserve, ..asker };
+                let text = self.texts[term.position].as_ref();
+                if let (Some(shared), Some(text)) = (&hall.shared, text)
+                    && shared.overdraw(book, &slate.roster, term.position, asker, text)
+                {
+                    continue;
+                }
                 book.overdraw(slate.roster.rules[term.position], asker, &hall.table, now_ms);
             } else {
                 book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
+                let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);
+                let less = |(_, gift): &(usize, Gift)| Gift {
+                    tokens: gift.tokens.min(u64::from(term.reserve - cost)),
+                    ..gift.clone()
+                };
+                hall.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
             }
         }
         settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, now_ms))

@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::num::NonZeroU32;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use http::HeaderName;
@@ -13,16 +14,18 @@ use super::settlement::Term;
 use crate::config::{Config, Route};
 use crate::http::action::Action;
 use crate::http::affinity::Affinity;
-use crate::http::caller::Identity;
+use crate::http::caller::{Caller, Identity};
 use crate::http::clients::Clients;
 use crate::http::decision::Counsel;
 use crate::http::exceptions::Exceptions;
 use crate::http::forwarded::Trust;
+use crate::http::key_text::Digester;
 use crate::http::quota::Sheet;
 use crate::http::reply::Form;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
 use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
+use crate::rule::terms::Sharing;
 use crate::token::checker::Checker;
 use crate::upstream::fleet::Fleet;
 
@@ -45,6 +48,8 @@ pub struct Snapshot {
     pub lanes: Vec<Lane>,
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
+    /// Spells what is secret, where gateways share counters.
+    digester: Option<Digester>,
     /// Claims that some rule counts by, or that name a client.
     claims: Vec<String>,
     /// What hashes of tokens start from.
@@ -106,7 +111,10 @@ impl Snapshot {
         let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes);
         let forms = config.refusals.iter().map(Form::new).collect();
+        let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
+        let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key.0, api_key));
         Arc::new(Snapshot {
+            digester,
             trust: config.proxies.as_ref().map(Trust::new),
             actions,
             router,
@@ -138,6 +146,14 @@ impl Snapshot {
 
     pub fn action_of(&self, lane: &Lane) -> Option<&Action> {
         lane.action.map(|behind| &self.actions[behind.get() as usize - 1])
+    }
+
+    /// What the key of a request is in the store, under a rule of a slate; `None` if the rule is not shared or does not apply.
+    pub fn text_of(&self, slate: &Slate, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
+        let rule = &self.book.entries[slate.roster.rules[position]].rule;
+        let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Own)?;
+        let mut text = String::new();
+        slate.identities[position].text(caller, digester, &mut text).then(|| text.into())
     }
 
     /// The name of a route; a lane has its route's position.

@@ -10,18 +10,29 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::hall::{Hall, Peer, Scratch, View};
+use super::hall::{Hall, Peer, View};
+use super::question::Denial;
 use super::record::Record;
 use super::settlement::Settlement;
 use crate::count::queue::Place;
 use crate::count::shard::Share;
+use crate::http::fault::Fault;
 use crate::http::quota::Stamp;
-use crate::http::reply::{self, Reply};
+use crate::http::reply;
 use crate::rule::book::{Judgement, Line};
 use crate::rule::desk::{Asker, Desk};
+use crate::shared::inquiry::Unavailable;
+use crate::shared::script::Gift;
 
 /// The wall clock may be set while a request waits, so it looks again after so long.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+/// What the store of shared counters has charged for a request, and what finds it there.
+#[derive(Default)]
+pub struct Placed {
+    pub gifts: Vec<(usize, Gift)>,
+    pub texts: Vec<Option<Rc<str>>>,
+}
 
 /// The turn of a request. Dropped before it has come, as when the client goes away, it gives back
 /// what was charged.
@@ -34,6 +45,7 @@ pub struct Turn {
     again: Vec<Line>,
     /// What was charged; empty once the turn has come.
     shares: Vec<Share>,
+    placed: Placed,
     hall: Rc<Hall>,
     view: Rc<View>,
     /// A place in the queue of those who wait.
@@ -53,16 +65,17 @@ impl Turn {
         peer: &Peer,
         slate: usize,
         desk: &Desk,
-        now_ms: u64,
+        placed: Placed,
     ) -> Option<Box<Turn>> {
         let Judgement::Delayed { until_ms, wait, again } = judgement else { return None };
-        let snapshot = &view.snapshot;
+        let (snapshot, now_ms) = (&view.snapshot, hall.clock.now().unix_ms);
         Some(Box::new(Turn {
             until_ms,
             slate,
             askers: desk.askers.clone(),
             again,
             shares: desk.all_shares().collect(),
+            placed,
             hall: Rc::clone(hall),
             view: Rc::clone(view),
             _place: wait.map(|wait| wait.place),
@@ -73,16 +86,19 @@ impl Turn {
 
     /// Waits until the windows are open. Returns what is to be said of the limits then, or the refusal of
     /// a rule that has no room any more and does not let the request wait for longer.
-    pub async fn come(mut self, record: &mut Record, settlement: &mut Option<Box<Settlement>>) -> Result<Stamp, Reply> {
+    pub async fn come(
+        mut self,
+        record: &mut Record,
+        settlement: &mut Option<Box<Settlement>>,
+    ) -> Result<Stamp, Denial> {
         loop {
             let now_ms = self.until_open().await;
             if self.again.is_empty() {
                 self.shares.clear();
+                self.placed.gifts.clear();
                 return Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, now_ms));
             }
-            if let Some(refusal) = self.charge_again(now_ms, record, settlement) {
-                return Err(refusal);
-            }
+            self.charge_again(now_ms, record, settlement).await?;
         }
     }
 
@@ -101,20 +117,28 @@ impl Turn {
 
     /// Charges the layers that are in another window now. Whoever finds one full that lets it wait waits
     /// again, but not beyond the time at which it would have been refused when it came.
-    fn charge_again(
+    async fn charge_again(
         &mut self,
         now_ms: u64,
         record: &mut Record,
         settlement: &mut Option<Box<Settlement>>,
-    ) -> Option<Reply> {
+    ) -> Result<(), Denial> {
         let snapshot = Arc::clone(&self.view.snapshot);
         let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
-        let view = Rc::clone(&self.view);
-        let mut scratch = view.scratch();
-        let Scratch { desk, text, .. } = &mut *scratch;
+        let mut desk = self.view.scratch().desk.clone();
         desk.askers.clone_from(&self.askers);
         let again = std::mem::take(&mut self.again);
-        match book.charge_again(&slate.roster, &again, &self.hall.table, now_ms, desk) {
+        let (judgement, gifts) = match self.hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
+            None => (book.charge_again(&slate.roster, &again, &self.hall.table, now_ms, &mut desk), Vec::new()),
+            Some(shared) => {
+                let inquiry = shared.charge_again(&slate.roster, again, desk, self.placed.texts.clone());
+                let ruling = inquiry.decide(book, &slate.roster).await;
+                let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
+                desk = ruling.desk;
+                (ruling.judgement, ruling.gifts)
+            }
+        };
+        match judgement {
             Judgement::Admitted => {}
             Judgement::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
                 (self.until_ms, self.again) = (until_ms, again);
@@ -123,21 +147,25 @@ impl Turn {
                 self.shares.extend(desk.all_shares());
                 book.give_back(&self.shares, u32::MAX, &self.hall.table, now_ms);
                 self.shares.clear();
+                self.placed.gifts.extend(gifts);
                 // The answer tells of all layers, as they are now.
-                book.look(&slate.roster, &self.hall.table, now_ms, desk);
-                record.decision(self.slate, desk, &Judgement::Refused);
-                let stamp = slate.sheet.render(desk, None, now_ms, text);
+                book.look(&slate.roster, &self.hall.table, now_ms, &mut desk);
+                record.decision(self.slate, &desk, &Judgement::Refused);
+                let mut text = Vec::new();
+                let stamp = slate.sheet.render(&desk, None, now_ms, &mut text);
                 let (roster, forms) = (&slate.roster, &snapshot.forms);
                 let headers = HeaderMap::new();
-                return Some(reply::refusal(book, roster, desk, forms, now_ms, stamp, text, headers).reply);
+                let refused = reply::refusal(book, roster, &desk, forms, now_ms, stamp, &mut text, headers);
+                return Err(Denial::Refused(refused.reply));
             }
         }
         self.shares.retain(|share| share.paid.end_ms() > now_ms);
         self.shares.extend(desk.all_shares());
         if let Some(settlement) = settlement {
-            settlement.charged_again(slate, desk, now_ms);
+            settlement.charged_again(slate, &desk, &gifts, now_ms);
         }
-        None
+        self.placed.gifts.extend(gifts);
+        Ok(())
     }
 }
 
@@ -148,6 +176,9 @@ impl Drop for Turn {
             let book = &self.view.snapshot.book;
             self.hall.abandoned.add(self.shares.drain(..), self.until_ms, book);
             self.hall.give_up();
+        }
+        if let Some(shared) = self.hall.shared.as_ref().filter(|_| !self.placed.gifts.is_empty()) {
+            shared.give_later(self.placed.gifts.drain(..).map(|(_, gift)| gift).collect());
         }
     }
 }

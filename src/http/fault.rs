@@ -84,6 +84,8 @@ pub enum Fault {
     RequestTimeout,
     /// The upstream has as many requests as it may have.
     Overloaded,
+    /// A rule can not be asked for the moment, and lets nobody pass uncounted.
+    Uncounted,
     /// A defect of the gateway.
     Panic,
 }
@@ -97,7 +99,7 @@ impl Fault {
     pub const BARE_LINE_FEED: Fault = Fault::Framing("a line of the head ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
-    pub const KINDS: [&str; 31] = [
+    pub const KINDS: [&str; 32] = [
         "target",
         "host",
         "path",
@@ -129,6 +131,7 @@ impl Fault {
         "request_timeout",
         "overloaded",
         "protocol",
+        "uncounted",
     ];
 
     /// The position of its name among [`Fault::KINDS`].
@@ -165,6 +168,7 @@ impl Fault {
             Fault::RequestTimeout => 28,
             Fault::Overloaded => 29,
             Fault::Protocol(_) => 30,
+            Fault::Uncounted => 31,
         }
     }
 
@@ -200,7 +204,7 @@ impl Fault {
             | Fault::ResponseTimeout
             | Fault::RequestTimeout
             | Fault::Overloaded => Side::Upstream,
-            Fault::Panic => Side::Gateway,
+            Fault::Uncounted | Fault::Panic => Side::Gateway,
         }
     }
 
@@ -237,7 +241,8 @@ impl Fault {
             | Fault::Upstream(_)
             | Fault::ResponseTimeout
             | Fault::RequestTimeout
-            | Fault::Overloaded => false,
+            | Fault::Overloaded
+            | Fault::Uncounted => false,
         }
     }
 }
@@ -290,6 +295,7 @@ impl fmt::Display for Fault {
             Fault::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
             Fault::RequestTimeout => f.write_str("the request took too long"),
             Fault::Overloaded => f.write_str("the upstream has too many requests at the moment"),
+            Fault::Uncounted => f.write_str("the limits can not be checked at the moment"),
             Fault::Panic => f.write_str("the gateway failed on this request"),
         }
     }

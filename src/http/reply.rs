@@ -157,6 +157,9 @@ pub fn fault(fault: &Fault) -> Reply {
             .headers_mut()
             .insert(header::ALLOW, HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
     }
+    if *fault == Fault::Uncounted {
+        reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
     if let Fault::Token(_) = fault {
         // RFC 6750, section 3.
         reply
@@ -216,7 +219,7 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         Fault::NoRoute => StatusCode::NOT_FOUND,
         Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
         Fault::ConnectTimeout | Fault::ResponseTimeout | Fault::RequestTimeout => StatusCode::GATEWAY_TIMEOUT,
-        Fault::Overloaded => StatusCode::SERVICE_UNAVAILABLE,
+        Fault::Overloaded | Fault::Uncounted => StatusCode::SERVICE_UNAVAILABLE,
         Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }

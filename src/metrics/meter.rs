@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::cell::{Cell, Histogram, RouteCells};
-use super::{Kind, LoopId, Name, Registry, upstream};
+use super::{Kind, LoopId, Name, Registry, shared, upstream};
 
 pub const fn counter(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Counter }
@@ -15,7 +15,7 @@ pub const fn gauge(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Gauge }
 }
 
-const fn histogram(name: &'static str, help: &'static str) -> Name {
+pub const fn histogram(name: &'static str, help: &'static str) -> Name {
     Name { name, help, kind: Kind::Histogram }
 }
 
@@ -55,7 +55,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 29] = [
+pub static NAMES: [&Name; 36] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -78,6 +78,13 @@ pub static NAMES: [&Name; 29] = [
     &TUNNELS,
     &COUNTERS,
     &OVERFLOW,
+    &shared::REQUESTS,
+    &shared::DURATION,
+    &shared::OUTSTANDING,
+    &shared::TOKENS,
+    &shared::AWAY,
+    &shared::OUTAGES,
+    &shared::WITHOUT,
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
     &RELOADS,

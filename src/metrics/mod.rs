@@ -12,6 +12,7 @@ use metrics::Label;
 pub mod cell;
 pub mod meter;
 pub mod page;
+pub mod shared;
 pub mod upstream;
 
 use cell::{Cell, Histogram, RouteCells};

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use super::desk::{Asker, Desk};
 use super::key::{Part, Seed};
 use super::limit::Limit;
-use super::terms::{Cost, OnLimit, Rule};
+use super::share::Segments;
+use super::terms::{Cost, OnLimit, Rule, Sharing};
 use super::window::Windows;
 use crate::count::charge::{Charge, Verdict, decide, look};
-use crate::count::ledger::{Way, Ways};
 use crate::count::pace::{Pace, Time};
 use crate::count::queue::{Place, Queue};
 use crate::count::region::Key;
@@ -24,26 +24,41 @@ use crate::count::word::{Ask, Course};
 /// One layer made ready: what its counters are known by, and what is asked of them.
 #[derive(Debug)]
 pub struct Layer {
-    bits: u64,
+    pub(super) bits: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
     nearby: u64,
     /// Position in [`Book::timelines`].
     pub timeline: usize,
-    course: Course,
-    limit: u32,
+    pub course: Course,
+    pub limit: u32,
     /// What may accumulate.
     pub capacity: u32,
     /// What may be taken from windows to come.
     pub reserve: u32,
-    shards: u32,
+    pub shards: u32,
     /// The most that can be owed beside what may accumulate or be reserved: places that were promised.
-    ahead_most: u64,
+    pub(super) ahead_most: u64,
     /// Whether the counters may have been written under another limit.
     pub(super) differs: bool,
     /// Whether others count here who would not know what it writes: then its windows stand for themselves.
     pub(super) is_held: bool,
+    /// How the store has its counters, and in how many shards, where gateways share them.
+    pub form: Form,
+    pub shards_elsewhere: u32,
     /// The narrow are charged before the wide.
     rank: (bool, u32, u64),
+}
+
+/// How a store has the counters of a layer. It follows from the rules alone: gateways that share counters agree on it
+/// whatever they have in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Form {
+    /// A number for each window.
+    Plain,
+    /// What is used or owed, and as of which window.
+    Account,
+    /// What is used or owed, and when the first window was opened.
+    Floating,
 }
 
 /// A rule made ready.
@@ -53,8 +68,10 @@ pub struct Entry {
     /// Hash prefix of every key of this rule.
     pub identity: u64,
     /// The layers of everyone, then those of each plan and of each override.
-    layers: Vec<Layer>,
+    pub(super) layers: Vec<Layer>,
     names: Vec<String>,
+    /// What the names of its counters end in, where gateways share them; one for each layer.
+    suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
     /// Who waits because of this rule.
     pub queue: Arc<Queue>,
@@ -76,8 +93,10 @@ pub struct Roster {
     enforced: Vec<Line>,
     /// Positions of the shadow rules.
     shadows: Vec<usize>,
+    /// Whether several gateways share counters of any of its rules.
+    pub is_shared: bool,
     pub(super) delays: bool,
-    counts_refused: bool,
+    pub(super) counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
     /// for a refused request: all that such a decision needs is known when the code is compiled.
     plain: bool,
@@ -130,16 +149,6 @@ impl Layer {
         charge
     }
 
-    fn way(&self) -> Way {
-        Way {
-            rolls: self.course != Course::Plain,
-            shards: self.shards,
-            ahead_most: self.ahead_most,
-            grants: (self.limit, self.capacity),
-            differ: self.differs,
-        }
-    }
-
     /// The most that can be used or owed here.
     pub(super) fn most(&self) -> u64 {
         self.ahead_most.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
@@ -153,6 +162,11 @@ impl Entry {
 
     pub fn layer_name(&self, layer: usize) -> &str {
         &self.names[layer]
+    }
+
+    /// What the name of a layer's counters ends in, in a store.
+    pub fn suffix(&self, layer: usize) -> &str {
+        &self.suffixes[layer]
     }
 
     pub fn layer_names(&self) -> &[String] {
@@ -186,6 +200,13 @@ fn neighbourhood(usual_ms: u64) -> u64 {
     }
 }
 
+impl Roster {
+    /// Positions of the shadow rules.
+    pub fn shadows(&self) -> &[usize] {
+        &self.shadows
+    }
+}
+
 impl Book {
     /// A book of these rules.
     ///
@@ -205,58 +226,11 @@ impl Book {
         }
         let ways = book.ways();
         book.agree(&ways);
+        book.settle_forms();
         if let Some(former) = former {
             book.agree(&former.ways());
         }
         book
-    }
-
-    /// How the layers write their counters. Those of one counter, such as those of a rule's plans, do it in one way:
-    /// as tokens that roll over if they do in one of them, and in as many shards as the most of them have.
-    pub fn ways(&self) -> Ways {
-        let mut ways = Ways::default();
-        for layer in self.entries.iter().flat_map(|entry| &entry.layers) {
-            ways.join(layer.bits, layer.way());
-        }
-        ways
-    }
-
-    /// Reads counters as they were written, in one of these ways or another.
-    pub fn agree(&mut self, ways: &Ways) {
-        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            let Some(way) = ways.get(layer.bits).map(|known| layer.way().join(known)) else { continue };
-            if way.rolls && layer.course == Course::Plain {
-                layer.course = Course::Grid(layer.timeline as u32);
-            }
-            layer.shards = if way.rolls { 1 } else { way.shards };
-            layer.differs = way.differ;
-            layer.ahead_most = way.ahead_most;
-        }
-    }
-
-    /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
-    /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
-    /// `true` if there is one that would do otherwise.
-    pub fn abide_by(&mut self, ways: &Ways) -> bool {
-        let mut holds = false;
-        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            let (own, known) = (layer.way(), ways.get(layer.bits).unwrap_or(Way::PLAIN));
-            holds |= layer.shards > known.shards;
-            layer.shards = layer.shards.min(known.shards);
-            // Windows that requests open are never read otherwise.
-            let rolls = own.rolls && !known.rolls && !matches!(layer.course, Course::Floating(_));
-            if rolls || own.ahead_most > known.ahead_most {
-                holds = true;
-                layer.is_held = true;
-                layer.capacity = layer.limit;
-                layer.reserve = 0;
-                layer.ahead_most = known.ahead_most;
-            }
-            if rolls {
-                layer.course = Course::Plain;
-            }
-        }
-        holds
     }
 
     fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {
@@ -276,7 +250,9 @@ impl Book {
             OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
-        Entry { identity, layers, names, variants, queue: Queue::new(most), rule: rule.clone() }
+        let segments = Segments::of(rule);
+        let suffixes = rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
+        Entry { identity, layers, names, suffixes, variants, queue: Queue::new(most), rule: rule.clone() }
     }
 
     fn layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> Layer {
@@ -309,6 +285,8 @@ impl Book {
             ahead_most,
             differs: false,
             is_held: false,
+            form: Form::Plain,
+            shards_elsewhere: 1,
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
@@ -331,6 +309,7 @@ impl Book {
             shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
             delays: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
+            is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Own),
             plain: false,
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
@@ -338,8 +317,9 @@ impl Book {
         self.sort(&roster, &mut lines);
         roster.enforced = lines;
         let layers = || rules.iter().flat_map(|rule| &self.entries[*rule].layers);
-        roster.plain =
-            !roster.counts_refused && layers().all(|layer| layer.course == Course::Plain && layer.shards == 1);
+        roster.plain = !roster.counts_refused
+            && !roster.is_shared
+            && layers().all(|layer| layer.course == Course::Plain && layer.shards == 1);
         roster
     }
 
@@ -356,7 +336,7 @@ impl Book {
     }
 
     /// The layers of one rule, as one of its variants has them.
-    fn lines(&self, roster: &Roster, position: usize, variant: usize) -> impl Iterator<Item = Line> + use<> {
+    pub(super) fn lines(&self, roster: &Roster, position: usize, variant: usize) -> impl Iterator<Item = Line> + use<> {
         self.entries[roster.rules[position]].variant(variant).map(move |layer| Line { rule: position, layer })
     }
 
@@ -395,7 +375,7 @@ impl Book {
     }
 
     /// The lines of a request whose windows are not everyone's, in the desk's own list.
-    fn lines_of(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
+    pub(super) fn lines_of(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
         let mut lines = std::mem::take(&mut desk.own_lines);
         lines.clear();
         for (position, asker) in desk.askers.iter().enumerate() {
@@ -411,8 +391,15 @@ impl Book {
     pub fn look<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> bool {
         desk.clear();
         let lines = self.lines_of(roster, desk);
-        desk.put_down(self, roster, &lines, now_ms, 0);
+        if roster.is_shared {
+            self.look_shared(roster, &lines, table, now_ms, desk);
+        } else {
+            desk.put_down(self, roster, &lines, now_ms, 0);
+        }
         let room = look(table, &mut desk.charges, self.time(now_ms));
+        if roster.is_shared {
+            self.tell(roster, table, now_ms, desk, 0);
+        }
         desk.own_lines = lines;
         room
     }
@@ -443,7 +430,10 @@ impl Book {
     ) -> Judgement {
         let first = desk.charges.len();
         loop {
-            desk.put_down(self, roster, lines, now_ms, first);
+            match roster.is_shared {
+                true => desk.put_down_shared(self, roster, table, lines, now_ms, first),
+                false => desk.put_down(self, roster, lines, now_ms, first),
+            }
             let charges = &mut desk.charges[first..];
             let verdict = match roster.plain {
                 true => decide(table, charges, &mut desk.shares, Time::all_plain(now_ms)),
@@ -464,7 +454,7 @@ impl Book {
                     {
                         return delayed;
                     }
-                    if roster.counts_refused {
+                    if roster.counts_refused && !roster.is_shared {
                         self.count_refusal(roster, table, self.time(now_ms), desk, first);
                     }
                     return Judgement::Refused;

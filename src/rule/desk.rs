@@ -3,6 +3,7 @@
 
 use super::book::{Book, Line, Roster};
 use super::key::KeyHash;
+use super::lease::Stand;
 use super::window::Window;
 use crate::count::charge::Charge;
 use crate::count::shard::Share;
@@ -18,7 +19,7 @@ pub struct Asker {
     pub cost: u32,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Desk {
     /// Per rule of the roster, who asks; `None` where the rule does not apply. Filled by the caller.
     pub askers: Vec<Option<Asker>>,
@@ -35,6 +36,14 @@ pub struct Desk {
     pub shares: Vec<Share>,
     /// Positions of the shadow rules that would have refused the request.
     pub shadowed: Vec<usize>,
+    /// How each rule of the roster is counted, where several gateways share counters.
+    pub stands: Vec<Stand>,
+    /// Positions in `charges` for which too few tokens were fetched, after a step that lacked some.
+    pub lacking: Vec<usize>,
+    /// Positions in `charges` whose fetched tokens have become few, after a step that admitted.
+    pub low: Vec<usize>,
+    /// Layers that are paid for already.
+    pub in_hand: Vec<Line>,
     /// The window last found on each timeline: most requests fall into the same.
     windows: Vec<Window>,
     /// The lines of a request whose windows are not everyone's.
@@ -47,11 +56,13 @@ impl Desk {
         Desk { own_shard, ..Desk::default() }
     }
 
-    pub(super) fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.shadowed.clear();
         self.charges.clear();
         self.lines.clear();
         self.shares.clear();
+        self.low.clear();
+        self.in_hand.clear();
     }
 
     /// The answer of one layer, or `None` if it does not apply to the request.
@@ -77,16 +88,22 @@ impl Desk {
         self.lines.truncate(first);
         for line in lines {
             if let Some(asker) = self.askers[line.rule] {
-                let entry = &book.entries[roster.rules[line.rule]];
-                let layer = entry.layer(line.layer);
-                let end_ms = match book.timelines[layer.timeline].are_shared() {
-                    true => self.window_end_ms(book, layer.timeline, now_ms),
-                    false => book.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms,
-                };
-                self.charges.push(layer.charge(asker, end_ms, self.own_shard));
+                let charge = self.charge(book, roster, *line, asker, now_ms);
+                self.charges.push(charge);
                 self.lines.push(*line);
             }
         }
+    }
+
+    /// What a request asks of one layer in the window that is open.
+    #[inline]
+    pub(super) fn charge(&mut self, book: &Book, roster: &Roster, line: Line, asker: Asker, now_ms: u64) -> Charge {
+        let layer = book.layer_of(roster, line);
+        let end_ms = match book.timelines[layer.timeline].are_shared() {
+            true => self.window_end_ms(book, layer.timeline, now_ms),
+            false => book.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms,
+        };
+        layer.charge(asker, end_ms, self.own_shard)
     }
 
     /// The end of the window that is open on a timeline which is the same for all keys.

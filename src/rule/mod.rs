@@ -2,18 +2,21 @@
 //!
 //! `window` divides time, `limit` is so much per window, `key` is who is counted, `terms` a rule as
 //! configured, with `network` and `digest` for those it names; `book` puts them together and asks the
-//! counting room, on a `desk`; `wait` is about what is not decided by this window alone, `bound` about
-//! what layers let through at most, `share` about what counters are called that gateways share. The room
-//! is pure: it knows neither HTTP nor files nor the clock, and all it takes beside the standard library are two hashes.
+//! counting room, on a `desk`; `ways` is how layers write their counters, `lease` about counters that gateways share,
+//! `share` what those are called, `wait` about what is not decided by this window alone, `bound` about what layers let
+//! through at most. The room is pure: it knows neither HTTP nor files nor the clock, and all it takes beside the standard
+//! library are two hashes.
 
 pub mod book;
 pub mod bound;
 pub mod desk;
 pub mod digest;
 pub mod key;
+pub mod lease;
 pub mod limit;
 pub mod network;
 pub mod share;
 pub mod terms;
 pub mod wait;
+pub mod ways;
 pub mod window;

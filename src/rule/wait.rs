@@ -34,11 +34,9 @@ impl Book {
         for _ in 0..TRIES {
             let Some(turns) = self.turns(roster, time, desk) else { break };
             if wait.is_none() {
-                // Of several rules that let it wait, the first holds the place.
-                let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
-                if let Some(line) = full.map(|(_, line)| *line).find(|line| self.entry(roster, *line).rule.delays()) {
-                    let Some(place) = self.entry(roster, line).queue.enter() else { break };
-                    wait = Some(Wait { rule: line.rule, place });
+                match self.enter(roster, desk) {
+                    Some(entered) => wait = entered,
+                    None => break,
                 }
             }
             let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
@@ -69,8 +67,18 @@ impl Book {
         None
     }
 
+    /// A place among those who wait because of a rule that is full, if one of them is kept; `None` if there are too many.
+    pub fn enter(&self, roster: &Roster, desk: &Desk) -> Option<Option<Wait>> {
+        // Of several rules that let it wait, the first holds the place.
+        let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
+        let delays = full.map(|(_, line)| *line).find(|line| self.entry(roster, *line).rule.delays());
+        let Some(line) = delays else { return Some(None) };
+        let place = self.entry(roster, line).queue.enter()?;
+        Some(Some(Wait { rule: line.rule, place }))
+    }
+
     /// When each rule of the roster has room for a request, if it may wait for that.
-    fn turns(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<Vec<u64>> {
+    pub fn turns(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<Vec<u64>> {
         let mut turns = vec![time.now_ms; roster.rules.len()];
         for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
             let entry = self.entry(roster, *line);
@@ -89,7 +97,14 @@ impl Book {
     }
 
     /// Asks a counter for tokens of the window that is open at `until_ms`; returns the end of that.
-    fn ask_for_then(&self, charge: &mut Charge, entry: &Entry, line: Line, until_ms: u64, time: Time<'_>) -> u64 {
+    pub(super) fn ask_for_then(
+        &self,
+        charge: &mut Charge,
+        entry: &Entry,
+        line: Line,
+        until_ms: u64,
+        time: Time<'_>,
+    ) -> u64 {
         let layer = entry.layer(line.layer);
         let pace = &time.paces[layer.timeline];
         let end_ms = pace.open(charge.usage.end_ms, until_ms);

@@ -59,6 +59,7 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
         let hall = Rc::clone(&hall);
         async move { hall.timers.run().await }
     });
+    let sharer = hall.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
     let mut patience = None;
     while let Some(order) = inbox.recv().await {
         match order {
@@ -79,6 +80,10 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
         }
     }
     ticker.abort();
+    if let (Some(sharer), Some(shared)) = (sharer, &hall.shared) {
+        sharer.abort();
+        shared.close().await;
+    }
     sweeper.abort();
 }
 

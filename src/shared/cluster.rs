@@ -67,6 +67,13 @@ impl Cluster {
         link.ok_or_else(|| format!("no node of the cluster has slot {slot}"))
     }
 
+    /// Who the master of a slot is, as far as it is known.
+    pub fn owner(&self, slot: u16) -> Option<Node> {
+        let map = self.map.borrow();
+        let owner = map.owners.get(usize::from(slot))?;
+        map.masters.get(usize::from(*owner)).map(|(node, _)| node.clone())
+    }
+
     /// Every master that has slots, and a key in one of them that begins with `stem`.
     pub fn masters(&self, stem: &str) -> Vec<(Rc<Link>, String)> {
         let map = self.map.borrow();

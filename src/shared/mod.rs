@@ -1,13 +1,100 @@
-//! Counters that gateways share, in Redis or Valkey.
+//! Counters that several gateways share, in Redis or Valkey.
 //!
-//! `script` says what is asked of the server, and how; `store` has the connections over which it is asked, of one event
-//! loop. This room knows nothing of requests and rules: a counter is a name, windows and a limit.
+//! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`) to one server, to
+//! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
+//! were fetched and how many to fetch next, `flight` fetches them, `outage` is about when nobody can be asked and what was
+//! counted meanwhile. `inquiry` is the decision about one request, as far as it has to wait for an answer.
+//!
+//! Each event loop has all of this for itself; what was fetched lies in the table that they have in common. This
+//! room does not know HTTP, nor what a route is.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::clock::Clock;
+use crate::config::shared::Shared as Settings;
+use crate::count::table::Table;
+use crate::metrics::shared::SharedMeter;
+use crate::rule::share::base;
+use leases::Leases;
+use outage::{Breaker, Debts};
+use store::Store;
 
 mod cluster;
 mod dial;
+pub mod flight;
+pub mod inquiry;
+pub mod leases;
 mod line;
 mod link;
+pub mod outage;
+pub mod place;
 pub mod script;
 mod sentinel;
 mod slot;
 pub mod store;
+
+/// How often leases that lie idle are looked for.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// What one event loop knows of the counters that are shared.
+pub struct Shared {
+    pub(crate) store: Store,
+    table: Arc<Table>,
+    clock: Clock,
+    timeout: Duration,
+    prefix: String,
+    leases: Leases,
+    breaker: Breaker,
+    debts: Debts,
+    meter: SharedMeter,
+    /// Which shard of a split counter this loop asks first.
+    own_shard: u32,
+    /// As of which time, Unix milliseconds, the store may not know what was counted before: it is another server, or
+    /// the connection is new.
+    doubtful_ms: Cell<u64>,
+    generation: Cell<u64>,
+    complained: Cell<Option<Instant>>,
+}
+
+impl Shared {
+    pub fn new(settings: &Settings, table: Arc<Table>, clock: Clock, meter: SharedMeter) -> Rc<Shared> {
+        Rc::new(Shared {
+            store: Store::new(settings),
+            table,
+            clock,
+            timeout: settings.timeout,
+            prefix: settings.prefix.clone(),
+            leases: Leases::default(),
+            breaker: Breaker::default(),
+            debts: Debts::default(),
+            meter,
+            own_shard: fastrand::u32(..),
+            doubtful_ms: Cell::new(0),
+            generation: Cell::new(0),
+            complained: Cell::new(None),
+        })
+    }
+
+    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, and returns
+    /// leases that lie idle.
+    pub async fn run(self: Rc<Self>) {
+        self.reach_out();
+        loop {
+            tokio::time::sleep(SWEEP).await;
+            self.return_idle(false).await;
+        }
+    }
+
+    /// Returns all that was fetched and not spent.
+    pub async fn close(self: &Rc<Self>) {
+        self.return_idle(true).await;
+    }
+
+    /// The counter in the store for a key, in one of its shards.
+    fn base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
+        base(&self.prefix, text, shard, suffix).into()
+    }
+}

@@ -20,7 +20,8 @@ use super::link::{Link, Way};
 use super::script::{self, Answer, At, By, Gift, Scripts, TOKENS_MAX, Want};
 use super::sentinel::Sentinels;
 use super::slot::slot;
-use crate::config::shared::{Nodes, Shared};
+use crate::config::shared::{Node, Nodes, Shared};
+use crate::rule::key::Seed;
 
 /// How often a call is sent after a slot that moves.
 const HOPS_MAX: u32 = 8;
@@ -45,6 +46,19 @@ enum Servers {
     /// Also the master that sentinels know.
     One(Rc<Link>),
     Cluster(Rc<Cluster>),
+}
+
+/// One of the servers, as long as it is known by the same address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Server(u64);
+
+impl Server {
+    /// The only one, or the one that is the master.
+    pub const ONLY: Server = Server(0);
+
+    fn of(node: &Node) -> Server {
+        Server(Seed::EVERYWHERE.bits(&[&node.to_string()]) | 1)
+    }
 }
 
 /// Why there is no answer; texts for an operator.
@@ -105,6 +119,30 @@ impl Store {
     pub async fn probe(&self) -> Result<u64, StoreError> {
         let probe = timeout(2 * PATIENCE, self.probe_all());
         probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
+    }
+
+    /// As [`Store::probe`], for one server; a server of a cluster that has no slots any more need not be there.
+    pub async fn probe_server(&self, server: Server) -> Result<u64, StoreError> {
+        let Servers::Cluster(cluster) = &self.0.servers else { return self.probe().await };
+        let probe = async {
+            cluster.refresh().await.map_err(StoreError::Unreachable)?;
+            let masters = cluster.masters(&format!("{}:{{#probe|", self.0.prefix));
+            let base = masters.into_iter().map(|(_, base)| base).find(|base| self.server_of(base) == server);
+            match base {
+                Some(base) => self.probe_one(base).await,
+                None => Ok(0),
+            }
+        };
+        let probe = timeout(2 * PATIENCE, probe);
+        probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
+    }
+
+    /// Which server has the counters with this base, as far as it is known.
+    pub fn server_of(&self, base: &str) -> Server {
+        match &self.0.servers {
+            Servers::One(_) => Server::ONLY,
+            Servers::Cluster(cluster) => cluster.owner(slot(base)).map_or(Server::ONLY, |node| Server::of(&node)),
+        }
     }
 
     /// Whether counters with these bases can be asked for in one call.

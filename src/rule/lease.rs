@@ -1,0 +1,329 @@
+//! Rules whose counters several gateways share: what is decided here with tokens that were fetched beforehand, what is left for
+//! the store to decide, and what is counted on this machine alone as long as the store can not be reached.
+//!
+//! Nothing is waited for here, and no store is known. Whoever asks is told that tokens lack, fetches some, and asks
+//! again; everything else of the request is charged with them, or nothing is.
+
+use super::book::{Book, Judgement, Layer, Line, Roster};
+use super::desk::{Asker, Desk};
+use super::terms::{OnLimit, OnOutage, Sharing};
+use crate::count::charge::{Charge, Verdict, take};
+use crate::count::pace::Time;
+use crate::count::shard::{Share, Split};
+use crate::count::table::{Counter, Table};
+use crate::count::word::{Course, Use};
+
+/// How the rules of a roster are counted in one decision.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stand {
+    /// In ordinary counters.
+    Own,
+    /// With tokens that were fetched beforehand.
+    Leased,
+    /// In ordinary counters, beside what is known to be used elsewhere.
+    Alone,
+    /// Not here.
+    Aside,
+}
+
+/// What came of deciding some lines.
+#[derive(Debug)]
+pub enum Step {
+    Decided(Judgement),
+    /// Nothing was charged: the counters at `desk.lacking` need more tokens than were fetched for them.
+    Lacking,
+}
+
+impl Layer {
+    /// The counter of one key, as it is where it is not shared.
+    pub fn counter(&self, asker: Asker) -> Counter {
+        self.charge(asker, 0, 0).counter
+    }
+
+    /// Makes a charge one of tokens that were fetched.
+    fn lease(&self, charge: &mut Charge) {
+        charge.counter = charge.counter.purse();
+        charge.ask.course = Course::Leased;
+        charge.split = Split::WHOLE;
+    }
+}
+
+impl Book {
+    /// The stand of each rule of a roster.
+    /// `beyond`: whether a rule does what it does in an outage.
+    pub fn stands(&self, roster: &Roster, beyond: impl Fn(usize) -> bool, stands: &mut Vec<Stand>) {
+        stands.clear();
+        stands.extend(roster.rules.iter().enumerate().map(|(position, rule)| {
+            let rule = &self.entries[*rule].rule;
+            match (rule.sharing, beyond(position), rule.on_outage) {
+                (Sharing::Own, ..) => Stand::Own,
+                (Sharing::Lease, false, _) => Stand::Leased,
+                (Sharing::Exact, false, _) => Stand::Aside,
+                (Sharing::Lease | Sharing::Exact, true, OnOutage::Local) => Stand::Alone,
+                (Sharing::Lease | Sharing::Exact, true, OnOutage::Allow | OnOutage::Refuse) => Stand::Aside,
+            }
+        }));
+    }
+
+    /// The enforced lines of a request in the order in which they are charged.
+    pub fn enforced(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
+        self.lines_of(roster, desk)
+    }
+
+    /// The lines of a shadow rule, by its position.
+    pub fn of_shadow(&self, roster: &Roster, position: usize, asker: Asker) -> Vec<Line> {
+        self.lines(roster, position, asker.variant).collect()
+    }
+
+    /// Charges lines as `desk.stands` says, all or none, behind what is on the desk already.
+    pub fn step<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+        may_wait: bool,
+    ) -> Step {
+        let first = desk.charges.len();
+        desk.lacking.clear();
+        // Who waits for windows to come asks the store for his place; here he can not have it.
+        let leases = |line: &Line| desk.stands[line.rule] == Stand::Leased && desk.askers[line.rule].is_some();
+        let may_wait = may_wait && !lines.iter().any(leases);
+        let judgement = self.decide(roster, lines, table, now_ms, desk, may_wait);
+        match judgement {
+            Judgement::Refused => {
+                if self.only_lacks(roster, table, now_ms, desk, first) {
+                    return Step::Lacking;
+                }
+                if roster.counts_refused {
+                    self.count_refusal(roster, table, self.time(now_ms), desk, first);
+                }
+            }
+            Judgement::Admitted | Judgement::Delayed { .. } => desk.find_low(first),
+        }
+        self.tell(roster, table, now_ms, desk, first);
+        Step::Decided(judgement)
+    }
+
+    /// Puts down lines to be looked at: of those that are shared, what is known of all gateways together.
+    pub(super) fn look_shared<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+    ) {
+        self.stands(roster, |_within| false, &mut desk.stands);
+        desk.stands.iter_mut().filter(|stand| **stand == Stand::Aside).for_each(|stand| *stand = Stand::Leased);
+        desk.put_down_shared(self, roster, table, lines, now_ms, 0);
+    }
+
+    /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
+    fn only_lacks<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+        first: usize,
+    ) -> bool {
+        let Desk { charges, lines, stands, askers, lacking, .. } = desk;
+        let mut is_full = false;
+        for (i, (charge, line)) in charges.iter_mut().zip(lines.iter()).enumerate().skip(first) {
+            let Some(asker) = askers[line.rule].filter(|_| charge.full) else { continue };
+            let layer = self.layer_of(roster, *line);
+            if stands[line.rule] != Stand::Leased || layer.is_used_up(table, asker, charge, now_ms) {
+                is_full = true;
+            } else {
+                lacking.push(i);
+            }
+        }
+        if is_full {
+            // What might have been fetched is not what refused it.
+            lacking.drain(..).for_each(|i| charges[i].full = false);
+        }
+        !is_full && !lacking.is_empty()
+    }
+
+    /// Makes charges say what is used by all gateways together, as far as it is known.
+    pub fn tell<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk, first: usize) {
+        let Desk { charges, lines, stands, askers, .. } = desk;
+        for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
+            let (Some(asker), Some(stand)) = (askers[line.rule], stands.get(line.rule)) else { continue };
+            let layer = self.layer_of(roster, *line);
+            match stand {
+                Stand::Own | Stand::Aside => {}
+                Stand::Leased => {
+                    let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
+                    if let Some((end_ms, used)) = table.tally(layer.counter(asker), now_ms) {
+                        charge.usage.used = u64::from(used).saturating_sub(left);
+                        if left == 0 {
+                            charge.usage.end_ms = end_ms;
+                        }
+                    }
+                }
+                Stand::Alone => charge.usage.used += u64::from(layer.capacity).saturating_sub(charge.ask.ceiling),
+            }
+        }
+    }
+
+    /// Puts down lines for the store to decide, as ordinary charges that nobody has made; returns from where on.
+    pub fn lay_aside(&self, roster: &Roster, lines: &[Line], now_ms: u64, desk: &mut Desk) -> usize {
+        let behind = desk.charges.len();
+        for line in lines {
+            if let Some(asker) = desk.askers[line.rule] {
+                let charge = desk.charge(self, roster, *line, asker, now_ms);
+                desk.charges.push(charge);
+                desk.lines.push(*line);
+            }
+        }
+        behind
+    }
+
+    /// Charges what lies on the desk from `behind` up to `until`, all or none, without looking at it first; `false` if
+    /// somebody else has taken it.
+    pub fn take<const W: usize>(
+        &self,
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+        behind: usize,
+        until: usize,
+    ) -> bool {
+        let Desk { charges, shares, .. } = desk;
+        take(table, &mut charges[behind..until], shares, self.time(now_ms)) == Verdict::Admitted
+    }
+
+    /// Looks anew at what lies on the desk behind `behind`, by the use that is known of it.
+    pub fn measure(&self, roster: &Roster, now_ms: u64, desk: &mut Desk, behind: usize) {
+        let uses: Vec<Use> = desk.charges[behind..].iter().map(|charge| charge.usage).collect();
+        let lines = desk.lines[behind..].to_vec();
+        desk.rewind(behind);
+        self.lay_aside(roster, &lines, now_ms, desk);
+        for (charge, usage) in desk.charges[behind..].iter_mut().zip(uses) {
+            charge.usage = usage;
+            charge.full = !usage.admits(charge.ask);
+        }
+    }
+
+    /// Asks for places in the windows in which rules let a request pass; `told` is what is used of each layer. Returns
+    /// the lines, charged before `behind`, whose windows are over by then.
+    #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
+    pub fn ask_for_turns(
+        &self,
+        roster: &Roster,
+        turns: &[u64],
+        told: &[(Line, Use)],
+        time: Time<'_>,
+        desk: &mut Desk,
+        first: usize,
+        behind: usize,
+    ) -> Vec<Line> {
+        let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
+        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(behind) {
+            if let Some((_, usage)) = told.iter().find(|(known, _)| known == line) {
+                charge.usage = *usage;
+            }
+            charge.full = !charge.usage.admits(charge.ask);
+            if turns[line.rule] > time.now_ms {
+                self.ask_for_then(charge, &self.entries[roster.rules[line.rule]], *line, turns[line.rule], time);
+            }
+        }
+        let kept = desk.charges[..behind].iter().zip(&desk.lines).skip(first);
+        kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, line)| *line).collect()
+    }
+
+    /// Whether a refused request could be let through in a window to come, by rules that are full.
+    pub fn may_wait(&self, roster: &Roster, desk: &Desk) -> bool {
+        let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
+        let mut waits = full.map(|(_, line)| {
+            let entry = &self.entries[roster.rules[line.rule]];
+            match entry.rule.on_limit {
+                OnLimit::Delay { .. } => roster.delays || (desk.reserve && self.layer_of(roster, *line).reserve > 0),
+                OnLimit::Refuse => desk.reserve && self.layer_of(roster, *line).reserve > 0,
+                OnLimit::Shadow => false,
+            }
+        });
+        let first = waits.next();
+        first.is_some_and(|first| first && waits.all(|waits| waits))
+    }
+}
+
+impl Layer {
+    /// Whether it is known that all gateways together have used too much of a window for this charge.
+    fn is_used_up<const W: usize>(&self, table: &Table<W>, asker: Asker, charge: &Charge, now_ms: u64) -> bool {
+        let (cost, capacity) = (u64::from(charge.ask.cost), u64::from(self.capacity));
+        let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
+        let tally = table.tally(self.counter(asker), now_ms);
+        cost > capacity || tally.is_some_and(|(_, used)| capacity.saturating_sub(u64::from(used)) + left < cost)
+    }
+}
+
+impl Desk {
+    /// What was charged behind `first`, so that it can be taken back.
+    pub fn shares_behind(&self, first: usize) -> impl Iterator<Item = Share> + '_ {
+        self.charges[first..].iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    }
+
+    /// Makes charges that were taken back say so.
+    pub fn take_off_costs(&mut self, first: usize, behind: usize) {
+        for charge in &mut self.charges[first..behind] {
+            charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.ask.cost));
+        }
+    }
+
+    /// Puts down what the request asks of each of `lines` where several gateways share counters.
+    pub(super) fn put_down_shared<const W: usize>(
+        &mut self,
+        book: &Book,
+        roster: &Roster,
+        table: &Table<W>,
+        lines: &[Line],
+        now_ms: u64,
+        first: usize,
+    ) {
+        self.charges.truncate(first);
+        self.lines.truncate(first);
+        for line in lines {
+            let stand = self.stands[line.rule];
+            let Some(asker) = self.askers[line.rule].filter(|_| stand != Stand::Aside) else { continue };
+            if self.in_hand.contains(line) {
+                continue;
+            }
+            let mut charge = self.charge(book, roster, *line, asker, now_ms);
+            let layer = book.layer_of(roster, *line);
+            match stand {
+                Stand::Leased => layer.lease(&mut charge),
+                Stand::Alone => {
+                    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
+                    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
+                }
+                Stand::Own | Stand::Aside => {}
+            }
+            self.charges.push(charge);
+            self.lines.push(*line);
+        }
+    }
+
+    /// Finds the counters whose fetched tokens have become few: it is looked at each time they have halved, so that
+    /// most requests need not.
+    fn find_low(&mut self, first: usize) {
+        self.low.clear();
+        for (i, (charge, line)) in self.charges.iter().zip(&self.lines).enumerate().skip(first) {
+            if self.stands[line.rule] == Stand::Leased {
+                let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
+                if left.leading_zeros() != (left + u64::from(charge.ask.cost)).leading_zeros() {
+                    self.low.push(i);
+                }
+            }
+        }
+    }
+
+    /// Takes off the desk what was put down behind `first`.
+    pub fn rewind(&mut self, first: usize) {
+        self.charges.truncate(first);
+        self.lines.truncate(first);
+    }
+}

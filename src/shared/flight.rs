@@ -1,0 +1,261 @@
+//! Fetching tokens: one call for all counters of a request that lack some, and one call at a time for each counter.
+//!
+//! A call goes on when nobody waits for it any more: what it brings is deposited in the table, where the next request finds
+//! it. A call whose fate is unknown is never made again.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Instant;
+
+use tokio::sync::Notify;
+
+use super::Shared;
+use super::leases::{Id, Origin, id};
+use super::script::{Answer, Gift, Kind, Took, Want};
+use super::store::{Server, StoreError};
+use crate::count::lease::Deposit;
+use crate::count::table::Counter;
+use crate::metrics::shared::Outcome;
+use crate::rule::book::Line;
+
+/// Fetches tokens for one counter.
+pub struct Errand {
+    /// The layer's ordinary counter.
+    pub counter: Counter,
+    /// Where in the roster it stands.
+    pub line: Line,
+    /// What the key is in the store, and what comes behind it.
+    pub text: Rc<str>,
+    pub suffix: Rc<str>,
+    pub shards: u32,
+    pub want: Want,
+}
+
+/// A call that is under way. Whoever waits for it looks afterwards at what is in the table.
+#[derive(Default)]
+pub struct Flight {
+    landed: Cell<Option<bool>>,
+    notify: Notify,
+    /// What was fetched and found no place in the table: for whoever sent it.
+    pub unkept: RefCell<Vec<Unkept>>,
+}
+
+/// Tokens that found no place in the table.
+pub struct Unkept {
+    pub line: Line,
+    pub tokens: u64,
+    pub origin: Origin,
+}
+
+impl Flight {
+    /// Waits for its end; `true` if the store has answered.
+    pub async fn landing(&self) -> bool {
+        loop {
+            let notified = self.notify.notified();
+            if let Some(answered) = self.landed.get() {
+                return answered;
+            }
+            notified.await;
+        }
+    }
+
+    fn land(&self, answered: bool) {
+        self.landed.set(Some(answered));
+        self.notify.notify_waiters();
+    }
+}
+
+impl Origin {
+    /// What gives tokens back.
+    pub fn gift(&self, tokens: u64) -> Gift {
+        Gift {
+            base: Rc::clone(&self.base),
+            kind: self.kind,
+            number: self.number,
+            limit: self.limit,
+            tokens,
+            only_if_used: None,
+        }
+    }
+}
+
+impl Want {
+    pub fn origin(&self, took: Took) -> Origin {
+        Origin {
+            base: Rc::clone(&self.base),
+            kind: self.at.kind(),
+            number: took.number,
+            limit: self.limit,
+            end_ms: took.end_ms,
+        }
+    }
+}
+
+impl Shared {
+    /// Sets out. All errands are known to their records until they are done.
+    pub(super) fn launch(self: &Rc<Self>, errands: Vec<Errand>) -> Rc<Flight> {
+        let flight = Rc::new(Flight::default());
+        let ids: Vec<Id> = errands.iter().map(|errand| id(errand.counter)).collect();
+        for errand in &errands {
+            self.leases.known(id(errand.counter), |record| record.flight = Some(Rc::clone(&flight)));
+        }
+        let (shared, under_way) = (Rc::clone(self), Rc::clone(&flight));
+        tokio::task::spawn_local(async move {
+            let answered = shared.fly(errands, &under_way).await;
+            ids.iter().for_each(|id| _ = shared.leases.known(*id, |record| record.flight = None));
+            under_way.land(answered);
+            // Those who wait are woken now, and have their hands on it; if there are none, nobody has a use for the rest.
+            tokio::task::yield_now().await;
+            if Rc::strong_count(&under_way) == 1 {
+                let unkept = under_way.unkept.take();
+                shared.give(unkept.iter().map(|unkept| unkept.origin.gift(unkept.tokens)).collect()).await;
+            }
+        });
+        flight
+    }
+
+    async fn fly(self: &Rc<Self>, errands: Vec<Errand>, flight: &Flight) -> bool {
+        let (split, whole): (Vec<Errand>, Vec<Errand>) = errands.into_iter().partition(|errand| errand.shards > 1);
+        let mut rest = whole.as_slice();
+        while let Some(first) = rest.first() {
+            let is_other = |errand: &Errand| !self.store.is_one_call(&first.want.base, &errand.want.base);
+            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()));
+            rest = others;
+            let wants: Vec<Want> = call.iter().map(|errand| errand.want.clone()).collect();
+            match self.take(&wants).await {
+                Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => {
+                    call.iter().zip(took).for_each(|(errand, took)| self.put_by(errand, &errand.want, took, flight));
+                }
+                Ok(Answer::OtherWindow { .. }) => return true,
+                Err(_reported) => return false,
+            }
+        }
+        for errand in split {
+            if !self.fly_to_shards(errand, flight).await {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Asks one shard after the other, from the one that had tokens the last time on, until there are enough.
+    async fn fly_to_shards(self: &Rc<Self>, errand: Errand, flight: &Flight) -> bool {
+        let (shards, whole) = (errand.shards, u64::from(errand.want.limit));
+        let first = self.leases.known(id(errand.counter), |record| record.shard).unwrap_or(self.own_shard) % shards;
+        let (mut missing, mut used_most) = (errand.want.need.max(1), 0);
+        for i in 0..shards {
+            let shard = (first + i) % shards;
+            let part = whole / u64::from(shards) + u64::from(u64::from(shard) < whole % u64::from(shards));
+            let base = self.base(&errand.text, &errand.suffix, shard);
+            // What a shard lacks, the next may have.
+            let want = Want { base, limit: part as u32, ceiling: part, need: 0, least: 0, ..errand.want.clone() };
+            let took = match self.take(std::slice::from_ref(&want)).await {
+                Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => took,
+                Ok(Answer::OtherWindow { .. }) => return true,
+                Err(_reported) => return false,
+            };
+            let Some(took) = took.first().copied() else { return false };
+            // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
+            used_most = (took.used * u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            self.leases.known(id(errand.counter), |record| record.shard = shard);
+            self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
+            missing = missing.saturating_sub(took.granted);
+            if missing == 0 {
+                return true;
+            }
+            if i + 1 == shards {
+                self.table.note(errand.counter, took.end_ms, errand.want.limit, self.clock.now().unix_ms);
+            }
+        }
+        true
+    }
+
+    /// Deposits what was handed out.
+    fn put_by(&self, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
+        let now_ms = self.clock.now().unix_ms;
+        let used = u32::try_from(took.used).unwrap_or(u32::MAX);
+        self.table.note(errand.counter, took.end_ms, used, now_ms);
+        let origin = want.origin(took);
+        self.leases.known(id(errand.counter), |record| {
+            record.generation = self.generation.get();
+            record.landed(took.granted);
+            record.origin = Some(origin.clone());
+        });
+        let Ok(tokens) = u32::try_from(took.granted) else { return };
+        if tokens == 0 {
+            return;
+        }
+        self.meter.fetched(took.granted);
+        match self.table.deposit(errand.counter, took.end_ms, tokens, now_ms) {
+            Deposit::Kept => {}
+            Deposit::Full | Deposit::Over => {
+                flight.unkept.borrow_mut().push(Unkept { line: errand.line, tokens: took.granted, origin });
+            }
+        }
+    }
+
+    /// One call, with what is learnt from it about the store and the time.
+    pub(super) async fn take(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
+        let began = self.clock.instant();
+        let server = wants.first().map_or(Server::ONLY, |want| self.store.server_of(&want.base));
+        let answer = self.store.take(wants, self.clock.now().unix_ms).await;
+        self.met(began);
+        match &answer {
+            Ok(Answer::Granted { time_ms, .. }) => self.answered(server, Outcome::Granted, *time_ms, began),
+            Ok(Answer::Refused { time_ms, .. }) => self.answered(server, Outcome::Refused, *time_ms, began),
+            Ok(Answer::OtherWindow { time_ms }) => self.answered(server, Outcome::OtherWindow, *time_ms, began),
+            Err(error) => self.failed(server, error),
+        }
+        answer
+    }
+
+    /// Gives tokens back, as far as the store can be reached; what can not be given back is lost until its window ends.
+    pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Gift>) {
+        let mut rest = gifts.as_slice();
+        while let Some(first) = rest.first() {
+            let is_other = |gift: &Gift| !self.store.is_one_call(&first.base, &gift.base);
+            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()).min(GIFTS_MAX));
+            rest = others;
+            let began = self.clock.instant();
+            match self.store.give(call).await {
+                Ok(returned) => {
+                    self.meter.returned(returned);
+                    self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
+                }
+                Err(error) => self.failed(self.store.server_of(&first.base), &error),
+            }
+        }
+    }
+
+    /// Returns what was fetched and is not used, or all.
+    pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
+        let now_ms = self.clock.now().unix_ms;
+        let left = |counter| self.table.purse(counter, now_ms);
+        let withdraw = |counter, end_ms| self.table.withdraw(counter, end_ms, u32::MAX);
+        let idle = self.leases.idle(all, self.clock.instant(), left, withdraw);
+        self.meter.outstanding(self.leases.outstanding(left));
+        // A window that has ended takes nothing back, unless what it leaves belongs to the next.
+        let (live, over): (Vec<_>, Vec<_>) =
+            idle.into_iter().partition(|(origin, _)| origin.end_ms > now_ms || origin.kind != Kind::Plain);
+        self.meter.expired(over.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
+        self.give(live.iter().map(|(origin, tokens)| origin.gift(u64::from(*tokens))).collect()).await;
+    }
+
+    fn met(&self, began: Instant) {
+        let generation = self.store.generation();
+        if generation != self.generation.get() {
+            self.generation.set(generation);
+            let ago = self.clock.instant().duration_since(began);
+            self.doubtful_ms.set(self.clock.now().unix_ms.saturating_sub(ago.as_millis() as u64));
+        }
+    }
+
+    fn answered(&self, server: Server, outcome: Outcome, time_ms: u64, began: Instant) {
+        self.clock.follow(time_ms);
+        self.breaker.answered(server);
+        self.meter.asked(outcome, self.clock.instant().duration_since(began));
+    }
+}
+
+/// How many counters are given back to in one call.
+const GIFTS_MAX: usize = 256;

@@ -1,0 +1,516 @@
+//! The decision about one request by counters that are shared, as far as something has to be fetched or asked for it.
+//!
+//! First everything is charged that lies in the table, tokens that were fetched among it: all or nothing, and without waiting where
+//! enough was fetched. What the store decides itself comes last, in one call, so that it is the only one to be undone if
+//! it refuses. Who has waited for as long as a request may wait goes on as rules do in an outage.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Shared;
+use super::flight::{Errand, Flight, Unkept};
+use super::leases::id;
+use super::place::Sent;
+use super::script::{At, Gift, Want};
+use crate::count::shard::Share;
+use crate::rule::book::{Book, Form, Judgement, Line, Roster};
+use crate::rule::desk::{Asker, Desk};
+use crate::rule::lease::{Stand, Step};
+use crate::rule::share::{Span, span};
+use crate::rule::terms::{OnOutage, Sharing};
+
+/// So often a request fetches tokens that others then take before it can; then it is refused.
+const ROUNDS_MAX: u32 = 64;
+
+/// What the rules of a request say, if nothing has to be waited for.
+pub enum Begun {
+    Decided(Judgement),
+    Waits(Box<Inquiry>),
+    /// A rule refuses whatever it can not count.
+    Unavailable,
+}
+
+/// A request that waits for the store.
+pub struct Inquiry {
+    pub(super) shared: Rc<Shared>,
+    pub(super) desk: Desk,
+    /// What the keys of the roster's rules are in the store; of those that are shared and apply.
+    pub(super) texts: Vec<Option<Rc<str>>>,
+    pub(super) progress: Progress,
+    next: Option<Next>,
+    pub(super) deadline: Instant,
+}
+
+/// What was decided after all.
+pub struct Ruling {
+    pub judgement: Judgement,
+    /// What it was decided on, as after any decision.
+    pub desk: Desk,
+    /// What gives back what the store has charged, for rules by their position.
+    pub gifts: Vec<(usize, Gift)>,
+    /// What the keys are in the store, of the rules that are shared.
+    pub texts: Vec<Option<Rc<str>>>,
+}
+
+/// A rule refuses whatever it can not count.
+#[derive(Debug)]
+pub struct Unavailable;
+
+/// How far a decision has come.
+pub(super) struct Progress {
+    /// 0: the enforced rules; then each shadow rule.
+    pub(super) group: usize,
+    pub(super) judgement: Option<Judgement>,
+    /// The rules that do without the store, by their position.
+    pub(super) beyond: Vec<bool>,
+    pub(super) gifts: Vec<(usize, Gift)>,
+    rounds: u32,
+    /// Lines that are charged again; then nothing else is.
+    again: Option<Vec<Line>>,
+}
+
+/// What a decision waits for.
+pub(super) enum Next {
+    Done(Judgement),
+    Unavailable,
+    /// Tokens for the counters that lack them; the desk is as it was before from here on.
+    Fetch {
+        first: usize,
+    },
+    /// The store is to decide these lines.
+    Ask {
+        first: usize,
+        lines: Vec<Line>,
+    },
+    /// Places in windows to come, for the rules that are full.
+    Place {
+        first: usize,
+        lines: Vec<Line>,
+    },
+}
+
+impl Progress {
+    fn new(rules: usize) -> Progress {
+        let beyond = vec![false; rules];
+        Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None }
+    }
+}
+
+impl Shared {
+    /// Decides a request whose askers lie on the desk. `text` tells what the key of a rule is in the store.
+    pub fn begin(
+        self: &Rc<Self>,
+        book: &Arc<Book>,
+        roster: &Roster,
+        desk: &mut Desk,
+        text: impl Fn(usize) -> Option<Rc<str>>,
+    ) -> Begun {
+        desk.clear();
+        let mut progress = Progress::new(roster.rules.len());
+        match self.advance(book, roster, desk, &[], &mut progress) {
+            Next::Done(judgement) => {
+                if let Judgement::Refused = judgement {
+                    self.recheck(book, roster, desk, text);
+                }
+                Begun::Decided(judgement)
+            }
+            Next::Unavailable => Begun::Unavailable,
+            next => {
+                let is_shared = |position: usize| {
+                    book.entries[roster.rules[position]].rule.sharing != Sharing::Own && desk.askers[position].is_some()
+                };
+                let text = |position| if is_shared(position) { text(position) } else { None };
+                Begun::Waits(Box::new(Inquiry {
+                    texts: (0..roster.rules.len()).map(text).collect(),
+                    shared: Rc::clone(self),
+                    desk: desk.clone(),
+                    progress,
+                    next: Some(next),
+                    deadline: Instant::now() + self.timeout,
+                }))
+            }
+        }
+    }
+
+    /// Charges lines of a request again, whose windows are over since it was charged.
+    pub fn charge_again(
+        self: &Rc<Self>,
+        roster: &Roster,
+        again: Vec<Line>,
+        mut desk: Desk,
+        texts: Vec<Option<Rc<str>>>,
+    ) -> Box<Inquiry> {
+        desk.clear();
+        let progress = Progress { again: Some(again), ..Progress::new(roster.rules.len()) };
+        let deadline = Instant::now() + self.timeout;
+        Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
+    }
+
+    /// Goes on with a decision until it is made, or something has to be waited for.
+    pub(super) fn advance(
+        self: &Rc<Self>,
+        book: &Arc<Book>,
+        roster: &Roster,
+        desk: &mut Desk,
+        texts: &[Option<Rc<str>>],
+        progress: &mut Progress,
+    ) -> Next {
+        loop {
+            let shadow = progress.group.checked_sub(1).map(|nth| roster.shadows().get(nth).copied());
+            let lines = match shadow {
+                None => progress.again.clone().unwrap_or_else(|| book.enforced(roster, desk)),
+                Some(_) if progress.again.is_some() => {
+                    return Next::Done(progress.judgement.take().unwrap_or(Judgement::Refused));
+                }
+                Some(None) => return Next::Done(progress.judgement.take().unwrap_or(Judgement::Refused)),
+                Some(Some(position)) => match desk.askers[position] {
+                    Some(asker) => book.of_shadow(roster, position, asker),
+                    None => Vec::new(),
+                },
+            };
+            let beyond = &progress.beyond;
+            book.stands(roster, |position| beyond[position], &mut desk.stands);
+            if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
+                return Next::Unavailable;
+            }
+            let first = desk.charges.len();
+            let step = book.step(roster, &lines, &self.table, self.clock.now().unix_ms, desk, shadow.is_none());
+            let judgement = match step {
+                Step::Lacking => return Next::Fetch { first },
+                Step::Decided(judgement) => judgement,
+            };
+            match (judgement, shadow.flatten()) {
+                (Judgement::Refused, Some(position)) => desk.shadowed.push(position),
+                (Judgement::Refused, None) if book.may_wait(roster, desk) && desk.stands.contains(&Stand::Leased) => {
+                    return Next::Place { first, lines };
+                }
+                (Judgement::Refused, None) => return Next::Done(Judgement::Refused),
+                (passes, shadow) => {
+                    self.prefetch(book, roster, desk);
+                    self.owe(book, roster, desk, first, texts);
+                    if shadow.is_none() {
+                        progress.judgement = Some(passes);
+                    }
+                    let asked = self.to_ask(book, roster, &lines, desk, progress);
+                    if !asked.is_empty() {
+                        return Next::Ask { first, lines: asked };
+                    }
+                }
+            }
+            progress.group += 1;
+        }
+    }
+
+    /// Whether a rule that refuses what it can not count would have to.
+    fn is_unavailable(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> bool {
+        lines.iter().any(|line| {
+            let rule = &book.entries[roster.rules[line.rule]].rule;
+            progress.beyond[line.rule]
+                && rule.on_outage == OnOutage::Refuse
+                && rule.sharing != Sharing::Own
+                && desk.askers[line.rule].is_some()
+        })
+    }
+
+    /// The lines that the store decides itself.
+    fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
+        let is_asked = |line: &&Line| {
+            let rule = &book.entries[roster.rules[line.rule]].rule;
+            rule.sharing == Sharing::Exact && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
+        };
+        lines.iter().filter(is_asked).copied().collect()
+    }
+
+    /// Asks for more tokens where few are left, before somebody has to wait for them.
+    fn prefetch(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &mut Desk) {
+        let now = self.clock.instant();
+        let mut errands = Vec::new();
+        for i in std::mem::take(&mut desk.low) {
+            let (charge, line) = (&desk.charges[i], desk.lines[i]);
+            let Some(asker) = desk.askers[line.rule] else { continue };
+            let counter = book.layer_of(roster, line).counter(asker);
+            let left = u64::from(self.table.purse(counter, self.clock.now().unix_ms));
+            let cost = u64::from(charge.ask.cost);
+            let low = self.leases.known(id(counter), |record| {
+                let text = record.text.clone().filter(|_| record.is_low(left))?;
+                Some((text, record.slice(cost, now)))
+            });
+            if let Some((text, slice)) = low.flatten() {
+                errands.push(self.errand(book, roster, line, asker, text, 0, slice));
+            }
+        }
+        if !errands.is_empty() {
+            self.launch(errands);
+        }
+    }
+
+    /// Asks in the background whether windows that are used up have room again: others may have returned what they had
+    /// fetched, or the key may have been reset.
+    fn recheck(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &Desk, text: impl Fn(usize) -> Option<Rc<str>>) {
+        let now = self.clock.instant();
+        let mut errands = Vec::new();
+        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+            let Some(asker) = desk.askers[line.rule].filter(|_| desk.stands.get(line.rule) == Some(&Stand::Leased))
+            else {
+                continue;
+            };
+            let layer = book.layer_of(roster, *line);
+            if u64::from(charge.ask.cost) > u64::from(layer.capacity) {
+                continue;
+            }
+            let period_ms = book.timelines[layer.timeline].usual_ms();
+            let due = self
+                .leases
+                .with(layer.counter(asker), self.own_shard, now, |record| record.is_recheck_due(now, period_ms));
+            if due == Some(true)
+                && let Some(text) = text(line.rule)
+                && !self.is_beyond(&self.base(&text, "", 0))
+            {
+                errands.push(self.errand(book, roster, *line, asker, text, 0, u64::from(charge.ask.cost)));
+            }
+        }
+        if !errands.is_empty() {
+            self.launch(errands);
+        }
+    }
+
+    /// What is asked of the store for one layer: nothing yet.
+    pub(super) fn want(&self, book: &Book, roster: &Roster, line: Line, asker: Asker, text: &str, now_ms: u64) -> Want {
+        let entry = &book.entries[roster.rules[line.rule]];
+        let layer = entry.layer(line.layer);
+        let windows = &book.timelines[layer.timeline];
+        let at = match (layer.form, span(windows, now_ms, asker.offset)) {
+            (Form::Plain, Some(Span { number, end_ms, next_end_ms })) => At::Plain { number, end_ms, next_end_ms },
+            (Form::Account, Some(Span { number, end_ms, next_end_ms })) => At::Grid { number, end_ms, next_end_ms },
+            (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
+        };
+        let base = self.base(text, entry.suffix(line.layer), 0);
+        let ceiling = u64::from(layer.capacity);
+        let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
+        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
+    }
+
+    /// What is certainly used of a counter, if the store may not know it any more.
+    fn least(&self, counter: crate::count::table::Counter, period_ms: u64, now_ms: u64) -> u64 {
+        let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
+        let generation = self.generation.get();
+        let is_confirmed = self.leases.known(id(counter), |record| record.generation == generation);
+        let doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
+        if is_confirmed.unwrap_or(!doubtful) { 0 } else { u64::from(used) }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
+    pub(super) fn errand(
+        &self,
+        book: &Book,
+        roster: &Roster,
+        line: Line,
+        asker: Asker,
+        text: Rc<str>,
+        need: u64,
+        want: u64,
+    ) -> Errand {
+        let entry = &book.entries[roster.rules[line.rule]];
+        let layer = entry.layer(line.layer);
+        let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
+        Errand {
+            counter: layer.counter(asker),
+            line,
+            suffix: entry.suffix(line.layer).into(),
+            text,
+            shards: layer.shards_elsewhere,
+            want: Want { need, want, ..blank },
+        }
+    }
+}
+
+impl Inquiry {
+    /// Waits for what it takes, and decides.
+    pub async fn decide(mut self: Box<Self>, book: &Arc<Book>, roster: &Roster) -> Result<Ruling, Unavailable> {
+        let shared = Rc::clone(&self.shared);
+        loop {
+            let next = match self.next.take() {
+                Some(next) => next,
+                None => {
+                    let Inquiry { desk, texts, progress, .. } = &mut *self;
+                    shared.advance(book, roster, desk, texts, progress)
+                }
+            };
+            match next {
+                Next::Done(judgement) => {
+                    if let Judgement::Refused = judgement {
+                        let texts = &self.texts;
+                        shared.recheck(book, roster, &self.desk, |position| texts[position].clone());
+                        shared.give_later(self.progress.gifts.drain(..).map(|(_, gift)| gift).collect());
+                    }
+                    let Inquiry { desk, progress, texts, .. } = *self;
+                    return Ok(Ruling { judgement, desk, gifts: progress.gifts, texts });
+                }
+                Next::Unavailable => {
+                    let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
+                    shared.undo(book, &self.desk, 0, gifts);
+                    return Err(Unavailable);
+                }
+                Next::Fetch { first } => self.fetch(book, roster, first).await,
+                Next::Ask { first, lines } => {
+                    if let Some(refused) = self.ask(book, roster, first, &lines).await {
+                        self.next = refused;
+                    }
+                }
+                Next::Place { first, lines } => self.next = Some(self.place(book, roster, first, &lines).await),
+            }
+        }
+    }
+
+    /// Fetches tokens for the counters that lack some.
+    async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) {
+        let lacking = std::mem::take(&mut self.desk.lacking);
+        self.progress.rounds += 1;
+        let shared = Rc::clone(&self.shared);
+        let (mut errands, mut under_way) = (Vec::new(), None);
+        let now = shared.clock.instant();
+        let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
+        rules.dedup();
+        if self.progress.rounds > ROUNDS_MAX || self.go_beyond(&rules) {
+            self.desk.rewind(first);
+            rules
+                .iter()
+                .filter(|_| self.progress.rounds > ROUNDS_MAX)
+                .for_each(|rule| self.progress.beyond[*rule] = true);
+            return;
+        }
+        for i in &lacking {
+            let (charge, line) = (&self.desk.charges[*i], self.desk.lines[*i]);
+            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.texts[line.rule].clone()) else {
+                continue;
+            };
+            let cost = u64::from(charge.ask.cost);
+            let need = cost.saturating_sub(charge.ask.ceiling.saturating_sub(charge.usage.used));
+            let counter = book.layer_of(roster, line).counter(asker);
+            let slice = shared.leases.with(counter, shared.own_shard, now, |record| {
+                record.text = Some(Rc::clone(&text));
+                match &record.flight {
+                    Some(flight) => {
+                        record.waiting += need;
+                        under_way = Some(Rc::clone(flight));
+                        need
+                    }
+                    None => record.slice(need, now),
+                }
+            });
+            errands.push(shared.errand(book, roster, line, asker, text, need, slice.unwrap_or(need)));
+        }
+        self.desk.rewind(first);
+        let flight = under_way.unwrap_or_else(|| shared.launch(errands));
+        match within(self.deadline, flight.landing()).await {
+            Some(true) => self.take_in_hand(&flight),
+            Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
+            None => self.lose_patience(&rules),
+        }
+    }
+
+    /// Takes tokens that found no place in the table, if they were fetched for this request.
+    fn take_in_hand(&mut self, flight: &Flight) {
+        let mut spare = Vec::new();
+        for Unkept { line, tokens, origin } in flight.unkept.take() {
+            let cost = self.desk.askers[line.rule].map_or(0, |asker| u64::from(asker.cost));
+            let is_enough = tokens >= cost && !self.desk.in_hand.contains(&line);
+            if is_enough {
+                self.desk.in_hand.push(line);
+                self.progress.gifts.push((line.rule, origin.gift(cost)));
+            }
+            spare.push(origin.gift(if is_enough { tokens - cost } else { tokens }));
+        }
+        spare.retain(|gift| gift.tokens > 0);
+        self.shared.give_later(spare);
+    }
+
+    /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
+    pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
+        let mut goes = false;
+        for rule in rules {
+            let Some(text) = &self.texts[*rule] else { continue };
+            if self.shared.is_beyond(&self.shared.base(text, "", 0)) {
+                self.progress.beyond[*rule] = true;
+                goes = true;
+            }
+        }
+        goes
+    }
+
+    /// The rules that wait go on without the store.
+    pub(super) fn lose_patience(&mut self, rules: &[usize]) {
+        for rule in rules {
+            self.progress.beyond[*rule] = true;
+        }
+        if let Some(text) = rules.first().and_then(|rule| self.texts[*rule].as_ref()) {
+            let server = self.shared.store.server_of(&self.shared.base(text, "", 0));
+            self.shared.timed_out(server);
+        }
+    }
+
+    /// Lets the store decide lines, after all others were charged. `Some`: what was charged is given back, and the decision goes on
+    /// with that, or from the beginning.
+    async fn ask(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Option<Option<Next>> {
+        let mut rules: Vec<usize> = lines.iter().map(|line| line.rule).collect();
+        rules.dedup();
+        let behind = book.lay_aside(roster, lines, self.shared.clock.now().unix_ms, &mut self.desk);
+        let sent = if self.go_beyond(&rules) { None } else { self.send(book, roster, behind).await };
+        let refuses = match sent {
+            Some(Sent::Granted(gifts)) => {
+                self.progress.gifts.extend(gifts);
+                self.progress.group += 1;
+                return None;
+            }
+            Some(Sent::Refused) => true,
+            Some(Sent::OtherWindow) => false,
+            Some(Sent::Failed) | None => {
+                rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+                false
+            }
+        };
+        let shares: Vec<Share> = self.desk.shares_behind(first).collect();
+        book.give_back(&shares, u32::MAX, &self.shared.table, self.shared.clock.now().unix_ms);
+        if !refuses {
+            self.desk.rewind(first);
+            return Some(None);
+        }
+        self.desk.take_off_costs(first, behind);
+        let shadow = self.progress.group.checked_sub(1).and_then(|nth| roster.shadows().get(nth).copied());
+        Some(match shadow {
+            Some(position) => {
+                self.desk.shadowed.push(position);
+                self.progress.group += 1;
+                None
+            }
+            None if book.may_wait(roster, &self.desk) => {
+                let lines = self.desk.lines[first..].to_vec();
+                Some(Next::Place { first, lines })
+            }
+            None => Some(Next::Done(Judgement::Refused)),
+        })
+    }
+}
+
+/// Waits until then, and no longer than it takes to see what has arrived by then.
+pub(super) async fn within<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
+    let mut future = std::pin::pin!(future);
+    tokio::select! {
+        biased;
+        done = &mut future => return Some(done),
+        () = tokio::time::sleep_until(deadline) => {}
+    }
+    // The loop itself may have been late: what lies in the socket is read before it is said that nothing came.
+    for _ in 0..4 {
+        tokio::time::sleep(Duration::ZERO).await;
+        let arrived = std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await;
+        if let Poll::Ready(done) = arrived {
+            return Some(done);
+        }
+    }
+    None
+}

@@ -1,0 +1,240 @@
+//! What the store decides itself, request by request: rules that are counted exactly, and places in windows to come.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::Shared;
+use super::inquiry::{Inquiry, Next, within};
+use super::outage::UNLIMITED;
+use super::script::{Answer, Gift, Took, Want};
+use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
+use crate::rule::desk::{Asker, Desk};
+use crate::rule::lease::{Stand, Step};
+use crate::rule::terms::Sharing;
+
+/// How often a request tries to take a place that another one took in between.
+const TRIES: u32 = 16;
+
+/// What the store said to what was sent.
+pub(super) enum Sent {
+    /// With what gives it back.
+    Granted(Vec<(usize, Gift)>),
+    Refused,
+    /// The windows that were asked for are not those that are open there.
+    OtherWindow,
+    Failed,
+}
+
+/// What came of all calls of one request.
+enum Outcome {
+    Granted(Vec<Took>),
+    /// Nothing is charged. The first so many were looked at.
+    Refused(Vec<Took>),
+    OtherWindow,
+    Failed,
+}
+
+impl Shared {
+    /// Charges all of this, or nothing. Where counters lie on different servers, those that fewer share come first, and
+    /// are given back if another refuses. A request that goes away has it undone.
+    fn charge(self: &Rc<Self>, wants: Vec<Want>) -> oneshot::Receiver<Outcome> {
+        let (tell, told) = oneshot::channel();
+        let shared = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            let (outcome, calls) = shared.charge_calls(&wants).await;
+            if let Err(Outcome::Granted(took)) = tell.send(outcome) {
+                shared.give(gifts(&calls, &took)).await;
+            }
+        });
+        told
+    }
+
+    async fn charge_calls<'w>(self: &Rc<Self>, wants: &'w [Want]) -> (Outcome, &'w [Want]) {
+        let (mut took, mut rest) = (Vec::new(), wants);
+        let outcome = loop {
+            let Some(first) = rest.first() else { return (Outcome::Granted(took), wants) };
+            let is_other = |want: &Want| !self.store.is_one_call(&first.base, &want.base);
+            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()));
+            match self.take(call).await {
+                Ok(Answer::Granted { took: more, .. }) => took.extend(more),
+                Ok(Answer::Refused { took: seen, .. }) => {
+                    let mut all = took.clone();
+                    all.extend(seen);
+                    break Outcome::Refused(all);
+                }
+                Ok(Answer::OtherWindow { .. }) => break Outcome::OtherWindow,
+                Err(_reported) => break Outcome::Failed,
+            }
+            rest = others;
+        };
+        self.give(gifts(&wants[..took.len()], &took)).await;
+        (outcome, wants)
+    }
+
+    /// Gives back all that was charged for a request, here and in the store.
+    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &Desk, first: usize, gifts: Vec<Gift>) {
+        let shares: Vec<_> = desk.shares_behind(first).collect();
+        book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        self.give_later(gifts);
+    }
+
+    /// Gives back in the background.
+    pub fn give_later(self: &Rc<Self>, gifts: Vec<Gift>) {
+        if !gifts.is_empty() {
+            let shared = Rc::clone(self);
+            tokio::task::spawn_local(async move { shared.give(gifts).await });
+        }
+    }
+
+    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; `false`
+    /// if nobody can be told.
+    pub fn overdraw(self: &Rc<Self>, book: &Book, roster: &Roster, rule: usize, asker: Asker, text: &str) -> bool {
+        if self.is_beyond(&self.base(text, "", 0)) {
+            return false;
+        }
+        let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
+        let layers = book.entries[roster.rules[rule]].variant(asker.variant);
+        let want = |layer| {
+            let blank = self.want(book, roster, Line { rule, layer }, asker, text, now_ms);
+            Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
+        };
+        let wants: Vec<Want> = layers.map(want).collect();
+        let shared = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            shared.charge_calls(&wants).await;
+        });
+        true
+    }
+}
+
+fn gifts(wants: &[Want], took: &[Took]) -> Vec<Gift> {
+    wants.iter().zip(took).map(|(want, took)| want.origin(*took).gift(took.granted)).collect()
+}
+
+impl Inquiry {
+    /// Sends what lies on the desk behind `first`, and puts down there what the store says. `None`: it said nothing in time.
+    pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Sent> {
+        let shared = Rc::clone(&self.shared);
+        let now_ms = shared.clock.now().unix_ms;
+        let mut wants = Vec::new();
+        for (charge, line) in self.desk.charges.iter().zip(&self.desk.lines).skip(first) {
+            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], &self.texts[line.rule]) else { continue };
+            let blank = shared.want(book, roster, *line, asker, text, now_ms);
+            let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling);
+            wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
+        }
+        let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
+        let told = shared.charge(wants.clone());
+        let (refused, took) = match within(self.deadline, told).await {
+            Some(Ok(Outcome::Granted(took))) => (false, took),
+            Some(Ok(Outcome::Refused(took))) => (true, took),
+            Some(Ok(Outcome::OtherWindow)) => return Some(Sent::OtherWindow),
+            Some(Ok(Outcome::Failed) | Err(_)) => return Some(Sent::Failed),
+            None => {
+                self.lose_patience(&rules);
+                return None;
+            }
+        };
+        let gifts = rules.iter().copied().zip(gifts(&wants, &took)).collect();
+        for (i, took) in took.iter().enumerate() {
+            let Some(charge) = self.desk.charges.get_mut(first + i) else { break };
+            let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
+            charge.usage.used = used;
+            charge.usage.end_ms = took.end_ms;
+            charge.full = refused && used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            let line = self.desk.lines[first + i];
+            if let Some(asker) = self.desk.askers[line.rule] {
+                let counter = book.layer_of(roster, line).counter(asker);
+                shared.table.note(counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+            }
+        }
+        Some(if refused { Sent::Refused } else { Sent::Granted(gifts) })
+    }
+
+    /// Takes places in windows to come, for the rules that are full and let a request wait; what else it asks for is charged
+    /// now.
+    pub(super) async fn place(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Next {
+        let shared = Rc::clone(&self.shared);
+        let mut wait: Option<Wait> = None;
+        let full: Vec<usize> = self.full_rules(first);
+        let (mut placed, kept): (Vec<Line>, Vec<Line>) = lines.iter().partition(|line| full.contains(&line.rule));
+        // What is counted here only comes first, so that it lies together.
+        let is_own = |line: &Line| book.entries[roster.rules[line.rule]].rule.sharing == Sharing::Own;
+        placed.sort_by_key(|line| !is_own(line));
+        let own = placed.iter().filter(|line| is_own(line)).count();
+        for _ in 0..TRIES {
+            let now_ms = shared.clock.now().unix_ms;
+            let time = book.time(now_ms);
+            let Some(turns) = book.turns(roster, time, &self.desk) else { break };
+            if wait.is_none() {
+                match book.enter(roster, &self.desk) {
+                    Some(entered) => wait = entered,
+                    None => break,
+                }
+            }
+            let told: Vec<_> =
+                self.desk.charges.iter().zip(&self.desk.lines).map(|(charge, line)| (*line, charge.usage)).collect();
+            self.desk.rewind(first);
+            book.stands(roster, |position| self.progress.beyond[position], &mut self.desk.stands);
+            full.iter().for_each(|rule| self.desk.stands[*rule] = Stand::Aside);
+            match book.step(roster, &kept, &shared.table, now_ms, &mut self.desk, false) {
+                Step::Decided(Judgement::Admitted) => {}
+                Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => return Next::Done(Judgement::Refused),
+                Step::Lacking => return Next::Fetch { first },
+            }
+            let behind = book.lay_aside(roster, &placed, now_ms, &mut self.desk);
+            let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
+            let again = book.ask_for_turns(roster, &turns, &told, time, &mut self.desk, first, behind);
+            let mid = behind + own;
+            let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
+                false => Some(Sent::Refused),
+                true if mid == self.desk.charges.len() => Some(Sent::Granted(Vec::new())),
+                true if self.go_beyond(&full) => None,
+                true => self.send(book, roster, mid).await,
+            };
+            match sent {
+                Some(Sent::Granted(gifts)) => {
+                    self.desk.charges.iter_mut().for_each(|charge| charge.full = false);
+                    let used = self.desk.charges[mid..].iter().map(|charge| charge.usage.used);
+                    let places = gifts.into_iter().zip(used);
+                    let last = |((rule, gift), used)| (rule, Gift { only_if_used: Some(used), ..gift });
+                    self.progress.gifts.extend(places.map(last));
+                    self.progress.judgement = Some(Judgement::Delayed { until_ms, wait, again });
+                    self.progress.group = 1;
+                    return self.go_on(book, roster);
+                }
+                Some(Sent::Refused) => {
+                    shared.undo(book, &self.desk, first, Vec::new());
+                    book.measure(roster, now_ms, &mut self.desk, behind);
+                }
+                Some(Sent::OtherWindow) => {
+                    shared.undo(book, &self.desk, first, Vec::new());
+                    self.desk.rewind(first);
+                    return self.go_on(book, roster);
+                }
+                Some(Sent::Failed) | None => {
+                    shared.undo(book, &self.desk, first, Vec::new());
+                    self.desk.rewind(first);
+                    full.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+                    return self.go_on(book, roster);
+                }
+            }
+        }
+        Next::Done(Judgement::Refused)
+    }
+
+    fn go_on(&mut self, book: &Arc<Book>, roster: &Roster) -> Next {
+        let Inquiry { shared, desk, texts, progress, .. } = self;
+        Rc::clone(shared).advance(book, roster, desk, texts, progress)
+    }
+
+    fn full_rules(&self, first: usize) -> Vec<usize> {
+        let full = self.desk.charges.iter().zip(&self.desk.lines).skip(first).filter(|(charge, _)| charge.full);
+        let mut rules: Vec<usize> = full.map(|(_, line)| line.rule).collect();
+        rules.sort_unstable();
+        rules.dedup();
+        rules
+    }
+}
