@@ -18,6 +18,7 @@ use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
+use tokio::task::spawn_local;
 
 use crate::access::{Sink, Writer};
 use crate::admin::{self, Doorway, Office};
@@ -35,9 +36,11 @@ use crate::listen::lobby::{Listener, Lobby, Terms};
 use crate::listen::socket::Inherited;
 use crate::metrics::Registry;
 use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter, SnapshotMeter};
+use crate::metrics::shared::SharedMeter;
 use crate::rule::book::Book;
 use crate::rule::terms::Rule;
 use crate::rule::window::PERIOD_MAX_MS;
+use crate::shared::Shared;
 use crate::upstream::fleet::{self, Fleet};
 use crate::upstream::prober;
 use error::{ReloadError, StartError, TooManyLayers};
@@ -383,15 +386,11 @@ impl Gateway {
     }
 
     fn start_office(&mut self, address: SocketAddr, inherited: &mut Inherited) -> Result<(), StartError> {
-        let office = Office {
-            registry: Arc::clone(&self.registry),
-            table: Arc::clone(&self.counters.table),
-            clock: self.clock.clone(),
-            ready: Arc::clone(&self.ready),
-            doorway: self.doorway.subscribe(),
-            counsel: self.counsel.subscribe(),
-            fleets: self.fleets.subscribe(),
-        };
+        let (registry, table, clock) =
+            (Arc::clone(&self.registry), Arc::clone(&self.counters.table), self.clock.clone());
+        let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
+        let (counsel, fleets) = (self.counsel.subscribe(), self.fleets.subscribe());
+        let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
         let failed = |source| StartError::Listen { address, source };
         let handed = inherited.take(address).into_iter().next();
         let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
@@ -400,6 +399,10 @@ impl Gateway {
         self.admin = Some(listener.local_addr().map_err(failed)?);
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
+            let meter = || SharedMeter::new(&registry, owner);
+            let shared = settings.map(|settings| Shared::new(&settings, Arc::clone(&table), clock.clone(), meter()));
+            shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
+            let office = Office { registry, table, clock, ready, doorway, counsel, fleets, shared };
             tokio::select! {
                 served = admin::serve(listener, Rc::new(office)) => {
                     if let Err(error) = served {

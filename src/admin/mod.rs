@@ -17,6 +17,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -28,6 +29,9 @@ use crate::http::reply::{self, Reply};
 use crate::metrics::Registry;
 use crate::metrics::meter::{BUILD_INFO, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::page::{Reading, render};
+use crate::shared::Shared;
+use crate::shared::consult::{Standing, Subject};
+use crate::shared::inquiry::Unavailable;
 use crate::upstream::fleet::Fleet;
 
 /// Until a request's head is there, and between requests.
@@ -56,6 +60,8 @@ pub struct Office {
     /// Who answers the decision API.
     pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
     pub fleets: watch::Receiver<Vec<Arc<Fleet>>>,
+    /// Where gateways share counters.
+    pub shared: Option<Rc<Shared>>,
 }
 
 /// Serves the admin pages until the task is dropped.
@@ -131,10 +137,45 @@ async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Repl
     let counsel = office.counsel.borrow().clone();
     // There is one before the first question can come.
     let Some(counsel) = counsel else { return reply::not_ready(String::from("starting\n")) };
-    match counsel.answer(verb, &text, &office.table, office.clock.now().unix_ms) {
+    match consider(office, &counsel, verb, &text).await {
         Ok(answer) => reply::json(format!("{answer}\n")),
         Err(why) => reply::unanswered(&why),
     }
+}
+
+/// Answers a question: by the counters of this machine, or by those that gateways share.
+async fn consider(office: &Office, counsel: &Counsel, verb: Verb, text: &[u8]) -> Result<Value, Unanswered> {
+    let Some(heard) = counsel.hear(text)? else { return Ok(Counsel::uncounted()) };
+    let (Some(shared), Some(text)) = (&office.shared, counsel.text_of(&heard)) else {
+        return Ok(counsel.answer(verb, &heard, &office.table, office.clock.now().unix_ms));
+    };
+    let (book, roster) = counsel.roster(&heard);
+    let subject = Subject { book, roster, asker: heard.asker, reserve: heard.reserve, text: text.into() };
+    let uncounted = |Unavailable| Unanswered::Uncounted;
+    let now_ms = || office.clock.now().unix_ms;
+    let (desk, allowed, again_ms) = match verb {
+        Verb::Limit => {
+            let ruling = shared.limit(&subject).await.map_err(uncounted)?;
+            let (allowed, again_ms) = counsel.outcome(&heard, &ruling.judgement, &ruling.desk, now_ms());
+            (ruling.desk, allowed, again_ms)
+        }
+        // Whether there is a place in a window to come is found out by taking it.
+        Verb::Check if heard.reserve => {
+            let (judgement, standing) = shared.check(&subject).await.map_err(uncounted)?;
+            let (allowed, again_ms) = counsel.outcome(&heard, &judgement, &standing.desk, now_ms());
+            (standing.desk, allowed, again_ms)
+        }
+        Verb::Check | Verb::Value => {
+            let Standing { desk, room } = shared.value(&subject).await.map_err(uncounted)?;
+            let again_ms = counsel.again_ms(&heard, &desk, now_ms());
+            (desk, room, again_ms)
+        }
+        Verb::Reset => {
+            let Standing { desk, room } = shared.reset(&subject).await.map_err(uncounted)?;
+            (desk, room, Some(now_ms()))
+        }
+    };
+    Ok(counsel.tell(&heard, &desk, allowed, again_ms, now_ms()))
 }
 
 /// Whether a browser says that a page of another origin asks: anybody's page can have it send a POST

@@ -49,7 +49,7 @@ pub struct Snapshot {
     /// What routes with the same rules have in common.
     pub slates: Vec<Slate>,
     /// Spells what is secret, where gateways share counters.
-    digester: Option<Digester>,
+    digester: Option<Arc<Digester>>,
     /// Claims that some rule counts by, or that name a client.
     claims: Vec<String>,
     /// What hashes of tokens start from.
@@ -104,7 +104,6 @@ impl Snapshot {
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
             lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32, action });
         }
-        let counsel = Arc::new(Counsel::new(&book, &exceptions, seed));
         let affinities = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
         let claims = claims(&config);
@@ -113,6 +112,8 @@ impl Snapshot {
         let forms = config.refusals.iter().map(Form::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key.0, api_key));
+        let digester = digester.map(Arc::new);
+        let counsel = Arc::new(Counsel::new(&book, &exceptions, seed, digester.clone()));
         Arc::new(Snapshot {
             digester,
             trust: config.proxies.as_ref().map(Trust::new),

@@ -41,6 +41,8 @@ pub enum Unanswered {
     Malformed(String),
     TooLong,
     TooSlow,
+    /// The store of shared counters can not be asked, and the rule lets nobody pass uncounted.
+    Uncounted,
     /// A page of another origin asks, in the browser of somebody who can reach the admin address.
     Foreign,
 }
@@ -49,6 +51,8 @@ pub enum Unanswered {
 #[derive(Debug)]
 pub struct Counsel {
     book: Arc<Book>,
+    /// Spells what is secret, where gateways share counters.
+    digester: Option<Arc<Digester>>,
     rules: Vec<Ready>,
 }
 
@@ -68,59 +72,100 @@ struct Question {
     reserve: bool,
 }
 
+/// A question about a key that the rule counts.
+pub struct Heard {
+    pub asker: Asker,
+    rule: usize,
+    key: Vec<String>,
+    pub reserve: bool,
+}
+
 impl Counsel {
     /// `exceptions` has one place for each rule of the book.
-    pub fn new(book: &Arc<Book>, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Counsel {
+    pub fn new(
+        book: &Arc<Book>,
+        exceptions: &[Option<Arc<Exceptions>>],
+        seed: Seed,
+        digester: Option<Arc<Digester>>,
+    ) -> Counsel {
         let ready = |(rule, entry): (usize, &Entry)| Ready {
             roster: book.roster_alone(rule),
             starts: Starts::new(entry, seed, None),
             spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
             exceptions: exceptions[rule].clone(),
         };
-        Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book) }
+        Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book), digester }
     }
 
-    /// Answers a question in JSON.
-    pub fn answer(&self, verb: Verb, text: &[u8], table: &Table, now_ms: u64) -> Result<Value, Unanswered> {
+    /// Reads a question. `None`: the rule does not count that key, and everything is allowed.
+    pub fn hear(&self, text: &[u8]) -> Result<Option<Heard>, Unanswered> {
         let question = self.read(text)?;
-        let (ready, entry) = (&self.rules[question.rule], &self.book.entries[question.rule]);
-        let Some(asker) = self.asker(&question)? else {
-            // The rule does not count this key.
-            return Ok(json!({
-                "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [],
-            }));
-        };
+        let asker = self.asker(&question)?;
+        Ok(asker.map(|asker| Heard { asker, rule: question.rule, key: question.key, reserve: question.reserve }))
+    }
+
+    /// What is said of a key that the rule does not count.
+    pub fn uncounted() -> Value {
+        json!({ "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [] })
+    }
+
+    /// The rule of a question alone.
+    pub fn roster(&self, heard: &Heard) -> (&Arc<Book>, &Roster) {
+        (&self.book, &self.rules[heard.rule].roster)
+    }
+
+    /// Answers a question in JSON, by the counters of this machine.
+    pub fn answer(&self, verb: Verb, heard: &Heard, table: &Table, now_ms: u64) -> Value {
+        let roster = &self.rules[heard.rule].roster;
         let mut desk = Desk::default();
-        desk.askers.push(Some(asker));
-        desk.reserve = question.reserve;
+        desk.askers.push(Some(heard.asker));
+        desk.reserve = heard.reserve;
         let (allowed, again_ms) = match verb {
-            Verb::Limit => match self.book.judge(&ready.roster, table, now_ms, &mut desk) {
-                Judgement::Admitted => (true, Some(now_ms)),
-                Judgement::Delayed { until_ms, .. } => (true, Some(until_ms)),
-                Judgement::Refused => (false, self.book.again_ms(&ready.roster, &desk, now_ms)),
-            },
+            Verb::Limit => {
+                let judgement = self.book.judge(roster, table, now_ms, &mut desk);
+                self.outcome(heard, &judgement, &desk, now_ms)
+            }
             // Whether there is a place in a window to come is found out by taking it.
-            Verb::Check if question.reserve => match self.book.judge(&ready.roster, table, now_ms, &mut desk) {
-                Judgement::Refused => (false, self.book.again_ms(&ready.roster, &desk, now_ms)),
+            Verb::Check if heard.reserve => match self.book.judge(roster, table, now_ms, &mut desk) {
+                Judgement::Refused => (false, self.book.again_ms(roster, &desk, now_ms)),
                 taken => {
                     let shares: Vec<_> = desk.all_shares().collect();
                     self.book.give_back(&shares, u32::MAX, table, now_ms);
-                    let until_ms = if let Judgement::Delayed { until_ms, .. } = taken { until_ms } else { now_ms };
-                    self.book.look(&ready.roster, table, now_ms, &mut desk);
-                    (true, Some(until_ms))
+                    let outcome = self.outcome(heard, &taken, &desk, now_ms);
+                    self.book.look(roster, table, now_ms, &mut desk);
+                    outcome
                 }
             },
             Verb::Check | Verb::Value => {
-                let room = self.book.look(&ready.roster, table, now_ms, &mut desk);
-                (room, self.book.again_ms(&ready.roster, &desk, now_ms))
+                let room = self.book.look(roster, table, now_ms, &mut desk);
+                (room, self.book.again_ms(roster, &desk, now_ms))
             }
             Verb::Reset => {
-                self.book.look(&ready.roster, table, now_ms, &mut desk);
+                self.book.look(roster, table, now_ms, &mut desk);
                 self.book.forget(table, now_ms, &desk);
-                (self.book.look(&ready.roster, table, now_ms, &mut desk), Some(now_ms))
+                (self.book.look(roster, table, now_ms, &mut desk), Some(now_ms))
             }
         };
-        Ok(told(entry, &desk, allowed, again_ms, now_ms))
+        self.tell(heard, &desk, allowed, again_ms, now_ms)
+    }
+
+    /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
+    pub fn outcome(&self, heard: &Heard, judgement: &Judgement, desk: &Desk, now_ms: u64) -> (bool, Option<u64>) {
+        match judgement {
+            Judgement::Admitted => (true, Some(now_ms)),
+            Judgement::Delayed { until_ms, .. } => (true, Some(*until_ms)),
+            Judgement::Refused => (false, self.again_ms(heard, desk, now_ms)),
+        }
+    }
+
+    /// When a question may be asked again that finds what lies on the desk.
+    pub fn again_ms(&self, heard: &Heard, desk: &Desk, now_ms: u64) -> Option<u64> {
+        self.book.again_ms(&self.rules[heard.rule].roster, desk, now_ms)
+    }
+
+    /// The answer in JSON.
+    pub fn tell(&self, heard: &Heard, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+        told(&self.book.entries[heard.rule], desk, allowed, again_ms, now_ms)
     }
 
     fn read(&self, text: &[u8]) -> Result<Question, Unanswered> {
@@ -160,9 +205,17 @@ impl Counsel {
         Ok(Question { rule, key, cost, reserve })
     }
 
+    /// What a question's key is in the store; `None` if the rule is not shared.
+    pub fn text_of(&self, heard: &Heard) -> Option<String> {
+        let is_shared = self.rules[heard.rule].roster.is_shared;
+        let digester = self.digester.as_ref().filter(|_| is_shared)?;
+        let mut text = String::new();
+        self.text(heard.rule, &heard.key, digester, &mut text).then_some(text)
+    }
+
     /// Adds the text of a key under a rule, as [`super::caller::Identity::text`] does for requests that have it. Returns
     /// whether it is one; if not, nothing is added.
-    pub fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
+    pub(super) fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
         let (Some(ready), Some(entry)) = (self.rules.get(rule), self.book.entries.get(rule)) else { return false };
         let start = out.len();
         ready.spelling.begin(out);

@@ -324,6 +324,7 @@ pub fn unanswered(why: &Unanswered) -> Reply {
         Unanswered::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
         Unanswered::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
         Unanswered::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+        Unanswered::Uncounted => (StatusCode::SERVICE_UNAVAILABLE, Fault::Uncounted.to_string()),
         Unanswered::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
     };
     problem(status, &detail)

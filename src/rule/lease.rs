@@ -7,7 +7,7 @@
 use super::book::{Book, Judgement, Layer, Line, Roster};
 use super::desk::{Asker, Desk};
 use super::terms::{OnLimit, OnOutage, Sharing};
-use crate::count::charge::{Charge, Verdict, take};
+use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::{Share, Split};
 use crate::count::table::{Counter, Table};
@@ -118,6 +118,21 @@ impl Book {
         self.stands(roster, |_within| false, &mut desk.stands);
         desk.stands.iter_mut().filter(|stand| **stand == Stand::Aside).for_each(|stand| *stand = Stand::Leased);
         desk.put_down_shared(self, roster, table, lines, now_ms, 0);
+    }
+
+    /// Looks at ordinary counters, beside what is known to be used elsewhere; `true` if all have room.
+    pub fn look_alone<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+    ) -> bool {
+        desk.put_down_shared(self, roster, table, lines, now_ms, 0);
+        let room = look(table, &mut desk.charges, self.time(now_ms));
+        self.tell(roster, table, now_ms, desk, 0);
+        room
     }
 
     /// Whether nothing stands against a request that was refused but that too few tokens were fetched.

@@ -75,6 +75,7 @@ impl Origin {
             limit: self.limit,
             tokens,
             only_if_used: None,
+            forgets: false,
         }
     }
 }

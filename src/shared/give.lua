@@ -6,7 +6,9 @@ for i = 1, #KEYS do
   local tokens, only = tonumber(ARGV[a + 3]), ARGV[a + 4]
   a = a + 5
   local back = 0
-  if kind == 'p' then
+  if only == 'all' then
+    redis.call('DEL', key)
+  elseif kind == 'p' then
     local said = redis.pcall('GET', key)
     local used = type(said) == 'string' and string.find(said, '^[1-9]%d*$') and tonumber(said)
     if used and (only == '' or tonumber(only) == used) then

@@ -41,7 +41,7 @@ pub struct Inquiry {
     /// What the keys of the roster's rules are in the store; of those that are shared and apply.
     pub(super) texts: Vec<Option<Rc<str>>>,
     pub(super) progress: Progress,
-    next: Option<Next>,
+    pub(super) next: Option<Next>,
     pub(super) deadline: Instant,
 }
 
@@ -71,6 +71,8 @@ pub(super) struct Progress {
     rounds: u32,
     /// Lines that are charged again; then nothing else is.
     again: Option<Vec<Line>>,
+    /// The store is asked, also where tokens could be fetched.
+    pub(super) asks: bool,
 }
 
 /// What a decision waits for.
@@ -94,9 +96,9 @@ pub(super) enum Next {
 }
 
 impl Progress {
-    fn new(rules: usize) -> Progress {
+    pub(super) fn new(rules: usize) -> Progress {
         let beyond = vec![false; rules];
-        Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None }
+        Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
     }
 }
 
@@ -174,6 +176,9 @@ impl Shared {
             };
             let beyond = &progress.beyond;
             book.stands(roster, |position| beyond[position], &mut desk.stands);
+            if progress.asks {
+                desk.stands.iter_mut().filter(|stand| **stand == Stand::Leased).for_each(|stand| *stand = Stand::Aside);
+            }
             if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
                 return Next::Unavailable;
             }
@@ -220,7 +225,8 @@ impl Shared {
     fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
         let is_asked = |line: &&Line| {
             let rule = &book.entries[roster.rules[line.rule]].rule;
-            rule.sharing == Sharing::Exact && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
+            let is_asked = rule.sharing == Sharing::Exact || (progress.asks && rule.sharing == Sharing::Lease);
+            is_asked && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
     }

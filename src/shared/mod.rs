@@ -3,7 +3,8 @@
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`) to one server, to
 //! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
 //! were fetched and how many to fetch next, `flight` fetches them, `outage` is about when nobody can be asked and what was
-//! counted meanwhile. `inquiry` is the decision about one request, as far as it has to wait for an answer.
+//! counted meanwhile. `inquiry` is the decision about one request, as far as it has to wait for an answer, `place` what the store decides for it itself,
+//! `consult` decisions for those who ask without a request.
 //!
 //! Each event loop has all of this for itself; what was fetched lies in the table that they have in common. This
 //! room does not know HTTP, nor what a route is.
@@ -23,6 +24,7 @@ use outage::{Breaker, Debts};
 use store::Store;
 
 mod cluster;
+pub mod consult;
 mod dial;
 pub mod flight;
 pub mod inquiry;

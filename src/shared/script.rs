@@ -179,6 +179,8 @@ pub struct Gift {
     pub tokens: u64,
     /// Only if nobody changed the counter since: what was used afterwards, [`Took::used`].
     pub only_if_used: Option<u64>,
+    /// The counter is to be forgotten, whatever it says.
+    pub forgets: bool,
 }
 
 /// The time that counts: the server's, but for a gateway that is a little ahead and has told so already.
@@ -263,6 +265,7 @@ pub fn give(script: &Script, by: By, gifts: &[Gift]) -> Cmd {
     for gift in gifts {
         cmd.arg(gift.kind.letter()).arg(gift.number).arg(gift.limit).arg(gift.tokens.min(TOKENS_MAX));
         match gift.only_if_used {
+            _ if gift.forgets => cmd.arg("all"),
             Some(used) => cmd.arg(used),
             None => cmd.arg(""),
         };

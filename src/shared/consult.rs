@@ -1,0 +1,125 @@
+//! Decisions for those who ask without a request. They are few, and want to know what all gateways together have counted: so
+//! the store is asked each time, and nothing is fetched for later.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::time::Instant;
+
+use super::Shared;
+use super::inquiry::{Inquiry, Progress, Ruling, Unavailable};
+use super::place::Sent;
+use super::script::{Gift, TOKENS_MAX};
+use crate::rule::book::{Book, Judgement, Line, Roster};
+use crate::rule::desk::{Asker, Desk};
+use crate::rule::lease::Stand;
+
+/// A question about one key under one rule, which is the only one of its roster.
+pub struct Subject<'a> {
+    pub book: &'a Arc<Book>,
+    pub roster: &'a Roster,
+    pub asker: Asker,
+    /// Whether tokens may be taken from windows to come.
+    pub reserve: bool,
+    /// What the key is in the store.
+    pub text: Rc<str>,
+}
+
+/// What is used.
+pub struct Standing {
+    pub desk: Desk,
+    /// Whether what the question costs would be admitted.
+    pub room: bool,
+}
+
+impl Shared {
+    fn inquire(self: &Rc<Self>, subject: &Subject<'_>) -> Box<Inquiry> {
+        let mut desk = Desk::of_loop(self.own_shard);
+        desk.reserve = subject.reserve;
+        desk.askers.push(Some(subject.asker));
+        let mut progress = Progress::new(1);
+        progress.asks = true;
+        let deadline = Instant::now() + self.timeout;
+        let texts = vec![Some(Rc::clone(&subject.text))];
+        Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
+    }
+
+    /// Decides and consumes.
+    pub async fn limit(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Ruling, Unavailable> {
+        self.inquire(subject).decide(subject.book, subject.roster).await
+    }
+
+    /// Decides whether there is room, also in windows to come, and when; nothing is consumed by it.
+    pub async fn check(self: &Rc<Self>, subject: &Subject<'_>) -> Result<(Judgement, Standing), Unavailable> {
+        let Ruling { judgement, desk, gifts, .. } = self.limit(subject).await?;
+        if let Judgement::Refused = judgement {
+            return Ok((judgement, Standing { desk, room: false }));
+        }
+        let shares: Vec<_> = desk.all_shares().collect();
+        subject.book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        self.give(gifts.into_iter().map(|(_, gift)| gift).collect()).await;
+        let standing = self.value(subject).await?;
+        Ok((judgement, standing))
+    }
+
+    /// Reads only.
+    pub async fn value(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Standing, Unavailable> {
+        let (mut inquiry, _) = self.read(subject).await;
+        if inquiry.progress.beyond.contains(&true) {
+            let Subject { book, roster, .. } = subject;
+            let desk = &mut inquiry.desk;
+            book.look(roster, &self.table, self.clock.now().unix_ms, desk);
+            // What is known of the others, and beside it what was counted here.
+            let lines = desk.lines.clone();
+            book.stands(roster, |_beyond| true, &mut desk.stands);
+            if desk.stands.contains(&Stand::Aside) {
+                return Err(Unavailable);
+            }
+            let room = book.look_alone(roster, &lines, &self.table, self.clock.now().unix_ms, desk);
+            return Ok(Standing { desk: inquiry.desk, room });
+        }
+        let room = inquiry.desk.charges.iter().all(|charge| charge.usage.admits(charge.ask));
+        Ok(Standing { desk: inquiry.desk, room })
+    }
+
+    /// Forgets what was counted: in the store, and here. What other gateways have fetched before is theirs to spend.
+    pub async fn reset(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Standing, Unavailable> {
+        let Subject { book, roster, asker, .. } = subject;
+        let (inquiry, found) = self.read(subject).await;
+        let mut gifts = found;
+        gifts.iter_mut().for_each(|gift| gift.forgets = true);
+        self.give(gifts).await;
+        let now_ms = self.clock.now().unix_ms;
+        book.forget(&self.table, now_ms, &inquiry.desk);
+        for line in &inquiry.desk.lines {
+            let counter = book.layer_of(roster, *line).counter(*asker);
+            if let Some((end_ms, _)) = self.table.tally(counter, now_ms) {
+                self.table.withdraw(counter, end_ms, u32::MAX);
+                self.table.note(counter, end_ms, 0, now_ms);
+            }
+        }
+        self.value(subject).await
+    }
+
+    /// Asks what is used of each layer, and what would give all of it back.
+    async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<Inquiry>, Vec<Gift>) {
+        let Subject { book, roster, asker, .. } = subject;
+        let mut inquiry = self.inquire(subject);
+        let lines: Vec<Line> = book.enforced(roster, &mut inquiry.desk);
+        book.lay_aside(roster, &lines, self.clock.now().unix_ms, &mut inquiry.desk);
+        let cost = asker.cost;
+        inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
+        let sent = if inquiry.go_beyond(&[0]) { None } else { inquiry.send(book, roster, 0).await };
+        let gifts = match sent {
+            Some(Sent::Granted(gifts)) => {
+                gifts.into_iter().map(|(_, gift)| Gift { tokens: TOKENS_MAX, ..gift }).collect()
+            }
+            Some(Sent::Refused | Sent::OtherWindow | Sent::Failed) | None => {
+                inquiry.progress.beyond.fill(true);
+                Vec::new()
+            }
+        };
+        inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = cost);
+        (inquiry, gifts)
+    }
+}
