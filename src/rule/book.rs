@@ -96,7 +96,7 @@ pub struct Roster {
     /// Whether several gateways share counters of any of its rules.
     pub is_shared: bool,
     pub(super) delays: bool,
-    pub(super) counts_refused: bool,
+    counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
     /// for a refused request: all that such a decision needs is known when the code is compiled.
     plain: bool,
@@ -201,6 +201,11 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 }
 
 impl Roster {
+    /// Whether refusals count under any of its rules.
+    pub fn counts_refused(&self) -> bool {
+        self.counts_refused
+    }
+
     /// Positions of the shadow rules.
     pub fn shadows(&self) -> &[usize] {
         &self.shadows

@@ -96,7 +96,7 @@ impl Book {
                 if self.only_lacks(roster, table, now_ms, desk, first) {
                     return Step::Lacking;
                 }
-                if roster.counts_refused {
+                if roster.counts_refused() {
                     self.count_refusal(roster, table, self.time(now_ms), desk, first);
                 }
             }

@@ -9,6 +9,7 @@
 
 use super::book::{Book, Entry, Judgement, Line, Roster, Wait};
 use super::desk::{Asker, Desk};
+use super::lease::Stand;
 use super::terms::OnLimit;
 use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
@@ -217,7 +218,9 @@ impl Book {
         first: usize,
     ) {
         for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
-            if self.entry(roster, *line).rule.count_refused {
+            // What is counted elsewhere is consumed there.
+            let is_here = !matches!(desk.stands.get(line.rule), Some(Stand::Leased | Stand::Aside));
+            if is_here && self.entry(roster, *line).rule.count_refused {
                 consume(charge, table, time);
             }
         }

@@ -12,15 +12,14 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::Shared;
-use super::flight::{Errand, Flight, Unkept};
-use super::leases::id;
+use super::flight::{Flight, Unkept};
 use super::place::Sent;
-use super::script::{At, Gift, Want};
+use super::script::Gift;
 use crate::count::shard::Share;
-use crate::rule::book::{Book, Form, Judgement, Line, Roster};
-use crate::rule::desk::{Asker, Desk};
+use crate::metrics::shared::Without;
+use crate::rule::book::{Book, Judgement, Line, Roster};
+use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
-use crate::rule::share::{Span, span};
 use crate::rule::terms::{OnOutage, Sharing};
 
 /// So often a request fetches tokens that others then take before it can; then it is refused.
@@ -116,6 +115,7 @@ impl Shared {
         match self.advance(book, roster, desk, &[], &mut progress) {
             Next::Done(judgement) => {
                 if let Judgement::Refused = judgement {
+                    self.count_refusal(book, roster, desk, &progress, &text);
                     self.recheck(book, roster, desk, text);
                 }
                 Begun::Decided(judgement)
@@ -180,6 +180,7 @@ impl Shared {
                 desk.stands.iter_mut().filter(|stand| **stand == Stand::Leased).for_each(|stand| *stand = Stand::Aside);
             }
             if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
+                self.meter.did_without(Without::Refused);
                 return Next::Unavailable;
             }
             let first = desk.charges.len();
@@ -188,6 +189,9 @@ impl Shared {
                 Step::Lacking => return Next::Fetch { first },
                 Step::Decided(judgement) => judgement,
             };
+            if shadow.is_none() {
+                self.count_without(book, roster, desk, progress);
+            }
             match (judgement, shadow.flatten()) {
                 (Judgement::Refused, Some(position)) => desk.shadowed.push(position),
                 (Judgement::Refused, None) if book.may_wait(roster, desk) && desk.stands.contains(&Stand::Leased) => {
@@ -221,6 +225,20 @@ impl Shared {
         })
     }
 
+    /// Counts what rules do that do without the store.
+    fn count_without(&self, book: &Book, roster: &Roster, desk: &Desk, progress: &Progress) {
+        for (position, rule) in roster.rules.iter().enumerate().filter(|(position, _)| progress.beyond[*position]) {
+            let rule = &book.entries[*rule].rule;
+            if rule.sharing != Sharing::Own && desk.askers[position].is_some() {
+                match rule.on_outage {
+                    OnOutage::Local => self.meter.did_without(Without::Local),
+                    OnOutage::Allow => self.meter.did_without(Without::Allowed),
+                    OnOutage::Refuse => {}
+                }
+            }
+        }
+    }
+
     /// The lines that the store decides itself.
     fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
         let is_asked = |line: &&Line| {
@@ -229,108 +247,6 @@ impl Shared {
             is_asked && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
-    }
-
-    /// Asks for more tokens where few are left, before somebody has to wait for them.
-    fn prefetch(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &mut Desk) {
-        let now = self.clock.instant();
-        let mut errands = Vec::new();
-        for i in std::mem::take(&mut desk.low) {
-            let (charge, line) = (&desk.charges[i], desk.lines[i]);
-            let Some(asker) = desk.askers[line.rule] else { continue };
-            let counter = book.layer_of(roster, line).counter(asker);
-            let left = u64::from(self.table.purse(counter, self.clock.now().unix_ms));
-            let cost = u64::from(charge.ask.cost);
-            let low = self.leases.known(id(counter), |record| {
-                let text = record.text.clone().filter(|_| record.is_low(left))?;
-                Some((text, record.slice(cost, now)))
-            });
-            if let Some((text, slice)) = low.flatten() {
-                errands.push(self.errand(book, roster, line, asker, text, 0, slice));
-            }
-        }
-        if !errands.is_empty() {
-            self.launch(errands);
-        }
-    }
-
-    /// Asks in the background whether windows that are used up have room again: others may have returned what they had
-    /// fetched, or the key may have been reset.
-    fn recheck(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &Desk, text: impl Fn(usize) -> Option<Rc<str>>) {
-        let now = self.clock.instant();
-        let mut errands = Vec::new();
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
-            let Some(asker) = desk.askers[line.rule].filter(|_| desk.stands.get(line.rule) == Some(&Stand::Leased))
-            else {
-                continue;
-            };
-            let layer = book.layer_of(roster, *line);
-            if u64::from(charge.ask.cost) > u64::from(layer.capacity) {
-                continue;
-            }
-            let period_ms = book.timelines[layer.timeline].usual_ms();
-            let due = self
-                .leases
-                .with(layer.counter(asker), self.own_shard, now, |record| record.is_recheck_due(now, period_ms));
-            if due == Some(true)
-                && let Some(text) = text(line.rule)
-                && !self.is_beyond(&self.base(&text, "", 0))
-            {
-                errands.push(self.errand(book, roster, *line, asker, text, 0, u64::from(charge.ask.cost)));
-            }
-        }
-        if !errands.is_empty() {
-            self.launch(errands);
-        }
-    }
-
-    /// What is asked of the store for one layer: nothing yet.
-    pub(super) fn want(&self, book: &Book, roster: &Roster, line: Line, asker: Asker, text: &str, now_ms: u64) -> Want {
-        let entry = &book.entries[roster.rules[line.rule]];
-        let layer = entry.layer(line.layer);
-        let windows = &book.timelines[layer.timeline];
-        let at = match (layer.form, span(windows, now_ms, asker.offset)) {
-            (Form::Plain, Some(Span { number, end_ms, next_end_ms })) => At::Plain { number, end_ms, next_end_ms },
-            (Form::Account, Some(Span { number, end_ms, next_end_ms })) => At::Grid { number, end_ms, next_end_ms },
-            (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
-        };
-        let base = self.base(text, entry.suffix(line.layer), 0);
-        let ceiling = u64::from(layer.capacity);
-        let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
-        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
-    }
-
-    /// What is certainly used of a counter, if the store may not know it any more.
-    fn least(&self, counter: crate::count::table::Counter, period_ms: u64, now_ms: u64) -> u64 {
-        let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
-        let generation = self.generation.get();
-        let is_confirmed = self.leases.known(id(counter), |record| record.generation == generation);
-        let doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
-        if is_confirmed.unwrap_or(!doubtful) { 0 } else { u64::from(used) }
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
-    pub(super) fn errand(
-        &self,
-        book: &Book,
-        roster: &Roster,
-        line: Line,
-        asker: Asker,
-        text: Rc<str>,
-        need: u64,
-        want: u64,
-    ) -> Errand {
-        let entry = &book.entries[roster.rules[line.rule]];
-        let layer = entry.layer(line.layer);
-        let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
-        Errand {
-            counter: layer.counter(asker),
-            line,
-            suffix: entry.suffix(line.layer).into(),
-            text,
-            shards: layer.shards_elsewhere,
-            want: Want { need, want, ..blank },
-        }
     }
 }
 
@@ -350,6 +266,8 @@ impl Inquiry {
                 Next::Done(judgement) => {
                     if let Judgement::Refused = judgement {
                         let texts = &self.texts;
+                        let text = |position: usize| texts[position].clone();
+                        shared.count_refusal(book, roster, &self.desk, &self.progress, text);
                         shared.recheck(book, roster, &self.desk, |position| texts[position].clone());
                         shared.give_later(self.progress.gifts.drain(..).map(|(_, gift)| gift).collect());
                     }

@@ -2,7 +2,7 @@
 //!
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`) to one server, to
 //! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
-//! were fetched and how many to fetch next, `flight` fetches them, `outage` is about when nobody can be asked and what was
+//! were fetched and how many to fetch next, `flight` fetches them, `errand` works out what for, `outage` is about when nobody can be asked and what was
 //! counted meanwhile. `inquiry` is the decision about one request, as far as it has to wait for an answer, `place` what the store decides for it itself,
 //! `consult` decisions for those who ask without a request.
 //!
@@ -26,6 +26,7 @@ use store::Store;
 mod cluster;
 pub mod consult;
 mod dial;
+mod errand;
 pub mod flight;
 pub mod inquiry;
 pub mod leases;
