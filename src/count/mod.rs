@@ -2,8 +2,8 @@
 //!
 //! `word` is the arithmetic of one counter, `pace` how its windows follow one another, `memory` where counters
 //! lie, `region` an array of counters with one per key, `table` adds what happens when it is full, `charge` decides a
-//! request on several counters at once, `shard` splits a hot one, `queue` counts who waits, `ledger` keeps how each
-//! layer's counters are written. The room is
+//! request on several counters at once, `shard` splits a hot one, `lease` keeps tokens that were fetched from a counter
+//! that gateways share, `queue` counts who waits, `ledger` keeps how each layer's counters are written. The room is
 //! pure but for its atomics, which come through `sync` alone: it does not know the time, HTTP, rules or
 //! configuration, and a decision allocates nothing but for shards.
 //!
@@ -13,6 +13,7 @@
 //! `a_full_table_answers_as_documented`.
 
 pub mod charge;
+pub mod lease;
 pub mod ledger;
 pub mod memory;
 pub mod pace;

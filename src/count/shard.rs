@@ -43,6 +43,7 @@ impl Split {
 
     /// What a shard grants of what is asked of all.
     fn part(self, shard: u32, ask: Ask) -> Ask {
+        debug_assert!(ask.course != Course::Leased, "a purse is not split");
         let limit = ask.limit / self.shards + u32::from(shard < ask.limit % self.shards);
         Ask { limit, ceiling: u64::from(limit), floor: 0, course: Course::Plain, cost: 0, ..ask }
     }

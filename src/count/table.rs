@@ -123,7 +123,7 @@ pub struct Census {
 }
 
 pub struct Table<const W: usize = BUCKET_SLOTS> {
-    own: Region<W>,
+    pub(super) own: Region<W>,
     spill: Region<W>,
     marks: Cells<AtomicU64>,
     spilled_total: AtomicU64,
@@ -255,6 +255,9 @@ impl<const W: usize> Table<W> {
         if let Found::Counter(index, word) = self.own.find(counter.key) {
             return (usage(word, ask, time), Some(Seen { index, word }));
         }
+        if ask.course_in(time) == Course::Leased {
+            return (ask.nothing_left(), None);
+        }
         if self.spills(ask, time)
             && let Found::Counter(_, word) = self.spill.find(counter.spill())
         {
@@ -309,6 +312,9 @@ impl<const W: usize> Table<W> {
         time: Time<'_, PLAIN>,
         hint: Option<Seen>,
     ) -> Charged {
+        if ask.course_in(time) == Course::Leased {
+            return self.spend(counter, ask, time);
+        }
         if let Some(Seen { index, word }) = hint
             && let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time)
         {
@@ -328,6 +334,20 @@ impl<const W: usize> Table<W> {
                         return answer;
                     }
                 }
+            }
+        }
+    }
+
+    /// Charges a purse, if there is one: what nobody fetched is not there to be spent.
+    fn spend<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> Charged {
+        loop {
+            match self.own.find(counter.key) {
+                Found::Counter(index, word) if word.is_live(time.now_ms) => {
+                    if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time) {
+                        return answer;
+                    }
+                }
+                Found::Counter(..) | Found::Claim(..) | Found::Nothing => return Charged::Full(ask.nothing_left()),
             }
         }
     }
@@ -370,7 +390,7 @@ impl<const W: usize> Table<W> {
                     Course::Plain | Course::Grid(_) => {
                         word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
                     }
-                    Course::Floating(_) => word.is_live(time.now_ms),
+                    Course::Floating(_) | Course::Leased => word.is_live(time.now_ms),
                 },
                 // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
                 Found::Claim(..) | Found::Nothing => ask.closes_ms(time) <= self.spill.horizon_ms(),

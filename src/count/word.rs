@@ -87,6 +87,8 @@ pub enum Course {
     /// As `Grid`, but the first request opens a window, and the others follow it until the counter
     /// is as if it had never been used. Its pace is even.
     Floating(u32),
+    /// A purse: the word counts what may still be spent until it ends, and nothing may be once it has ended.
+    Leased,
 }
 
 /// What a request asks of one counter.
@@ -119,7 +121,7 @@ impl Ask {
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
         match self.course_in(time) {
-            Course::Plain | Course::Grid(_) => self.end_ms,
+            Course::Plain | Course::Grid(_) | Course::Leased => self.end_ms,
             Course::Floating(_) => time.now_ms + 1,
         }
     }
@@ -203,6 +205,10 @@ fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use
                 used => Use { used, end_ms: word.end_ms() - windows * period_ms },
             }
         }
+        Course::Leased if word.is_live(time.now_ms) => {
+            Use { used: ask.ceiling.saturating_sub(u64::from(word.count())), end_ms: word.end_ms() }
+        }
+        Course::Leased => ask.nothing_left(),
     }
 }
 
@@ -213,7 +219,7 @@ pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLA
         Course::Plain | Course::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
             Use { used: u64::from(word.count()), end_ms: ask.end_ms }
         }
-        Course::Plain | Course::Grid(_) | Course::Floating(_) => usage(word, ask, time),
+        Course::Plain | Course::Grid(_) | Course::Floating(_) | Course::Leased => usage(word, ask, time),
     }
 }
 
@@ -222,7 +228,7 @@ pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLA
 /// window that another key opened, or a charge that was taken back, would end too early for it.
 pub fn held_open<const PLAIN: bool>(before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Use {
     match ask.course_in(time) {
-        Course::Plain | Course::Grid(_) => before,
+        Course::Plain | Course::Grid(_) | Course::Leased => before,
         Course::Floating(_) => Use { end_ms: before.end_ms.max(ask.end_ms), ..before },
     }
 }
@@ -243,6 +249,8 @@ fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time:
     match ask.course_in(time) {
         // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
         Course::Plain => Word::new(tag, end_ms, used as u32),
+        // No more than was in it.
+        Course::Leased => Word::new(tag, end_ms, ask.ceiling.saturating_sub(used) as u32),
         Course::Grid(pace) | Course::Floating(pace) => {
             let limit = u64::from(ask.limit);
             let pace = &time.paces[pace as usize];
@@ -266,10 +274,11 @@ pub fn amended(word: Word, ask: Ask, most: u64, time: Time<'_>) -> Option<Word> 
     (owes && now.used > used).then(|| owing(word.tag(), Use { used, ..now }, ask, time))
 }
 
-/// The word of the same counter with nothing used or owed.
+/// The word of the same counter with nothing used or owed; of a purse, with nothing left.
 pub fn forgotten(word: Word, ask: Ask, time: Time<'_>) -> Word {
     let now = usage(word, ask, time);
-    owing(word.tag(), Use { used: 0, ..now }, ask, time)
+    let used = if ask.course == Course::Leased { ask.ceiling } else { 0 };
+    owing(word.tag(), Use { used, ..now }, ask, time)
 }
 
 /// What was taken from a counter: enough to give it back.
@@ -297,6 +306,7 @@ pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Tim
         |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
     let pace = match ask.course_in(time) {
         Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
+        Course::Leased => return (word.end_ms() == taken.end_ms).then(|| word.and(taken.tokens)),
         Course::Grid(pace) | Course::Floating(pace) => &time.paces[pace as usize],
     };
     if !word.is_live(time.now_ms) {

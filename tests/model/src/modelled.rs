@@ -4,6 +4,8 @@
 
 #[path = "../../../src/count/charge.rs"]
 pub mod charge;
+#[path = "../../../src/count/lease.rs"]
+pub mod lease;
 #[path = "../../../src/count/ledger.rs"]
 pub mod ledger;
 pub mod memory;
