@@ -147,3 +147,75 @@ impl<const W: usize> Table<W> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::pace::Time;
+    use super::super::table::Charged;
+    use super::*;
+
+    const COUNTER: Counter = Counter { key: Key { place: 3, tag: 7 }, layer: 0 };
+
+    fn table() -> Table {
+        Table::with_capacity(16).unwrap()
+    }
+
+    fn spend(table: &Table, ask: Ask) -> Charged {
+        table.charge(COUNTER.purse(), ask, Time::plain(50), None)
+    }
+
+    #[test]
+    fn counter_purse_and_tally_are_three() {
+        for tag in [1, PURSE, TALLY, PURSE ^ TALLY, (1 << 54) - 1] {
+            let counter = Counter { key: Key { tag, ..COUNTER.key }, ..COUNTER };
+            let (purse, tally) = (counter.purse(), counter.tally());
+            assert!(purse.key.tag != tag && tally.key.tag != tag && purse != tally);
+            assert!(purse.key.tag != 0 && purse.key.tag >> 54 == 0 && tally.key.tag != 0 && tally.key.tag >> 54 == 0);
+            assert_eq!((purse.key.place, tally.key.place), (counter.key.place, counter.key.place));
+        }
+    }
+
+    #[test]
+    fn what_is_in_a_purse_beyond_the_ceiling_is_given_up() {
+        let table = table();
+        assert_eq!(table.deposit(COUNTER, 100, 80, 50), Deposit::Kept);
+        assert!(matches!(spend(&table, Ask::plain(100, 10, 11).leased()), Charged::Full(_)));
+        assert_eq!(table.purse(COUNTER, 50), 80);
+        assert!(matches!(spend(&table, Ask::plain(100, 10, 4).leased()), Charged::Paid(..)));
+        assert_eq!(table.purse(COUNTER, 50), 6);
+    }
+
+    #[test]
+    fn numbers_end_where_words_end() {
+        let table = table();
+        assert_eq!(table.deposit(COUNTER, u64::MAX, u32::MAX, 50), Deposit::Kept);
+        assert_eq!(table.deposit(COUNTER, END_MAX_MS, 5, 50), Deposit::Kept);
+        assert_eq!((table.purse(COUNTER, 50), table.purse(COUNTER, END_MAX_MS)), (u32::MAX, 0));
+        // As it is where what a request costs is only known afterwards.
+        let ask = Ask { ceiling: u64::MAX, ..Ask::plain(100, 10, u32::MAX) }.leased();
+        assert!(matches!(spend(&table, ask), Charged::Paid(..)));
+        assert!(matches!(spend(&table, Ask { cost: 1, ..ask }), Charged::Full(_)));
+        assert_eq!(table.withdraw(COUNTER, u64::MAX, 1), 0);
+    }
+
+    #[test]
+    fn a_purse_that_is_forgotten_is_empty() {
+        let table = table();
+        assert_eq!(table.deposit(COUNTER, 100, 8, 50), Deposit::Kept);
+        table.forget(COUNTER.purse(), Ask::plain(100, 10, 0).leased(), Time::plain(50));
+        assert_eq!(table.purse(COUNTER, 50), 0);
+        assert_eq!(table.deposit(COUNTER, 100, 3, 50), Deposit::Kept);
+        assert_eq!(table.purse(COUNTER, 50), 3);
+    }
+
+    #[test]
+    fn a_charge_of_nothing_makes_no_purse_and_moves_none() {
+        let table = table();
+        let ask = Ask::plain(200, 10, 0).leased();
+        assert!(matches!(spend(&table, ask), Charged::Full(_)));
+        assert_eq!((table.census(50).live, table.deposit(COUNTER, 100, 2, 50)), (0, Deposit::Kept));
+        assert!(matches!(spend(&table, ask), Charged::Paid(..)));
+        assert!(matches!(table.charge(COUNTER.purse(), ask, Time::plain(150), None), Charged::Full(_)));
+        assert_eq!(table.deposit(COUNTER, 180, 2, 150), Deposit::Kept);
+    }
+}

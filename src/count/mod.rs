@@ -10,7 +10,8 @@
 //! What it promises, each proven by a model under `tests/model` and a property of the same name:
 //! `never_admits_past_the_limit`, `no_hit_is_lost_at_rollover`, `a_late_thread_never_rewinds`,
 //! `the_refused_leave_no_mark`, `a_refund_never_crosses_a_window`, `two_keys_never_share_a_count`,
-//! `a_full_table_answers_as_documented`.
+//! `a_full_table_answers_as_documented`; and of purses `no_more_is_spent_than_was_deposited`,
+//! `what_is_withdrawn_cannot_be_spent`, `a_refund_never_reaches_a_later_purse`, `a_full_table_keeps_no_purse`.
 
 pub mod charge;
 pub mod lease;

@@ -4,11 +4,12 @@
 //! `region` proves that a key has one counter, `table` what a charge, a refund and a full table
 //! promise, `spill` what a key that did not fit keeps to, `charge` what a request on several counters
 //! promises. `rolling` adds windows that hang together, `floating` those that a request opens, `places`
-//! requests that wait, `shards` counters that are split,
+//! requests that wait, `shards` counters that are split, `leases` tokens that were fetched to be spent here,
 //! `ledger` how counters are written. Every model also names outcomes that must have occurred, so that none proves nothing.
 
 mod charge;
 mod floating;
+mod leases;
 mod ledger;
 mod places;
 mod region;

@@ -2,8 +2,10 @@
 //! with a limiter that is plainly right.
 //!
 //! `roomy` holds that a table with room is that limiter exactly, `tiny` what is left of it when the
-//! table is full. Both name each invariant as the models do.
+//! table is full, `leases` what tokens that were fetched are worth. All name each invariant as the
+//! models do.
 
+mod leases;
 mod oracle;
 mod roomy;
 mod scene;

@@ -4,6 +4,7 @@
 //! Threads share a clock that moves on with the requests, and each reads it only now and then, so
 //! that late ones are the rule. Nothing sleeps, nothing depends on how long anything takes.
 
+mod leases;
 mod windows;
 
 use std::collections::HashMap;
