@@ -166,7 +166,6 @@ impl<'d> Servers<'d> {
 
     fn nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
         let nodes: Vec<Node> = self.addresses.iter().map(|address| address.node.clone()).collect();
-        let what = if master.is_some() { "Sentinel" } else { "a cluster" };
         if master.is_some() || self.is_list {
             for (address, word) in self.addresses.iter().zip(&self.words) {
                 let one = if master.is_some() { "a sentinel" } else { "a node of a cluster" };
@@ -189,7 +188,7 @@ impl<'d> Servers<'d> {
             let master = item.text("\"mymaster\"", report)?;
             let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
             if master.text.is_empty() || !master.text.chars().all(is_name) {
-                let message = format!("{} is no name that {what} can give to a master", shown(master.text));
+                let message = format!("{} is no name that Sentinel can give to a master", shown(master.text));
                 report.problem(
                     master.span,
                     message,
