@@ -5,7 +5,7 @@
 //!
 //! | floor | rooms |
 //! | --- | --- |
-//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`counters`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
+//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`counters`], [`shared`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
 //! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`], [`token`] |
 //! | ground: pure, no clock | [`rule`], [`count`] |
 //!
@@ -27,6 +27,7 @@ pub mod metrics;
 pub mod reload;
 pub mod rule;
 pub mod run;
+pub mod shared;
 pub mod timer;
 pub mod token;
 pub mod upstream;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
-const ROOMS: [(&str, &[&str]); 19] = [
+const ROOMS: [(&str, &[&str]); 20] = [
     ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run"]),
     (
         "run",
@@ -27,6 +27,7 @@ const ROOMS: [(&str, &[&str]); 19] = [
     ("upstream", &["clock", "config", "http", "interim", "metrics", "rule", "timer", "wire"]),
     ("access", &["config", "metrics"]),
     ("counters", &["clock", "config", "count", "metrics", "rule"]),
+    ("shared", &["config"]),
     ("reload", &[]),
     ("metrics", &[]),
     ("timer", &[]),

@@ -16,6 +16,7 @@ use crate::world::Scratch;
 use crate::world::client::Client;
 use crate::world::eventually;
 use crate::world::one_rule;
+use crate::world::parts::faketime;
 use crate::world::process::{BINARY, Process};
 use crate::world::quota::{items, remaining};
 
@@ -43,7 +44,7 @@ impl Faked {
         let offset_ms = unix_ms - real_ms();
         fs::write(&file, offset_text(offset_ms)).unwrap();
         let mut command = Command::new(BINARY);
-        command.env("LD_PRELOAD", library()).env("FAKETIME_TIMESTAMP_FILE", &file);
+        command.env("LD_PRELOAD", faketime()).env("FAKETIME_TIMESTAMP_FILE", &file);
         command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
         let process = Process::spawn_by(command, toml, scratch);
         // The loader only complains when it does not find the library.
@@ -106,14 +107,6 @@ fn real_ms() -> i64 {
 
 fn offset_text(ms: i64) -> String {
     format!("{}{}.{:03}\n", if ms < 0 { '-' } else { '+' }, ms.abs() / 1000, ms.abs() % 1000)
-}
-
-/// The library that fakes clocks, where Debian's package puts it.
-fn library() -> String {
-    let architectures = std::fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
-    let mut libraries = architectures.map(|path| path.join("faketime/libfaketime.so.1"));
-    let library = libraries.find(|library| library.exists());
-    library.expect("apt-get install -y faketime").display().to_string()
 }
 
 /// 2023-11-14T22:15:00Z.

@@ -60,6 +60,7 @@ mod outages;
 mod passing;
 mod proxies;
 mod proxy_protocol;
+mod redis_servers;
 mod refusal_forms;
 mod reload;
 mod retries;

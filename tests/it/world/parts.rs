@@ -50,6 +50,13 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
+/// The library that fakes clocks, where Debian's package puts it.
+pub fn faketime() -> PathBuf {
+    let architectures = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
+    let mut libraries = architectures.map(|path| path.join("faketime/libfaketime.so.1"));
+    libraries.find(|library| library.exists()).expect("`faketime` is missing; `make parts` installs it")
+}
+
 /// A program of tests/parts for Node.js, with the packages of tests/parts/browser.
 pub fn node(name: &str) -> Command {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");

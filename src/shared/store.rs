@@ -1,0 +1,248 @@
+//! The servers that counters are shared through, as one event loop sees them: connections of its own, which are opened
+//! when they are first needed.
+//!
+//! Calls of many tasks go out on one connection per server, one behind the other, without waiting for each other. A
+//! call that was sent is never sent again, unless the server says that it did not do it: because it does not know
+//! the script, or the slot is elsewhere. Who asks decides how long he waits; whoever goes away leaves nothing behind.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use redis::{Cmd, ServerError, Value};
+use tokio::task::{JoinHandle, spawn_local};
+use tokio::time::{sleep, timeout};
+
+use super::cluster::{Cluster, redirected};
+use super::dial::Dial;
+use super::line::{Failure, Line, Told, Which};
+use super::link::{Link, Way};
+use super::script::{self, Answer, At, By, Gift, Scripts, TOKENS_MAX, Want};
+use super::sentinel::Sentinels;
+use super::slot::slot;
+use crate::config::shared::{Nodes, Shared};
+
+/// How often a call is sent after a slot that moves.
+const HOPS_MAX: u32 = 8;
+/// While some keys of a slot are here and some there, one waits.
+const BETWEEN: Duration = Duration::from_millis(5);
+/// Until a probe is given up.
+const PATIENCE: Duration = Duration::from_millis(1000);
+const PROBE_PERIOD_MS: u64 = 1000;
+
+/// Cheap to clone.
+#[derive(Clone)]
+pub struct Store(Rc<Inner>);
+
+struct Inner {
+    servers: Servers,
+    scripts: Scripts,
+    prefix: String,
+    opened: Rc<Cell<u64>>,
+}
+
+enum Servers {
+    /// Also the master that sentinels know.
+    One(Rc<Link>),
+    Cluster(Rc<Cluster>),
+}
+
+/// Why there is no answer; texts for an operator.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum StoreError {
+    /// No server that can serve now. Whether the call was done is not known.
+    Unreachable(String),
+    /// This counter only: what lies under its key is none.
+    Key(String),
+}
+
+impl Store {
+    /// Connects nowhere yet.
+    pub fn new(settings: &Shared) -> Store {
+        let dial = Rc::new(Dial::new(settings));
+        let opened = Rc::new(Cell::new(0));
+        let link = |way| Servers::One(Link::new(way, Rc::clone(&dial), Rc::clone(&opened)));
+        let servers = match &settings.nodes {
+            Nodes::Single(node) => link(Way::Fixed(node.clone())),
+            Nodes::Sentinel { nodes, master } => link(Way::Sentinels(Sentinels::new(nodes.clone(), master.clone()))),
+            Nodes::Cluster(seeds) => {
+                Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
+            }
+        };
+        Store(Rc::new(Inner { servers, scripts: Scripts::new(), prefix: settings.prefix.clone(), opened }))
+    }
+
+    /// Takes tokens of all counters or of none. All must be of one call: see [`Store::is_one_call`]. `floor_ms` is the
+    /// gateway's time.
+    pub async fn take(&self, wants: &[Want], floor_ms: u64) -> Result<Answer, StoreError> {
+        let mut at_ms = floor_ms;
+        for _ in 0..2 {
+            let call = |by| script::take(&self.0.scripts.take, by, wants, floor_ms, at_ms);
+            let said = self.run(wants.first().map(|want| &*want.base), Which::Take, &call).await?;
+            let answer = script::taken(&said, wants, at_ms).ok_or_else(|| strange(&said))?;
+            let Answer::OtherWindow { time_ms } = answer else { return Ok(answer) };
+            // Nothing was taken, because the first of the windows is over.
+            at_ms = script::effective_ms(time_ms, floor_ms);
+            if !script::is_known_at(wants, at_ms) {
+                return Ok(answer);
+            }
+        }
+        Ok(Answer::OtherWindow { time_ms: at_ms })
+    }
+
+    /// Gives tokens back, and tells how many that were.
+    pub async fn give(&self, gifts: &[Gift]) -> Result<u64, StoreError> {
+        let mut given = 0;
+        for gifts in gifts.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
+            let call = |by| script::give(&self.0.scripts.give, by, gifts);
+            let said = self.run(gifts.first().map(|gift| &*gift.base), Which::Give, &call).await?;
+            given += script::given(&said).ok_or_else(|| strange(&said))?;
+        }
+        Ok(given)
+    }
+
+    /// Connects to every server that is needed, and really counts there, under a key of its own that is soon gone.
+    pub async fn probe(&self) -> Result<u64, StoreError> {
+        let probe = timeout(2 * PATIENCE, self.probe_all());
+        probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
+    }
+
+    /// Whether counters with these bases can be asked for in one call.
+    pub fn is_one_call(&self, a: &str, b: &str) -> bool {
+        match &self.0.servers {
+            Servers::One(_) => true,
+            Servers::Cluster(_) => slot(a) == slot(b),
+        }
+    }
+
+    /// Grows with every new connection to a server: what it counted may have been lost in between.
+    pub fn generation(&self) -> u64 {
+        self.0.opened.get()
+    }
+
+    async fn probe_all(&self) -> Result<u64, StoreError> {
+        let stem = format!("{}:{{#probe|", self.0.prefix);
+        let bases = match &self.0.servers {
+            Servers::One(link) => {
+                link.check_master().await;
+                vec![format!("{stem}0}}")]
+            }
+            Servers::Cluster(cluster) => {
+                cluster.refresh().await.map_err(StoreError::Unreachable)?;
+                cluster.masters(&stem).into_iter().map(|(_, base)| base).collect()
+            }
+        };
+        let asked: Vec<JoinHandle<_>> = bases
+            .into_iter()
+            .map(|base| {
+                let store = self.clone();
+                spawn_local(async move { store.probe_one(base).await })
+            })
+            .collect();
+        let mut time_ms = 0;
+        for said in asked {
+            let said = said.await.unwrap_or_else(|_| Err(StoreError::Unreachable("the gateway ends".to_owned())));
+            time_ms = said?.max(time_ms);
+        }
+        Ok(time_ms)
+    }
+
+    async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
+        let at = At::Floating { period_ms: PROBE_PERIOD_MS };
+        let want = Want { base: base.into(), at, limit: u32::MAX, ceiling: TOKENS_MAX, need: 1, want: 1, least: 0 };
+        match self.take(&[want], 0).await? {
+            Answer::Granted { time_ms, .. } | Answer::Refused { time_ms, .. } | Answer::OtherWindow { time_ms } => {
+                Ok(time_ms)
+            }
+        }
+    }
+
+    async fn run(&self, base: Option<&str>, which: Which, call: &dyn Fn(By) -> Cmd) -> Result<Value, StoreError> {
+        match &self.0.servers {
+            Servers::One(link) => {
+                let line = link.line().await.map_err(StoreError::Unreachable)?;
+                let said = line.run(which, false, call).await;
+                said.map_err(|failure| fallen(link, &line, failure))
+            }
+            Servers::Cluster(cluster) => run_in(cluster, slot(base.unwrap_or_default()), which, call).await,
+        }
+    }
+}
+
+/// Runs a call at the master of a slot, wherever that is by now.
+async fn run_in(cluster: &Rc<Cluster>, slot: u16, which: Which, call: &dyn Fn(By) -> Cmd) -> Result<Value, StoreError> {
+    let mut link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
+    let mut importing = false;
+    let mut why = String::new();
+    for _ in 0..HOPS_MAX {
+        let line = match link.line().await {
+            Ok(line) => line,
+            Err(error) => {
+                // It was not sent: if the slot has another master by now, that one is asked.
+                cluster.refresh().await.map_err(StoreError::Unreachable)?;
+                let other = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
+                if Rc::ptr_eq(&other, &link) {
+                    return Err(StoreError::Unreachable(error));
+                }
+                (link, importing, why) = (other, false, error);
+                continue;
+            }
+        };
+        let error = match line.run(which, importing, call).await {
+            Ok(said) => return Ok(said),
+            Err(Failure::Said(error)) => error,
+            Err(failure) => {
+                cluster.doubt();
+                return Err(fallen(&link, &line, failure));
+            }
+        };
+        let to = redirected(error.details().unwrap_or_default(), &line.node);
+        why = format!("{}: {}", line.node, Told(&error));
+        match (error.code(), to) {
+            ("MOVED", Some((_, node))) => (link, importing) = (cluster.moved(slot, node), false),
+            ("ASK", Some((_, node))) => (link, importing) = (cluster.importing(node), true),
+            ("TRYAGAIN", _) => {
+                sleep(BETWEEN).await;
+                link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
+                importing = false;
+            }
+            _ => {
+                cluster.doubt();
+                return Err(fallen(&link, &line, Failure::Said(error)));
+            }
+        }
+    }
+    Err(StoreError::Unreachable(why))
+}
+
+/// What a failure means for who asked, and for the connection.
+fn fallen(link: &Link, line: &Rc<Line>, failure: Failure) -> StoreError {
+    let told = line.blame(&failure);
+    if let Failure::Said(error) = &failure {
+        if is_about_key(error) {
+            return StoreError::Key(told);
+        }
+        if !leads_elsewhere(error) {
+            return StoreError::Unreachable(told);
+        }
+    }
+    link.drop_line(line, &told);
+    StoreError::Unreachable(told)
+}
+
+/// The script says so itself where it reads; where it writes, the server does.
+fn is_about_key(error: &ServerError) -> bool {
+    let details = error.details().unwrap_or_default();
+    matches!(error.code(), "BADVALUE" | "WRONGTYPE") || details.contains("WRONGTYPE")
+}
+
+/// Whether another connection may lead to a server that serves.
+fn leads_elsewhere(error: &ServerError) -> bool {
+    let details = error.details().unwrap_or_default();
+    ["READONLY", "MASTERDOWN", "NOAUTH", "MOVED"].iter().any(|code| error.code() == *code || details.contains(code))
+}
+
+fn strange(said: &Value) -> StoreError {
+    let said: String = format!("{said:?}").chars().take(100).collect();
+    StoreError::Unreachable(format!("a script was answered with {said}"))
+}
