@@ -46,7 +46,7 @@ enum Price {
 enum OnAbsent {
     Refuse,
     Skip,
-    Fallback(Recipe),
+    Fallback(Box<Recipe>),
 }
 
 /// The parts of a key, and the hash as far as it does not depend on them.
@@ -104,7 +104,7 @@ impl Identity {
             on_missing: match &entry.rule.on_missing {
                 OnMissing::Never | OnMissing::Refuse => OnAbsent::Refuse,
                 OnMissing::Skip => OnAbsent::Skip,
-                OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
+                OnMissing::Fallback(parts) => OnAbsent::Fallback(Box::new(recipe(true, parts))),
             },
             cost: Price::new(&entry.rule.cost, route),
             exceptions: None,

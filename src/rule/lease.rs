@@ -11,7 +11,7 @@ use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::{Share, Split};
 use crate::count::table::{Counter, Table};
-use crate::count::word::{Course, Use};
+use crate::count::word::Use;
 
 /// How the rules of a roster are counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,7 +43,7 @@ impl Layer {
     /// Makes a charge one of tokens that were fetched.
     fn lease(&self, charge: &mut Charge) {
         charge.counter = charge.counter.purse();
-        charge.ask.course = Course::Leased;
+        charge.ask = charge.ask.leased();
         charge.split = Split::WHOLE;
     }
 }

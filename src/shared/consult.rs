@@ -39,7 +39,7 @@ impl Shared {
         desk.askers.push(Some(subject.asker));
         let mut progress = Progress::new(1);
         progress.asks = true;
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let texts = vec![Some(Rc::clone(&subject.text))];
         Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
     }

@@ -132,7 +132,7 @@ impl Shared {
                     desk: desk.clone(),
                     progress,
                     next: Some(next),
-                    deadline: Instant::now() + self.timeout,
+                    deadline: Instant::from_std(self.clock.instant()) + self.timeout,
                 }))
             }
         }
@@ -148,7 +148,7 @@ impl Shared {
     ) -> Box<Inquiry> {
         desk.clear();
         let progress = Progress { again: Some(again), ..Progress::new(roster.rules.len()) };
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
     }
 

@@ -45,7 +45,7 @@ impl Shared {
         tokio::task::spawn_local(async move {
             let (outcome, calls) = shared.charge_calls(&wants).await;
             if let Err(Outcome::Granted(took)) = tell.send(outcome) {
-                shared.give(gifts(&calls, &took)).await;
+                shared.give(gifts(calls, &took)).await;
             }
         });
         told

@@ -42,8 +42,8 @@ pub struct Scripts {
     pub give: Script,
 }
 
-impl Scripts {
-    pub fn new() -> Scripts {
+impl Default for Scripts {
+    fn default() -> Scripts {
         Scripts { take: Script::new(include_str!("take.lua")), give: Script::new(include_str!("give.lua")) }
     }
 }

@@ -41,7 +41,7 @@ impl Report {
 /// Asks all servers of the configuration; `now_ms` is this machine's time.
 pub async fn survey(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
     let survey =
-        Survey { dial: Rc::new(Dial::new(settings)), prefix: &settings.prefix, scripts: Scripts::new(), now_ms };
+        Survey { dial: Rc::new(Dial::new(settings)), prefix: &settings.prefix, scripts: Scripts::default(), now_ms };
     match &settings.nodes {
         Nodes::Single(node) => vec![survey.single(node).await],
         Nodes::Sentinel { nodes, master } => survey.sentinels(nodes, master).await,
