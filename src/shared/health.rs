@@ -213,8 +213,8 @@ pub fn clock(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
     Some(Finding::warning(text, "let both follow a time server (NTP)"))
 }
 
-/// What an error of a server, or of the way there, means.
-pub fn refusal(said: &str, prefix: &str) -> Finding {
+/// What an error of a server, or of the way there, means; `by_tls`: it is reached so.
+pub fn refusal(said: &str, prefix: &str, by_tls: bool) -> Finding {
     let is = |words: &[&str]| words.iter().any(|word| said.contains(word));
     let fix = if is(&["NOPERM", "ACL failure", "can't run this command", "No permissions"]) {
         format!("give the user what it takes: `ACL SETUSER NAME on >PASSWORD ~{prefix}:* {COMMANDS}`")
@@ -222,14 +222,14 @@ pub fn refusal(said: &str, prefix: &str) -> Finding {
         "it asks for a password: write `password_file` or `password_env`, and `username` if it is a user's".to_owned()
     } else if is(&["user and password", "WRONGPASS"]) {
         "see that `username` is a user there (`ACL LIST`) and that the password is his".to_owned()
-    } else if is(&["UnknownIssuer", "unknown issuer"]) {
+    } else if is(&["UnknownIssuer", "BadSignature"]) {
         "name the authority that issued its certificate: `ca = \"FILE\"`".to_owned()
     } else if is(&["NotValidForName", "not valid for name"]) {
         "write a name in `redis` that its certificate is for".to_owned()
     } else if is(&["CertificateRequired", "HandshakeFailure", "certificate required"]) {
         "it wants to see a certificate of the gateway's: write `certificate` and `private_key`".to_owned()
-    } else if is(&["InvalidContentType", "corrupt message"]) {
-        "it does not speak TLS at this port: write `redis://`, or the port at which it does (`tls-port`)".to_owned()
+    } else if by_tls && is(&["InvalidContentType", "corrupt message", "no answer"]) {
+        "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)".to_owned()
     } else if is(&["DB index", "invalid DB"]) {
         "write a `database` that it has (`databases` in its configuration)".to_owned()
     } else if is(&["OOM"]) {

@@ -30,6 +30,7 @@ mod clients_h2load;
 mod clients_slow;
 mod clients_websocket;
 mod clock;
+mod connect;
 mod connections;
 mod cost;
 mod counters;
