@@ -16,9 +16,9 @@ const CLOCK_MS: u64 = 1000;
 /// How full its memory may be, in percent.
 const FULL: u64 = 90;
 
-/// What a server does for gateways: those that are in a user's rights (`+eval …`), and the keys (`~PREFIX:*`).
-pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +set +decrby +hmget +hset +pexpireat +role +info \
-                            +cluster|slots +cluster|info +asking";
+/// What a user has to be allowed, beside the keys, `~PREFIX:*`.
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +decrby +hmget +hset +pexpireat \
+                            +role +info +cluster|slots +cluster|info +asking";
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -268,6 +268,17 @@ mod tests {
 
     const GOOD: &str = "# Server\r\nredis_version:8.2.3\r\nrole:master\r\nconnected_slaves:1\r\nmaxmemory:0\r\n\
                         maxmemory_policy:allkeys-lru\r\naof_enabled:1\r\n";
+
+    #[test]
+    fn the_rights_that_are_advised_are_those_that_scripts_take() {
+        let texts = [include_str!("take.lua"), include_str!("give.lua")].concat();
+        let calls: Vec<&str> = texts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
+        assert!(calls.len() > 5);
+        for call in calls {
+            let right = format!("+{}", call.to_lowercase());
+            assert!(COMMANDS.split(' ').any(|known| known == right), "{right}");
+        }
+    }
 
     #[test]
     fn a_good_server_is_left_alone() {
