@@ -287,7 +287,7 @@ mod tests {
         let long = user(&[b'a'; 257]);
         assert!(long.starts_with("r|hmac-") && long.len() == 39);
         assert!(user(&[b'|'; 86]).starts_with("r|hmac-"));
-        assert_eq!(user(long[2..].as_bytes()), format!("r|%68{}", &long[3..]));
+        assert_eq!(user(&long.as_bytes()[2..]), format!("r|%68{}", &long[3..]));
         assert!(user(&[long.as_bytes(), &[b'a'; 300]].concat()).len() <= 2 + 256);
     }
 
