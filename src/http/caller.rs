@@ -55,7 +55,7 @@ struct Recipe {
     starts: Starts,
     parts: Vec<Source>,
     /// What the parts are called, and how the key is spelt; only needed where one is wrong, or the key is shared.
-    spelling: Spelling,
+    spelling: Box<Spelling>,
 }
 
 /// What of a request keys are made of.
@@ -95,7 +95,7 @@ impl Identity {
             Recipe {
                 starts: Starts::new(entry, seed, fallback.then_some(parts)),
                 parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
-                spelling: Spelling::new(&entry.rule.name, parts, fallback),
+                spelling: Box::new(Spelling::new(&entry.rule.name, parts, fallback)),
             }
         };
         Identity {

@@ -236,6 +236,7 @@ mod tests {
         let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
         assert_eq!(told(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
         assert_eq!(told(&[Part::Global], &[]), Some("r|".to_owned()));
+        assert_eq!(told(&[Part::Global], &["any"]), Some("r|".to_owned()));
         assert_eq!(told(&[V4], &["10.0.0"]), None);
         assert_eq!(told(&[V4, Part::Host], &["10.0.0.1"]), None);
     }
