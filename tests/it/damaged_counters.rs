@@ -269,8 +269,13 @@ fn a_file_with_holes_takes_its_room_at_start() {
 
 fn open(file: &Path) -> Result<Counters, OpenError> {
     let every = Duration::from_secs(5);
-    let config =
-        config::Counters { capacity: CAPACITY, file: Some(file.to_owned()), snapshot: None, snapshot_every: every };
+    let config = config::Counters {
+        capacity: CAPACITY,
+        file: Some(file.to_owned()),
+        snapshot: None,
+        snapshot_every: every,
+        shared: None,
+    };
     let mut opened = Counters::open(&config, None, 1, &Clock::system());
     // A process that another test starts holds what this one has open, until it is another program.
     while matches!(opened, Err(OpenError::InUse { .. })) {

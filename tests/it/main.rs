@@ -65,6 +65,7 @@ mod refusal_forms;
 mod reload;
 mod retries;
 mod retry;
+mod shared_counters;
 mod snapshots;
 mod spellings;
 mod stalls;

@@ -89,7 +89,13 @@ fn in_memory(capacity: usize, snapshot: Option<&Path>, clock: &Clock) -> Counter
 
 fn settings(capacity: usize, snapshot: Option<&Path>) -> config::Counters {
     let every = Duration::from_secs(5);
-    config::Counters { capacity, file: None, snapshot: snapshot.map(Path::to_owned), snapshot_every: every }
+    config::Counters {
+        capacity,
+        file: None,
+        snapshot: snapshot.map(Path::to_owned),
+        snapshot_every: every,
+        shared: None,
+    }
 }
 
 fn write(counters: &Counters, place: &Place, clock: &Clock) -> Written {
