@@ -28,11 +28,20 @@ enum Command {
     /// Serve (the default)
     Run(File),
     /// Say whether a configuration is good, or everything that is wrong with it
-    Check(File),
+    Check(Check),
     /// Have the running gateway replaced by this version, without a gap
     Upgrade(cli::upgrade::Arguments),
     /// Say who is known by name, and on which plan
     Clients(cli::clients::Arguments),
+}
+
+#[derive(clap::Args)]
+struct Check {
+    #[command(flatten)]
+    file: File,
+    /// Reach out to the servers that counters are shared through, and say whether they are fit for it
+    #[arg(long)]
+    connect: bool,
 }
 
 #[derive(clap::Args)]
@@ -59,7 +68,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
-        Command::Check(file) => cli::check::check(&file.config),
+        Command::Check(check) => cli::check::check(&check.file.config, check.connect),
         Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
     };

@@ -6,17 +6,19 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
+use transom::config::shared::{Node, Nodes};
 use transom::config::{
     AccessLog, Config, EncodedSlash, ForwardPath, HostField, Protocol, QuotaFields, Refusal, Scheme, Segment, Target,
-    read, read_with,
+    read, read_in, read_with,
 };
 use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
-use transom::rule::terms::{Cost, OnLimit, Value};
+use transom::rule::terms::{Cost, OnLimit, OnOutage, Sharing, Value};
 use transom::rule::window::Windows;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
@@ -161,6 +163,55 @@ fn everything_is_read_as_written() {
         [Segment::Literal("users".into()), Segment::Param("id".into()), Segment::Rest("rest".into())]
     );
     assert_eq!((route.upstream, route.rules.as_slice()), (1, [0, 2].as_slice()));
+}
+
+#[test]
+fn shared_counters_are_read_as_written() {
+    let config = good("shared.toml");
+    let shared = config.counters.shared.as_ref().unwrap();
+    let tcp = |host: &str, port| Node::Tcp { host: host.to_owned(), port };
+    assert_eq!(shared.nodes, Nodes::Single(tcp("cache.internal", 7000)));
+    assert_eq!((shared.username.as_deref(), shared.database), (Some("transom"), 3));
+    assert_eq!(shared.password.as_ref().map(|hidden| hidden.0.as_str()), Some("hunter2-hunter2"));
+    assert_eq!((shared.prefix.as_str(), shared.timeout.as_millis()), ("edge:eu-1", 20));
+    assert_eq!(
+        (shared.digest_key.0.as_slice(), shared.tls.is_some()),
+        (&b"6f1b2c0d9a8e7f60514233241506f7e8"[..], true)
+    );
+    let debug = format!("{config:?}");
+    assert!(!debug.contains("hunter2") && !debug.contains("6f1b2c0d") && !debug.contains("54, 102, 49"));
+    let rules: Vec<_> = config.rules.iter().map(|rule| (rule.sharing, rule.on_outage)).collect();
+    assert_eq!(
+        rules,
+        [(Sharing::Exact, OnOutage::Refuse), (Sharing::Lease, OnOutage::Allow), (Sharing::Own, OnOutage::Refuse)]
+    );
+
+    let config = good("shared-cluster.toml");
+    let shared = config.counters.shared.unwrap();
+    assert_eq!(
+        shared.nodes,
+        Nodes::Cluster(vec![tcp("10.0.0.1", 7000), tcp("fd00::2", 7001), tcp("three.internal", 6379)])
+    );
+    let usual = (shared.prefix.as_str(), shared.timeout.as_millis(), shared.database, shared.tls.is_some());
+    assert_eq!(usual, ("transom", 50, 0, false));
+    assert_eq!((config.rules[0].sharing, config.rules[0].on_outage), (Sharing::Lease, OnOutage::Local));
+
+    let shared = good("shared-sentinel.toml").counters.shared.unwrap();
+    assert_eq!(shared.nodes, Nodes::Sentinel { nodes: vec![tcp("sentinel", 6379)], master: "main-1".to_owned() });
+}
+
+#[test]
+fn a_password_comes_from_the_environment() {
+    let text = "[counters.shared]\nredis = \"redis://a\"\npassword_env = \"PASSWORD\"\n\
+                [upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n";
+    let read = |value: &[u8]| {
+        read_in(text, &|_| Err(ErrorKind::NotFound.into()), &|name| (name == "PASSWORD").then(|| value.to_vec()))
+    };
+    let password = read(b"hunter2\n").unwrap().counters.shared.unwrap().password.unwrap();
+    assert_eq!(password.0, "hunter2");
+    for value in [&b"\xff\xfe"[..], b"", b"\n"] {
+        assert_eq!(read(value).unwrap_err().len(), 1);
+    }
 }
 
 #[test]

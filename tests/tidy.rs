@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Every room, from the top of the house to its ground, with the rooms it may use. A room uses only
 /// what stands below it in this list, so nothing can go round in a circle.
 const ROOMS: [(&str, &[&str]); 20] = [
-    ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run"]),
+    ("cli", &["clock", "config", "listen", "metrics", "reload", "rule", "run", "shared"]),
     (
         "run",
         &[

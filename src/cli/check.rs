@@ -1,14 +1,15 @@
 //! `transom check`: says whether a configuration is good and what its rules amount to, or everything
-//! that is wrong with it.
+//! that is wrong with it. With `--connect`, the servers that counters are shared through are asked as well.
 
 use std::path::Path;
 
+use super::connect::connect;
 use super::{Exit, read};
 use crate::clock::Clock;
 use crate::config::outlook;
 use crate::reload::Watch;
 
-pub fn check(path: &Path) -> Exit {
+pub fn check(path: &Path, reach_out: bool) -> Exit {
     match read(path, &mut Watch::default()) {
         Ok(config) => {
             let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
@@ -19,7 +20,7 @@ pub fn check(path: &Path) -> Exit {
             for line in outlook::certificates(&config, Clock::system().now().unix_ms) {
                 show!("  note: {line}");
             }
-            Exit::Fine
+            if reach_out { connect(config.counters.shared.as_ref()) } else { Exit::Fine }
         }
         Err(problems) => {
             tell!("{}", problems.trim_end());

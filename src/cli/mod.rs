@@ -19,6 +19,7 @@ macro_rules! tell {
 
 pub mod check;
 pub mod clients;
+mod connect;
 mod handover;
 mod pid_file;
 pub mod run;

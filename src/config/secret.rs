@@ -1,7 +1,8 @@
-//! What of a file nobody is shown: the values of `secret`, even where the file is no TOML.
+//! What of a file nobody is shown: the values of `secret`, and passwords, even where the file is no TOML.
 //!
 //! Messages show the line that they are about, and end up in logs. So whatever stands behind a key
-//! that is called `secret`, or nearly so, is found by the look of it, and covered.
+//! that is called `secret`, `password` or `digest_key`, or nearly so, is found by the look of it, and covered; so is what
+//! stands as a password in a URL.
 
 use std::ops::Range;
 
@@ -65,14 +66,39 @@ fn spans(text: &str) -> Vec<Range<usize>> {
         at = from + length(value).max(label);
         spans.push(from + label..at);
     }
+    let apart = |url: &Range<usize>| spans.iter().all(|span| url.end <= span.start || span.end <= url.start);
+    let urls: Vec<Range<usize>> = url_passwords(text).into_iter().filter(apart).collect();
+    spans.extend(urls);
+    spans.sort_by_key(|span| span.start);
     spans
 }
 
 fn is_secret(name: &str) -> bool {
     let name = name.to_lowercase();
     // Nobody misspells a key at such length.
-    let is_near = name.len() < 16 && strsim::damerau_levenshtein(&name, "secret") <= 2;
-    (is_near || name.starts_with("secret")) && !name.ends_with("file")
+    let is_near = |word: &str| name.len() < 16 && strsim::damerau_levenshtein(&name, word) <= 2;
+    let is = |word: &str| is_near(word) || name.starts_with(word);
+    (is("secret") || is("password") || name.starts_with("pass") || is("digest_key"))
+        && !name.ends_with("file")
+        && !name.ends_with("env")
+}
+
+/// Where URLs have a password, from behind its colon to its `@`: that of the same quotes, or of the same line before
+/// another URL, should a quote be in it.
+fn url_passwords(text: &str) -> Vec<Range<usize>> {
+    let mut spans = Vec::new();
+    for (at, mark) in text.match_indices("://") {
+        let start = at + mark.len();
+        let rest = &text[start..];
+        let line = &rest[..rest.find(['\n', '\r']).unwrap_or(rest.len())];
+        let quoted = &line[..line.find(['"', '\'']).unwrap_or(line.len())];
+        let open = &line[..line.find("://").unwrap_or(line.len())];
+        let Some(end) = quoted.rfind('@').or_else(|| open.find('@')) else { continue };
+        if let Some(colon) = line[..end].find(':') {
+            spans.push(start + colon + 1..start + end);
+        }
+    }
+    spans
 }
 
 /// Where a private key stands instead of the name of its file: how long it is up to the key itself, else 0.
@@ -147,9 +173,28 @@ mod tests {
     }
 
     #[test]
+    fn passwords_of_urls_are_covered() {
+        for (line, covered) in [
+            ("redis = \"redis://:hunter2@a\"", "redis = \"redis://:*******@a\""),
+            ("redis = \"redis://me:h@nt:r/2@a:1/2\" # @", "redis = \"redis://me:********@a:1/2\" # @"),
+            ("redis = [\"redis://u:pw@a\", \"redis://b\"]", "redis = [\"redis://u:**@a\", \"redis://b\"]"),
+            ("redis = redis://:hunter2@a", "redis = redis://:*******@a"),
+            ("redis = \"redis://:hunt\"er2@a\"", "redis = \"redis://:****\"***@a\""),
+            ("redis = \"redis://me@a:6379\"", "redis = \"redis://me@a:6379\""),
+            ("servers = [\"http://a:1\", \"http://b:2\"]", "servers = [\"http://a:1\", \"http://b:2\"]"),
+            ("password = \"redis://:pw@a\"", "password = \"*************\""),
+        ] {
+            assert_eq!(Secrets::find(line).covered(), covered);
+        }
+    }
+
+    #[test]
     fn what_is_no_secret_stays_in_sight() {
         for line in [
             "secret_file = \"hs.key\"",
+            "password_file = \"redis.password\"",
+            "password_env = \"REDIS_PASSWORD\"",
+            "digest_key_file = \"digest.key\"",
             "servers = \"http://a\"",
             "period = \"second\" # a secret",
             "key = \"cookie:session\"",

@@ -198,7 +198,7 @@ mod tests {
     /// The text that the decision API has for a key.
     fn told(key: &[Part], values: &[&str]) -> Option<String> {
         let book = Arc::new(Book::new(&[rule(key, OnMissing::Refuse)], SEED, None));
-        let counsel = Counsel::new(&book, &[None], SEED);
+        let counsel = Counsel::new(&book, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
         let mut text = String::new();
         counsel.text(0, &values, &digester(), &mut text).then_some(text)

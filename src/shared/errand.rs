@@ -23,10 +23,11 @@ impl Shared {
             let (charge, line) = (&desk.charges[i], desk.lines[i]);
             let Some(asker) = desk.askers[line.rule] else { continue };
             let counter = book.layer_of(roster, line).counter(asker);
-            let left = u64::from(self.table.purse(counter, self.clock.now().unix_ms));
+            let now_ms = self.clock.now().unix_ms;
+            let left = u64::from(self.table.purse(counter, now_ms));
             let cost = u64::from(charge.ask.cost);
             let low = self.leases.known(id(counter), |record| {
-                let text = record.text.clone().filter(|_| record.is_low(left))?;
+                let text = record.text.clone().filter(|_| record.is_low(left, now_ms))?;
                 Some((text, record.slice(cost, now)))
             });
             if let Some((text, slice)) = low.flatten() {

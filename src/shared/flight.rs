@@ -179,7 +179,7 @@ impl Shared {
         let origin = want.origin(took);
         self.leases.known(id(errand.counter), |record| {
             record.generation = self.generation.get();
-            record.landed(took.granted);
+            record.landed(took.granted, took.end_ms, want.need > 0);
             record.origin = Some(origin.clone());
         });
         let Ok(tokens) = u32::try_from(took.granted) else { return };

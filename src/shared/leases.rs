@@ -60,6 +60,8 @@ pub struct Record {
     pub flight: Option<Rc<Flight>>,
     /// Tokens that those want who wait for a flight.
     pub waiting: u64,
+    /// The window in which nothing was handed out any more that nobody waited for; asking on would be in vain.
+    dry_end_ms: u64,
     /// What was left at the last look.
     left: u32,
     /// The shard that had tokens the last time.
@@ -88,6 +90,7 @@ impl Record {
             recheck: now,
             flight: None,
             waiting: 0,
+            dry_end_ms: 0,
             left: 0,
             shard,
             generation: 0,
@@ -110,15 +113,20 @@ impl Record {
     }
 
     /// What was handed out may be less than what was asked for.
-    pub fn landed(&mut self, granted: u64) {
-        if granted > 0 {
-            self.slice = granted;
+    pub fn landed(&mut self, granted: u64, end_ms: u64, is_needed: bool) {
+        match (granted, is_needed) {
+            (0, false) => self.dry_end_ms = end_ms,
+            (0, true) => {}
+            (granted, _) => {
+                self.dry_end_ms = if is_needed { 0 } else { self.dry_end_ms };
+                self.slice = granted;
+            }
         }
     }
 
     /// Whether more should be fetched before it runs dry.
-    pub fn is_low(&self, left: u64) -> bool {
-        self.flight.is_none() && self.slice > 1 && left <= self.slice / 2
+    pub fn is_low(&self, left: u64, now_ms: u64) -> bool {
+        self.flight.is_none() && self.dry_end_ms <= now_ms && self.slice > 1 && left <= self.slice / 2
     }
 
     /// Whether a counter that was used up should be asked for again; the next time is some time from now.

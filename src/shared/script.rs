@@ -132,7 +132,7 @@ pub struct Want {
     pub ceiling: u64,
     /// Tokens without which all is refused.
     pub need: u64,
-    /// Tokens that are taken if there are plenty: of what is left beyond the need, a quarter at most. With
+    /// Tokens that are taken if there are plenty: of what is left beyond the need, an eighth at most. With
     /// `need` and `want` 0, the counter is only read.
     pub want: u64,
     /// What counts as used at least.

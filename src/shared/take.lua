@@ -64,7 +64,7 @@ for i = 1, #KEYS do
   base[i] = u
   local spare = tonumber(ARGV[a + 1]) - u - need
   if spare < 0 then pass = false end
-  gains[i] = need + math.min(want - need, math.floor(spare / 4))
+  gains[i] = need + math.min(want - need, math.floor(spare / 8))
   a = a + (kind == 'p' and 6 or (kind == 'g' and 9 or 7))
 end
 

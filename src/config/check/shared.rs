@@ -6,9 +6,6 @@
 use std::path::Path;
 use std::time::Duration;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use rustls::RootCertStore;
 use toml::de::DeValue;
 
 use super::address::{Address, address};
@@ -16,7 +13,7 @@ use super::jwt::without_line_end;
 use super::{duration, upstream_tls};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, Span, shown};
-use crate::config::shared::{Hidden, Identity, Node, Nodes, Shared, Tls};
+use crate::config::shared::{Hidden, Node, Nodes, Shared, Tls};
 use crate::config::{Files, Variables};
 use crate::rule::terms::{OnOutage, Rule, Sharing};
 
@@ -166,7 +163,6 @@ impl<'d> Servers<'d> {
 
     fn nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
         let nodes: Vec<Node> = self.addresses.iter().map(|address| address.node.clone()).collect();
-        let what = if master.is_some() { "Sentinel" } else { "a cluster" };
         if master.is_some() || self.is_list {
             for (address, word) in self.addresses.iter().zip(&self.words) {
                 let one = if master.is_some() { "a sentinel" } else { "a node of a cluster" };
@@ -189,7 +185,7 @@ impl<'d> Servers<'d> {
             let master = item.text("\"mymaster\"", report)?;
             let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
             if master.text.is_empty() || !master.text.chars().all(is_name) {
-                let message = format!("{} is no name that {what} can give to a master", shown(master.text));
+                let message = format!("{} is no name that Sentinel can give to a master", shown(master.text));
                 report.problem(
                     master.span,
                     message,
@@ -392,28 +388,5 @@ fn tls(
     let mut roots = upstream_tls::SystemRoots::default();
     let span: Span = servers.item.span.clone();
     let client = settings.read(span, misspelt, files, &mut roots, report)?;
-    // They have been read already, a moment ago.
-    let again = |item: &Option<Item>| match item.as_ref()?.value {
-        DeValue::String(path) => files(Path::new(path.as_ref())).ok(),
-        _ => None,
-    };
-    let identity = again(&settings.certificate).zip(again(&settings.private_key));
-    Some(Tls {
-        client,
-        authorities: again(&settings.ca).unwrap_or_else(system_authorities),
-        identity: identity.map(|(certificate, private_key)| Identity { certificate, private_key: Hidden(private_key) }),
-    })
-}
-
-/// The certificates of the authorities that the system trusts, in PEM.
-fn system_authorities() -> Vec<u8> {
-    let mut pem = String::new();
-    for certificate in rustls_native_certs::load_native_certs().certs {
-        if RootCertStore::empty().add(certificate.clone()).is_ok() {
-            pem.push_str("-----BEGIN CERTIFICATE-----\n");
-            pem.push_str(&STANDARD.encode(&certificate));
-            pem.push_str("\n-----END CERTIFICATE-----\n");
-        }
-    }
-    pem.into_bytes()
+    Some(Tls { client })
 }

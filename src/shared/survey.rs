@@ -1,0 +1,289 @@
+//! Asks servers what they are, and really counts there, before gateways rely on them.
+//!
+//! Every server of the configuration is asked: sentinels for the master, nodes of a cluster for their slots. What is
+//! counted lies under keys of its own, `PREFIX:{transom-check|…}`, which end by themselves a few seconds later.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use redis::{Cmd, Value};
+use tokio::time::timeout;
+
+use super::cluster::Cluster;
+use super::dial::Dial;
+use super::health::{Finding, Info, clock, refusal};
+use super::line::{Line, Which};
+use super::script::{self, Answer, At, Gift, Kind, Scripts, TOKENS_MAX, Want};
+use super::sentinel::{self, text};
+use crate::config::shared::{Node, Nodes, Shared};
+
+/// Until one answer is given up.
+const PATIENCE: Duration = Duration::from_millis(2000);
+/// How long the window lasts that is counted in.
+const WINDOW_MS: u64 = 10_000;
+const SENTINELS_LEAST: usize = 3;
+
+/// What was found out about one server, or about all of them together.
+#[derive(Debug)]
+pub struct Report {
+    /// Whom it is about.
+    pub of: String,
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    fn of(of: impl Into<String>, findings: Vec<Finding>) -> Report {
+        Report { of: of.into(), findings }
+    }
+}
+
+/// Asks all servers of the configuration; `now_ms` is this machine's time.
+pub async fn survey(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
+    let survey =
+        Survey { dial: Rc::new(Dial::new(settings)), prefix: &settings.prefix, scripts: Scripts::new(), now_ms };
+    match &settings.nodes {
+        Nodes::Single(node) => vec![survey.single(node).await],
+        Nodes::Sentinel { nodes, master } => survey.sentinels(nodes, master).await,
+        Nodes::Cluster(seeds) => survey.cluster(seeds).await,
+    }
+}
+
+struct Survey<'s> {
+    dial: Rc<Dial>,
+    prefix: &'s str,
+    scripts: Scripts,
+    now_ms: &'s dyn Fn() -> u64,
+}
+
+impl Survey<'_> {
+    async fn single(&self, node: &Node) -> Report {
+        match self.dial.open(node).await {
+            Ok(line) => self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await.0,
+            Err(why) => Report::of(node.to_string(), vec![refusal(&why, self.prefix)]),
+        }
+    }
+
+    async fn sentinels(&self, nodes: &[Node], master: &str) -> Vec<Report> {
+        let mut reports = Vec::new();
+        for node in nodes {
+            let findings = match self.dial.open_sentinel(node).await {
+                Ok(line) => self.sentinel(&line, master).await,
+                Err(why) => vec![refusal(&why, self.prefix)],
+            };
+            reports.push(Report::of(format!("sentinel {node}"), findings));
+        }
+        if nodes.len() < SENTINELS_LEAST {
+            let text = format!("{} of the sentinels can be asked", nodes.len());
+            let fix = "name all of them in `redis`, and have three at least: with fewer, none can replace a master";
+            reports.push(Report::of("sentinels", vec![Finding::note(text, fix)]));
+        }
+        let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
+        match sentinels.open_master(&self.dial).await {
+            Ok(line) => {
+                let (mut report, replicas) =
+                    self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await;
+                if replicas == Some(0) {
+                    let text = "it has no replica: nobody can take its place";
+                    report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
+                }
+                report.of = format!("master {}", report.of);
+                reports.push(report);
+            }
+            Err(why) => reports.push(Report::of(format!("master `{master}`"), vec![refusal(&why, self.prefix)])),
+        }
+        reports
+    }
+
+    /// What a sentinel knows of the master.
+    async fn sentinel(&self, line: &Line, master: &str) -> Vec<Finding> {
+        let said = match self.ask(line, redis::cmd("SENTINEL").arg("master").arg(master)).await {
+            Ok(said) => pairs(&said),
+            Err(why) if why.contains("No such master") => {
+                let fix = "write the name of its `sentinel monitor NAME …` as `sentinel_master`";
+                return vec![Finding::problem(format!("it knows no master called `{master}`"), fix)];
+            }
+            Err(why) => return vec![refusal(&why, self.prefix)],
+        };
+        let number = |name: &str| -> u64 {
+            let found = said.iter().find(|(key, _)| key == name);
+            found.and_then(|(_, value)| value.parse().ok()).unwrap_or(0)
+        };
+        let flags = said.iter().find(|(key, _)| key == "flags").map_or("", |(_, value)| value.as_str());
+        let mut found = Vec::new();
+        if flags.contains("down") {
+            let fix = "see to the master, or wait until a replica has taken its place";
+            found.push(Finding::problem(format!("it says that the master is down (`{flags}`)"), fix));
+        }
+        if number("quorum") > number("num-other-sentinels") + 1 {
+            let text = "it knows fewer sentinels than have to agree on a new master";
+            found.push(Finding::warning(text, "see to the other sentinels, or lower the quorum of `sentinel monitor`"));
+        }
+        found
+    }
+
+    async fn cluster(&self, seeds: &[Node]) -> Vec<Report> {
+        let mut reports = Vec::new();
+        for node in seeds {
+            let findings = match self.dial.open(node).await {
+                Ok(line) => self.seed(&line).await,
+                Err(why) => vec![refusal(&why, self.prefix)],
+            };
+            if !findings.is_empty() {
+                reports.push(Report::of(node.to_string(), findings));
+            }
+        }
+        let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.dial), Rc::new(Cell::new(0)));
+        if let Err(why) = cluster.refresh().await {
+            reports.push(Report::of("cluster", vec![refusal(&why, self.prefix)]));
+            return reports;
+        }
+        for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
+            match link.line().await {
+                Ok(line) => reports.push(self.examine(&line, &base, true).await.0),
+                Err(why) => reports.push(Report::of("a master", vec![refusal(&why, self.prefix)])),
+            }
+        }
+        reports
+    }
+
+    /// What a node of a cluster knows of the whole.
+    async fn seed(&self, line: &Line) -> Vec<Finding> {
+        let said = match self.ask(line, redis::cmd("CLUSTER").arg("INFO")).await {
+            Ok(said) => said,
+            Err(why) if why.contains("cluster support disabled") => {
+                let fix = "write it without brackets: `redis = \"redis://HOST:PORT\"`";
+                return vec![Finding::problem("it is no node of a cluster", fix)];
+            }
+            Err(why) if may_not(&why) => return Vec::new(),
+            Err(why) => return vec![refusal(&why, self.prefix)],
+        };
+        let info = Info::new(text(&said).unwrap_or_default());
+        let (state, slots) = (info.get("cluster_state").unwrap_or("unknown"), info.number("cluster_slots_ok"));
+        if state == "ok" && slots == u64::from(super::slot::SLOTS) {
+            return Vec::new();
+        }
+        let text = format!("it says that the cluster is `{state}`, and that {slots} of 16384 slots are served");
+        vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and mend with `--cluster fix`")]
+    }
+
+    /// All about one master, and how many replicas it has, if it tells.
+    async fn examine(&self, line: &Rc<Line>, base: &str, in_cluster: bool) -> (Report, Option<u64>) {
+        let mut title = "it does not tell what it is".to_owned();
+        let mut findings = Vec::new();
+        let mut replicas = None;
+        match self.ask(line, &mut redis::cmd("INFO")).await {
+            Ok(said) => {
+                let info = Info::new(text(&said).unwrap_or_default());
+                title = info.title();
+                findings = info.findings();
+                replicas = info.is_master().then(|| info.number("connected_slaves"));
+                if info.in_cluster() && !in_cluster {
+                    let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", line.node);
+                    findings.push(Finding::problem("it is a node of a cluster", fix));
+                    return (Report::of(format!("{}: {title}", line.node), findings), replicas);
+                }
+            }
+            Err(why) if may_not(&why) => {
+                let text = "it does not let the gateway see its version, role and memory";
+                findings.push(Finding::note(text, "allow the user `+info`"));
+            }
+            Err(why) => findings.push(refusal(&why, self.prefix)),
+        }
+        match self.time(line).await {
+            Ok((server_ms, finding)) => {
+                findings.extend(finding);
+                if let Err(why) = self.count(line, base, server_ms).await {
+                    // A replica was told of already.
+                    if !why.contains("READONLY") || !title.ends_with("replica") {
+                        findings.push(refusal(&why, self.prefix));
+                    }
+                }
+            }
+            Err(why) => findings.push(refusal(&why, self.prefix)),
+        }
+        findings.sort_by_key(|finding| finding.weight);
+        findings.dedup();
+        (Report::of(format!("{}: {title}", line.node), findings), replicas)
+    }
+
+    /// The time there, and what is wrong with it.
+    async fn time(&self, line: &Line) -> Result<(u64, Option<Finding>), String> {
+        let before_ms = (self.now_ms)();
+        let said = self.ask(line, &mut redis::cmd("TIME")).await?;
+        let after_ms = (self.now_ms)();
+        let strange = || format!("TIME was answered with {said:?}");
+        let Value::Array(parts) = &said else { return Err(strange()) };
+        let parts: Vec<u64> = parts.iter().filter_map(|part| text(part)?.parse().ok()).collect();
+        let [seconds, micros] = parts.as_slice() else { return Err(strange()) };
+        let server_ms = seconds * 1000 + micros / 1000;
+        Ok((server_ms, clock(server_ms, before_ms, after_ms)))
+    }
+
+    /// Takes a token of a counter of each kind, and gives it back.
+    async fn count(&self, line: &Rc<Line>, base: &str, server_ms: u64) -> Result<(), String> {
+        let number = server_ms / WINDOW_MS;
+        let end_ms = (number + 1) * WINDOW_MS;
+        let next_end_ms = end_ms + WINDOW_MS;
+        let want = |at| Want { base: base.into(), at, limit: 1000, ceiling: TOKENS_MAX, need: 1, want: 1, least: 0 };
+        let wants = [
+            want(At::Plain { number, end_ms, next_end_ms }),
+            want(At::Grid { number, end_ms, next_end_ms }),
+            want(At::Floating { period_ms: WINDOW_MS }),
+        ];
+        let take = |by| script::take(&self.scripts.take, by, &wants, 0, server_ms);
+        let said = self.run(line, Which::Take, &take).await?;
+        let took = match script::taken(&said, &wants, server_ms) {
+            Some(Answer::Granted { took, .. }) => took,
+            // The window ended meanwhile.
+            Some(Answer::OtherWindow { .. }) => return Ok(()),
+            _ => return Err(format!("a script was answered with {said:?}")),
+        };
+        let kinds = [Kind::Plain, Kind::Grid, Kind::Floating];
+        let gifts: Vec<Gift> = took
+            .iter()
+            .zip(kinds)
+            .map(|(took, kind)| {
+                let (number, only_if_used) = (took.number, None);
+                Gift {
+                    base: base.into(),
+                    kind,
+                    number,
+                    limit: 1000,
+                    tokens: took.granted,
+                    only_if_used,
+                    forgets: false,
+                }
+            })
+            .collect();
+        let give = |by| script::give(&self.scripts.give, by, &gifts);
+        self.run(line, Which::Give, &give).await.map(drop)
+    }
+
+    async fn ask(&self, line: &Line, question: &mut Cmd) -> Result<Value, String> {
+        let said = timeout(PATIENCE, line.ask(question.clone())).await;
+        let said = said.map_err(|_elapsed| format!("{}: no answer within {PATIENCE:?}", line.node))?;
+        said.map_err(|failure| line.blame(&failure))
+    }
+
+    async fn run(&self, line: &Line, which: Which, call: &dyn Fn(script::By) -> Cmd) -> Result<Value, String> {
+        let said = timeout(PATIENCE, line.run(which, false, call)).await;
+        let said = said.map_err(|_elapsed| format!("{}: no answer within {PATIENCE:?}", line.node))?;
+        said.map_err(|failure| line.blame(&failure))
+    }
+}
+
+/// Whether a user has not the right to ask that.
+fn may_not(why: &str) -> bool {
+    why.contains("NOPERM")
+}
+
+/// Names and values that stand one behind the other.
+fn pairs(said: &Value) -> Vec<(String, String)> {
+    let Value::Array(said) = said else { return Vec::new() };
+    let pair = |pair: &[Value]| match pair {
+        [name, value] => Some((text(name)?.to_owned(), text(value)?.to_owned())),
+        _ => None,
+    };
+    said.chunks_exact(2).filter_map(pair).collect()
+}
