@@ -56,7 +56,7 @@ fn main() {
 fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
-    let scripts = Scripts::new();
+    let scripts = Scripts::default();
     let now_ms = now_ms();
     script::take(&scripts.take, By::Text, &keys[0], now_ms, now_ms).exec(&mut connection).expect("is executed");
     let (start, mut decided) = (Instant::now(), 0);
@@ -76,7 +76,7 @@ fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
     runtime.block_on(async {
         let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
         let mut connection = client.get_multiplexed_async_connection().await.expect("redis-server listens");
-        let scripts = Scripts::new();
+        let scripts = Scripts::default();
         let now_ms = now_ms();
         let (start, mut decided) = (Instant::now(), 0);
         while start.elapsed() < ROUND {

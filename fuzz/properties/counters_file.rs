@@ -152,7 +152,6 @@ fn open(file: Option<&Path>, snapshot: Option<&Path>) -> Result<Counters, OpenEr
         file: file.map(Path::to_owned),
         snapshot: snapshot.map(Path::to_owned),
         snapshot_every: Duration::from_secs(5),
-        shared: None,
     };
     Counters::open(&config, None, 4, &Clock::manual(NOW_MS)).map(|(counters, _)| counters)
 }

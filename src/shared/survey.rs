@@ -280,7 +280,15 @@ impl Survey<'_> {
             .zip(kinds)
             .map(|(took, kind)| {
                 let (number, only_if_used) = (took.number, None);
-                Gift { base: base.into(), kind, number, limit: 1000, tokens: took.granted, only_if_used, forgets: false }
+                Gift {
+                    base: base.into(),
+                    kind,
+                    number,
+                    limit: 1000,
+                    tokens: took.granted,
+                    only_if_used,
+                    forgets: false,
+                }
             })
             .collect();
         let give = |by| script::give(&self.scripts.give, by, &gifts);

@@ -66,6 +66,7 @@ mod refusal_forms;
 mod reload;
 mod retries;
 mod retry;
+mod shared_counters;
 mod shared_nodes;
 mod shared_scripts;
 mod shared_store;
