@@ -85,6 +85,7 @@ fn each_counter_is_asked_for_where_its_slot_is() {
         let gifts: Vec<Gift> = bases
             .iter()
             .map(|base| Gift {
+                forgets: false,
                 base: Rc::from(base.as_str()),
                 kind: Kind::Plain,
                 number: 1,

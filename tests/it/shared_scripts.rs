@@ -163,7 +163,7 @@ async fn play(store: &Store, server: &mut redis::Connection, actions: Vec<Action
                 let tokens = tokens.min(took.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
                 let only_if_used = only.then_some(took.used);
-                let gift = Gift { base, kind, number: took.number, limit, tokens, only_if_used };
+                let gift = Gift { base, kind, number: took.number, limit, tokens, only_if_used, forgets: false };
                 assert_eq!(store.give(&[gift]).await.unwrap(), oracle.give(at, took, tokens, only));
             }
             Action::Pass { windows, ms } => {

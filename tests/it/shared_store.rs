@@ -132,6 +132,7 @@ fn what_is_given_back_can_be_taken_again_and_nothing_else() {
     let store = Store::new(&single(&redis));
     on_loop(async {
         let gift = |base: &str, kind, number, tokens| Gift {
+            forgets: false,
             base: Rc::from(base),
             kind,
             number,
