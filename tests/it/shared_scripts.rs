@@ -98,7 +98,7 @@ impl Oracle {
             let mut granted = 0;
             if passes {
                 let room = want.ceiling - now.used.max(want.least);
-                granted = want.need + (want.want.max(want.need) - want.need).min((room - want.need) / 4);
+                granted = want.need + (want.want.max(want.need) - want.need).min((room - want.need) / 8);
             }
             if granted > 0 {
                 counter = Counter { used: now.used.max(want.least) + granted, mark: now.mark, exists: true };

@@ -48,7 +48,7 @@ fn slices_shrink_until_the_last_token() {
             slices.push(took[0].granted);
         }
         assert_eq!(slices.iter().sum::<u64>(), 100);
-        assert_eq!((slices[0], slices[1], slices.last().copied()), (25, 19, Some(1)));
+        assert_eq!((slices[0], slices[1], slices.last().copied()), (13, 11, Some(1)));
         // Who needs nothing only looks.
         let look = Want { need: 0, want: 0, ..want.clone() };
         assert_eq!(granted(store.take(&[look], 0).await.unwrap())[0].used, 100);
