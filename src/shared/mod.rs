@@ -7,6 +7,7 @@ mod cluster;
 mod dial;
 mod line;
 mod link;
+mod queue;
 pub mod script;
 mod sentinel;
 mod slot;

@@ -112,7 +112,7 @@ fn what_others_write_counts_and_never_hands_out_more() {
             redis.cli(&["SET", "t:{a}:1", value]);
             let two = [plain("t:{a}:good", 1, 5), want[0].clone()];
             let Err(StoreError::Key(why)) = store.take(&two, 0).await else { panic!("{value}") };
-            assert!(why.contains("t:{a}:1 holds something else"), "{why}");
+            assert!(why.contains("`t:{a}:1` holds something else"), "{why}");
             assert_eq!(redis.keys(), ["t:{a}:1"], "nothing is written if anything is wrong");
         }
         redis.cli(&["DEL", "t:{a}:1"]);
