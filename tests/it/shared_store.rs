@@ -165,6 +165,38 @@ fn what_is_given_back_can_be_taken_again_and_nothing_else() {
     });
 }
 
+#[test]
+fn calls_that_come_together_are_decided_one_by_one() {
+    let redis = RedisServer::start();
+    let store = Store::new(&single(&redis));
+    redis.cli(&["SET", "t:{bad}:1", "many"]);
+    on_loop(async {
+        store.probe().await.unwrap();
+        let kinds: [fn(&str) -> Want; 3] =
+            [|base| plain(base, 1, 20), |base| grid(base, 1, 20), |base| floating(base, 60_000, 20)];
+        for (kind, key) in kinds.into_iter().zip(["t:{a}:1", "t:{a}:account", "t:{a}:first-request"]) {
+            let before = redis.calls("evalsha");
+            let calls: Vec<_> = (0..50)
+                .map(|n| {
+                    let (store, mut wants) = (store.clone(), vec![kind("t:{a}"), plain("t:{each}", n, 9)]);
+                    wants.extend((n % 5 == 4).then(|| plain("t:{bad}", 1, 9)));
+                    spawn_local(async move { store.take(&wants, 0).await })
+                })
+                .collect();
+            let mut tally = Tally::default();
+            for (n, call) in calls.into_iter().enumerate() {
+                let said = call.await.unwrap();
+                assert_eq!(matches!(said, Err(StoreError::Key(_))), n % 5 == 4, "{said:?}");
+                tally.add(&said);
+            }
+            assert_eq!((tally.granted, tally.refused, tally.unknown), (20, 20, 10));
+            let used = if key == "t:{a}:1" { redis.cli(&["GET", key]) } else { redis.cli(&["HGET", key, "used"]) };
+            assert_eq!(used, "20");
+            assert!(redis.calls("evalsha") - before < 10, "they were sent together");
+        }
+    });
+}
+
 /// Asks for single tokens from so many tasks until told to stop; each gives up after `patience`.
 async fn load(store: &Store, want: &Want, tasks: usize, patience: Duration, during: impl AsyncFnOnce()) -> Tally {
     let tally = Rc::new(RefCell::new(Tally::default()));
