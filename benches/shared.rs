@@ -10,11 +10,12 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::rc::Rc;
 use std::thread::sleep;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
+use transom::clock::Clock;
 use transom::config::shared::{Hidden, Node, Nodes, Shared};
-use transom::shared::script::{self, Answer, At, By, Scripts, Want};
+use transom::shared::script::{self, Answer, Ask, At, By, Decision, Scripts, Want};
 use transom::shared::store::Store;
 
 /// The allocator of the gateway, for both sides.
@@ -57,14 +58,13 @@ fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
     let scripts = Scripts::default();
-    let now_ms = now_ms();
-    script::take(&scripts.take, By::Text, &keys[0], now_ms, now_ms).exec(&mut connection).expect("is executed");
-    let (start, mut decided) = (Instant::now(), 0);
+    script::take(&scripts.take, By::Text, asks(keys).iter().take(1)).exec(&mut connection).expect("is executed");
+    let asks = asks(keys);
+    let (start, mut decided) = (Clock::system().instant(), 0);
     while start.elapsed() < ROUND {
-        let wants = &keys[decided % KEYS];
-        let said = script::take(&scripts.take, By::Sha, wants, now_ms, now_ms).query(&mut connection);
-        let answer = script::taken(&said.expect("is executed"), wants, now_ms);
-        assert!(matches!(answer, Some(Answer::Granted { .. })));
+        let ask = [&asks[decided % KEYS]];
+        let said = script::take(&scripts.take, By::Sha, ask.into_iter()).query(&mut connection);
+        check(script::taken(&said.expect("is executed"), ask.into_iter()));
         decided += 1;
     }
     decided as f64 / start.elapsed().as_secs_f64()
@@ -77,13 +77,13 @@ fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
         let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
         let mut connection = client.get_multiplexed_async_connection().await.expect("redis-server listens");
         let scripts = Scripts::default();
-        let now_ms = now_ms();
-        let (start, mut decided) = (Instant::now(), 0);
+        let asks = asks(keys);
+        let (start, mut decided) = (Clock::system().instant(), 0);
         while start.elapsed() < ROUND {
-            let wants = &keys[decided % KEYS];
-            let call = script::take(&scripts.take, By::Sha, wants, now_ms, now_ms);
+            let ask = [&asks[decided % KEYS]];
+            let call = script::take(&scripts.take, By::Sha, ask.into_iter());
             let said = call.query_async(&mut connection).await.expect("is executed");
-            assert!(matches!(script::taken(&said, wants, now_ms), Some(Answer::Granted { .. })));
+            check(script::taken(&said, ask.into_iter()));
             decided += 1;
         }
         decided as f64 / start.elapsed().as_secs_f64()
@@ -98,7 +98,7 @@ fn one_event_loop(port: u16, keys: &[[Want; 3]]) -> f64 {
         let store = Store::new(&settings(port));
         store.probe().await.expect("redis-server answers");
         let now_ms = now_ms();
-        let start = Instant::now();
+        let start = Clock::system().instant();
         let tasks: Vec<_> = (0..TOGETHER)
             .map(|first| {
                 let (store, keys) = (store.clone(), Rc::clone(&keys));
@@ -119,6 +119,15 @@ fn one_event_loop(port: u16, keys: &[[Want; 3]]) -> f64 {
         }
         decided as f64 / start.elapsed().as_secs_f64()
     })
+}
+
+fn asks(keys: &[[Want; 3]]) -> Vec<Ask> {
+    let now_ms = now_ms();
+    keys.iter().map(|wants| Ask { wants: wants.to_vec(), floor_ms: now_ms, at_ms: now_ms }).collect()
+}
+
+fn check(decisions: Option<Vec<Decision>>) {
+    assert!(matches!(decisions.as_deref(), Some([Ok(Answer::Granted { .. })])));
 }
 
 fn wants(key: usize) -> [Want; 3] {
@@ -147,7 +156,7 @@ fn settings(port: u16) -> Shared {
 }
 
 fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_millis() as u64
+    Clock::system().now().unix_ms
 }
 
 fn median(mut rates: Vec<f64>) -> f64 {

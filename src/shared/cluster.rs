@@ -34,11 +34,10 @@ pub struct Cluster {
     opened: Rc<Cell<u64>>,
     map: RefCell<Map>,
     /// Who waits for the map, while it is asked for.
-    asking: RefCell<Option<Vec<Waiter>>>,
+    asking: RefCell<Option<Vec<Tell>>>,
 }
 
-/// Whoever waits for the map; he is told why there is none.
-type Waiter = oneshot::Sender<Result<(), String>>;
+type Tell = oneshot::Sender<Result<(), String>>;
 
 #[derive(Default)]
 struct Map {
@@ -248,4 +247,42 @@ pub fn redirected(details: &str, asked: &Node) -> Option<(u16, Node)> {
     let (slot, address) = details.split_once(' ')?;
     let (host, port) = address.rsplit_once(':')?;
     Some((slot.parse().ok()?, named(host, port.parse().ok()?, asked)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(host: &str, port: u16) -> Node {
+        Node::Tcp { host: host.to_owned(), port }
+    }
+
+    #[test]
+    fn a_node_that_does_not_know_its_name_is_where_it_was_asked() {
+        let asked = node("10.0.0.1", 6379);
+        assert_eq!(redirected("3999 10.0.0.2:6381", &asked), Some((3999, node("10.0.0.2", 6381))));
+        assert_eq!(redirected("3999 fe80::1:6381", &asked), Some((3999, node("fe80::1", 6381))));
+        assert_eq!(redirected("3999 :6381", &asked), Some((3999, node("10.0.0.1", 6381))));
+        for strange in ["", "3999", "3999 a", "x a:1", "3999 a:99999"] {
+            assert_eq!(redirected(strange, &asked), None, "{strange}");
+        }
+    }
+
+    #[test]
+    fn a_map_names_masters_first() {
+        let text = |text: &str| Value::BulkString(text.as_bytes().to_vec());
+        let server = |host: &str, port| Value::Array(vec![text(host), Value::Int(port), text("id")]);
+        let range =
+            |first, last, servers: &[Value]| Value::Array([&[Value::Int(first), Value::Int(last)], servers].concat());
+        let said = Value::Array(vec![
+            range(0, 5460, &[server("a", 1), server("b", 2)]),
+            range(5461, 16383, &[Value::Array(vec![Value::Nil, Value::Int(3)])]),
+        ]);
+        let expected = [
+            Range { first: 0, last: 5460, master: node("a", 1) },
+            Range { first: 5461, last: 16383, master: node("asked", 3) },
+        ];
+        assert_eq!(ranges(&said, &node("asked", 9)).as_deref(), Some(&expected[..]));
+        assert_eq!(ranges(&Value::Array(vec![range(0, 1, &[])]), &node("asked", 9)), None);
+    }
 }

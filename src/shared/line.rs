@@ -18,6 +18,7 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
 use super::dial::Sender;
+use super::queue::Queue;
 use super::script::By;
 use crate::config::shared::Node;
 
@@ -28,7 +29,7 @@ const SILENCE: Duration = Duration::from_millis(500);
 const FORGOTTEN_MAX: u32 = 8;
 
 /// Why there is no answer to a call.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Failure {
     /// The connection broke; nobody knows whether it was executed.
     Lost(String),
@@ -51,6 +52,8 @@ pub struct Line {
     wake: Rc<Notify>,
     /// How often each script was sent in full.
     taught: [Cell<u32>; 2],
+    /// Calls that wait to be sent together.
+    pub queue: Queue,
 }
 
 /// Which of the scripts.
@@ -75,6 +78,7 @@ impl Line {
             guarded: Cell::new(false),
             wake: Rc::clone(&wake),
             taught: [Cell::new(0), Cell::new(0)],
+            queue: Queue::default(),
         });
         let guard = spawn_local(guard(Rc::downgrade(&line), wake));
         line.guard.replace(Some(guard.abort_handle()));

@@ -190,35 +190,55 @@ pub fn effective_ms(time_ms: u64, floor_ms: u64) -> u64 {
     if floor_ms.saturating_sub(time_ms) < LEAD_MAX_MS { time_ms.max(floor_ms) } else { time_ms }
 }
 
-/// Asks for tokens. Windows are those that are open at `at_ms`.
-pub fn take(script: &Script, by: By, wants: &[Want], floor_ms: u64, at_ms: u64) -> Cmd {
-    let mut cmd =
-        begun(script, by, wants.len(), 9 * wants.len() + 1, || wants.iter().map(|want| want.base.len()).sum());
+/// One call: all or nothing of what is wanted.
+#[derive(Clone, Debug)]
+pub struct Ask {
+    /// Of different counters.
+    pub wants: Vec<Want>,
+    /// The gateway's time.
+    pub floor_ms: u64,
+    /// Windows are those that are open at this time.
+    pub at_ms: u64,
+}
+
+/// The answer to a call, or the key under which something else than a counter lies.
+pub type Decision = Result<Answer, String>;
+
+/// Asks for tokens, in calls that are decided one after the other.
+pub fn take<'a>(script: &Script, by: By, asks: impl Iterator<Item = &'a Ask> + Clone) -> Cmd {
+    let wants = asks.clone().flat_map(|ask| ask.wants.iter().map(|want| (want, ask.at_ms)));
+    let (count, bases) = wants.clone().fold((0, 0), |(n, bytes), (want, _)| (n + 1, bytes + want.base.len()));
+    let mut cmd = begun(script, by, count, 9 * count + 2, bases);
     let mut key = String::new();
-    for want in wants {
+    for (want, at_ms) in wants {
         let (number, _) = want.at.window(at_ms).unwrap_or_default();
         put_key(&mut key, &want.base, want.at.kind(), number);
         cmd.arg(&key);
     }
-    cmd.arg(floor_ms);
-    for want in wants {
-        let (ceiling, need) = (want.ceiling.min(TOKENS_MAX), want.need.min(TOKENS_MAX));
-        let (most, least) = (want.want.clamp(need, TOKENS_MAX), want.least.min(TOKENS_MAX));
-        let (_, end_ms) = want.at.window(at_ms).unwrap_or_default();
-        match want.at {
-            At::Plain { .. } if most == need && least == 0 => cmd.arg(EXACTLY).arg(ceiling).arg(need).arg(end_ms),
-            At::Plain { .. } => put(&mut cmd, Kind::Plain, [ceiling, need, end_ms, most, least]),
-            At::Grid { number, end_ms, next_end_ms } => {
-                put(&mut cmd, Kind::Grid, [ceiling, need, end_ms, most, least]);
-                cmd.arg(want.limit.max(1)).arg(number).arg(next_end_ms)
-            }
-            At::Floating { period_ms } => {
-                put(&mut cmd, Kind::Floating, [ceiling, need, period_ms.max(1), most, least]);
-                cmd.arg(want.limit.max(1))
-            }
-        };
+    for ask in asks {
+        cmd.arg(ask.floor_ms).arg(ask.wants.len());
+        for want in &ask.wants {
+            put_want(&mut cmd, want, ask.at_ms);
+        }
     }
     cmd
+}
+
+fn put_want(cmd: &mut Cmd, want: &Want, at_ms: u64) {
+    let (ceiling, need) = (want.ceiling.min(TOKENS_MAX), want.need.min(TOKENS_MAX));
+    let (most, least) = (want.want.clamp(need, TOKENS_MAX), want.least.min(TOKENS_MAX));
+    let (_, end_ms) = want.at.window(at_ms).unwrap_or_default();
+    match want.at {
+        At::Plain { .. } if most == need && least == 0 => cmd.arg(EXACTLY).arg(ceiling).arg(need).arg(end_ms),
+        At::Plain { .. } => put(cmd, Kind::Plain, [ceiling, need, end_ms, most, least]),
+        At::Grid { number, end_ms, next_end_ms } => put(cmd, Kind::Grid, [ceiling, need, end_ms, most, least])
+            .arg(want.limit.max(1))
+            .arg(number)
+            .arg(next_end_ms),
+        At::Floating { period_ms } => {
+            put(cmd, Kind::Floating, [ceiling, need, period_ms.max(1), most, least]).arg(want.limit.max(1))
+        }
+    };
 }
 
 fn put(cmd: &mut Cmd, kind: Kind, numbers: [u64; 5]) -> &mut Cmd {
@@ -226,39 +246,52 @@ fn put(cmd: &mut Cmd, kind: Kind, numbers: [u64; 5]) -> &mut Cmd {
     numbers.into_iter().fold(cmd, |cmd, number| cmd.arg(number))
 }
 
-/// What a server said to [`take`]; `None` if that is no answer to it.
-pub fn taken(said: &Value, wants: &[Want], at_ms: u64) -> Option<Answer> {
+/// What a server said to [`take`], call by call; `None` if that is no answer to it.
+pub fn taken<'a>(said: &Value, asks: impl Iterator<Item = &'a Ask>) -> Option<Vec<Decision>> {
     let Value::Array(said) = said else { return None };
-    let (status, rest) = said.split_first()?;
-    let (time_ms, rest) = rest.split_first()?;
+    let (time_ms, mut rest) = said.split_first()?;
     let time_ms = number(time_ms)?;
-    if *status == Value::Int(-1) {
-        return Some(Answer::OtherWindow { time_ms });
+    let mut decisions = Vec::with_capacity(asks.size_hint().0);
+    for ask in asks {
+        let (status, layers) = rest.split_first()?;
+        let (layers, others) = layers.split_at_checked(3 * ask.wants.len())?;
+        decisions.push(decision(status, layers, ask, time_ms)?);
+        rest = others;
     }
-    if rest.len() != 3 * wants.len() {
-        return None;
-    }
-    let one = |(said, want): (&[Value], &Want)| {
-        let [granted, used, mark] = said else { return None };
-        let (number_, end_ms) = match want.at {
-            At::Plain { .. } => want.at.window(at_ms)?,
-            At::Grid { number: first, end_ms, next_end_ms } => {
-                let number = number(mark)?;
-                (number, if number == first { end_ms } else { next_end_ms })
-            }
-            At::Floating { period_ms } => {
-                let start_ms = number(mark)?;
-                (start_ms, start_ms + period_ms)
-            }
-        };
-        Some(Took { granted: number(granted)?, used: number(used)?, end_ms, number: number_ })
-    };
-    let took: Vec<Took> = rest.chunks_exact(3).zip(wants).map(one).collect::<Option<_>>()?;
+    rest.is_empty().then_some(decisions)
+}
+
+fn decision(status: &Value, layers: &[Value], ask: &Ask, time_ms: u64) -> Option<Decision> {
+    let layers = layers.chunks_exact(3).zip(&ask.wants);
+    let took = |(said, want)| took(said, want, ask.at_ms);
     match status {
-        Value::Int(1) => Some(Answer::Granted { time_ms, took }),
-        Value::Int(0) => Some(Answer::Refused { time_ms, took }),
+        Value::Int(1) => Some(Ok(Answer::Granted { time_ms, took: layers.map(took).collect::<Option<_>>()? })),
+        Value::Int(0) => Some(Ok(Answer::Refused { time_ms, took: layers.map(took).collect::<Option<_>>()? })),
+        Value::Int(-1) => Some(Ok(Answer::OtherWindow { time_ms })),
+        Value::Int(-2) => {
+            let (_, want) = layers.into_iter().find(|(said, _)| said.first() == Some(&Value::Int(-1)))?;
+            let mut key = String::new();
+            put_key(&mut key, &want.base, want.at.kind(), want.at.window(ask.at_ms)?.0);
+            Some(Err(key))
+        }
         _ => None,
     }
+}
+
+fn took(said: &[Value], want: &Want, at_ms: u64) -> Option<Took> {
+    let [granted, used, mark] = said else { return None };
+    let (which, end_ms) = match want.at {
+        At::Plain { .. } => want.at.window(at_ms)?,
+        At::Grid { number: first, end_ms, next_end_ms } => {
+            let which = number(mark)?;
+            (which, if which == first { end_ms } else { next_end_ms })
+        }
+        At::Floating { period_ms } => {
+            let start_ms = number(mark)?;
+            (start_ms, start_ms + period_ms)
+        }
+    };
+    Some(Took { granted: number(granted)?, used: number(used)?, end_ms, number: which })
 }
 
 /// Whether the other window of each counter that has two is open at a time.
@@ -268,7 +301,7 @@ pub fn is_known_at(wants: &[Want], now_ms: u64) -> bool {
 
 /// Gives tokens back.
 pub fn give(script: &Script, by: By, gifts: &[Gift]) -> Cmd {
-    let mut cmd = begun(script, by, gifts.len(), 5 * gifts.len(), || gifts.iter().map(|gift| gift.base.len()).sum());
+    let mut cmd = begun(script, by, gifts.len(), 5 * gifts.len(), gifts.iter().map(|gift| gift.base.len()).sum());
     let mut key = String::new();
     for gift in gifts {
         put_key(&mut key, &gift.base, gift.kind, gift.number);
@@ -291,13 +324,13 @@ pub fn given(said: &Value) -> Option<u64> {
 }
 
 /// A script's call up to its keys.
-fn begun(script: &Script, by: By, keys: usize, numbers: usize, bases: impl FnOnce() -> usize) -> Cmd {
+fn begun(script: &Script, by: By, keys: usize, numbers: usize, bases: usize) -> Cmd {
     let (name, script) = match by {
         By::Sha => ("EVALSHA", script.sha.as_str()),
         By::Text => ("EVAL", script.text),
     };
     // Room for the number behind each base, and for numbers as long as a time in milliseconds.
-    let bytes = script.len() + bases() + 22 * keys + 13 * numbers + 16;
+    let bytes = script.len() + bases + 22 * keys + 13 * numbers + 16;
     let mut cmd = Cmd::with_capacity(3 + keys + numbers, bytes);
     cmd.arg(name).arg(script).arg(keys);
     cmd
@@ -318,5 +351,78 @@ fn number(said: &Value) -> Option<u64> {
     match said {
         Value::Int(number) => u64::try_from(*number).ok(),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(at: At, need: u64, want: u64) -> Ask {
+        let want = Want { base: Rc::from("t:{r|a}"), at, limit: 5, ceiling: 5, need, want, least: 0 };
+        Ask { wants: vec![want], floor_ms: 900, at_ms: 900 }
+    }
+
+    fn words(asks: &[Ask]) -> Vec<String> {
+        let cmd = take(&Scripts::default().take, By::Sha, asks.iter());
+        let words = cmd.args_iter().skip(2).map(|arg| match arg {
+            redis::Arg::Simple(word) => String::from_utf8(word.to_vec()).expect("is text"),
+            _ => panic!("is a word"),
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn calls_are_written_as_the_script_reads_them() {
+        let at = At::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
+        assert_eq!(words(&[asked(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
+        let late = Ask { at_ms: 1000, ..asked(at, 1, 4) };
+        assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
+        let grid = asked(At::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let floating = asked(At::Floating { period_ms: 60 }, 2, 1);
+        let both = words(&[grid, floating]);
+        assert_eq!(both[..3], ["2", "t:{r|a}:account", "t:{r|a}:first-request"]);
+        assert_eq!(both[3..14], ["900", "1", "g", "5", "1", "1000", "1", "0", "5", "7", "2000"]);
+        assert_eq!(both[14..], ["900", "1", "f", "5", "2", "60", "2", "0", "5"]);
+    }
+
+    #[test]
+    fn numbers_that_no_script_can_count_to_are_cut_off() {
+        let at = At::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
+        let mut ask = asked(at, u64::MAX, u64::MAX);
+        ask.wants[0].ceiling = u64::MAX;
+        let most = "9007199254740991";
+        assert_eq!(words(&[ask])[4..7], ["e", most, most]);
+    }
+
+    #[test]
+    fn answers_are_read_call_by_call() {
+        let ints = |ints: &[i64]| Value::Array(ints.iter().map(|int| Value::Int(*int)).collect());
+        let plain = asked(At::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let grid = asked(At::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
+        let floating = asked(At::Floating { period_ms: 60 }, 1, 1);
+        let asks = [plain, grid, floating];
+        let said = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);
+        let took = |granted, used, end_ms, number| vec![Took { granted, used, end_ms, number }];
+        let expected = [
+            Ok(Answer::Granted { time_ms: 950, took: took(1, 3, 1000, 7) }),
+            Ok(Answer::Refused { time_ms: 950, took: took(0, 5, 2000, 8) }),
+            Ok(Answer::OtherWindow { time_ms: 950 }),
+        ];
+        assert_eq!(taken(&said, asks.iter()).as_deref(), Some(&expected[..]));
+        let floats = taken(&ints(&[950, 1, 1, 1, 940]), asks[2..].iter());
+        assert_eq!(floats, Some(vec![Ok(Answer::Granted { time_ms: 950, took: took(1, 1, 1000, 940) })]));
+        let bad = taken(&ints(&[950, -2, -1, 0, 0]), asks[..1].iter());
+        assert_eq!(bad, Some(vec![Err("t:{r|a}:7".to_owned())]));
+        for strange in [&[][..], &[950], &[950, 1, 1, 3], &[950, 1, 1, 3, 0, 9], &[950, 5, 1, 3, 0], &[-1, 1, 1, 3, 0]]
+        {
+            assert_eq!(taken(&ints(strange), asks[..1].iter()), None, "{strange:?}");
+        }
+        assert_eq!(taken(&Value::Nil, asks.iter()), None);
+    }
+
+    #[test]
+    fn a_little_ahead_is_followed() {
+        assert_eq!([(500, 400), (500, 900), (500, 1500)].map(|(a, b)| effective_ms(a, b)), [500, 900, 500]);
     }
 }

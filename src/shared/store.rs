@@ -1,7 +1,7 @@
 //! The servers that counters are shared through, as one event loop sees them: connections of its own, which are opened
 //! when they are first needed.
 //!
-//! Calls of many tasks go out on one connection per server, one behind the other, without waiting for each other. A
+//! Calls of many tasks go out on one connection per server, together where they come together, and none waits for a turn. A
 //! call that was sent is never sent again, unless the server says that it did not do it: because it does not know
 //! the script, or the slot is elsewhere. Who asks decides how long he waits; whoever goes away leaves nothing behind.
 
@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use redis::{Cmd, ServerError, Value};
+use redis::ServerError;
 use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
@@ -17,7 +17,8 @@ use super::cluster::{Cluster, redirected};
 use super::dial::Dial;
 use super::line::{Failure, Line, Told, Which};
 use super::link::{Link, Way};
-use super::script::{self, Answer, At, By, Gift, Scripts, TOKENS_MAX, Want};
+use super::queue::{self, Together, strange};
+use super::script::{self, Answer, Ask, At, Gift, Scripts, TOKENS_MAX, Want};
 use super::sentinel::Sentinels;
 use super::slot::slot;
 use crate::config::shared::{Node, Nodes, Shared};
@@ -37,7 +38,7 @@ pub struct Store(Rc<Inner>);
 
 struct Inner {
     servers: Servers,
-    scripts: Scripts,
+    scripts: Rc<Scripts>,
     prefix: String,
     opened: Rc<Cell<u64>>,
 }
@@ -83,17 +84,30 @@ impl Store {
                 Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
             }
         };
-        Store(Rc::new(Inner { servers, scripts: Scripts::default(), prefix: settings.prefix.clone(), opened }))
+        Store(Rc::new(Inner { servers, scripts: Rc::new(Scripts::default()), prefix: settings.prefix.clone(), opened }))
     }
 
-    /// Takes tokens of all counters or of none. All must be of one call: see [`Store::is_one_call`]. `floor_ms` is the
-    /// gateway's time.
+    /// Takes tokens of all counters or of none. All must be different ones, of one call: see
+    /// [`Store::is_one_call`]. `floor_ms` is the gateway's time.
     pub async fn take(&self, wants: &[Want], floor_ms: u64) -> Result<Answer, StoreError> {
+        let base = wants.first().map_or("", |want| &*want.base);
         let mut at_ms = floor_ms;
         for _ in 0..2 {
-            let call = |by| script::take(&self.0.scripts.take, by, wants, floor_ms, at_ms);
-            let said = self.run(wants.first().map(|want| &*want.base), Which::Take, &call).await?;
-            let answer = script::taken(&said, wants, at_ms).ok_or_else(|| strange(&said))?;
+            let ask = Ask { wants: wants.to_vec(), floor_ms, at_ms };
+            let take = async |line: &Rc<Line>, importing| {
+                let in_cluster = matches!(self.0.servers, Servers::Cluster(_));
+                let way = if importing {
+                    Together::Never
+                } else if in_cluster {
+                    Together::SameBase
+                } else {
+                    Together::Any
+                };
+                queue::take(line, &self.0.scripts, ask.clone(), way).await
+            };
+            let (decision, node) = self.run(base, &take).await?;
+            let holds = |key| StoreError::Key(format!("{node}: `{key}` holds something else than a counter"));
+            let answer = decision.map_err(holds)?;
             let Answer::OtherWindow { time_ms } = answer else { return Ok(answer) };
             // Nothing was taken, because the first of the windows is over.
             at_ms = script::effective_ms(time_ms, floor_ms);
@@ -109,8 +123,12 @@ impl Store {
         let mut given = 0;
         for gifts in gifts.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
             let call = |by| script::give(&self.0.scripts.give, by, gifts);
-            let said = self.run(gifts.first().map(|gift| &*gift.base), Which::Give, &call).await?;
-            given += script::given(&said).ok_or_else(|| strange(&said))?;
+            let give = async |line: &Rc<Line>, importing| {
+                let said = line.run(Which::Give, importing, &call).await?;
+                script::given(&said).ok_or_else(|| strange(&said))
+            };
+            let base = gifts.first().map_or("", |gift| &*gift.base);
+            given += self.run(base, &give).await?.0;
         }
         Ok(given)
     }
@@ -195,20 +213,27 @@ impl Store {
         }
     }
 
-    async fn run(&self, base: Option<&str>, which: Which, call: &dyn Fn(By) -> Cmd) -> Result<Value, StoreError> {
+    /// Does something on the connection to the server that has a counter; also tells which that was.
+    async fn run<T>(&self, base: &str, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
         match &self.0.servers {
             Servers::One(link) => {
                 let line = link.line().await.map_err(StoreError::Unreachable)?;
-                let said = line.run(which, false, call).await;
-                said.map_err(|failure| fallen(link, &line, failure))
+                match call(&line, false).await {
+                    Ok(said) => Ok((said, line.node.clone())),
+                    Err(failure) => Err(fallen(link, &line, failure)),
+                }
             }
-            Servers::Cluster(cluster) => run_in(cluster, slot(base.unwrap_or_default()), which, call).await,
+            Servers::Cluster(cluster) => run_in(cluster, slot(base), call).await,
         }
     }
 }
 
+/// What is done on a connection; whether the server only takes the slot over yet.
+trait Call<T>: AsyncFn(&Rc<Line>, bool) -> Result<T, Failure> {}
+impl<T, C: AsyncFn(&Rc<Line>, bool) -> Result<T, Failure>> Call<T> for C {}
+
 /// Runs a call at the master of a slot, wherever that is by now.
-async fn run_in(cluster: &Rc<Cluster>, slot: u16, which: Which, call: &dyn Fn(By) -> Cmd) -> Result<Value, StoreError> {
+async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
     let mut link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
     let mut importing = false;
     let mut why = String::new();
@@ -226,8 +251,8 @@ async fn run_in(cluster: &Rc<Cluster>, slot: u16, which: Which, call: &dyn Fn(By
                 continue;
             }
         };
-        let error = match line.run(which, importing, call).await {
-            Ok(said) => return Ok(said),
+        let error = match call(&line, importing).await {
+            Ok(said) => return Ok((said, line.node.clone())),
             Err(Failure::Said(error)) => error,
             Err(failure) => {
                 cluster.doubt();
@@ -256,31 +281,17 @@ async fn run_in(cluster: &Rc<Cluster>, slot: u16, which: Which, call: &dyn Fn(By
 /// What a failure means for who asked, and for the connection.
 fn fallen(link: &Link, line: &Rc<Line>, failure: Failure) -> StoreError {
     let told = line.blame(&failure);
-    if let Failure::Said(error) = &failure {
-        if is_about_key(error) {
-            return StoreError::Key(told);
-        }
-        if !leads_elsewhere(error) {
-            return StoreError::Unreachable(told);
-        }
+    if let Failure::Said(error) = &failure
+        && !leads_elsewhere(error)
+    {
+        return StoreError::Unreachable(told);
     }
     link.drop_line(line, &told);
     StoreError::Unreachable(told)
-}
-
-/// The script says so itself where it reads; where it writes, the server does.
-fn is_about_key(error: &ServerError) -> bool {
-    let details = error.details().unwrap_or_default();
-    matches!(error.code(), "BADVALUE" | "WRONGTYPE") || details.contains("WRONGTYPE")
 }
 
 /// Whether another connection may lead to a server that serves.
 fn leads_elsewhere(error: &ServerError) -> bool {
     let details = error.details().unwrap_or_default();
     ["READONLY", "MASTERDOWN", "NOAUTH", "MOVED"].iter().any(|code| error.code() == *code || details.contains(code))
-}
-
-fn strange(said: &Value) -> StoreError {
-    let said: String = format!("{said:?}").chars().take(100).collect();
-    StoreError::Unreachable(format!("a script was answered with {said}"))
 }

@@ -14,7 +14,7 @@ use super::cluster::Cluster;
 use super::dial::Dial;
 use super::health::{Finding, Info, Weight, clock, refusal};
 use super::line::{Line, Which};
-use super::script::{self, Answer, At, Gift, Kind, Scripts, TOKENS_MAX, Want};
+use super::script::{self, Answer, Ask, At, Gift, Kind, Scripts, TOKENS_MAX, Want};
 use super::sentinel::{self, text};
 use crate::config::shared::{Node, Nodes, Shared};
 
@@ -266,12 +266,14 @@ impl Survey<'_> {
             want(At::Grid { number, end_ms, next_end_ms }),
             want(At::Floating { period_ms: WINDOW_MS }),
         ];
-        let take = |by| script::take(&self.scripts.take, by, &wants, 0, server_ms);
+        let asks = [Ask { wants: wants.into(), floor_ms: 0, at_ms: server_ms }];
+        let take = |by| script::take(&self.scripts.take, by, asks.iter());
         let said = self.run(line, Which::Take, &take).await?;
-        let took = match script::taken(&said, &wants, server_ms) {
-            Some(Answer::Granted { took, .. }) => took,
+        let decisions = script::taken(&said, asks.iter()).unwrap_or_default();
+        let took = match decisions.into_iter().next() {
+            Some(Ok(Answer::Granted { took, .. })) => took,
             // The window ended meanwhile.
-            Some(Answer::OtherWindow { .. }) => return Ok(()),
+            Some(Ok(Answer::OtherWindow { .. })) => return Ok(()),
             _ => return Err(format!("a script was answered with {said:?}")),
         };
         let kinds = [Kind::Plain, Kind::Grid, Kind::Floating];

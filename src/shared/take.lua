@@ -1,103 +1,139 @@
--- Takes tokens of several counters at once: of all, or of none. What it is asked and answers: script.rs.
+-- Decides calls one after the other: each takes tokens of several counters, of all or of none. What it is asked and
+-- answers: script.rs. First everything is read, then all is decided, and only then anything is written.
 local keys, argv, call = KEYS, ARGV, redis.call
 local clock = call('TIME')
 local time = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local now, floor = time, argv[1] + 0
-if floor > now and floor - now < 1000 then now = floor end
 local most = 9007199254740991
-
--- First everything is only read: whatever is wrong is found before anything is written.
 local said = call('MGET', unpack(keys))
-local reply, base, gains, ends = {1, time}, {}, {}, {}
-local pass = true
-local a, r = 2, 3
-for i = 1, #keys do
-  local kind, over = argv[a], argv[a + 3] + 0
-  local used, mark = said[i], 0
-  if kind == 'e' or kind == 'p' then
-    if now >= over then return {-1, time} end
-    if used then
-      used = tonumber(used)
-      if not used or used % 1 ~= 0 then mark = nil end
-    else
-      used = 0
-      if call('EXISTS', keys[i]) == 1 then mark = nil end
+local reply = {time}
+-- By key: tokens used or owed, the window that is about, and its end; what has to be written, and until when it is kept.
+local known, marks, ends, kept, fields, changed = {}, {}, {}, {}, {}, {}
+local first, a, r, total = 1, 1, 2, #argv
+
+-- What lies under the key of an account by now: nothing if it is none, -1 if its windows are over.
+local function account(key, a, now)
+  local grid, used, mark, exists = argv[a] == 'g', known[key], marks[key], true
+  if not used then
+    local found = redis.pcall('HMGET', key, grid and 'window' or 'start', 'used')
+    if found.err then return nil end
+    exists = found[1] or found[2]
+    mark, used = tonumber(found[1] or 0), tonumber(found[2] or 0)
+    if not mark or not used or mark % 1 ~= 0 or used % 1 ~= 0 then return nil end
+  end
+  if grid then
+    local number, over = argv[a + 7] + 0, argv[a + 3] + 0
+    local length = argv[a + 8] - over
+    -- Somebody whose time is ahead may have counted in the next window already.
+    if now >= over or (exists and mark == number + 1) then
+      number, over = number + 1, over + length
+      if now >= over then return -1 end
     end
+    if exists then used = used - argv[a + 6] * (number - mark) end
+    marks[key], ends[key] = number, over
   else
-    local grid = kind == 'g'
-    local fields = redis.pcall('HMGET', keys[i], grid and 'window' or 'start', 'used')
-    if fields.err and not string.find(fields.err, 'WRONGTYPE', 1, true) then return fields end
-    local exists = fields[1] or fields[2]
-    mark, used = tonumber(fields[1] or 0), tonumber(fields[2] or 0)
-    if fields.err or not mark or not used or mark % 1 ~= 0 or used % 1 ~= 0 then
-      mark = nil
-    elseif grid then
-      local number, length = argv[a + 7] + 0, argv[a + 8] - over
-      -- Somebody whose time is ahead may have counted in the next window already.
-      if now >= over or (exists and mark == number + 1) then
-        number, over = number + 1, over + length
-        if now >= over then return {-1, time} end
-      end
-      if exists then used = used - argv[a + 6] * (number - mark) end
-      mark, ends[i] = number, over
-    else
-      local period = over
-      if not exists or mark > now then mark = now end
-      local elapsed = math.floor((now - mark) / period)
-      used = used - argv[a + 6] * elapsed
-      mark = mark + elapsed * period
-      -- A window in which nothing is used is not open: this request opens its own.
-      if used <= 0 then mark = now end
-      ends[i] = mark + period
-    end
+    local period = argv[a + 3] + 0
+    if not exists or mark > now then mark = now end
+    local elapsed = math.floor((now - mark) / period)
+    used = used - argv[a + 6] * elapsed
+    mark = mark + elapsed * period
+    -- A window in which nothing is used is not open: this request opens its own.
+    if used <= 0 then mark = now end
+    marks[key], ends[key] = mark, mark + period
   end
-  if not mark then
-    return redis.error_reply('BADVALUE ' .. keys[i] .. ' holds something else than a counter')
-  end
-  if used < 0 then used = 0 elseif used > most then used = most end
-  reply[r], reply[r + 1], reply[r + 2] = 0, used, mark
-  r = r + 3
-  local need = argv[a + 2] + 0
-  local gain = need
-  if kind == 'e' then
-    if argv[a + 1] - used < need then pass = false end
-    a = a + 4
-  else
-    local want, least = argv[a + 4] + 0, argv[a + 5] + 0
-    if used < least then used = least end
-    local spare = argv[a + 1] - used - need
-    if spare < 0 then pass = false end
-    if want > need then gain = need + math.min(want - need, math.floor(spare / 8)) end
-    a = a + (kind == 'p' and 6 or kind == 'g' and 9 or 7)
-  end
-  base[i], gains[i] = used, gain
+  used = used < 0 and 0 or used
+  known[key] = used
+  return used
 end
-if not pass then
-  reply[1] = 0
-  return reply
+
+local gains = {}
+while a <= total do
+  local now, floor, last = time, argv[a] + 0, first + argv[a + 1] - 1
+  if floor > now and floor - now < 1000 then now = floor end
+  local status, begin, at = 1, a + 2, r
+  a, r = begin, r + 1
+  for i = first, last do
+    local key, kind = keys[i], argv[a]
+    local plain = kind == 'e' or kind == 'p'
+    local used
+    if plain then
+      used = known[key]
+      if not used then
+        local value = said[i]
+        if value then
+          used = tonumber(value)
+          if used and used % 1 ~= 0 then used = nil end
+        elseif call('EXISTS', key) == 0 then
+          used = 0
+        end
+        if used and used < 0 then used = 0 end
+        known[key] = used
+      end
+      if now >= argv[a + 3] + 0 then used = -1 end
+    else
+      used = account(key, a, now)
+    end
+    reply[r] = used and 0 or -1
+    if not used then
+      status, used = -2, 0
+    elseif used < 0 then
+      status, used = status < -1 and status or -1, 0
+    elseif used > most then
+      used = most
+    end
+    reply[r + 1], reply[r + 2] = used, marks[key] or 0
+    r = r + 3
+    local need = argv[a + 2] + 0
+    local gain, spare = need, argv[a + 1] - used - need
+    if kind == 'e' then
+      a = a + 4
+    else
+      local want, least = argv[a + 4] + 0, argv[a + 5] + 0
+      if used < least then spare = argv[a + 1] - least - need end
+      if want > need then gain = need + math.min(want - need, math.floor(spare / 8)) end
+      a = a + (kind == 'p' and 6 or kind == 'g' and 9 or 7)
+    end
+    if spare < 0 and status > 0 then status = 0 end
+    gains[i] = gain
+  end
+  reply[at] = status
+  if status == 1 then
+    local b = begin
+    at = at + 1
+    for i = first, last do
+      local key, kind, gain = keys[i], argv[b], gains[i]
+      if gain > 0 then
+        local used = known[key]
+        if kind ~= 'e' and used < argv[b + 5] + 0 then used = argv[b + 5] + 0 end
+        used = used + gain
+        reply[at], reply[at + 1] = gain, used
+        known[key] = used
+        if not kept[key] then changed[#changed + 1] = key end
+        if kind == 'e' or kind == 'p' then
+          kept[key] = argv[b + 3]
+        else
+          -- Until all that is owed is paid. Windows of a calendar differ in length.
+          local length = kind == 'g' and 2 * (argv[b + 8] - argv[b + 3]) or argv[b + 3] + 0
+          local windows = math.ceil(used / argv[b + 6]) - 1
+          kept[key] = math.min(ends[key] + windows * length, 4398046511103)
+          fields[key] = kind == 'g' and 'window' or 'start'
+        end
+      end
+      at = at + 3
+      b = b + (kind == 'e' and 4 or kind == 'p' and 6 or kind == 'g' and 9 or 7)
+    end
+  end
+  first = last + 1
 end
 
 local text = string.format
-a, r = 2, 3
-for i = 1, #keys do
-  local kind, gain = argv[a], gains[i]
-  local plain = kind == 'e' or kind == 'p'
-  if gain > 0 then
-    local used = base[i] + gain
-    reply[r], reply[r + 1] = gain, used
-    if plain then
-      call('SET', keys[i], text('%.0f', used), 'PXAT', argv[a + 3])
-    else
-      local grid = kind == 'g'
-      local mark = text('%.0f', reply[r + 2])
-      call('HSET', keys[i], grid and 'window' or 'start', mark, 'used', text('%.0f', used))
-      -- Until all that is owed is paid. Windows of a calendar differ in length.
-      local length = grid and 2 * (argv[a + 8] - argv[a + 3]) or argv[a + 3] + 0
-      local windows = math.ceil(used / argv[a + 6]) - 1
-      call('PEXPIREAT', keys[i], text('%.0f', math.min(ends[i] + windows * length, 4398046511103)))
-    end
+for i = 1, #changed do
+  local key = changed[i]
+  local field = fields[key]
+  if field then
+    call('HSET', key, field, text('%.0f', marks[key]), 'used', text('%.0f', known[key]))
+    call('PEXPIREAT', key, text('%.0f', kept[key]))
+  else
+    call('SET', key, text('%.0f', known[key]), 'PXAT', kept[key])
   end
-  a = a + (kind == 'e' and 4 or kind == 'p' and 6 or kind == 'g' and 9 or 7)
-  r = r + 3
 end
 return reply

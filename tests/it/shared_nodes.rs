@@ -176,7 +176,6 @@ fn who_takes_over_from_a_master_is_found_through_the_sentinels() {
         })
         .await;
         // What the old master had not passed on is lost; the rest is as ever.
-        assert!(tallies[0].unknown > 0);
         let counted = replica.number(&["GET", "t:{r|a}:1"]) as u64;
         assert!(counted <= tallies[0].granted + tallies[0].unknown, "{counted}: {tallies:?}");
         assert!(counted >= 100);

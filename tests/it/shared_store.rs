@@ -112,7 +112,7 @@ fn what_others_write_counts_and_never_hands_out_more() {
             redis.cli(&["SET", "t:{a}:1", value]);
             let two = [plain("t:{a}:good", 1, 5), want[0].clone()];
             let Err(StoreError::Key(why)) = store.take(&two, 0).await else { panic!("{value}") };
-            assert!(why.contains("t:{a}:1 holds something else"), "{why}");
+            assert!(why.contains("`t:{a}:1` holds something else"), "{why}");
             assert_eq!(redis.keys(), ["t:{a}:1"], "nothing is written if anything is wrong");
         }
         redis.cli(&["DEL", "t:{a}:1"]);
@@ -163,6 +163,38 @@ fn what_is_given_back_can_be_taken_again_and_nothing_else() {
         let took = granted(store.take(&[all(floating("t:{d}", 60_000, 10))], 0).await.unwrap());
         assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number + 1, 8)]).await, Ok(0));
         assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number, 8)]).await, Ok(8));
+    });
+}
+
+#[test]
+fn calls_that_come_together_are_decided_one_by_one() {
+    let redis = RedisServer::start();
+    let store = Store::new(&single(&redis));
+    redis.cli(&["SET", "t:{bad}:1", "many"]);
+    on_loop(async {
+        store.probe().await.unwrap();
+        let kinds: [fn(&str) -> Want; 3] =
+            [|base| plain(base, 1, 20), |base| grid(base, 1, 20), |base| floating(base, 60_000, 20)];
+        for (kind, key) in kinds.into_iter().zip(["t:{a}:1", "t:{a}:account", "t:{a}:first-request"]) {
+            let before = redis.calls("evalsha");
+            let calls: Vec<_> = (0..50)
+                .map(|n| {
+                    let (store, mut wants) = (store.clone(), vec![kind("t:{a}"), plain("t:{each}", n, 9)]);
+                    wants.extend((n % 5 == 4).then(|| plain("t:{bad}", 1, 9)));
+                    spawn_local(async move { store.take(&wants, 0).await })
+                })
+                .collect();
+            let mut tally = Tally::default();
+            for (n, call) in calls.into_iter().enumerate() {
+                let said = call.await.unwrap();
+                assert_eq!(matches!(said, Err(StoreError::Key(_))), n % 5 == 4, "{said:?}");
+                tally.add(&said);
+            }
+            assert_eq!((tally.granted, tally.refused, tally.unknown), (20, 20, 10));
+            let used = if key == "t:{a}:1" { redis.cli(&["GET", key]) } else { redis.cli(&["HGET", key, "used"]) };
+            assert_eq!(used, "20");
+            assert!(redis.calls("evalsha") - before < 10, "they were sent together");
+        }
     });
 }
 
