@@ -216,7 +216,7 @@ pub fn clock(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
 /// What an error of a server, or of the way there, means; `by_tls`: it is reached so.
 pub fn refusal(said: &str, prefix: &str, by_tls: bool) -> Finding {
     let is = |words: &[&str]| words.iter().any(|word| said.contains(word));
-    let fix = if is(&["NOPERM", "ACL failure", "can't run this command", "No permissions"]) {
+    let fix = if is(&["NOPERM", "ACL failure", "can't run this command", "No permissions", "given back"]) {
         format!("give the user what it takes: `ACL SETUSER NAME on >PASSWORD ~{prefix}:* {COMMANDS}`")
     } else if is(&["NOAUTH"]) {
         "it asks for a password: write `password_file` or `password_env`, and `username` if it is a user's".to_owned()

@@ -257,8 +257,9 @@ impl Survey<'_> {
 
     /// Takes a token of a counter of each kind, and gives it back.
     async fn count(&self, line: &Rc<Line>, base: &str, server_ms: u64) -> Result<(), String> {
-        let number = server_ms / WINDOW_MS;
-        let end_ms = (number + 1) * WINDOW_MS;
+        // A window of its own, so that nobody has counted in it yet.
+        let number = server_ms;
+        let end_ms = server_ms + WINDOW_MS;
         let next_end_ms = end_ms + WINDOW_MS;
         let want = |at| Want { base: base.into(), at, limit: 1000, ceiling: TOKENS_MAX, need: 1, want: 1, least: 0 };
         let wants = [
@@ -272,8 +273,6 @@ impl Survey<'_> {
         let decisions = script::taken(&said, asks.iter()).unwrap_or_default();
         let took = match decisions.into_iter().next() {
             Some(Ok(Answer::Granted { took, .. })) => took,
-            // The window ended meanwhile.
-            Some(Ok(Answer::OtherWindow { .. })) => return Ok(()),
             _ => return Err(format!("a script was answered with {said:?}")),
         };
         let kinds = [Kind::Plain, Kind::Grid, Kind::Floating];
@@ -294,7 +293,12 @@ impl Survey<'_> {
             })
             .collect();
         let give = |by| script::give(&self.scripts.give, by, &gifts);
-        self.run(line, Which::Give, &give).await.map(drop)
+        let given = script::given(&self.run(line, Which::Give, &give).await?);
+        if given != Some(took.iter().map(|took| took.granted).sum()) {
+            // The script is told of what it may not do, and goes on.
+            return Err("what was taken can not be given back".to_owned());
+        }
+        Ok(())
     }
 
     /// What an error means. Whom it is about is said already.
