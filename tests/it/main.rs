@@ -66,6 +66,7 @@ mod reload;
 mod retries;
 mod retry;
 mod shared_counters;
+mod shared_kills;
 mod snapshots;
 mod spellings;
 mod stalls;
