@@ -41,6 +41,7 @@ bench: $(PARTS)/envoy/installed
 	python3 benches/http2.py
 	python3 benches/idle.py
 	python3 benches/slow.py
+	python3 benches/shared.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
