@@ -53,7 +53,7 @@ impl Drop for Place {
 
 fn open(file: Option<PathBuf>, capacity: usize) -> Counters {
     let config =
-        config::Counters { capacity, file, shared: None, snapshot: None, snapshot_every: Duration::from_secs(5) };
+        config::Counters { capacity, file, snapshot: None, snapshot_every: Duration::from_secs(5), shared: None };
     Counters::open(&config, None, 2, &Clock::manual(NOW_MS)).expect("there is room").0
 }
 

@@ -25,7 +25,7 @@ pub fn connect(shared: Option<&Shared>) -> Exit {
     };
     let mut exit = Exit::Fine;
     for Report { of, findings } in reports {
-        show!("{of}");
+        show!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
             let word = match finding.weight {
                 Weight::Problem => "problem",

@@ -8,7 +8,6 @@
 //! `question` what the store of shared counters is asked,
 //! `opening` the end of a handshake, `passage` the tunnel behind an answer that opens one.
 
-use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::num::NonZeroU64;
 use std::ops::Range;
@@ -47,7 +46,6 @@ use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
-use crate::shared::inquiry::Begun;
 use crate::upstream::balance::Asked;
 use crate::upstream::echo;
 use crate::upstream::inbound::Inbound;
@@ -56,22 +54,17 @@ use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
 use opening::{Opening, conclude};
 use passing::Passing;
-use question::{Denial, Permit, Question};
+use question::{Denial, Judged, Permit, Question};
 use record::Record;
-use settlement::Settlement;
 use snapshot::Snapshot;
-use turn::{Placed, Turn};
 
 /// What the rules made of a request.
 enum Decision {
+    /// As permitted, or by what a question comes to that has to be asked first.
     Forward {
         onward: Onward,
         permit: Permit,
-    },
-    /// The rules have to ask first.
-    Ask {
-        onward: Onward,
-        question: Box<Question>,
+        question: Option<Box<Question>>,
     },
     Refuse(Reply),
 }
@@ -113,8 +106,7 @@ pub fn pass(
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
     let (mut onward, mut permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { onward, permit }) => (onward, permit, None),
-        Ok(Decision::Ask { onward, question }) => (onward, Permit::default(), Some(question)),
+        Ok(Decision::Forward { onward, permit, question }) => (onward, permit, question),
         Ok(Decision::Refuse(reply)) => return deny(Denial::Refused(reply), dialect, record),
         Err(fault) => return deny(Denial::Fault(fault), dialect, record),
     };
@@ -229,46 +221,32 @@ fn decide(
     identify(view, lane_index, &caller, desk)?;
     let action = snapshot.action_of(lane);
     let deed = action.map(|action| action.of(&Seen::of(&caller, visitor.client.is_secure))).transpose()?;
-    let server_key = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
-    let server_key = |caller| server_key.and_then(|affinity| affinity.of(caller));
-    let normalized =
-        |path: Cow<'_, str>| (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let judgement = match hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
-        None => snapshot.book.judge(&slate.roster, &hall.table, now.unix_ms, desk),
-        Some(shared) => {
-            let text = |position| snapshot.text_of(slate, position, &caller);
-            match shared.begin(&snapshot.book, &slate.roster, desk, text) {
-                Begun::Decided(judgement) => judgement,
-                Begun::Unavailable => return Err(Fault::Uncounted),
-                Begun::Waits(inquiry) => {
-                    let question = Question::new(inquiry, lane.slate as usize);
-                    let onward = Onward { lane: lane_index, opening: None, server_key: server_key(&caller), deed };
-                    let (marks, websocket, path) = (clear.marks, clear.websocket, normalized(path));
-                    let onward = onward.made_ready(view, parts, visitor, marks, websocket, path)?;
-                    return Ok(Decision::Ask { onward, question });
-                }
+    let (permit, question) = match question::judge(hall, snapshot, lane.slate as usize, &caller, desk, now.unix_ms)? {
+        Judged::Later(question) => (Permit::default(), Some(question)),
+        Judged::Now(judgement) => {
+            hall.meter.decided(hall.clock.instant().duration_since(now.instant));
+            record.decision(lane.slate as usize, desk, &judgement);
+            let policy = view.policies[lane.slate as usize].as_ref();
+            if let Judgement::Refused = judgement {
+                let headers = std::mem::take(&mut parts.headers);
+                return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
+                    let (book, forms) = (&snapshot.book, &snapshot.forms);
+                    let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
+                    reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
+                })));
             }
+            let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
+            let texts = || snapshot.texts_of(slate, &caller);
+            (Permit::of(judgement, stamp, hall, view, visitor.peer, lane.slate as usize, desk, texts), None)
         }
     };
-    hall.meter.decided(hall.clock.instant().duration_since(now.instant));
-    record.decision(lane.slate as usize, desk, &judgement);
-    let policy = view.policies[lane.slate as usize].as_ref();
-    if let Judgement::Refused = judgement {
-        let headers = std::mem::take(&mut parts.headers);
-        return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
-            let (book, forms) = (&snapshot.book, &snapshot.forms);
-            let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
-            reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
-        })));
-    }
-    let stamp = slate.sheet.render(desk, policy, now.unix_ms, text).only_once();
-    let turn = Turn::of(judgement, hall, view, visitor.peer, lane.slate as usize, desk, Placed::default());
-    let texts = || (0..slate.roster.rules.len()).map(|position| snapshot.text_of(slate, position, &caller)).collect();
-    let settlement = Settlement::of(slate, lane.slate as usize, desk, &[], texts);
-    let onward = Onward { lane: lane_index, opening: None, server_key: server_key(&caller), deed };
-    let (marks, websocket, path) = (clear.marks, clear.websocket, normalized(path));
-    let onward = onward.made_ready(view, parts, visitor, marks, websocket, path)?;
-    Ok(Decision::Forward { onward, permit: Permit { stamp, turn, settlement } })
+    let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
+    let server_key = affinity.and_then(|affinity| affinity.of(&caller));
+    let (marks, websocket) = (clear.marks, clear.websocket);
+    let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
+    let onward = Onward { lane: lane_index, opening: None, server_key, deed };
+    let onward = onward.made_ready(view, parts, visitor, marks, websocket, normalized)?;
+    Ok(Decision::Forward { onward, permit, question })
 }
 
 /// Finds the route of a request, which must take what is asked and what comes with it.

@@ -7,12 +7,15 @@ use http::HeaderMap;
 use super::hall::{Hall, Peer, View};
 use super::record::Record;
 use super::settlement::Settlement;
+use super::snapshot::{Slate, Snapshot};
 use super::turn::{Placed, Turn};
+use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::quota::Stamp;
 use crate::http::reply::{self, Reply};
 use crate::rule::book::Judgement;
-use crate::shared::inquiry::{Inquiry, Ruling, Unavailable};
+use crate::rule::desk::Desk;
+use crate::shared::inquiry::{Begun, Inquiry, Ruling, Unavailable};
 
 /// What is asked, and by whose rules.
 pub struct Question {
@@ -35,11 +38,55 @@ pub enum Denial {
     Fault(Fault),
 }
 
-impl Question {
-    pub fn new(inquiry: Box<Inquiry>, slate: usize) -> Box<Question> {
-        Box::new(Question { inquiry, slate })
+impl Permit {
+    /// That of a request that was let through without a question; the desk is what was decided on.
+    #[allow(clippy::too_many_arguments, reason = "all of them are what the request takes along")]
+    pub fn of(
+        judgement: Judgement,
+        stamp: Stamp,
+        hall: &Rc<Hall>,
+        view: &Rc<View>,
+        peer: &Peer,
+        slate: usize,
+        desk: &Desk,
+        texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
+    ) -> Permit {
+        Permit {
+            stamp: stamp.only_once(),
+            turn: Turn::of(judgement, hall, view, peer, slate, desk, Placed::default()),
+            settlement: Settlement::of(&view.snapshot.slates[slate], slate, desk, &[], texts),
+        }
     }
+}
 
+/// What the rules say, if they can say it now.
+pub enum Judged {
+    Now(Judgement),
+    Later(Box<Question>),
+}
+
+/// Lets the rules of a slate decide a request whose askers lie on the desk.
+pub fn judge(
+    hall: &Hall,
+    snapshot: &Snapshot,
+    slate: usize,
+    caller: &Caller<'_>,
+    desk: &mut Desk,
+    now_ms: u64,
+) -> Result<Judged, Fault> {
+    let Slate { roster, .. } = &snapshot.slates[slate];
+    let Some(shared) = hall.shared.as_ref().filter(|_| roster.is_shared) else {
+        return Ok(Judged::Now(snapshot.book.judge(roster, &hall.table, now_ms, desk)));
+    };
+    let text = |position| snapshot.text_of(&snapshot.slates[slate], position, caller);
+    match shared.begin(&snapshot.book, roster, desk, text) {
+        Begun::Decided(judgement) => Ok(Judged::Now(judgement)),
+        Begun::Waits(inquiry) => Ok(Judged::Later(Box::new(Question { inquiry, slate }))),
+        Begun::Unavailable => Err(Fault::Uncounted),
+    }
+}
+
+impl Question {
     /// Waits for the store, and decides.
     pub async fn answer(
         self: Box<Self>,

@@ -157,6 +157,11 @@ impl Snapshot {
         slate.identities[position].text(caller, digester, &mut text).then(|| text.into())
     }
 
+    /// As [`Snapshot::text_of`], for all rules of a slate.
+    pub fn texts_of(&self, slate: &Slate, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
+        (0..slate.roster.rules.len()).map(|position| self.text_of(slate, position, caller)).collect()
+    }
+
     /// The name of a route; a lane has its route's position.
     pub fn name_of(&self, lane: usize) -> &str {
         &self.config.routes[lane].name

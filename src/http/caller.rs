@@ -46,7 +46,7 @@ enum Price {
 enum OnAbsent {
     Refuse,
     Skip,
-    Fallback(Recipe),
+    Fallback(Box<Recipe>),
 }
 
 /// The parts of a key, and the hash as far as it does not depend on them.
@@ -55,7 +55,7 @@ struct Recipe {
     starts: Starts,
     parts: Vec<Source>,
     /// What the parts are called, and how the key is spelt; only needed where one is wrong, or the key is shared.
-    spelling: Spelling,
+    spelling: Box<Spelling>,
 }
 
 /// What of a request keys are made of.
@@ -95,7 +95,7 @@ impl Identity {
             Recipe {
                 starts: Starts::new(entry, seed, fallback.then_some(parts)),
                 parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
-                spelling: Spelling::new(&entry.rule.name, parts, fallback),
+                spelling: Box::new(Spelling::new(&entry.rule.name, parts, fallback)),
             }
         };
         Identity {
@@ -104,7 +104,7 @@ impl Identity {
             on_missing: match &entry.rule.on_missing {
                 OnMissing::Never | OnMissing::Refuse => OnAbsent::Refuse,
                 OnMissing::Skip => OnAbsent::Skip,
-                OnMissing::Fallback(parts) => OnAbsent::Fallback(recipe(true, parts)),
+                OnMissing::Fallback(parts) => OnAbsent::Fallback(Box::new(recipe(true, parts))),
             },
             cost: Price::new(&entry.rule.cost, route),
             exceptions: None,

@@ -254,7 +254,8 @@ impl Counsel {
         }
         let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, Unanswered> {
             let mut hasher = start.clone();
-            for (part, value) in rule.key.iter().zip(question.key.iter().chain(std::iter::repeat(&String::new()))) {
+            let given = if parts.is_empty() { &[][..] } else { &question.key };
+            for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
                 super::exceptions::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
                     Unanswered::Malformed(String::from("the key is no address where the rule counts by `ip`"))
                 })?;

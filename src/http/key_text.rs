@@ -236,6 +236,7 @@ mod tests {
         let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
         assert_eq!(told(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
         assert_eq!(told(&[Part::Global], &[]), Some("r|".to_owned()));
+        assert_eq!(told(&[Part::Global], &["any"]), Some("r|".to_owned()));
         assert_eq!(told(&[V4], &["10.0.0"]), None);
         assert_eq!(told(&[V4, Part::Host], &["10.0.0.1"]), None);
     }
@@ -286,7 +287,7 @@ mod tests {
         let long = user(&[b'a'; 257]);
         assert!(long.starts_with("r|hmac-") && long.len() == 39);
         assert!(user(&[b'|'; 86]).starts_with("r|hmac-"));
-        assert_eq!(user(long[2..].as_bytes()), format!("r|%68{}", &long[3..]));
+        assert_eq!(user(&long.as_bytes()[2..]), format!("r|%68{}", &long[3..]));
         assert!(user(&[long.as_bytes(), &[b'a'; 300]].concat()).len() <= 2 + 256);
     }
 

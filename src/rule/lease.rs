@@ -4,14 +4,14 @@
 //! Nothing is waited for here, and no store is known. Whoever asks is told that tokens lack, fetches some, and asks
 //! again; everything else of the request is charged with them, or nothing is.
 
-use super::book::{Book, Judgement, Layer, Line, Roster};
+use super::book::{Book, Entry, Judgement, Layer, Line, Roster};
 use super::desk::{Asker, Desk};
 use super::terms::{OnLimit, OnOutage, Sharing};
 use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::{Share, Split};
 use crate::count::table::{Counter, Table};
-use crate::count::word::{Course, Use};
+use crate::count::word::Use;
 
 /// How the rules of a roster are counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,7 +43,7 @@ impl Layer {
     /// Makes a charge one of tokens that were fetched.
     fn lease(&self, charge: &mut Charge) {
         charge.counter = charge.counter.purse();
-        charge.ask.course = Course::Leased;
+        charge.ask = charge.ask.leased();
         charge.split = Split::WHOLE;
     }
 }
@@ -54,8 +54,11 @@ impl Book {
     pub fn stands(&self, roster: &Roster, beyond: impl Fn(usize) -> bool, stands: &mut Vec<Stand>) {
         stands.clear();
         stands.extend(roster.rules.iter().enumerate().map(|(position, rule)| {
-            let rule = &self.entries[*rule].rule;
-            match (rule.sharing, beyond(position), rule.on_outage) {
+            let entry = &self.entries[*rule];
+            let rule = &entry.rule;
+            // No one call decides on all shards: tokens of a split counter are always fetched.
+            let sharing = if entry.is_split() && rule.sharing != Sharing::Own { Sharing::Lease } else { rule.sharing };
+            match (sharing, beyond(position), rule.on_outage) {
                 (Sharing::Own, ..) => Stand::Own,
                 (Sharing::Lease, false, _) => Stand::Leased,
                 (Sharing::Exact, false, _) => Stand::Aside,
@@ -263,6 +266,13 @@ impl Book {
         });
         let first = waits.next();
         first.is_some_and(|first| first && waits.all(|waits| waits))
+    }
+}
+
+impl Entry {
+    /// Whether any of its counters is split, where gateways share them.
+    pub fn is_split(&self) -> bool {
+        self.layers.iter().any(|layer| layer.shards_elsewhere > 1)
     }
 }
 

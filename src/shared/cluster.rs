@@ -34,8 +34,11 @@ pub struct Cluster {
     opened: Rc<Cell<u64>>,
     map: RefCell<Map>,
     /// Who waits for the map, while it is asked for.
-    asking: RefCell<Option<Vec<oneshot::Sender<Result<(), String>>>>>,
+    asking: RefCell<Option<Vec<Waiter>>>,
 }
+
+/// Whoever waits for the map; he is told why there is none.
+type Waiter = oneshot::Sender<Result<(), String>>;
 
 #[derive(Default)]
 struct Map {

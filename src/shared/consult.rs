@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::Shared;
 use super::inquiry::{Inquiry, Progress, Ruling, Unavailable};
 use super::place::Sent;
-use super::script::{Gift, TOKENS_MAX};
+use super::script::{Answer, Gift, TOKENS_MAX, Want};
 use crate::rule::book::{Book, Judgement, Line, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
@@ -39,7 +39,7 @@ impl Shared {
         desk.askers.push(Some(subject.asker));
         let mut progress = Progress::new(1);
         progress.asks = true;
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let texts = vec![Some(Rc::clone(&subject.text))];
         Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
     }
@@ -101,6 +101,35 @@ impl Shared {
         self.value(subject).await
     }
 
+    /// Adds what is used of all shards but the first to what is known of split counters, and leaves out what is fetched here and not
+    /// spent.
+    async fn add_shards(self: &Rc<Self>, subject: &Subject<'_>, inquiry: &mut Inquiry, gifts: &mut Vec<Gift>) {
+        let Subject { book, roster, asker, text, .. } = subject;
+        let now_ms = self.clock.now().unix_ms;
+        for (charge, line) in inquiry.desk.charges.iter_mut().zip(&inquiry.desk.lines) {
+            let layer = book.layer_of(roster, *line);
+            let suffix = book.entries[roster.rules[line.rule]].suffix(line.layer);
+            if layer.shards_elsewhere == 1 || inquiry.progress.beyond.contains(&true) {
+                continue;
+            }
+            for shard in 1..layer.shards_elsewhere {
+                let blank = self.want(book, roster, *line, *asker, text, now_ms);
+                let want = Want { base: self.base(text, suffix, shard), least: 0, ..blank };
+                match self.take(std::slice::from_ref(&want)).await {
+                    Ok(Answer::Granted { took, .. }) => {
+                        charge.usage.used += took.iter().map(|took| took.used).sum::<u64>();
+                        gifts.extend(took.iter().map(|took| want.origin(*took).gift(TOKENS_MAX)));
+                    }
+                    Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(_) => {
+                        inquiry.progress.beyond.fill(true)
+                    }
+                }
+            }
+            let fetched = u64::from(self.table.purse(layer.counter(*asker), now_ms));
+            charge.usage.used = charge.usage.used.saturating_sub(fetched);
+        }
+    }
+
     /// Asks what is used of each layer, and what would give all of it back.
     async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<Inquiry>, Vec<Gift>) {
         let Subject { book, roster, asker, .. } = subject;
@@ -110,7 +139,7 @@ impl Shared {
         let cost = asker.cost;
         inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
         let sent = if inquiry.go_beyond(&[0]) { None } else { inquiry.send(book, roster, 0).await };
-        let gifts = match sent {
+        let mut gifts: Vec<Gift> = match sent {
             Some(Sent::Granted(gifts)) => {
                 gifts.into_iter().map(|(_, gift)| Gift { tokens: TOKENS_MAX, ..gift }).collect()
             }
@@ -120,6 +149,7 @@ impl Shared {
             }
         };
         inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = cost);
+        self.add_shards(subject, &mut inquiry, &mut gifts).await;
         (inquiry, gifts)
     }
 }

@@ -21,6 +21,8 @@ use crate::config::shared::{Node, Shared};
 const PATIENCE: Duration = Duration::from_millis(1000);
 /// Until one address of several is given up.
 const ADDRESS_PATIENCE: Duration = Duration::from_millis(400);
+/// Bytes of calls that are written at once.
+const WRITE_BYTES: usize = 64 * 1024;
 /// Calls that may wait for their turn to be written.
 const QUEUE: usize = 1024;
 
@@ -131,7 +133,8 @@ where
     let settings = AsyncConnectionConfig::new()
         .set_response_timeout(None)
         .set_connection_timeout(None)
-        .set_pipeline_buffer_size(QUEUE);
+        .set_pipeline_buffer_size(QUEUE)
+        .set_write_backpressure_boundary(WRITE_BYTES);
     let opened = MultiplexedConnection::new_with_config(login, stream, settings).await;
     let (calls, driver) = opened.map_err(|error| refused(&error))?;
     Ok(Sender { calls, driver: tokio::task::spawn_local(driver) })

@@ -149,12 +149,21 @@ impl Shared {
             let part = whole / u64::from(shards) + u64::from(u64::from(shard) < whole % u64::from(shards));
             let base = self.base(&errand.text, &errand.suffix, shard);
             // What a shard lacks, the next may have.
-            let want = Want { base, limit: part as u32, ceiling: part, need: 0, least: 0, ..errand.want.clone() };
-            let took = match self.take(std::slice::from_ref(&want)).await {
-                Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => took,
-                Ok(Answer::OtherWindow { .. }) => return true,
-                Err(_reported) => return false,
+            let (limit, mut need) = (part as u32, missing.min(part));
+            let took = loop {
+                let want = Want { base: Rc::clone(&base), limit, ceiling: part, need, least: 0, ..errand.want.clone() };
+                match self.take(std::slice::from_ref(&want)).await {
+                    Ok(Answer::Granted { took, .. }) => break took,
+                    // What is left of it is less than that.
+                    Ok(Answer::Refused { took, .. }) => match took.first() {
+                        Some(seen) if seen.used < part && part - seen.used < need => need = part - seen.used,
+                        _ => break took,
+                    },
+                    Ok(Answer::OtherWindow { .. }) => return true,
+                    Err(_reported) => return false,
+                }
             };
+            let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
             used_most = (took.used * u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));

@@ -16,9 +16,9 @@ const CLOCK_MS: u64 = 1000;
 /// How full its memory may be, in percent.
 const FULL: u64 = 90;
 
-/// What a server does for gateways: those that are in a user's rights (`+eval …`), and the keys (`~PREFIX:*`).
-pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +set +decrby +hmget +hset +pexpireat +role +info \
-                            +cluster|slots +cluster|info +asking";
+/// What a user has to be allowed, beside the keys, `~PREFIX:*`.
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +decrby +hmget +hset +pexpireat \
+                            +role +info +cluster|slots +cluster|info +asking";
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -213,8 +213,8 @@ pub fn clock(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
     Some(Finding::warning(text, "let both follow a time server (NTP)"))
 }
 
-/// What an error of a server, or of the way there, means.
-pub fn refusal(said: &str, prefix: &str) -> Finding {
+/// What an error of a server, or of the way there, means; `by_tls`: it is reached so.
+pub fn refusal(said: &str, prefix: &str, by_tls: bool) -> Finding {
     let is = |words: &[&str]| words.iter().any(|word| said.contains(word));
     let fix = if is(&["NOPERM", "ACL failure", "can't run this command", "No permissions"]) {
         format!("give the user what it takes: `ACL SETUSER NAME on >PASSWORD ~{prefix}:* {COMMANDS}`")
@@ -222,14 +222,14 @@ pub fn refusal(said: &str, prefix: &str) -> Finding {
         "it asks for a password: write `password_file` or `password_env`, and `username` if it is a user's".to_owned()
     } else if is(&["user and password", "WRONGPASS"]) {
         "see that `username` is a user there (`ACL LIST`) and that the password is his".to_owned()
-    } else if is(&["UnknownIssuer", "unknown issuer"]) {
+    } else if is(&["UnknownIssuer", "BadSignature"]) {
         "name the authority that issued its certificate: `ca = \"FILE\"`".to_owned()
     } else if is(&["NotValidForName", "not valid for name"]) {
         "write a name in `redis` that its certificate is for".to_owned()
     } else if is(&["CertificateRequired", "HandshakeFailure", "certificate required"]) {
         "it wants to see a certificate of the gateway's: write `certificate` and `private_key`".to_owned()
-    } else if is(&["InvalidContentType", "corrupt message"]) {
-        "it does not speak TLS at this port: write `redis://`, or the port at which it does (`tls-port`)".to_owned()
+    } else if by_tls && is(&["InvalidContentType", "corrupt message", "no answer"]) {
+        "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)".to_owned()
     } else if is(&["DB index", "invalid DB"]) {
         "write a `database` that it has (`databases` in its configuration)".to_owned()
     } else if is(&["OOM"]) {
@@ -268,6 +268,17 @@ mod tests {
 
     const GOOD: &str = "# Server\r\nredis_version:8.2.3\r\nrole:master\r\nconnected_slaves:1\r\nmaxmemory:0\r\n\
                         maxmemory_policy:allkeys-lru\r\naof_enabled:1\r\n";
+
+    #[test]
+    fn the_rights_that_are_advised_are_those_that_scripts_take() {
+        let texts = [include_str!("take.lua"), include_str!("give.lua")].concat();
+        let calls: Vec<&str> = texts.split("call('").skip(1).filter_map(|rest| rest.split('\'').next()).collect();
+        assert!(calls.len() > 5);
+        for call in calls {
+            let right = format!("+{}", call.to_lowercase());
+            assert!(COMMANDS.split(' ').any(|known| known == right), "{right}");
+        }
+    }
 
     #[test]
     fn a_good_server_is_left_alone() {

@@ -132,7 +132,7 @@ impl Shared {
                     desk: desk.clone(),
                     progress,
                     next: Some(next),
-                    deadline: Instant::now() + self.timeout,
+                    deadline: Instant::from_std(self.clock.instant()) + self.timeout,
                 }))
             }
         }
@@ -148,7 +148,7 @@ impl Shared {
     ) -> Box<Inquiry> {
         desk.clear();
         let progress = Progress { again: Some(again), ..Progress::new(roster.rules.len()) };
-        let deadline = Instant::now() + self.timeout;
+        let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
     }
 
@@ -176,8 +176,10 @@ impl Shared {
             };
             let beyond = &progress.beyond;
             book.stands(roster, |position| beyond[position], &mut desk.stands);
-            if progress.asks {
-                desk.stands.iter_mut().filter(|stand| **stand == Stand::Leased).for_each(|stand| *stand = Stand::Aside);
+            for (stand, rule) in desk.stands.iter_mut().zip(&roster.rules).filter(|_| progress.asks) {
+                if *stand == Stand::Leased && !book.entries[*rule].is_split() {
+                    *stand = Stand::Aside;
+                }
             }
             if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
                 self.meter.did_without(Without::Refused);
@@ -243,8 +245,8 @@ impl Shared {
     fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
         let is_asked = |line: &&Line| {
             let rule = &book.entries[roster.rules[line.rule]].rule;
-            let is_asked = rule.sharing == Sharing::Exact || (progress.asks && rule.sharing == Sharing::Lease);
-            is_asked && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
+            let is_aside = desk.stands[line.rule] == Stand::Aside && rule.sharing != Sharing::Own;
+            is_aside && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
     }

@@ -24,6 +24,9 @@ use crate::config::shared::Node;
 /// How long a connection may be silent while it is asked; then for how long an answer to PING is waited for.
 const SILENCE: Duration = Duration::from_millis(500);
 
+/// How often a script may be forgotten under a call before it is sent in full whoever else does.
+const FORGOTTEN_MAX: u32 = 8;
+
 /// Why there is no answer to a call.
 #[derive(Debug)]
 pub enum Failure {
@@ -112,7 +115,7 @@ impl Line {
     pub async fn run(&self, which: Which, importing: bool, call: &dyn Fn(By) -> Cmd) -> Result<Value, Failure> {
         let ask = async |by: By| if importing { self.ask_importing(call(by)).await } else { self.ask(call(by)).await };
         let taught = &self.taught[which as usize];
-        for _ in 0..2 {
+        for _ in 0..FORGOTTEN_MAX {
             let before = taught.get();
             match ask(By::Sha).await {
                 Err(Failure::Said(error)) if error.code() == "NOSCRIPT" => {

@@ -7,6 +7,7 @@ use tokio::sync::oneshot;
 
 use super::Shared;
 use super::inquiry::{Inquiry, Next, within};
+use super::leases::Record;
 use super::outage::UNLIMITED;
 use super::script::{Answer, Gift, Took, Want};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
@@ -45,7 +46,7 @@ impl Shared {
         tokio::task::spawn_local(async move {
             let (outcome, calls) = shared.charge_calls(&wants).await;
             if let Err(Outcome::Granted(took)) = tell.send(outcome) {
-                shared.give(gifts(&calls, &took)).await;
+                shared.give(gifts(calls, &took)).await;
             }
         });
         told
@@ -125,6 +126,9 @@ impl Inquiry {
             let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling);
             wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
         }
+        if !self.progress.asks && self.is_used_up(book, roster, first, now_ms) {
+            return Some(Sent::Refused);
+        }
         let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
         let told = shared.charge(wants.clone());
         let (refused, took) = match within(self.deadline, told).await {
@@ -151,6 +155,32 @@ impl Inquiry {
             }
         }
         Some(if refused { Sent::Refused } else { Sent::Granted(gifts) })
+    }
+
+    /// Whether it is known that the store would refuse what lies on the desk behind `first`; then it lies there as if it had.
+    /// Now and then it is asked all the same: a counter may have been reset, or tokens given back.
+    fn is_used_up(&mut self, book: &Book, roster: &Roster, first: usize, now_ms: u64) -> bool {
+        let shared = Rc::clone(&self.shared);
+        let now = shared.clock.instant();
+        let mut is_full = false;
+        let Desk { charges, lines, askers, .. } = &mut self.desk;
+        for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
+            let Some(asker) = askers[line.rule] else { continue };
+            let layer = book.layer_of(roster, *line);
+            let tally = shared.table.tally(layer.counter(asker), now_ms);
+            charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used));
+            charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
+            charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            if charge.full {
+                let period_ms = book.timelines[layer.timeline].usual_ms();
+                let due = |record: &mut Record| record.is_recheck_due(now, period_ms);
+                if shared.leases.with(layer.counter(asker), shared.own_shard, now, due) != Some(false) {
+                    return false;
+                }
+                is_full = true;
+            }
+        }
+        is_full
     }
 
     /// Takes places in windows to come, for the rules that are full and let a request wait; what else it asks for is charged

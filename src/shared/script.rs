@@ -14,7 +14,7 @@
 //! **Others may write there too.** What another service adds to a plain counter counts as if it had been handed out; a
 //! value above the limit refuses, up to 2^63. A value below 0 counts as 0, and is corrected by the next who takes: nobody
 //! is ever handed out more than the limit by it. Whoever leaves a key without an end, or with another, finds it
-//! ending with its window after the next who takes. What is no integer, or of another type, is an error of that counter.
+//! ending with its window after the next who takes. What is no whole number, or of another type, is an error of that counter.
 //!
 //! **What is given back.** Of a plain window all of it, as long as it is there. Of an account what certainly
 //! nobody built upon: all in the window it was taken in; `limit` less for each window since, in which it would have
@@ -30,6 +30,8 @@ use redis::{Cmd, Value};
 const LEAD_MAX_MS: u64 = 1000;
 /// The largest integer that a script can count to.
 pub const TOKENS_MAX: u64 = (1 << 53) - 1;
+/// How a plain window is asked for exactly what is needed: the usual case, in as few words as possible.
+const EXACTLY: &str = "e";
 
 /// A script, by its text and by the name that servers give it.
 pub struct Script {
@@ -42,8 +44,8 @@ pub struct Scripts {
     pub give: Script,
 }
 
-impl Scripts {
-    pub fn new() -> Scripts {
+impl Default for Scripts {
+    fn default() -> Scripts {
         Scripts { take: Script::new(include_str!("take.lua")), give: Script::new(include_str!("give.lua")) }
     }
 }
@@ -200,18 +202,28 @@ pub fn take(script: &Script, by: By, wants: &[Want], floor_ms: u64, at_ms: u64) 
     }
     cmd.arg(floor_ms);
     for want in wants {
-        let most = want.want.max(want.need).min(TOKENS_MAX);
-        cmd.arg(want.at.kind().letter()).arg(want.ceiling.min(TOKENS_MAX));
-        cmd.arg(want.need.min(TOKENS_MAX)).arg(most).arg(want.least.min(TOKENS_MAX));
+        let (ceiling, need) = (want.ceiling.min(TOKENS_MAX), want.need.min(TOKENS_MAX));
+        let (most, least) = (want.want.clamp(need, TOKENS_MAX), want.least.min(TOKENS_MAX));
+        let (_, end_ms) = want.at.window(at_ms).unwrap_or_default();
         match want.at {
-            At::Plain { .. } => cmd.arg(want.at.window(at_ms).unwrap_or_default().1),
+            At::Plain { .. } if most == need && least == 0 => cmd.arg(EXACTLY).arg(ceiling).arg(need).arg(end_ms),
+            At::Plain { .. } => put(&mut cmd, Kind::Plain, [ceiling, need, end_ms, most, least]),
             At::Grid { number, end_ms, next_end_ms } => {
-                cmd.arg(want.limit.max(1)).arg(number).arg(end_ms).arg(next_end_ms)
+                put(&mut cmd, Kind::Grid, [ceiling, need, end_ms, most, least]);
+                cmd.arg(want.limit.max(1)).arg(number).arg(next_end_ms)
             }
-            At::Floating { period_ms } => cmd.arg(want.limit.max(1)).arg(period_ms.max(1)),
+            At::Floating { period_ms } => {
+                put(&mut cmd, Kind::Floating, [ceiling, need, period_ms.max(1), most, least]);
+                cmd.arg(want.limit.max(1))
+            }
         };
     }
     cmd
+}
+
+fn put(cmd: &mut Cmd, kind: Kind, numbers: [u64; 5]) -> &mut Cmd {
+    cmd.arg(kind.letter());
+    numbers.into_iter().fold(cmd, |cmd, number| cmd.arg(number))
 }
 
 /// What a server said to [`take`]; `None` if that is no answer to it.

@@ -83,7 +83,7 @@ impl Store {
                 Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
             }
         };
-        Store(Rc::new(Inner { servers, scripts: Scripts::new(), prefix: settings.prefix.clone(), opened }))
+        Store(Rc::new(Inner { servers, scripts: Scripts::default(), prefix: settings.prefix.clone(), opened }))
     }
 
     /// Takes tokens of all counters or of none. All must be of one call: see [`Store::is_one_call`]. `floor_ms` is the

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::cluster::Cluster;
 use super::dial::Dial;
-use super::health::{Finding, Info, clock, refusal};
+use super::health::{Finding, Info, Weight, clock, refusal};
 use super::line::{Line, Which};
 use super::script::{self, Answer, At, Gift, Kind, Scripts, TOKENS_MAX, Want};
 use super::sentinel::{self, text};
@@ -36,12 +36,21 @@ impl Report {
     fn of(of: impl Into<String>, findings: Vec<Finding>) -> Report {
         Report { of: of.into(), findings }
     }
+
+    pub fn has_problem(&self) -> bool {
+        self.findings.iter().any(|finding| finding.weight == Weight::Problem)
+    }
 }
 
 /// Asks all servers of the configuration; `now_ms` is this machine's time.
 pub async fn survey(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
-    let survey =
-        Survey { dial: Rc::new(Dial::new(settings)), prefix: &settings.prefix, scripts: Scripts::new(), now_ms };
+    let survey = Survey {
+        dial: Rc::new(Dial::new(settings)),
+        prefix: &settings.prefix,
+        by_tls: settings.tls.is_some(),
+        scripts: Scripts::default(),
+        now_ms,
+    };
     match &settings.nodes {
         Nodes::Single(node) => vec![survey.single(node).await],
         Nodes::Sentinel { nodes, master } => survey.sentinels(nodes, master).await,
@@ -49,9 +58,18 @@ pub async fn survey(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> 
     }
 }
 
+/// What a master says of those that follow it.
+#[derive(Clone, Copy)]
+struct Replicas {
+    of: u64,
+    /// Whether it only takes counts while some are there.
+    are_needed: bool,
+}
+
 struct Survey<'s> {
     dial: Rc<Dial>,
     prefix: &'s str,
+    by_tls: bool,
     scripts: Scripts,
     now_ms: &'s dyn Fn() -> u64,
 }
@@ -60,7 +78,7 @@ impl Survey<'_> {
     async fn single(&self, node: &Node) -> Report {
         match self.dial.open(node).await {
             Ok(line) => self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await.0,
-            Err(why) => Report::of(node.to_string(), vec![refusal(&why, self.prefix)]),
+            Err(why) => Report::of(node.to_string(), vec![self.refusal(&why)]),
         }
     }
 
@@ -69,9 +87,12 @@ impl Survey<'_> {
         for node in nodes {
             let findings = match self.dial.open_sentinel(node).await {
                 Ok(line) => self.sentinel(&line, master).await,
-                Err(why) => vec![refusal(&why, self.prefix)],
+                Err(why) => vec![self.refusal(&why)],
             };
             reports.push(Report::of(format!("sentinel {node}"), findings));
+        }
+        if reports.iter().all(Report::has_problem) {
+            return reports;
         }
         if nodes.len() < SENTINELS_LEAST {
             let text = format!("{} of the sentinels can be asked", nodes.len());
@@ -83,14 +104,20 @@ impl Survey<'_> {
             Ok(line) => {
                 let (mut report, replicas) =
                     self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await;
-                if replicas == Some(0) {
+                if replicas.is_some_and(|replicas| replicas.of == 0) {
                     let text = "it has no replica: nobody can take its place";
                     report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
+                }
+                if replicas.is_some_and(|replicas| replicas.of > 0 && !replicas.are_needed) {
+                    let text = "cut off from its replicas it goes on counting, for as long as gateways reach it, although \
+                                another has taken its place: limits may be used twice then";
+                    let fix = "`min-replicas-to-write 1` and `min-replicas-max-lag 10` in its configuration";
+                    report.findings.push(Finding::note(text, fix));
                 }
                 report.of = format!("master {}", report.of);
                 reports.push(report);
             }
-            Err(why) => reports.push(Report::of(format!("master `{master}`"), vec![refusal(&why, self.prefix)])),
+            Err(why) => reports.push(Report::of(format!("master `{master}`"), vec![self.refusal(&why)])),
         }
         reports
     }
@@ -103,7 +130,11 @@ impl Survey<'_> {
                 let fix = "write the name of its `sentinel monitor NAME …` as `sentinel_master`";
                 return vec![Finding::problem(format!("it knows no master called `{master}`"), fix)];
             }
-            Err(why) => return vec![refusal(&why, self.prefix)],
+            Err(why) if why.contains("unknown command") => {
+                let fix = "name sentinels in `redis`, which listen at port 26379, or remove `sentinel_master`";
+                return vec![Finding::problem("it is no sentinel", fix)];
+            }
+            Err(why) => return vec![self.refusal(&why)],
         };
         let number = |name: &str| -> u64 {
             let found = said.iter().find(|(key, _)| key == name);
@@ -127,21 +158,24 @@ impl Survey<'_> {
         for node in seeds {
             let findings = match self.dial.open(node).await {
                 Ok(line) => self.seed(&line).await,
-                Err(why) => vec![refusal(&why, self.prefix)],
+                Err(why) => vec![self.refusal(&why)],
             };
             if !findings.is_empty() {
                 reports.push(Report::of(node.to_string(), findings));
             }
         }
+        if reports.len() == seeds.len() && reports.iter().all(Report::has_problem) {
+            return reports;
+        }
         let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.dial), Rc::new(Cell::new(0)));
         if let Err(why) = cluster.refresh().await {
-            reports.push(Report::of("cluster", vec![refusal(&why, self.prefix)]));
+            reports.push(Report::of("cluster", vec![self.refusal(&why)]));
             return reports;
         }
         for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
             match link.line().await {
                 Ok(line) => reports.push(self.examine(&line, &base, true).await.0),
-                Err(why) => reports.push(Report::of("a master", vec![refusal(&why, self.prefix)])),
+                Err(why) => reports.push(Report::of("a master", vec![self.refusal(&why)])),
             }
         }
         reports
@@ -156,7 +190,7 @@ impl Survey<'_> {
                 return vec![Finding::problem("it is no node of a cluster", fix)];
             }
             Err(why) if may_not(&why) => return Vec::new(),
-            Err(why) => return vec![refusal(&why, self.prefix)],
+            Err(why) => return vec![self.refusal(&why)],
         };
         let info = Info::new(text(&said).unwrap_or_default());
         let (state, slots) = (info.get("cluster_state").unwrap_or("unknown"), info.number("cluster_slots_ok"));
@@ -167,8 +201,8 @@ impl Survey<'_> {
         vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and mend with `--cluster fix`")]
     }
 
-    /// All about one master, and how many replicas it has, if it tells.
-    async fn examine(&self, line: &Rc<Line>, base: &str, in_cluster: bool) -> (Report, Option<u64>) {
+    /// All about one server, and its replicas, if it is a master and tells.
+    async fn examine(&self, line: &Rc<Line>, base: &str, in_cluster: bool) -> (Report, Option<Replicas>) {
         let mut title = "it does not tell what it is".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
@@ -177,7 +211,8 @@ impl Survey<'_> {
                 let info = Info::new(text(&said).unwrap_or_default());
                 title = info.title();
                 findings = info.findings();
-                replicas = info.is_master().then(|| info.number("connected_slaves"));
+                let are_needed = info.get("min_slaves_good_slaves").is_some();
+                replicas = info.is_master().then(|| Replicas { of: info.number("connected_slaves"), are_needed });
                 if info.in_cluster() && !in_cluster {
                     let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", line.node);
                     findings.push(Finding::problem("it is a node of a cluster", fix));
@@ -188,7 +223,7 @@ impl Survey<'_> {
                 let text = "it does not let the gateway see its version, role and memory";
                 findings.push(Finding::note(text, "allow the user `+info`"));
             }
-            Err(why) => findings.push(refusal(&why, self.prefix)),
+            Err(why) => findings.push(self.refusal(&why)),
         }
         match self.time(line).await {
             Ok((server_ms, finding)) => {
@@ -196,11 +231,11 @@ impl Survey<'_> {
                 if let Err(why) = self.count(line, base, server_ms).await {
                     // A replica was told of already.
                     if !why.contains("READONLY") || !title.ends_with("replica") {
-                        findings.push(refusal(&why, self.prefix));
+                        findings.push(self.refusal(&why));
                     }
                 }
             }
-            Err(why) => findings.push(refusal(&why, self.prefix)),
+            Err(why) => findings.push(self.refusal(&why)),
         }
         findings.sort_by_key(|finding| finding.weight);
         findings.dedup();
@@ -258,6 +293,18 @@ impl Survey<'_> {
             .collect();
         let give = |by| script::give(&self.scripts.give, by, &gifts);
         self.run(line, Which::Give, &give).await.map(drop)
+    }
+
+    /// What an error means. Whom it is about is said already.
+    fn refusal(&self, why: &str) -> Finding {
+        let mut finding = refusal(why, self.prefix, self.by_tls);
+        if let Some((node, what)) = finding.text.split_once(": ")
+            && !node.contains(' ')
+            && node.contains([':', '/'])
+        {
+            finding.text = what.to_owned();
+        }
+        finding
     }
 
     async fn ask(&self, line: &Line, question: &mut Cmd) -> Result<Value, String> {

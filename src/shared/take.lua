@@ -1,97 +1,103 @@
--- Takes tokens of several counters at once: of all, or of none. See script.rs.
-local clock = redis.call('TIME')
+-- Takes tokens of several counters at once: of all, or of none. What it is asked and answers: script.rs.
+local keys, argv, call = KEYS, ARGV, redis.call
+local clock = call('TIME')
 local time = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local now = time
-local floor = tonumber(ARGV[1])
+local now, floor = time, argv[1] + 0
 if floor > now and floor - now < 1000 then now = floor end
 local most = 9007199254740991
-local text = string.format
 
-local function whole(said)
-  if not said then return 0 end
-  if said == '0' or string.find(said, '^%-?[1-9]%d*$') then return tonumber(said) end
-end
-local function bad(key)
-  return redis.error_reply('BADVALUE ' .. key .. ' holds something else than a counter')
-end
-local function failed(reply, key)
-  if string.find(reply.err, 'WRONGTYPE', 1, true) then return bad(key) end
-  return reply
-end
-
-local used, base, ends, marks, gains = {}, {}, {}, {}, {}
+-- First everything is only read: whatever is wrong is found before anything is written.
+local said = call('MGET', unpack(keys))
+local reply, base, gains, ends = {1, time}, {}, {}, {}
 local pass = true
-local a = 2
-for i = 1, #KEYS do
-  local key, kind = KEYS[i], ARGV[a]
-  local u
-  if kind == 'p' then
-    if now >= tonumber(ARGV[a + 5]) then return {-1, time} end
-    local said = redis.pcall('GET', key)
-    if type(said) == 'table' then return failed(said, key) end
-    u = whole(said)
-    if not u then return bad(key) end
-    marks[i] = 0
+local a, r = 2, 3
+for i = 1, #keys do
+  local kind, over = argv[a], argv[a + 3] + 0
+  local used, mark = said[i], 0
+  if kind == 'e' or kind == 'p' then
+    if now >= over then return {-1, time} end
+    if used then
+      used = tonumber(used)
+      if not used or used % 1 ~= 0 then mark = nil end
+    else
+      used = 0
+      if call('EXISTS', keys[i]) == 1 then mark = nil end
+    end
   else
-    local said = redis.pcall('HMGET', key, kind == 'g' and 'window' or 'start', 'used')
-    if said.err then return failed(said, key) end
-    local mark, limit = whole(said[1]), tonumber(ARGV[a + 5])
-    u = whole(said[2])
-    if not u or not mark then return bad(key) end
-    if kind == 'g' then
-      local number, over = tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7])
-      local length = tonumber(ARGV[a + 8]) - over
-      if now >= over or (said[1] and mark == number + 1) then
+    local grid = kind == 'g'
+    local fields = redis.pcall('HMGET', keys[i], grid and 'window' or 'start', 'used')
+    if fields.err and not string.find(fields.err, 'WRONGTYPE', 1, true) then return fields end
+    local exists = fields[1] or fields[2]
+    mark, used = tonumber(fields[1] or 0), tonumber(fields[2] or 0)
+    if fields.err or not mark or not used or mark % 1 ~= 0 or used % 1 ~= 0 then
+      mark = nil
+    elseif grid then
+      local number, length = argv[a + 7] + 0, argv[a + 8] - over
+      -- Somebody whose time is ahead may have counted in the next window already.
+      if now >= over or (exists and mark == number + 1) then
         number, over = number + 1, over + length
         if now >= over then return {-1, time} end
       end
-      if said[1] then u = u - limit * (number - mark) end
-      marks[i], ends[i] = number, over
+      if exists then used = used - argv[a + 6] * (number - mark) end
+      mark, ends[i] = number, over
     else
-      local period = tonumber(ARGV[a + 6])
-      if not said[1] or mark > now then mark = now end
+      local period = over
+      if not exists or mark > now then mark = now end
       local elapsed = math.floor((now - mark) / period)
-      u = u - limit * elapsed
+      used = used - argv[a + 6] * elapsed
       mark = mark + elapsed * period
-      if u <= 0 then mark = now end
-      marks[i], ends[i] = mark, mark + period
+      -- A window in which nothing is used is not open: this request opens its own.
+      if used <= 0 then mark = now end
+      ends[i] = mark + period
     end
   end
-  if u < 0 then u = 0 elseif u > most then u = most end
-  used[i] = u
-  local need, want, least = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4])
-  if u < least then u = least end
-  base[i] = u
-  local spare = tonumber(ARGV[a + 1]) - u - need
-  if spare < 0 then pass = false end
-  gains[i] = need + math.min(want - need, math.floor(spare / 8))
-  a = a + (kind == 'p' and 6 or (kind == 'g' and 9 or 7))
+  if not mark then
+    return redis.error_reply('BADVALUE ' .. keys[i] .. ' holds something else than a counter')
+  end
+  if used < 0 then used = 0 elseif used > most then used = most end
+  reply[r], reply[r + 1], reply[r + 2] = 0, used, mark
+  r = r + 3
+  local need = argv[a + 2] + 0
+  local gain = need
+  if kind == 'e' then
+    if argv[a + 1] - used < need then pass = false end
+    a = a + 4
+  else
+    local want, least = argv[a + 4] + 0, argv[a + 5] + 0
+    if used < least then used = least end
+    local spare = argv[a + 1] - used - need
+    if spare < 0 then pass = false end
+    if want > need then gain = need + math.min(want - need, math.floor(spare / 8)) end
+    a = a + (kind == 'p' and 6 or kind == 'g' and 9 or 7)
+  end
+  base[i], gains[i] = used, gain
+end
+if not pass then
+  reply[1] = 0
+  return reply
 end
 
-local reply = {pass and 1 or 0, time}
-a = 2
-for i = 1, #KEYS do
-  local kind, gain = ARGV[a], pass and gains[i] or 0
+local text = string.format
+a, r = 2, 3
+for i = 1, #keys do
+  local kind, gain = argv[a], gains[i]
+  local plain = kind == 'e' or kind == 'p'
   if gain > 0 then
-    local u = base[i] + gain
-    used[i] = u
-    if kind == 'p' then
-      redis.call('SET', KEYS[i], text('%.0f', u), 'PXAT', ARGV[a + 5])
+    local used = base[i] + gain
+    reply[r], reply[r + 1] = gain, used
+    if plain then
+      call('SET', keys[i], text('%.0f', used), 'PXAT', argv[a + 3])
     else
-      local field = kind == 'g' and 'window' or 'start'
-      redis.call('HSET', KEYS[i], field, text('%.0f', marks[i]), 'used', text('%.0f', u))
-      local windows = math.ceil(u / tonumber(ARGV[a + 5])) - 1
-      local length
-      if kind == 'g' then
-        length = 2 * (tonumber(ARGV[a + 8]) - tonumber(ARGV[a + 7]))
-      else
-        length = tonumber(ARGV[a + 6])
-      end
-      redis.call('PEXPIREAT', KEYS[i], text('%.0f', math.min(ends[i] + windows * length, 4398046511103)))
+      local grid = kind == 'g'
+      local mark = text('%.0f', reply[r + 2])
+      call('HSET', keys[i], grid and 'window' or 'start', mark, 'used', text('%.0f', used))
+      -- Until all that is owed is paid. Windows of a calendar differ in length.
+      local length = grid and 2 * (argv[a + 8] - argv[a + 3]) or argv[a + 3] + 0
+      local windows = math.ceil(used / argv[a + 6]) - 1
+      call('PEXPIREAT', keys[i], text('%.0f', math.min(ends[i] + windows * length, 4398046511103)))
     end
   end
-  local r = 3 * i
-  reply[r], reply[r + 1], reply[r + 2] = gain, used[i], marks[i]
-  a = a + (kind == 'p' and 6 or (kind == 'g' and 9 or 7))
+  a = a + (kind == 'e' and 4 or kind == 'p' and 6 or kind == 'g' and 9 or 7)
+  r = r + 3
 end
 return reply

@@ -272,9 +272,9 @@ fn open(file: &Path) -> Result<Counters, OpenError> {
     let config = config::Counters {
         capacity: CAPACITY,
         file: Some(file.to_owned()),
-        shared: None,
         snapshot: None,
         snapshot_every: every,
+        shared: None,
     };
     let mut opened = Counters::open(&config, None, 1, &Clock::system());
     // A process that another test starts holds what this one has open, until it is another program.

@@ -82,6 +82,8 @@ fn one_counter_for_everyone_tells_the_one_too_many_when() {
     }
     let answer = ask(&gateway, "limit", json!({"rule": "sign-ups"}));
     assert_eq!((&answer["allowed"], &answer["retry_after"]), (&json!(false), &json!(3000)));
+    // Whatever key is given, it is the one counter.
+    assert_eq!(ask(&gateway, "value", json!({"rule": "sign-ups", "key": "any"}))["count"], 100);
 }
 
 #[test]

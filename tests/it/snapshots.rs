@@ -92,9 +92,9 @@ fn settings(capacity: usize, snapshot: Option<&Path>) -> config::Counters {
     config::Counters {
         capacity,
         file: None,
-        shared: None,
         snapshot: snapshot.map(Path::to_owned),
         snapshot_every: every,
+        shared: None,
     }
 }
 

@@ -24,6 +24,7 @@ need nginx-light command -v nginx
 need python3 command -v python3
 need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
+need redis-tools command -v redis-cli
 need slowhttptest command -v slowhttptest
 
 [ -n "$missing" ] || exit 0

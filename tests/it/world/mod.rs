@@ -3,7 +3,7 @@
 //! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
 //! binary, and `dynasty` several in a row; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
 //! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
-//! from Debian and PyPI, `redis`, `redis_cluster` and `sentinel` those that counters are shared through, by `siblings`; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
+//! from Debian and PyPI, `redis`, `redis_cluster` and `sentinel` those that counters are shared through, `shared` asks them, gateways share by `siblings`; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
 //! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
 //! what the gateway says about limits and metrics, `judge` counts who was admitted how often.
 //!
@@ -26,6 +26,7 @@ pub mod redis;
 pub mod redis_cluster;
 pub mod scripts;
 pub mod sentinel;
+pub mod shared;
 pub mod siblings;
 pub mod streams;
 pub mod tls;

@@ -34,6 +34,10 @@ impl Sentinels {
         format!("[{}]", urls.join(", "))
     }
 
+    pub fn ports(&self) -> Vec<u16> {
+        self.watchers.iter().map(|watcher| watcher.port).collect()
+    }
+
     /// The port of the master, as a majority of them has it.
     pub fn master(&self) -> Option<u16> {
         let ports: Vec<Option<u16>> = self.watchers.iter().map(Watcher::master).collect();

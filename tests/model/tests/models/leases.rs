@@ -119,6 +119,10 @@ fn no_more_is_spent_than_was_deposited_at_rollover() {
         );
         assert!(paid_in(&got, 100) <= 1 && paid_in(&got, 200) <= 1, "{got:?}");
         assert_eq!(paid_in(&got, 200) as u32 + table.purse(k(), 101), 1, "{got:?}");
+        // What is left is worth nothing afterwards, however it is looked at.
+        assert_eq!(table.deposit(k(), 200, 1, 150), Deposit::Kept);
+        let (look, _) = table.look(k().purse(), leased(300), time(200));
+        assert_eq!((look.used, spend(&table, k(), 200).0, table.purse(k(), 200)), (9, Got::Full, 0));
         got
     });
     assert!(outcomes.iter().any(|got| paid_in(got, 100) == 1 && paid_in(got, 200) == 1));

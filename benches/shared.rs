@@ -1,0 +1,182 @@
+//! Exact decisions through Redis, per second: many requests of one event loop beside a client that asks once per
+//! request and waits.
+//!
+//! `cargo bench --bench shared` starts a redis-server of its own (Debian's `redis-server`) and prints both, by turns, and
+//! their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
+//! one key, of 1,000 keys by turns, and none is refused. The client that waits is measured twice: as a task of an event
+//! loop, as it would be in a gateway, and as a thread that does nothing else, with no runtime in its way.
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::rc::Rc;
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use tokio::runtime::{Builder, LocalOptions};
+use transom::config::shared::{Hidden, Node, Nodes, Shared};
+use transom::shared::script::{self, Answer, At, By, Scripts, Want};
+use transom::shared::store::Store;
+
+/// The allocator of the gateway, for both sides.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+const ROUNDS: usize = 5;
+const ROUND: Duration = Duration::from_secs(2);
+const TOGETHER: usize = 200;
+const KEYS: usize = 1000;
+const TARGET: f64 = 5.0;
+
+fn main() {
+    // `cargo test` runs benchmark targets as well, without `--bench`; then there is nothing to do.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let redis = Redis::start();
+    let keys: Vec<[Want; 3]> = (0..KEYS).map(wants).collect();
+    let (mut blocking, mut alone, mut together) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        blocking.push(waiting(redis.port, &keys));
+        alone.push(one_by_one(redis.port, &keys));
+        together.push(one_event_loop(redis.port, &keys));
+    }
+    let (blocking, alone, together) = (median(blocking), median(alone), median(together));
+    println!("decisions about three layers, per second, median of {ROUNDS} rounds of {ROUND:?}");
+    println!("  one by one, a thread that only waits   {blocking:>8.0}");
+    println!("  one by one, on an event loop           {alone:>8.0}");
+    println!("  {TOGETHER} at once, on an event loop          {together:>8.0}");
+    println!(
+        "  ratio {:.1} to the thread, {:.1} on an event loop (target: {TARGET})",
+        together / blocking,
+        together / alone
+    );
+}
+
+/// One thread that asks and waits.
+fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
+    let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
+    let mut connection = client.get_connection().expect("redis-server listens");
+    let scripts = Scripts::default();
+    let now_ms = now_ms();
+    script::take(&scripts.take, By::Text, &keys[0], now_ms, now_ms).exec(&mut connection).expect("is executed");
+    let (start, mut decided) = (Instant::now(), 0);
+    while start.elapsed() < ROUND {
+        let wants = &keys[decided % KEYS];
+        let said = script::take(&scripts.take, By::Sha, wants, now_ms, now_ms).query(&mut connection);
+        let answer = script::taken(&said.expect("is executed"), wants, now_ms);
+        assert!(matches!(answer, Some(Answer::Granted { .. })));
+        decided += 1;
+    }
+    decided as f64 / start.elapsed().as_secs_f64()
+}
+
+/// A task of an event loop that asks and waits, by redis-rs alone.
+fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
+    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
+    runtime.block_on(async {
+        let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
+        let mut connection = client.get_multiplexed_async_connection().await.expect("redis-server listens");
+        let scripts = Scripts::default();
+        let now_ms = now_ms();
+        let (start, mut decided) = (Instant::now(), 0);
+        while start.elapsed() < ROUND {
+            let wants = &keys[decided % KEYS];
+            let call = script::take(&scripts.take, By::Sha, wants, now_ms, now_ms);
+            let said = call.query_async(&mut connection).await.expect("is executed");
+            assert!(matches!(script::taken(&said, wants, now_ms), Some(Answer::Granted { .. })));
+            decided += 1;
+        }
+        decided as f64 / start.elapsed().as_secs_f64()
+    })
+}
+
+/// Many requests that ask through the store of one event loop.
+fn one_event_loop(port: u16, keys: &[[Want; 3]]) -> f64 {
+    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
+    let keys: Rc<[[Want; 3]]> = keys.into();
+    runtime.block_on(async {
+        let store = Store::new(&settings(port));
+        store.probe().await.expect("redis-server answers");
+        let now_ms = now_ms();
+        let start = Instant::now();
+        let tasks: Vec<_> = (0..TOGETHER)
+            .map(|first| {
+                let (store, keys) = (store.clone(), Rc::clone(&keys));
+                tokio::task::spawn_local(async move {
+                    let mut decided = 0;
+                    while start.elapsed() < ROUND {
+                        let answer = store.take(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
+                        assert!(matches!(answer, Ok(Answer::Granted { .. })), "{answer:?}");
+                        decided += 1;
+                    }
+                    decided
+                })
+            })
+            .collect();
+        let mut decided = 0;
+        for task in tasks {
+            decided += task.await.expect("no panic");
+        }
+        decided as f64 / start.elapsed().as_secs_f64()
+    })
+}
+
+fn wants(key: usize) -> [Want; 3] {
+    let now_ms = now_ms();
+    let window = |period_ms: u64, name: &str| {
+        let number = now_ms / period_ms;
+        let at = At::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
+        let base = format!("transom:{{bench|{key}}}:{name}").into();
+        Want { base, at, limit: u32::MAX, ceiling: u64::from(u32::MAX), need: 1, want: 1, least: 0 }
+    };
+    // Periods that do not end while it runs, but once in a long while.
+    [window(86_400_000, "day"), window(7 * 86_400_000, "week"), window(30 * 86_400_000, "month")]
+}
+
+fn settings(port: u16) -> Shared {
+    Shared {
+        nodes: Nodes::Single(Node::Tcp { host: "127.0.0.1".to_owned(), port }),
+        username: None,
+        password: None,
+        database: 0,
+        prefix: "transom".to_owned(),
+        timeout: Duration::from_millis(50),
+        digest_key: Hidden(Vec::new()),
+        tls: None,
+    }
+}
+
+fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_millis() as u64
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates[rates.len() / 2]
+}
+
+/// A redis-server that ends with the benchmark.
+struct Redis {
+    port: u16,
+    child: Child,
+}
+
+impl Redis {
+    fn start() -> Redis {
+        let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr()).expect("a free port").port();
+        let port_text = port.to_string();
+        let options = ["--port", &port_text, "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"];
+        let child = Command::new("redis-server").args(options).stdout(Stdio::null()).spawn().expect("redis-server");
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            sleep(Duration::from_millis(10));
+        }
+        Redis { port, child }
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
