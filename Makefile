@@ -4,11 +4,12 @@
 MODEL = tests/model/Cargo.toml
 FUZZ_SECONDS = 60
 KILLS = 1000
+KILLS_SHARED_S = 60
 # Virtual environments of Python, each with the packages that the file of its name lists.
 PARTS = tests/.parts
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check bench model kills fuzz parts deny advisories
+.PHONY: help test check bench model kills kills-shared fuzz parts deny advisories
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
@@ -16,6 +17,7 @@ help:
 	@echo "make bench       CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the counting room's models again, with wider bounds"
 	@echo "make kills       the gateway killed KILLS times (1000) under load: nobody gets more than the limit"
+	@echo "make kills-shared  four gateways on one Redis, killed for KILLS_SHARED_S seconds (60) under load, likewise"
 	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
 	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
 
@@ -39,6 +41,7 @@ bench: $(PARTS)/envoy/installed
 	python3 benches/http2.py
 	python3 benches/idle.py
 	python3 benches/slow.py
+	python3 benches/shared.py
 
 model:
 	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
@@ -46,6 +49,10 @@ model:
 # `make test` kills a few times; this says what came of it.
 kills:
 	TRANSOM_KILLS=$(KILLS) cargo test --locked --test it -- kills:: killed_while --nocapture --test-threads=1
+
+# Four gateways on one Redis, killed under load.
+kills-shared:
+	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test it -- shared_kills:: --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs; both are named where they are missing.
 fuzz:

@@ -1,0 +1,366 @@
+//! What leases cost: Redis calls, requests that wait for one, and tokens that nobody gets, by the number of gateways and
+//! the rate of requests. A simulation, request by request; docs/shared-model.md says what it takes for granted.
+//!
+//! `cargo bench --bench simulation` prints the table; `-- --chart docs/shared-load.svg` draws it as well. It knows nothing of
+//! the gateway's code: constants stand here once more.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+use std::fmt::Write as _;
+
+/// From the question to Redis's decision, and from there to the answer, microseconds.
+const HALF_WAY_US: u64 = 500;
+const PERIOD_US: u64 = 10_000_000;
+const WINDOWS: u64 = 2;
+/// Beyond what is needed, one part in so many of what is left is handed out.
+const PART: u64 = 8;
+const BRISK_US: u64 = 50_000;
+const BUSY_US: u64 = 500_000;
+const SLOW_US: u64 = 2_000_000;
+const IDLE_US: u64 = 1_500_000;
+const RECHECK_US: u64 = 1_000_000;
+
+const GATEWAYS: [u64; 7] = [1, 3, 10, 30, 100, 300, 1000];
+const RATES: [f64; 4] = [1_000.0, 10_000.0, 100_000.0, 400_000.0];
+
+/// Who asks, and what is granted.
+struct Load {
+    name: &'static str,
+    keys: usize,
+    /// 0: all keys alike; 1: the second is asked with half as often as the first, the third a third, …
+    zipf: f64,
+    /// Of a key, in a window, by the rate of all.
+    limit: fn(f64) -> u64,
+}
+
+const LOADS: [Load; 2] = [
+    // Half of what is asked for.
+    Load { name: "one counter for all", keys: 1, zipf: 0.0, limit: |rate| (rate * 5.0) as u64 },
+    Load { name: "10,000 clients (Zipf), 1,000 in 10 s each", keys: 10_000, zipf: 1.0, limit: |_| 1000 },
+];
+
+/// What one gateway has of one key.
+#[derive(Default)]
+struct Lease {
+    window: u64,
+    purse: u64,
+    slice: u64,
+    asked_us: u64,
+    spent_us: u64,
+    is_asking: bool,
+    /// Nothing was handed out any more that nobody waited for.
+    is_dry: bool,
+    /// Used up, as far as is known; asked again then.
+    full_until_us: Option<u64>,
+    waiting: Vec<u64>,
+    is_watched: bool,
+}
+
+/// A key in Redis, and what the clients make of it.
+#[derive(Default, Clone)]
+struct Counter {
+    window: u64,
+    used: u64,
+    asked: u64,
+    admitted: u64,
+}
+
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Decided { id: u64, need: u64, want: u64 },
+    Answered { id: u64, window: u64, granted: u64, is_full: bool },
+    Idle { id: u64 },
+    Returned { id: u64, window: u64, tokens: u64 },
+}
+
+#[derive(Default)]
+struct Sums {
+    requests: u64,
+    calls: u64,
+    waited: u64,
+    /// Of the keys and windows in which more was asked for than granted: what was granted, and what nobody got of it.
+    limit: u64,
+    missing: u64,
+}
+
+struct World<'l> {
+    load: &'l Load,
+    limit: u64,
+    counters: Vec<Counter>,
+    leases: HashMap<u64, Lease>,
+    events: BinaryHeap<Reverse<(u64, Event)>>,
+    sums: Sums,
+}
+
+/// SplitMix64: the same run every time, on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^ (bits >> 31)
+    }
+
+    /// In [0, 1).
+    fn share(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+impl Lease {
+    fn enter(&mut self, window: u64) {
+        if self.window != window {
+            *self = Lease {
+                window,
+                slice: self.slice,
+                asked_us: self.asked_us,
+                is_asking: self.is_asking,
+                waiting: std::mem::take(&mut self.waiting),
+                is_watched: self.is_watched,
+                ..Lease::default()
+            };
+        }
+    }
+
+    fn is_low(&self) -> bool {
+        !self.is_asking
+            && !self.is_dry
+            && self.full_until_us.is_none()
+            && self.slice > 1
+            && self.purse <= self.slice / 2
+    }
+}
+
+impl World<'_> {
+    fn run(load: &Load, gateways: u64, rate: f64) -> Sums {
+        let shares = (1..=load.keys).scan(0.0, |sum, n| {
+            *sum += (n as f64).powf(-load.zipf);
+            Some(*sum)
+        });
+        let shares: Vec<f64> = shares.collect();
+        let whole = shares[load.keys - 1];
+        let counters = vec![Counter::default(); load.keys];
+        let (leases, events, sums) = (HashMap::new(), BinaryHeap::new(), Sums::default());
+        let mut world = World { load, limit: (load.limit)(rate).max(1), counters, leases, events, sums };
+        let (mut random, mut now) = (Random(1), 0.0);
+        loop {
+            now -= (1.0 - random.share()).ln() * 1e6 / rate;
+            while world.events.peek().is_some_and(|Reverse((at, _))| *at <= now as u64) {
+                if let Some(Reverse((at, event))) = world.events.pop() {
+                    world.happens(at, event);
+                }
+            }
+            if now as u64 >= WINDOWS * PERIOD_US {
+                break;
+            }
+            let drawn = random.share() * whole;
+            let key = shares.partition_point(|share| *share <= drawn).min(load.keys - 1);
+            world.request(now as u64, random.next() % gateways * load.keys as u64 + key as u64);
+        }
+        for key in 0..load.keys {
+            world.enter(key, u64::MAX);
+        }
+        world.sums
+    }
+
+    /// The counter of a key, in its window.
+    fn enter(&mut self, key: usize, window: u64) -> &mut Counter {
+        let counter = &mut self.counters[key];
+        if counter.window != window {
+            if counter.asked > self.limit {
+                self.sums.limit += self.limit;
+                self.sums.missing += self.limit - counter.admitted;
+            }
+            *counter = Counter { window, ..Counter::default() };
+        }
+        counter
+    }
+
+    fn request(&mut self, now: u64, id: u64) {
+        let (key, window) = ((id % self.load.keys as u64) as usize, now / PERIOD_US);
+        self.sums.requests += 1;
+        self.enter(key, window).asked += 1;
+        let lease = self.leases.entry(id).or_default();
+        lease.enter(window);
+        if lease.purse > 0 {
+            lease.purse -= 1;
+            lease.spent_us = now;
+            self.counters[key].admitted += 1;
+            if lease.is_low() {
+                self.ask(now, id, 0);
+            }
+        } else if let Some(until) = lease.full_until_us {
+            if now >= until && !lease.is_asking {
+                lease.full_until_us = Some(now + RECHECK_US);
+                self.ask(now, id, 0);
+            }
+        } else {
+            lease.waiting.push(now);
+            self.sums.waited += 1;
+            if !lease.is_asking {
+                self.ask(now, id, 1);
+            }
+        }
+    }
+
+    fn ask(&mut self, now: u64, id: u64, need: u64) {
+        let lease = self.leases.entry(id).or_default();
+        let next = match now - lease.asked_us {
+            _ if lease.slice == 0 => 0,
+            lasted if lasted < BRISK_US => lease.slice * 4,
+            lasted if lasted < BUSY_US => lease.slice * 2,
+            lasted if lasted > SLOW_US => lease.slice / 2,
+            _ => lease.slice,
+        };
+        lease.slice = next.max(lease.waiting.len() as u64).max(1);
+        (lease.asked_us, lease.is_asking) = (now, true);
+        self.sums.calls += 1;
+        self.events.push(Reverse((now + HALF_WAY_US, Event::Decided { id, need, want: lease.slice })));
+    }
+
+    fn happens(&mut self, now: u64, event: Event) {
+        let (window, keys, limit) = (now / PERIOD_US, self.load.keys as u64, self.limit);
+        match event {
+            Event::Decided { id, need, want } => {
+                let counter = self.enter((id % keys) as usize, window);
+                let room = limit - counter.used;
+                let granted = if room < need { 0 } else { need + (want - need).min((room - need) / PART) };
+                counter.used += granted;
+                let is_full = counter.used >= limit;
+                self.events.push(Reverse((now + HALF_WAY_US, Event::Answered { id, window, granted, is_full })));
+            }
+            Event::Answered { id, window: of, granted, is_full } => self.answered(now, id, of, granted, is_full),
+            Event::Idle { id } => {
+                let lease = self.leases.entry(id).or_default();
+                lease.is_watched = false;
+                if lease.window != window || lease.purse == 0 {
+                    return;
+                }
+                if now < lease.spent_us + IDLE_US {
+                    lease.is_watched = true;
+                    self.events.push(Reverse((lease.spent_us + IDLE_US, Event::Idle { id })));
+                    return;
+                }
+                let tokens = std::mem::take(&mut lease.purse);
+                self.sums.calls += 1;
+                self.events.push(Reverse((now + HALF_WAY_US, Event::Returned { id, window, tokens })));
+            }
+            Event::Returned { id, window: of, tokens } if of == window => {
+                self.enter((id % keys) as usize, window).used -= tokens;
+            }
+            Event::Returned { .. } => {}
+        }
+    }
+
+    fn answered(&mut self, now: u64, id: u64, of: u64, granted: u64, is_full: bool) {
+        let (key, window) = ((id % self.load.keys as u64) as usize, now / PERIOD_US);
+        self.enter(key, window);
+        let lease = self.leases.entry(id).or_default();
+        lease.enter(window);
+        lease.is_asking = false;
+        if of == window {
+            lease.purse += granted;
+            lease.is_dry = granted == 0;
+            lease.full_until_us = is_full.then_some(now + RECHECK_US);
+            lease.slice = if granted > 0 { granted } else { lease.slice };
+        }
+        if lease.purse > 0 && !lease.is_watched {
+            (lease.is_watched, lease.spent_us) = (true, now);
+            self.events.push(Reverse((now + IDLE_US, Event::Idle { id })));
+        }
+        let served = (lease.waiting.len() as u64).min(lease.purse);
+        lease.purse -= served;
+        lease.waiting.drain(..served as usize);
+        if lease.full_until_us.is_some() {
+            lease.waiting.clear();
+        }
+        let (waits, is_low) = (!lease.waiting.is_empty(), lease.is_low());
+        self.counters[key].admitted += served;
+        if waits || is_low {
+            self.ask(now, id, u64::from(waits));
+        }
+    }
+}
+
+/// A figure by gateways, one line for each rate.
+type Lines = Vec<Vec<f64>>;
+
+/// A panel of the chart: both axes in powers of ten.
+fn panel(svg: &mut String, left: f64, title: &str, (low, high): (i32, i32), lines: &Lines) {
+    let (width, height, top) = (230.0, 180.0, 40.0);
+    let x = |gateways: u64| left + width * (gateways as f64).log10() / 3.0;
+    let y = |value: f64| {
+        top + height * (1.0 - (value.log10().max(f64::from(low)) - f64::from(low)) / f64::from(high - low))
+    };
+    let _ = writeln!(svg, "<text x=\"{left}\" y=\"24\" font-weight=\"bold\">{title}</text>");
+    for power in low..=high {
+        let at = y(10f64.powi(power));
+        let label = if power == low { "0".to_owned() } else { format!("{}", 10f64.powi(power)) };
+        let _ = writeln!(
+            svg,
+            "<path d=\"M{left} {at:.1}h{width}\" stroke=\"#ddd\"/><text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>",
+            left - 5.0,
+            at + 4.0
+        );
+    }
+    for gateways in [1, 10, 100, 1000] {
+        let _ = writeln!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{gateways}</text>",
+            x(gateways),
+            top + height + 16.0
+        );
+    }
+    for ((line, rate), color) in lines.iter().zip(RATES).zip(["#7aa6c2", "#3d7ea6", "#d98032", "#b3261e"]) {
+        let points: Vec<String> =
+            line.iter().zip(GATEWAYS).map(|(value, gateways)| format!("{:.1},{:.1}", x(gateways), y(*value))).collect();
+        let _ = writeln!(
+            svg,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"2\"><title>{rate} requests/s</title></polyline>",
+            points.join(" ")
+        );
+    }
+}
+
+fn main() {
+    let chart = std::env::args().skip_while(|argument| argument != "--chart").nth(1);
+    let mut svg = String::new();
+    for (row, load) in LOADS.iter().enumerate() {
+        println!("\n{}\n", load.name);
+        println!("| requests/s | gateways | Redis calls/s | calls per request | waited | nobody got, of the limit |");
+        println!("| ---------: | -------: | ------------: | ----------------: | -----: | -----------------------: |");
+        let mut figures: [Lines; 3] = Default::default();
+        for rate in RATES {
+            let mut lines: [Vec<f64>; 3] = Default::default();
+            for gateways in GATEWAYS {
+                let sums = World::run(load, gateways, rate);
+                let requests = sums.requests as f64;
+                let (calls, waited) = (sums.calls as f64 / requests, 100.0 * sums.waited as f64 / requests);
+                let missing = 100.0 * sums.missing as f64 / sums.limit.max(1) as f64;
+                println!("| {rate} | {gateways} | {:.0} | {calls:.4} | {waited:.2} % | {missing:.3} % |", calls * rate);
+                lines.iter_mut().zip([calls, waited, missing]).for_each(|(line, value)| line.push(value));
+            }
+            figures.iter_mut().zip(lines).for_each(|(figure, line)| figure.push(line));
+        }
+        let _ = writeln!(
+            svg,
+            "<g transform=\"translate(0 {})\"><text x=\"10\" y=\"0\">{}</text>",
+            30 + row * 270,
+            load.name
+        );
+        panel(&mut svg, 50.0, "Redis calls per request", (-5, 0), &figures[0]);
+        panel(&mut svg, 340.0, "% of requests that waited", (-3, 2), &figures[1]);
+        panel(&mut svg, 630.0, "% of the limit that nobody got", (-3, 2), &figures[2]);
+        svg.push_str("</g>\n");
+    }
+    if let Some(path) = chart {
+        let head = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 890 590\" font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"890\" height=\"590\" fill=\"#fff\"/>\n";
+        let foot = "<text x=\"10\" y=\"580\">By the number of gateways; requests per second: <tspan fill=\"#7aa6c2\">1,000</tspan>, <tspan fill=\"#3d7ea6\">10,000</tspan>, <tspan fill=\"#d98032\">100,000</tspan>, <tspan fill=\"#b3261e\">400,000</tspan></text>\n</svg>\n";
+        if let Err(error) = std::fs::write(&path, format!("{head}{svg}{foot}")) {
+            eprintln!("{path}: {error}");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Gateways that count together through a Redis Cluster of three masters: one limit wherever its counters lie, while a slot
+//! moves, and for the other slots while a node is dead.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use crate::world::eventually;
+use crate::world::redis_cluster::RedisCluster;
+use crate::world::siblings::{PATIENT, Siblings, admitted, rule, shared};
+
+fn by(cluster: &RedisCluster, mode: &str, rules: &str) -> String {
+    shared(&cluster.urls(), &format!("mode = \"{mode}\"\n{PATIENT}"), rules)
+}
+
+fn counter(cluster: &RedisCluster, part: &str) -> String {
+    cluster.keys().into_iter().find(|key| key.contains(part)).unwrap_or_else(|| panic!("no {part}"))
+}
+
+/// A rule by client and one for all, whose counters lie in different slots.
+const RULES: &str = "[rules.r]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nwindows = [\"20/30d\"]\n\
+                     [rules.all]\nkey = \"global\"\nwindows = [\"50/30d\"]\n";
+
+#[test]
+fn counters_of_one_request_lie_in_different_slots() {
+    let cluster = RedisCluster::start();
+    for (mode, prefix) in [("exact", "a"), ("lease", "b")] {
+        let gateways = Siblings::start(
+            2,
+            &by(&cluster, mode, RULES).replace("[upstreams", &format!("prefix = \"{prefix}\"\n[upstreams")),
+        );
+        let all: usize = (0..4).map(|client| gateways.admitted(&format!("client-{client}"), 15)).sum();
+        let least = if mode == "exact" { 50 } else { 45 };
+        assert!((least..=50).contains(&all), "{mode}: {all}");
+        let key = counter(&cluster, &format!("{prefix}:{{all|}}"));
+        assert_eq!(cluster.cli(&key, &["GET", &key]), "50", "{mode}");
+    }
+}
+
+#[test]
+fn a_slot_moves_under_load_and_nobody_gets_more() {
+    let cluster = RedisCluster::start();
+    for mode in ["exact", "lease"] {
+        let gateways = Siblings::start(2, &by(&cluster, mode, &rule("[\"4000/30d\"]", "")));
+        let mut all = admitted(&gateways.0[0], mode, 1);
+        let slot = cluster.slot(&counter(&cluster, &format!("{{r|{mode}}}")));
+        let moved = AtomicBool::new(false);
+        all += thread::scope(|scope| {
+            let clients: Vec<_> = gateways
+                .0
+                .iter()
+                .map(|gateway| {
+                    scope.spawn(|| {
+                        let mut passed = 0;
+                        while !moved.load(Ordering::Relaxed) {
+                            passed += admitted(gateway, mode, 20);
+                        }
+                        passed
+                    })
+                })
+                .collect();
+            let from = cluster.owner(slot);
+            for step in 1..4 {
+                cluster.move_slot(slot, (from + step) % 3);
+            }
+            moved.store(true, Ordering::Relaxed);
+            clients.into_iter().map(|client| client.join().unwrap()).sum::<usize>()
+        });
+        all += gateways.admitted(mode, 1100);
+        let key = counter(&cluster, &format!("{{r|{mode}}}"));
+        let counted: usize = cluster.cli(&key, &["GET", &key]).parse().unwrap();
+        assert!(all <= counted && counted <= 4000 && all >= 3960, "{mode}: {all} admitted, {counted} counted");
+    }
+}
+
+#[test]
+fn a_node_dies_and_the_other_slots_go_on() {
+    let mut cluster = RedisCluster::start();
+    let toml = by(&cluster, "lease", &rule("[\"5/30d\"]", "")).replace("timeout = \"10s\"", "timeout = \"500ms\"");
+    let gateways = Siblings::start(1, &toml);
+    let gateway = &gateways.0[0];
+    let keys: Vec<String> = (0..12).map(|key| format!("client-{key}")).collect();
+    let owners: Vec<usize> =
+        keys.iter().map(|key| cluster.owner(cluster.slot(&format!("transom:{{r|{key}}}:1")))).collect();
+    assert_eq!(gateways.admitted(&keys[0], 5), 5);
+    let dead = owners[0];
+    cluster.nodes[dead].kill();
+    for (key, _) in keys.iter().zip(&owners).filter(|(_, owner)| **owner != dead) {
+        let mut client = gateway.client();
+        // Until it is known who died, others may have to wait as well.
+        eventually("others are counted", || client.get_with("/a", &[("X-Key", key)]).status == 200);
+        let rest = (0..10).filter(|_| client.get_with("/a", &[("X-Key", key)]).status == 200).count();
+        assert_eq!(rest, 4, "{key}");
+    }
+    let unknown = keys.iter().zip(&owners).skip(1).find(|(_, owner)| **owner == dead).map(|(key, _)| key);
+    let unknown = unknown.expect("twelve keys lie on all three nodes");
+    assert_eq!(gateway.client().get_with("/a", &[("X-Key", unknown)]).status, 503);
+    cluster.nodes[dead].restart();
+    cluster.settle();
+    eventually("it is counted again", || gateway.client().get_with("/a", &[("X-Key", unknown)]).status == 200);
+}

@@ -1,0 +1,201 @@
+//! Redis stands still, is killed, is not there, forgets, refuses: rules do what was configured, requests are answered soon,
+//! and counting goes on together by itself.
+
+use std::time::{Duration, Instant};
+
+use crate::world::eventually;
+use crate::world::process::Process;
+use crate::world::redis::{RedisServer, free_port};
+use crate::world::siblings::{rule, shared};
+use crate::world::upstream::{Talk, Upstream};
+
+/// Much longer than the store's timeout, and much shorter than any other in the gateway.
+const SOON: Duration = Duration::from_secs(5);
+const LIMIT: usize = 5;
+const WINDOWS: &str = "[\"5/30d\"]";
+
+/// The three policies on one gateway, each a rule of a route; and the same in the other mode.
+fn policies(redis: &str, mode: &str) -> String {
+    let rules: String = ["local", "allow", "refuse"]
+        .map(|policy| {
+            format!(
+                "[rules.{policy}]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nwindows = {WINDOWS}\n\
+                 on_outage = \"{policy}\"\n[[routes]]\npath = \"/{policy}\"\nupstream = \"u\"\nrules = [\"{policy}\"]\n"
+            )
+        })
+        .concat();
+    format!("[counters.shared]\nredis = \"{redis}\"\nmode = \"{mode}\"\n[upstreams.u]\nbuiltin = \"echo\"\n{rules}")
+}
+
+/// One request; it is answered soon, whatever becomes of Redis.
+#[track_caller]
+fn ask(gateway: &Process, path: &str, key: &str) -> u16 {
+    let began = Instant::now();
+    let status = gateway.client().get_with(path, &[("X-Key", key)]).status;
+    assert!(began.elapsed() < SOON, "{path}: {:?}", began.elapsed());
+    status
+}
+
+/// Asks more often than the limit; the answers.
+fn asked(gateway: &Process, path: &str, key: &str) -> Vec<u16> {
+    (0..LIMIT + 2).map(|_| ask(gateway, path, key)).collect()
+}
+
+/// The rules do what they are to do while Redis is away, for a key that was not seen before.
+#[track_caller]
+fn does_without(gateway: &Process, key: &str) {
+    let admitted = |answers: &[u16]| answers.iter().filter(|status| **status == 200).count();
+    let local = asked(gateway, "/local", key);
+    assert_eq!((admitted(&local), local.last()), (LIMIT, Some(&429)), "{local:?}");
+    assert_eq!(asked(gateway, "/allow", key), [200; LIMIT + 2]);
+    assert_eq!(asked(gateway, "/refuse", key), [503; LIMIT + 2]);
+}
+
+/// Redis counts again, for a key that was not seen before.
+fn recovers(gateway: &Process, redis: &RedisServer, key: &str) {
+    eventually("it counts together again", || ask(gateway, "/refuse", key) == 200);
+    eventually("Redis has it", || redis.keys().iter().any(|name| name.contains(key)));
+}
+
+fn is_calm(gateway: &Process) {
+    assert!(!gateway.stderr().contains("panicked"), "{}", gateway.stderr());
+}
+
+#[test]
+fn redis_stands_still() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let gateway = Process::spawn(&policies(&redis.url(), mode));
+        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        redis.stop();
+        does_without(&gateway, "during");
+        redis.cont();
+        recovers(&gateway, &redis, "after");
+        is_calm(&gateway);
+    }
+}
+
+#[test]
+fn redis_is_paused() {
+    let redis = RedisServer::start();
+    let gateway = Process::spawn(&policies(&redis.url(), "lease"));
+    assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+    redis.cli(&["CLIENT", "PAUSE", "600000", "WRITE"]);
+    does_without(&gateway, "during");
+    redis.cli(&["CLIENT", "UNPAUSE"]);
+    recovers(&gateway, &redis, "after");
+}
+
+#[test]
+fn redis_is_killed_and_started_again() {
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let gateway = Process::spawn(&policies(&redis.url(), mode));
+        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        redis.kill();
+        does_without(&gateway, "during");
+        redis.restart();
+        recovers(&gateway, &redis, "after");
+        // What was counted here in between is known there.
+        eventually("the outage is reported", || {
+            let keys = redis.keys();
+            let local = keys.iter().find(|name| name.starts_with("transom:{local|during}"));
+            local.is_some_and(|name| redis.number(&["GET", name]) >= LIMIT as i64)
+        });
+        assert_eq!(ask(&gateway, "/local", "during"), 429);
+        is_calm(&gateway);
+    }
+}
+
+#[test]
+fn a_gateway_starts_without_redis() {
+    let mut redis = RedisServer::start();
+    redis.kill();
+    let gateway = Process::spawn(&policies(&redis.url(), "lease"));
+    does_without(&gateway, "during");
+    redis.restart();
+    recovers(&gateway, &redis, "after");
+}
+
+#[test]
+fn nobody_answers_at_the_address_or_hangs_up() {
+    // Takes connections and says nothing; or ends them as they come.
+    let silent = Upstream::with(|talk: &mut Talk| while talk.exactly(1).is_some() {});
+    let rude = Upstream::with(Talk::hang_up);
+    for upstream in [silent, rude] {
+        let gateway = Process::spawn(&policies(&format!("redis://{}", upstream.address), "lease"));
+        does_without(&gateway, "during");
+        is_calm(&gateway);
+    }
+    let nobody = Process::spawn(&policies(&format!("redis://127.0.0.1:{}", free_port()), "exact"));
+    does_without(&nobody, "during");
+}
+
+#[test]
+fn redis_forgets_the_scripts() {
+    let redis = RedisServer::start();
+    let toml = shared(
+        &format!("\"{}\"", redis.url()),
+        "timeout = \"10s\"\nmode = \"exact\"",
+        &rule("[\"9/30d\"]", "on_outage = \"refuse\""),
+    );
+    let gateway = Process::spawn(&toml);
+    for _ in 0..3 {
+        assert_eq!(ask(&gateway, "/a", "alice"), 200);
+        assert_eq!(redis.cli(&["SCRIPT", "FLUSH"]), "OK");
+    }
+    let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
+    assert_eq!(redis.number(&["GET", &key]), 3);
+}
+
+#[test]
+fn connections_are_reset() {
+    let redis = RedisServer::start();
+    let gateway = Process::spawn(&policies(&redis.url(), "lease"));
+    for round in 0..5 {
+        let key = format!("round-{round}");
+        recovers(&gateway, &redis, &key);
+        redis.cli(&["CLIENT", "KILL", "TYPE", "normal"]);
+    }
+    is_calm(&gateway);
+}
+
+#[test]
+fn redis_wants_a_password_that_it_is_not_given() {
+    let redis = RedisServer::with("requirepass sesame");
+    let gateway = Process::spawn(&policies(&redis.url(), "lease"));
+    does_without(&gateway, "during");
+    assert_eq!(redis.cli(&["CONFIG", "SET", "requirepass", ""]), "OK");
+    recovers(&gateway, &redis, "after");
+    is_calm(&gateway);
+}
+
+#[test]
+fn redis_has_no_memory_left() {
+    let redis = RedisServer::with("maxmemory-policy noeviction");
+    let gateway = Process::spawn(&policies(&redis.url(), "lease"));
+    assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "1"]), "OK");
+    does_without(&gateway, "during");
+    assert_eq!(redis.cli(&["CONFIG", "SET", "maxmemory", "0"]), "OK");
+    recovers(&gateway, &redis, "after");
+    is_calm(&gateway);
+}
+
+#[test]
+fn something_else_lies_under_a_key() {
+    let redis = RedisServer::start();
+    let gateway = Process::spawn(&policies(&redis.url(), "exact"));
+    assert_eq!(ask(&gateway, "/refuse", "alice"), 200);
+    let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
+    for wrong in [["SET", key.as_str(), "many"].as_slice(), &["LPUSH", key.as_str(), "1"]] {
+        redis.cli(&["DEL", &key]);
+        redis.cli(wrong);
+        assert_eq!(ask(&gateway, "/refuse", "alice"), 503);
+        // That is no outage: others are counted as before.
+        assert_eq!(ask(&gateway, "/refuse", "bob"), 200);
+    }
+    redis.cli(&["DEL", &key]);
+    recovers(&gateway, &redis, "alice");
+    is_calm(&gateway);
+}
