@@ -76,17 +76,6 @@ impl fmt::Display for Node {
 #[derive(Clone, PartialEq, Debug)]
 pub struct Tls {
     pub client: ClientTls,
-    /// The authorities that are believed, in PEM; the system's where no others are named.
-    pub authorities: Vec<u8>,
-    /// What the gateway shows of itself.
-    pub identity: Option<Identity>,
-}
-
-/// A certificate with its chain, and its private key, both in PEM.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Identity {
-    pub certificate: Vec<u8>,
-    pub private_key: Hidden<Vec<u8>>,
 }
 
 /// What nobody is shown.

@@ -222,8 +222,7 @@ fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>
         None => builder.with_no_client_auth(),
     };
     let client = ClientTls::new(client, None, [0; 32]);
-    let tls = Tls { client, authorities: authority.pem.clone().into_bytes(), identity: None };
-    Shared { tls: Some(tls), ..single(redis) }
+    Shared { tls: Some(Tls { client }), ..single(redis) }
 }
 
 #[test]
