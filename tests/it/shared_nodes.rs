@@ -223,8 +223,7 @@ fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>
         None => builder.with_no_client_auth(),
     };
     let client = ClientTls::new(client, None, [0; 32]);
-    let tls = Tls { client };
-    Shared { tls: Some(tls), ..single(redis) }
+    Shared { tls: Some(Tls { client }), ..single(redis) }
 }
 
 #[test]

@@ -1,7 +1,12 @@
 //! The store of shared counters and one redis-server: what lies there, and what happens to calls when it does not answer.
 
 use std::cell::RefCell;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
@@ -13,7 +18,7 @@ use transom::shared::store::{Store, StoreError};
 use crate::world::DEADLINE;
 use crate::world::judge::now_ms;
 use crate::world::redis::RedisServer;
-use crate::world::shared::{Tally, answered, floating, granted, grid, on_loop, plain, refused, settings, single};
+use crate::world::shared::{Tally, answered, floating, granted, grid, node, on_loop, plain, refused, settings, single};
 
 #[test]
 fn a_plain_window_is_an_integer_that_ends_with_it() {
@@ -353,6 +358,50 @@ fn connections_that_are_cut_off_under_load_count_nothing_twice() {
         let tally = tally.await;
         assert!(tally.granted > 0, "{tally:?}");
         tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
+    });
+}
+
+/// A way to the server on which the next answer is lost, and the connection with it, each time it is told so.
+fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
+    let (listener, server) = (TcpListener::bind("127.0.0.1:0").unwrap(), redis.port);
+    let (port, loses) = (listener.local_addr().unwrap().port(), Arc::new(AtomicBool::new(false)));
+    let told = Arc::clone(&loses);
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, mut server) = (client.unwrap(), TcpStream::connect(("127.0.0.1", server)).unwrap());
+            let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            thread::spawn(move || std::io::copy(&mut from, &mut to));
+            let told = Arc::clone(&told);
+            thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(length @ 1..) = server.read(&mut bytes) {
+                    if told.swap(false, Ordering::SeqCst) || client.write_all(&bytes[..length]).is_err() {
+                        break;
+                    }
+                }
+                let _ = (client.shutdown(Shutdown::Both), server.shutdown(Shutdown::Both));
+            });
+        }
+    });
+    (port, loses)
+}
+
+#[test]
+fn a_call_whose_answer_is_lost_is_not_sent_again() {
+    let redis = RedisServer::start();
+    let (port, loses) = lossy_way(&redis);
+    let store = Store::new(&settings(Nodes::Single(node(port))));
+    on_loop(async {
+        store.probe().await.unwrap();
+        for counted in 1..=3 {
+            let before = redis.number(&["GET", "t:{a}:1"]);
+            loses.store(true, Ordering::SeqCst);
+            let said = store.take(&[plain("t:{a}", 1, 99)], 0).await;
+            assert!(matches!(said, Err(StoreError::Unreachable(_))), "{said:?}");
+            assert_eq!(redis.number(&["GET", "t:{a}:1"]), before + 1, "it was counted, and once");
+            granted(store.take(&[plain("t:{a}", 1, 99)], 0).await.unwrap());
+            assert_eq!(store.generation(), counted + 1);
+        }
     });
 }
 
