@@ -191,7 +191,7 @@ impl Leases {
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }
-                record.slice = record.slice.min(1);
+                record.slice /= 2;
                 record.origin = None;
             }
             true
