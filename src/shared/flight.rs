@@ -181,16 +181,19 @@ impl Shared {
     }
 
     /// Deposits what was handed out.
-    fn put_by(&self, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
+    fn put_by(self: &Rc<Self>, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
         let now_ms = self.clock.now().unix_ms;
         let used = u32::try_from(took.used).unwrap_or(u32::MAX);
         self.table.note(errand.counter, took.end_ms, used, now_ms);
         let origin = want.origin(took);
-        self.leases.known(id(errand.counter), |record| {
+        let former = self.leases.known(id(errand.counter), |record| {
             record.generation = self.generation.get();
             record.landed(took.granted, took.end_ms, want.need > 0);
-            record.origin = Some(origin.clone());
+            record.origin.replace(origin.clone())
         });
+        if let Some(former) = former.flatten().filter(|former| former.end_ms < took.end_ms) {
+            self.put_away(errand.counter, &former);
+        }
         let Ok(tokens) = u32::try_from(took.granted) else { return };
         if tokens == 0 {
             return;
@@ -201,6 +204,17 @@ impl Shared {
             Deposit::Full | Deposit::Over => {
                 flight.unkept.borrow_mut().push(Unkept { line: errand.line, tokens: took.granted, origin });
             }
+        }
+    }
+
+    /// Takes away what is left of a window that has ended: it is worth nothing any more, unless what a window leaves
+    /// belongs to the next.
+    fn put_away(self: &Rc<Self>, counter: Counter, former: &Origin) {
+        let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
+        match former.kind {
+            Kind::Plain => self.meter.expired(u64::from(left)),
+            Kind::Grid | Kind::Floating if left > 0 => self.give_later(vec![former.gift(u64::from(left))]),
+            Kind::Grid | Kind::Floating => {}
         }
     }
 
