@@ -287,9 +287,11 @@ impl Layer {
 }
 
 impl Desk {
-    /// What was charged behind `first`, so that it can be taken back.
-    pub fn shares_behind(&self, first: usize) -> impl Iterator<Item = Share> + '_ {
-        self.charges[first..].iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
+    pub fn take_back(&mut self, first: usize) -> Vec<Share> {
+        let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
+        let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
+        whole.chain(self.shares.drain(split..)).collect()
     }
 
     /// Makes charges that were taken back say so.

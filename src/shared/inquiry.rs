@@ -15,7 +15,6 @@ use super::Shared;
 use super::flight::{Flight, Unkept};
 use super::place::Sent;
 use super::script::Gift;
-use crate::count::shard::Share;
 use crate::metrics::shared::Without;
 use crate::rule::book::{Book, Judgement, Line, Roster};
 use crate::rule::desk::Desk;
@@ -186,6 +185,7 @@ impl Shared {
                 return Next::Unavailable;
             }
             let first = desk.charges.len();
+            desk.first_share = desk.shares.len();
             let step = book.step(roster, &lines, &self.table, self.clock.now().unix_ms, desk, shadow.is_none());
             let judgement = match step {
                 Step::Lacking => return Next::Fetch { first },
@@ -278,7 +278,7 @@ impl Inquiry {
                 }
                 Next::Unavailable => {
                     let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
-                    shared.undo(book, &self.desk, 0, gifts);
+                    shared.undo(book, &mut self.desk, 0, gifts);
                     return Err(Unavailable);
                 }
                 Next::Fetch { first } => self.fetch(book, roster, first).await,
@@ -399,8 +399,8 @@ impl Inquiry {
                 false
             }
         };
-        let shares: Vec<Share> = self.desk.shares_behind(first).collect();
-        book.give_back(&shares, u32::MAX, &self.shared.table, self.shared.clock.now().unix_ms);
+        let shared = Rc::clone(&self.shared);
+        shared.undo(book, &mut self.desk, first, Vec::new());
         if !refuses {
             self.desk.rewind(first);
             return Some(None);

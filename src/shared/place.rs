@@ -75,8 +75,8 @@ impl Shared {
     }
 
     /// Gives back all that was charged for a request, here and in the store.
-    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &Desk, first: usize, gifts: Vec<Gift>) {
-        let shares: Vec<_> = desk.shares_behind(first).collect();
+    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+        let shares = desk.take_back(first);
         book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
         self.give_later(gifts);
     }
@@ -236,16 +236,16 @@ impl Inquiry {
                     return self.go_on(book, roster);
                 }
                 Some(Sent::Refused) => {
-                    shared.undo(book, &self.desk, first, Vec::new());
+                    shared.undo(book, &mut self.desk, first, Vec::new());
                     book.measure(roster, now_ms, &mut self.desk, behind);
                 }
                 Some(Sent::OtherWindow) => {
-                    shared.undo(book, &self.desk, first, Vec::new());
+                    shared.undo(book, &mut self.desk, first, Vec::new());
                     self.desk.rewind(first);
                     return self.go_on(book, roster);
                 }
                 Some(Sent::Failed) | None => {
-                    shared.undo(book, &self.desk, first, Vec::new());
+                    shared.undo(book, &mut self.desk, first, Vec::new());
                     self.desk.rewind(first);
                     full.iter().for_each(|rule| self.progress.beyond[*rule] = true);
                     return self.go_on(book, roster);
