@@ -69,8 +69,15 @@ impl Book {
     }
 
     /// The enforced lines of a request in the order in which they are charged.
+    /// They are in the desk's own list: see [`Desk::put_back`].
     pub fn enforced(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
-        self.lines_of(roster, desk)
+        if desk.askers.iter().flatten().any(|asker| asker.variant != 0) {
+            return self.lines_of(roster, desk);
+        }
+        let mut lines = std::mem::take(&mut desk.own_lines);
+        lines.clear();
+        lines.extend_from_slice(roster.enforced());
+        lines
     }
 
     /// The lines of a shadow rule, by its position.
@@ -287,11 +294,17 @@ impl Layer {
 }
 
 impl Desk {
+    /// Takes back the list that was used for lines, so that the next request need not allocate one.
+    pub fn put_back(&mut self, lines: Vec<Line>) {
+        self.own_lines = lines;
+    }
+
     /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
     pub fn take_back(&mut self, first: usize) -> Vec<Share> {
         let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
         let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
         whole.chain(self.shares.drain(split..)).collect()
+    }
     }
 
     /// Makes charges that were taken back say so.
