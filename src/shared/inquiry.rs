@@ -22,8 +22,10 @@ use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
 use crate::rule::terms::{OnOutage, Sharing};
 
-/// So often a request fetches tokens that others then take before it can; then it is refused.
+/// So often a request asks in vain, as when others take the tokens that it fetches before it can; then it does without the store.
 const ROUNDS_MAX: u32 = 64;
+/// From this round on it does so as soon as its time is over. Those before may be late because the loop was.
+const ROUNDS_FREE: u32 = 4;
 
 /// What the rules of a request say, if nothing has to be waited for.
 pub enum Begun {
@@ -295,18 +297,15 @@ impl Inquiry {
     /// Fetches tokens for the counters that lack some.
     async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) {
         let lacking = std::mem::take(&mut self.desk.lacking);
-        self.progress.rounds += 1;
         let shared = Rc::clone(&self.shared);
         let (mut errands, mut under_way) = (Vec::new(), None);
         let now = shared.clock.instant();
         let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
         rules.dedup();
-        if self.progress.rounds > ROUNDS_MAX || self.go_beyond(&rules) {
+        let asks_in_vain = self.asks_in_vain();
+        if asks_in_vain || self.go_beyond(&rules) {
             self.desk.rewind(first);
-            rules
-                .iter()
-                .filter(|_| self.progress.rounds > ROUNDS_MAX)
-                .for_each(|rule| self.progress.beyond[*rule] = true);
+            rules.iter().filter(|_| asks_in_vain).for_each(|rule| self.progress.beyond[*rule] = true);
             return;
         }
         for i in &lacking {
@@ -355,6 +354,13 @@ impl Inquiry {
         self.shared.give_later(spare);
     }
 
+    /// Begins another round, and says whether there were too many.
+    pub(super) fn asks_in_vain(&mut self) -> bool {
+        self.progress.rounds += 1;
+        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
+        self.progress.rounds > ROUNDS_MAX || (self.progress.rounds > ROUNDS_FREE && is_late())
+    }
+
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
     pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
         let mut goes = false;
@@ -385,7 +391,8 @@ impl Inquiry {
         let mut rules: Vec<usize> = lines.iter().map(|line| line.rule).collect();
         rules.dedup();
         let behind = book.lay_aside(roster, lines, self.shared.clock.now().unix_ms, &mut self.desk);
-        let sent = if self.go_beyond(&rules) { None } else { self.send(book, roster, behind).await };
+        let does_without = self.asks_in_vain() || self.go_beyond(&rules);
+        let sent = if does_without { None } else { self.send(book, roster, behind).await };
         let refuses = match sent {
             Some(Sent::Granted(gifts)) => {
                 self.progress.gifts.extend(gifts);

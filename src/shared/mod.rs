@@ -46,6 +46,8 @@ pub mod survey;
 
 /// How often leases that lie idle are looked for.
 const SWEEP: Duration = Duration::from_secs(1);
+/// How long it may take at the end to return all that was fetched.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 /// What one event loop knows of the counters that are shared.
 pub struct Shared {
@@ -86,19 +88,26 @@ impl Shared {
         })
     }
 
-    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, and returns
-    /// leases that lie idle.
+    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
+    /// leases that lie idle, and tells what was counted without the store.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
+            self.report_strays().await;
         }
     }
 
-    /// Returns all that was fetched and not spent.
+    /// Returns all that was fetched and not spent, as far as the store takes it soon.
     pub async fn close(self: &Rc<Self>) {
-        self.return_idle(true).await;
+        let farewell = async {
+            self.report_strays().await;
+            self.return_idle(true).await;
+        };
+        if tokio::time::timeout(FAREWELL, farewell).await.is_err() {
+            tracing::warn!("tokens that were leased are not returned: shared counters can not be reached");
+        }
     }
 
     /// The counter in the store for a key, in one of its shards.

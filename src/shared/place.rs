@@ -221,7 +221,7 @@ impl Inquiry {
             let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
                 false => Some(Sent::Refused),
                 true if mid == self.desk.charges.len() => Some(Sent::Granted(Vec::new())),
-                true if self.go_beyond(&full) => None,
+                true if self.asks_in_vain() || self.go_beyond(&full) => None,
                 true => self.send(book, roster, mid).await,
             };
             match sent {
