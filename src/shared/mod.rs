@@ -1,7 +1,7 @@
 //! Counters that several gateways share, in Redis or Valkey.
 //!
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`; `queue` puts calls
-//! together) to one server, to
+//! together, `ration` is how much may be answered) to one server, to
 //! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
 //! were fetched and how many to fetch next, `flight` fetches them, `errand` works out what for, `outage` is about when
 //! nobody can be asked and what was counted meanwhile. `inquiry` is the decision about one request, as far as it has to
@@ -38,6 +38,7 @@ mod link;
 pub mod outage;
 pub mod place;
 mod queue;
+mod ration;
 pub mod script;
 mod sentinel;
 mod slot;

@@ -39,6 +39,8 @@ const DEBTS_TOGETHER: usize = 128;
 const REPORTS_MAX: u32 = 3;
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
+/// How much of what a server says about itself the operator is told.
+const TOLD_MAX: usize = 300;
 /// A limit that nothing reaches, and a script still counts exactly.
 pub const UNLIMITED: u64 = (1 << 53) - 1;
 
@@ -92,6 +94,11 @@ struct Debt {
     book: Arc<Book>,
 }
 
+/// What a server says, for the log: its beginning, in one line.
+fn short(why: &str) -> String {
+    why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
 impl Debts {
     /// Takes out those of counters whose base is of a kind.
     fn taken(&self, is_meant: impl Fn(&str) -> bool) -> Vec<(Id, Debt)> {
@@ -130,13 +137,13 @@ impl Shared {
         let now = self.clock.instant();
         if self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY) {
             self.complained.set(Some(now));
-            tracing::warn!("a shared counter can not be used: {what}");
+            tracing::warn!("a shared counter can not be used: {}", short(what));
         }
     }
 
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
         if self.breaker.failed(server, times) {
-            tracing::warn!("shared counters can not be reached, rules do without: {why}");
+            tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
             tokio::task::spawn_local(Rc::clone(self).recover(server));
         }
