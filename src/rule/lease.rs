@@ -69,8 +69,15 @@ impl Book {
     }
 
     /// The enforced lines of a request in the order in which they are charged.
+    /// They are in the desk's own list: see [`Desk::put_back`].
     pub fn enforced(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
-        self.lines_of(roster, desk)
+        if desk.askers.iter().flatten().any(|asker| asker.variant != 0) {
+            return self.lines_of(roster, desk);
+        }
+        let mut lines = std::mem::take(&mut desk.own_lines);
+        lines.clear();
+        lines.extend_from_slice(roster.enforced());
+        lines
     }
 
     /// The lines of a shadow rule, by its position.
@@ -287,6 +294,11 @@ impl Layer {
 }
 
 impl Desk {
+    /// Takes back the list that was used for lines, so that the next request need not allocate one.
+    pub fn put_back(&mut self, lines: Vec<Line>) {
+        self.own_lines = lines;
+    }
+
     /// What was charged behind `first`, so that it can be taken back.
     pub fn shares_behind(&self, first: usize) -> impl Iterator<Item = Share> + '_ {
         self.charges[first..].iter().filter_map(Charge::share).chain(self.shares.iter().copied())

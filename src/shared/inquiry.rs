@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Shared;
@@ -61,13 +62,16 @@ pub struct Ruling {
 #[derive(Debug)]
 pub struct Unavailable;
 
+/// Something of each rule of a roster; seldom of more than a few.
+type Positions = SmallVec<[bool; 8]>;
+
 /// How far a decision has come.
 pub(super) struct Progress {
     /// 0: the enforced rules; then each shadow rule.
     pub(super) group: usize,
     pub(super) judgement: Option<Judgement>,
     /// The rules that do without the store, by their position.
-    pub(super) beyond: Vec<bool>,
+    pub(super) beyond: Positions,
     pub(super) gifts: Vec<(usize, Gift)>,
     rounds: u32,
     /// Lines that are charged again; then nothing else is.
@@ -98,7 +102,7 @@ pub(super) enum Next {
 
 impl Progress {
     pub(super) fn new(rules: usize) -> Progress {
-        let beyond = vec![false; rules];
+        let beyond = SmallVec::from_elem(false, rules);
         Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
     }
 }
@@ -190,7 +194,10 @@ impl Shared {
             let first = desk.charges.len();
             let step = book.step(roster, &lines, &self.table, self.clock.now().unix_ms, desk, shadow.is_none());
             let judgement = match step {
-                Step::Lacking => return Next::Fetch { first },
+                Step::Lacking => {
+                    desk.put_back(lines);
+                    return Next::Fetch { first };
+                }
                 Step::Decided(judgement) => judgement,
             };
             if shadow.is_none() {
@@ -201,7 +208,10 @@ impl Shared {
                 (Judgement::Refused, None) if book.may_wait(roster, desk) && desk.stands.contains(&Stand::Leased) => {
                     return Next::Place { first, lines };
                 }
-                (Judgement::Refused, None) => return Next::Done(Judgement::Refused),
+                (Judgement::Refused, None) => {
+                    desk.put_back(lines);
+                    return Next::Done(Judgement::Refused);
+                }
                 (passes, shadow) => {
                     self.prefetch(book, roster, desk);
                     self.owe(book, roster, desk, first, texts);
@@ -214,6 +224,7 @@ impl Shared {
                     }
                 }
             }
+            desk.put_back(lines);
             progress.group += 1;
         }
     }

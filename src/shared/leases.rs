@@ -4,7 +4,7 @@
 //! may be forgotten at any time, and then no more is lost than tokens that nobody returns.
 //!
 //! A key that is seen for the first time fetches what it needs. One that comes again soon fetches twice as much as the last time, or four
-//! times, so that a busy key asks a few times a second; one that comes rarely fetches less again. How near the limit is, is the
+//! times, so that a busy key asks about once a second; one that comes rarely fetches less again. How near the limit is, is the
 //! store's to say: it hands out a part of what is left.
 
 use std::cell::RefCell;
@@ -21,11 +21,13 @@ use crate::count::table::Counter;
 /// No more counters than this are known at a time; the others fetch what they need and no more.
 const RECORDS_MAX: usize = 65_536;
 /// A slice that was spent in less time than this is followed by one four times as large,
-const BRISK: Duration = Duration::from_millis(50);
+const BRISK: Duration = Duration::from_millis(100);
 /// or twice as large,
-const BUSY: Duration = Duration::from_millis(500);
+const BUSY: Duration = Duration::from_secs(1);
 /// and one that lasted longer than this by one half as large.
-const SLOW: Duration = Duration::from_secs(2);
+const SLOW: Duration = Duration::from_secs(4);
+/// What nobody has spent of for so long is returned.
+const IDLE: Duration = Duration::from_secs(1);
 /// How long a counter is remembered for which there is nothing to return.
 const MEMORY: Duration = Duration::from_secs(10);
 /// How soon it is asked again whether a window that was used up has room, at least and at most.
@@ -183,14 +185,14 @@ impl Leases {
                 return is_flying || now < record.recheck.max(record.asked + MEMORY);
             };
             let left = left(record.counter);
-            let rests = left == record.left && now > record.asked + SLOW / 2;
+            let rests = left == record.left && now > record.asked + IDLE;
             record.left = left;
             if all || (rests && !is_flying && !stays(&origin.base)) {
                 let tokens = withdraw(record.counter, origin.end_ms);
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }
-                record.slice = record.slice.min(1);
+                record.slice /= 2;
                 record.origin = None;
             }
             true
