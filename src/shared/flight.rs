@@ -166,7 +166,8 @@ impl Shared {
             let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
-            used_most = took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            used_most =
+                took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
             self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);

@@ -68,6 +68,7 @@ mod retries;
 mod retry;
 mod shared_cluster;
 mod shared_counters;
+mod shared_hazards;
 mod shared_kills;
 mod shared_nodes;
 mod shared_outages;
