@@ -165,7 +165,8 @@ impl Shared {
             let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
-            used_most = (took.used * u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            used_most =
+                took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
             self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);
@@ -243,19 +244,40 @@ impl Shared {
 
     /// Gives tokens back, as far as the store can be reached; what can not be given back is lost until its window ends.
     pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Gift>) {
-        let mut rest = gifts.as_slice();
-        while let Some(first) = rest.first() {
-            let is_other = |gift: &Gift| !self.store.is_one_call(&first.base, &gift.base);
-            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()).min(GIFTS_MAX));
-            rest = others;
-            let began = self.clock.instant();
-            match self.store.give(call).await {
-                Ok(returned) => {
-                    self.meter.returned(returned);
-                    self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
-                }
-                Err(error) => self.failed(self.store.server_of(&first.base), &error),
+        let mut calls: Vec<Vec<Gift>> = Vec::new();
+        for gift in gifts {
+            let joins = |call: &&mut Vec<Gift>| {
+                let is_near = |first: &Gift| self.store.is_one_call(&first.base, &gift.base);
+                call.len() < GIFTS_MAX && call.first().is_some_and(is_near)
+            };
+            match calls.last_mut().filter(joins) {
+                Some(call) => call.push(gift),
+                None => calls.push(vec![gift]),
             }
+        }
+        while calls.len() > 1 {
+            let others = calls.split_off(calls.len().min(GIVES_TOGETHER));
+            let give = |call| tokio::task::spawn_local(Rc::clone(self).give_one_call(call));
+            let given: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(give).collect();
+            for given in given {
+                // One that failed has said so.
+                drop(given.await);
+            }
+        }
+        if let Some(call) = calls.pop() {
+            Rc::clone(self).give_one_call(call).await;
+        }
+    }
+
+    async fn give_one_call(self: Rc<Self>, gifts: Vec<Gift>) {
+        let Some(first) = gifts.first().filter(|first| !self.is_beyond(&first.base)) else { return };
+        let began = self.clock.instant();
+        match self.store.give(&gifts).await {
+            Ok(returned) => {
+                self.meter.returned(returned);
+                self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
+            }
+            Err(error) => self.failed(self.store.server_of(&first.base), &error),
         }
     }
 
@@ -264,7 +286,9 @@ impl Shared {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.purse(counter, now_ms);
         let withdraw = |counter, end_ms| self.table.withdraw(counter, end_ms, u32::MAX);
-        let idle = self.leases.idle(all, self.clock.instant(), left, withdraw);
+        // What lies here is all there is while nobody can be asked for more.
+        let stays = |base: &str| !all && self.is_beyond(base);
+        let idle = self.leases.idle(all, self.clock.instant(), left, withdraw, stays);
         self.meter.outstanding(self.leases.outstanding(left));
         // A window that has ended takes nothing back, unless what it leaves belongs to the next.
         let (live, over): (Vec<_>, Vec<_>) =
@@ -299,5 +323,6 @@ impl Shared {
 
 /// A store whose time is further away than this is not followed.
 const CLOCKS_APART_MS: u64 = 5000;
-/// How many counters are given back to in one call.
+/// How many counters are given back to in one call, and how many calls are under way at once.
 const GIFTS_MAX: usize = 256;
+const GIVES_TOGETHER: usize = 32;

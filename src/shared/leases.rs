@@ -168,14 +168,15 @@ impl Leases {
     }
 
     /// Takes out what is to be returned: of counters that nobody has asked for since the last time, or of all. `withdraw` takes
-    /// what is left of a counter's window out of the table, `left` only looks. Forgets whom there is nothing more to
-    /// say about.
+    /// what is left of a counter's window out of the table, `left` only looks, and `stays` says of the base of a counter that
+    /// nothing is to be returned now. Forgets whom there is nothing more to say about.
     pub fn idle(
         &self,
         all: bool,
         now: Instant,
         left: impl Fn(Counter) -> u32,
         withdraw: impl Fn(Counter, u64) -> u32,
+        stays: impl Fn(&str) -> bool,
     ) -> Vec<(Origin, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
@@ -186,7 +187,7 @@ impl Leases {
             let left = left(record.counter);
             let rests = left == record.left && now > record.asked + IDLE;
             record.left = left;
-            if all || (rests && !is_flying) {
+            if all || (rests && !is_flying && !stays(&origin.base)) {
                 let tokens = withdraw(record.counter, origin.end_ms);
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));

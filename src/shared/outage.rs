@@ -16,7 +16,7 @@ use foldhash::fast::RandomState;
 
 use super::Shared;
 use super::leases::{Id, id};
-use super::script::Want;
+use super::script::{Answer, Want};
 use super::store::{Server, StoreError};
 use crate::count::table::Counter;
 use crate::count::word::Ask;
@@ -32,8 +32,15 @@ const PROBE_EVERY: Duration = Duration::from_millis(250);
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// More than an outage can be expected to bring; what is beyond is not told to the store.
 const DEBTS_MAX: usize = 65_536;
+/// How many of them are told at a time.
+const DEBTS_TOGETHER: usize = 128;
+/// How often a server is told what came while it was told before, until its breaker closes all the same: requests go on
+/// meanwhile, and could owe without end.
+const REPORTS_MAX: u32 = 3;
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
+/// How much of what a server says about itself the operator is told.
+const TOLD_MAX: usize = 300;
 /// A limit that nothing reaches, and a script still counts exactly.
 pub const UNLIMITED: u64 = (1 << 53) - 1;
 
@@ -87,6 +94,18 @@ struct Debt {
     book: Arc<Book>,
 }
 
+/// What a server says, for the log: its beginning, in one line.
+fn short(why: &str) -> String {
+    why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
+impl Debts {
+    /// Takes out those of counters whose base is of a kind.
+    fn taken(&self, is_meant: impl Fn(&str) -> bool) -> Vec<(Id, Debt)> {
+        self.0.borrow_mut().extract_if(|_, debt| is_meant(&debt.want.base)).collect()
+    }
+}
+
 impl Shared {
     /// Whether rules that count at a server do without it.
     pub(super) fn is_beyond(&self, base: &str) -> bool {
@@ -118,13 +137,13 @@ impl Shared {
         let now = self.clock.instant();
         if self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY) {
             self.complained.set(Some(now));
-            tracing::warn!("a shared counter can not be used: {what}");
+            tracing::warn!("a shared counter can not be used: {}", short(what));
         }
     }
 
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
         if self.breaker.failed(server, times) {
-            tracing::warn!("shared counters can not be reached, rules do without: {why}");
+            tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
             tokio::task::spawn_local(Rc::clone(self).recover(server));
         }
@@ -170,6 +189,7 @@ impl Shared {
         self.breaker.close(server);
         self.meter.found();
         tracing::info!("shared counters are reached again");
+        self.report(server).await;
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
@@ -182,38 +202,77 @@ impl Shared {
             let (Some(text), Some(asker)) = (text, desk.askers[line.rule]) else { continue };
             let mut debts = self.debts.0.borrow_mut();
             let is_full = debts.len() >= DEBTS_MAX;
-            if let Entry::Vacant(place) = debts.entry(id(charge.counter))
-                && !is_full
-            {
+            let place = debts.entry(id(charge.counter));
+            let is_known = match &place {
+                Entry::Occupied(known) => known.get().ask.end_ms == charge.ask.end_ms,
+                Entry::Vacant(_) => is_full,
+            };
+            if !is_known {
+                // Of a window that is over nothing is told, so it is the latest that counts.
                 let want = self.want(book, roster, *line, asker, text, self.clock.now().unix_ms);
-                place.insert(Debt { counter: charge.counter, ask: charge.ask, want, book: Arc::clone(book) });
+                place.insert_entry(Debt { counter: charge.counter, ask: charge.ask, want, book: Arc::clone(book) });
             }
         }
     }
 
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
-        loop {
-            let of_server = |debt: &Debt| self.store.server_of(&debt.want.base) == server;
-            let id = self.debts.0.borrow().iter().find(|(_, debt)| of_server(debt)).map(|(id, _)| *id);
-            let Some(debt) = id.and_then(|id| self.debts.0.borrow_mut().remove(&id)) else { return true };
-            let Debt { counter, ask, want, book } = debt;
-            let time = book.time(self.clock.now().unix_ms);
-            let used = self.table.look(counter, ask, time).0.used;
-            if used == 0 {
-                continue;
+        for _ in 0..REPORTS_MAX {
+            let debts = self.debts.taken(|base| self.store.server_of(base) == server);
+            if debts.is_empty() {
+                break;
             }
-            // Before it is told, for it must not be told twice: whether it arrived is not always known.
-            self.table.forget(counter, ask, time);
-            let want = Want { need: used, want: used, ceiling: UNLIMITED, least: 0, ..want };
-            if self
-                .take(std::slice::from_ref(&want))
-                .await
-                .is_err_and(|error| matches!(error, StoreError::Unreachable(_)))
-            {
+            if !self.tell(debts).await {
                 return false;
             }
-            self.meter.reported(used);
         }
+        true
+    }
+
+    /// Tells servers what single requests counted without them that did not get an answer in time.
+    pub(super) async fn report_strays(self: &Rc<Self>) {
+        if !self.debts.0.borrow().is_empty() {
+            let debts = self.debts.taken(|base| !self.is_beyond(base));
+            self.tell(debts).await;
+        }
+    }
+
+    /// Tells of debts, many at a time; `false` if a server is away, and the others are owed as before.
+    async fn tell(self: &Rc<Self>, mut debts: Vec<(Id, Debt)>) -> bool {
+        while !debts.is_empty() {
+            let rest = debts.split_off(debts.len().min(DEBTS_TOGETHER));
+            let tell = |(_, debt)| tokio::task::spawn_local(Rc::clone(self).tell_one(debt));
+            let told: Vec<_> = debts.into_iter().map(tell).collect();
+            debts = rest;
+            let mut arrived = true;
+            for told in told {
+                arrived &= told.await.unwrap_or(false);
+            }
+            if !arrived {
+                let mut owed = self.debts.0.borrow_mut();
+                debts.into_iter().for_each(|(id, debt)| _ = owed.entry(id).or_insert(debt));
+                return false;
+            }
+        }
+        true
+    }
+
+    async fn tell_one(self: Rc<Self>, debt: Debt) -> bool {
+        let Debt { counter, ask, want, book } = debt;
+        let time = book.time(self.clock.now().unix_ms);
+        let used = self.table.look(counter, ask, time).0.used;
+        if used == 0 {
+            return true;
+        }
+        // Before it is told, for it must not be told twice: whether it arrived is not always known.
+        self.table.forget(counter, ask, time);
+        let want = Want { need: used, want: used, ceiling: UNLIMITED, least: 0, ..want };
+        match self.take(std::slice::from_ref(&want)).await {
+            Ok(Answer::Granted { .. }) => self.meter.reported(used),
+            // Its window is over there.
+            Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
+            Err(StoreError::Unreachable(_)) => return false,
+        }
+        true
     }
 }
