@@ -168,14 +168,14 @@ impl Leases {
     }
 
     /// Takes out what is to be returned: of counters that nobody has asked for since the last time, or of all. `withdraw` takes
-    /// what is left of a counter's window out of the table, `left` only looks. Forgets whom there is nothing more to
+    /// what is left of a counter's window out of the table, or `None` if it can not be returned now; `left` only looks. Forgets whom there is nothing more to
     /// say about.
     pub fn idle(
         &self,
         all: bool,
         now: Instant,
         left: impl Fn(Counter) -> u32,
-        withdraw: impl Fn(Counter, u64) -> u32,
+        withdraw: impl Fn(Counter, &Origin) -> Option<u32>,
     ) -> Vec<(Origin, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
@@ -187,7 +187,7 @@ impl Leases {
             let rests = left == record.left && now > record.asked + IDLE;
             record.left = left;
             if all || (rests && !is_flying) {
-                let tokens = withdraw(record.counter, origin.end_ms);
+                let Some(tokens) = withdraw(record.counter, origin) else { return true };
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }

@@ -46,6 +46,8 @@ pub mod survey;
 
 /// How often leases that lie idle are looked for.
 const SWEEP: Duration = Duration::from_secs(1);
+/// How long a loop that ends tries to return what it has.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 /// What one event loop knows of the counters that are shared.
 pub struct Shared {
@@ -93,12 +95,14 @@ impl Shared {
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
+            self.report_arrears().await;
         }
     }
 
-    /// Returns all that was fetched and not spent.
+    /// Returns all that was fetched and not spent, as far as that is soon done.
     pub async fn close(self: &Rc<Self>) {
-        self.return_idle(true).await;
+        // What is not returned is lost until its window ends.
+        let _ = tokio::time::timeout(FAREWELL, self.return_idle(true)).await;
     }
 
     /// The counter in the store for a key, in one of its shards.
