@@ -145,6 +145,40 @@ impl Book {
         room
     }
 
+    /// What a key has used of a layer by the counters of this machine; `rule` is a position in the book.
+    pub fn used_here<const W: usize>(
+        &self,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        table: &Table<W>,
+        now_ms: u64,
+    ) -> Use {
+        let mut charge = self.charge_here(rule, layer, asker, now_ms);
+        look(table, std::slice::from_mut(&mut charge), self.time(now_ms));
+        charge.usage
+    }
+
+    /// Forgets that; returns how much it was.
+    pub fn forget_here<const W: usize>(
+        &self,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        table: &Table<W>,
+        now_ms: u64,
+    ) -> u64 {
+        let charge = self.charge_here(rule, layer, asker, now_ms);
+        let counters = charge.split.counters(charge.counter);
+        counters.map(|counter| table.forget(counter, charge.ask, self.time(now_ms))).sum()
+    }
+
+    fn charge_here(&self, rule: usize, layer: usize, asker: Asker, now_ms: u64) -> Charge {
+        let layer = self.entries[rule].layer(layer);
+        let end_ms = self.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms;
+        layer.charge(Asker { cost: 0, ..asker }, end_ms, 0)
+    }
+
     /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
     fn only_lacks<const W: usize>(
         &self,

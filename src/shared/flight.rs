@@ -285,10 +285,12 @@ impl Shared {
     pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.purse(counter, now_ms);
-        let withdraw = |counter, end_ms| self.table.withdraw(counter, end_ms, u32::MAX);
-        // What lies here is all there is while nobody can be asked for more.
-        let stays = |base: &str| !all && self.is_beyond(base);
-        let idle = self.leases.idle(all, self.clock.instant(), left, withdraw, stays);
+        // What can not be returned now may still be spent.
+        let withdraw = |counter, origin: &Origin| match self.is_beyond(&origin.base) {
+            true => None,
+            false => Some(self.table.withdraw(counter, origin.end_ms, u32::MAX)),
+        };
+        let idle = self.leases.idle(all, self.clock.instant(), left, withdraw);
         self.meter.outstanding(self.leases.outstanding(left));
         // A window that has ended takes nothing back, unless what it leaves belongs to the next.
         let (live, over): (Vec<_>, Vec<_>) =

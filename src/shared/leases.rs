@@ -168,15 +168,14 @@ impl Leases {
     }
 
     /// Takes out what is to be returned: of counters that nobody has asked for since the last time, or of all. `withdraw` takes
-    /// what is left of a counter's window out of the table, `left` only looks, and `stays` says of the base of a counter that
-    /// nothing is to be returned now. Forgets whom there is nothing more to say about.
+    /// what is left of a counter's window out of the table, or `None` if it can not be returned now; `left` only looks. Forgets whom there is nothing more to
+    /// say about.
     pub fn idle(
         &self,
         all: bool,
         now: Instant,
         left: impl Fn(Counter) -> u32,
-        withdraw: impl Fn(Counter, u64) -> u32,
-        stays: impl Fn(&str) -> bool,
+        withdraw: impl Fn(Counter, &Origin) -> Option<u32>,
     ) -> Vec<(Origin, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
@@ -187,8 +186,8 @@ impl Leases {
             let left = left(record.counter);
             let rests = left == record.left && now > record.asked + IDLE;
             record.left = left;
-            if all || (rests && !is_flying && !stays(&origin.base)) {
-                let tokens = withdraw(record.counter, origin.end_ms);
+            if all || (rests && !is_flying) {
+                let Some(tokens) = withdraw(record.counter, origin) else { return true };
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }

@@ -96,14 +96,14 @@ impl Shared {
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
-            self.report_strays().await;
+            self.report_arrears().await;
         }
     }
 
     /// Returns all that was fetched and not spent, as far as the store takes it soon.
     pub async fn close(self: &Rc<Self>) {
         let farewell = async {
-            self.report_strays().await;
+            self.report_arrears().await;
             self.return_idle(true).await;
         };
         if tokio::time::timeout(FAREWELL, farewell).await.is_err() {

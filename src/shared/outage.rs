@@ -6,23 +6,23 @@
 //! counted without it.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use foldhash::fast::RandomState;
+use tokio::task::{JoinHandle, spawn_local};
 
 use super::Shared;
 use super::leases::{Id, id};
 use super::script::{Answer, Want};
 use super::store::{Server, StoreError};
 use crate::count::table::Counter;
-use crate::count::word::Ask;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
-use crate::rule::desk::Desk;
+use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
 
 /// So many calls in a row without an answer open the breaker.
@@ -32,11 +32,11 @@ const PROBE_EVERY: Duration = Duration::from_millis(250);
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// More than an outage can be expected to bring; what is beyond is not told to the store.
 const DEBTS_MAX: usize = 65_536;
-/// How many of them are told at a time.
-const DEBTS_TOGETHER: usize = 128;
-/// How often a server is told what came while it was told before, until its breaker closes all the same: requests go on
+/// For how long a server is told what came while it was told before, until its breaker closes all the same: requests go on
 /// meanwhile, and could owe without end.
-const REPORTS_MAX: u32 = 3;
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+/// So many counters are reported at once.
+const REPORTS: usize = 256;
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 /// How much of what a server says about itself the operator is told.
@@ -81,29 +81,49 @@ impl Breaker {
     }
 }
 
-/// What was counted on this machine alone.
+/// Whose counts on this machine alone the store does not know.
 #[derive(Default)]
 pub struct Debts(RefCell<HashMap<Id, Debt, RandomState>>);
 
+/// A counter that was charged on this machine alone.
 struct Debt {
-    counter: Counter,
-    /// What finds it in the table.
-    ask: Ask,
-    /// What tells it to the store.
-    want: Want,
     book: Arc<Book>,
+    /// Position in the book.
+    rule: usize,
+    layer: usize,
+    asker: Asker,
+    /// What the key is in the store.
+    text: Rc<str>,
+}
+
+impl Debt {
+    fn counter(&self) -> Counter {
+        self.book.entries[self.rule].layer(self.layer).counter(self.asker)
+    }
+}
+
+impl Debts {
+    fn add(&self, debt: Debt) {
+        let mut debts = self.0.borrow_mut();
+        let is_full = debts.len() >= DEBTS_MAX;
+        if let Entry::Vacant(place) = debts.entry(id(debt.counter()))
+            && !is_full
+        {
+            place.insert(debt);
+        }
+    }
+
+    /// Takes out some of those that are asked for.
+    fn some(&self, is_asked: impl Fn(&Debt) -> bool) -> Vec<Debt> {
+        let mut debts = self.0.borrow_mut();
+        let ids: Vec<Id> = debts.iter().filter(|(_, debt)| is_asked(debt)).map(|(id, _)| *id).take(REPORTS).collect();
+        ids.iter().filter_map(|id| debts.remove(id)).collect()
+    }
 }
 
 /// What a server says, for the log: its beginning, in one line.
 fn short(why: &str) -> String {
     why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
-}
-
-impl Debts {
-    /// Takes out those of counters whose base is of a kind.
-    fn taken(&self, is_meant: impl Fn(&str) -> bool) -> Vec<(Id, Debt)> {
-        self.0.borrow_mut().extract_if(|_, debt| is_meant(&debt.want.base)).collect()
-    }
 }
 
 impl Shared {
@@ -145,14 +165,14 @@ impl Shared {
         if self.breaker.failed(server, times) {
             tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
-            tokio::task::spawn_local(Rc::clone(self).recover(server));
+            spawn_local(Rc::clone(self).recover(server));
         }
     }
 
     /// Tries whether the store is there, before the first request asks.
     pub(super) fn reach_out(self: &Rc<Self>) {
         let shared = Rc::clone(self);
-        tokio::task::spawn_local(async move {
+        spawn_local(async move {
             let why = match shared.probe(None).await {
                 Ok(()) => return,
                 Err(why) => why,
@@ -194,84 +214,86 @@ impl Shared {
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
     pub(super) fn owe(&self, book: &Arc<Book>, roster: &Roster, desk: &Desk, first: usize, texts: &[Option<Rc<str>>]) {
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).skip(first) {
-            if desk.stands.get(line.rule) != Some(&Stand::Alone) {
-                continue;
-            }
+        for line in desk.lines.iter().skip(first).filter(|line| desk.stands.get(line.rule) == Some(&Stand::Alone)) {
             let text = texts.get(line.rule).and_then(Option::as_ref);
             let (Some(text), Some(asker)) = (text, desk.askers[line.rule]) else { continue };
-            let mut debts = self.debts.0.borrow_mut();
-            let is_full = debts.len() >= DEBTS_MAX;
-            let place = debts.entry(id(charge.counter));
-            let is_known = match &place {
-                Entry::Occupied(known) => known.get().ask.end_ms == charge.ask.end_ms,
-                Entry::Vacant(_) => is_full,
-            };
-            if !is_known {
-                // Of a window that is over nothing is told, so it is the latest that counts.
-                let want = self.want(book, roster, *line, asker, text, self.clock.now().unix_ms);
-                place.insert_entry(Debt { counter: charge.counter, ask: charge.ask, want, book: Arc::clone(book) });
-            }
+            self.owe_by(book, roster.rules[line.rule], line.layer, asker, text);
         }
+    }
+
+    /// As [`Shared::owe`], for a layer of the rule at a position in the book.
+    pub(super) fn owe_by(&self, book: &Arc<Book>, rule: usize, layer: usize, asker: Asker, text: &Rc<str>) {
+        self.debts.add(Debt { book: Arc::clone(book), rule, layer, asker, text: Rc::clone(text) });
+    }
+
+    /// Tells servers that can be reached what was counted while an answer of theirs did not come in time.
+    pub(super) async fn report_arrears(self: &Rc<Self>) {
+        let servers: HashSet<Server> = self.debts.0.borrow().values().map(|debt| self.server_of(debt)).collect();
+        for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
+            self.report(server).await;
+        }
+    }
+
+    fn server_of(&self, debt: &Debt) -> Server {
+        self.store.server_of(&self.base(&debt.text, "", 0))
     }
 
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
-        for _ in 0..REPORTS_MAX {
-            let debts = self.debts.taken(|base| self.store.server_of(base) == server);
-            if debts.is_empty() {
-                break;
+        let until = self.clock.instant() + REPORT_LIMIT;
+        loop {
+            let debts = self.debts.some(|debt| self.server_of(debt) == server);
+            if debts.is_empty() || self.clock.instant() >= until {
+                debts.into_iter().for_each(|debt| self.debts.add(debt));
+                return true;
             }
-            if !self.tell(debts).await {
-                return false;
-            }
-        }
-        true
-    }
-
-    /// Tells servers what single requests counted without them that did not get an answer in time.
-    pub(super) async fn report_strays(self: &Rc<Self>) {
-        if !self.debts.0.borrow().is_empty() {
-            let debts = self.debts.taken(|base| !self.is_beyond(base));
-            self.tell(debts).await;
-        }
-    }
-
-    /// Tells of debts, many at a time; `false` if a server is away, and the others are owed as before.
-    async fn tell(self: &Rc<Self>, mut debts: Vec<(Id, Debt)>) -> bool {
-        while !debts.is_empty() {
-            let rest = debts.split_off(debts.len().min(DEBTS_TOGETHER));
-            let tell = |(_, debt)| tokio::task::spawn_local(Rc::clone(self).tell_one(debt));
-            let told: Vec<_> = debts.into_iter().map(tell).collect();
-            debts = rest;
-            let mut arrived = true;
+            // All at once, so that they go out together.
+            let told: Vec<JoinHandle<bool>> =
+                debts.into_iter().map(|debt| spawn_local(Rc::clone(self).tell(debt))).collect();
+            let mut arrives = true;
             for told in told {
-                arrived &= told.await.unwrap_or(false);
+                arrives &= told.await.unwrap_or(false);
             }
-            if !arrived {
-                let mut owed = self.debts.0.borrow_mut();
-                debts.into_iter().for_each(|(id, debt)| _ = owed.entry(id).or_insert(debt));
+            if !arrives {
                 return false;
             }
         }
-        true
     }
 
-    async fn tell_one(self: Rc<Self>, debt: Debt) -> bool {
-        let Debt { counter, ask, want, book } = debt;
-        let time = book.time(self.clock.now().unix_ms);
-        let used = self.table.look(counter, ask, time).0.used;
-        if used == 0 {
+    /// Tells what was counted of one key; `false` if there is no answer.
+    async fn tell(self: Rc<Self>, debt: Debt) -> bool {
+        let counter = debt.counter();
+        let Debt { book, rule, layer, asker, text } = debt;
+        let now_ms = self.clock.now().unix_ms;
+        let here = book.used_here(rule, layer, asker, &self.table, now_ms);
+        if here.used == 0 {
             return true;
         }
+        // Others of this machine may count alone for a while yet: to them it is used elsewhere from now on.
+        let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
+        let all = u32::try_from(known + here.used).unwrap_or(u32::MAX);
+        self.table.note(counter, here.end_ms, all, now_ms);
         // Before it is told, for it must not be told twice: whether it arrived is not always known.
-        self.table.forget(counter, ask, time);
-        let want = Want { need: used, want: used, ceiling: UNLIMITED, least: 0, ..want };
-        match self.take(std::slice::from_ref(&want)).await {
-            Ok(Answer::Granted { .. }) => self.meter.reported(used),
-            // Its window is over there.
-            Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
-            Err(StoreError::Unreachable(_)) => return false,
+        let tokens = book.forget_here(rule, layer, asker, &self.table, now_ms);
+        let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
+        let shards = u64::from(ready.shards_elsewhere);
+        for shard in 0..ready.shards_elsewhere {
+            let part = tokens / shards + u64::from(u64::from(shard) < tokens % shards);
+            let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
+            let base = self.base(&text, suffix, shard);
+            let want = Want { base, need: part, want: part, ceiling: UNLIMITED, least: 0, ..blank };
+            match self.take(std::slice::from_ref(&want)).await {
+                Ok(Answer::Granted { took, .. }) => {
+                    self.meter.reported(part);
+                    if let (Some(took), 1) = (took.first(), shards) {
+                        let used = u32::try_from(took.used).unwrap_or(u32::MAX);
+                        self.table.note(counter, took.end_ms, used, now_ms);
+                    }
+                }
+                // Its window is over, or nothing can be counted under its key.
+                Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
+                Err(StoreError::Unreachable(_)) => return false,
+            }
         }
         true
     }

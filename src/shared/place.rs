@@ -13,6 +13,7 @@ use super::script::{Answer, Gift, Took, Want};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::{Stand, Step};
+use crate::rule::terms::OnOutage;
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -97,24 +98,27 @@ impl Shared {
         }
     }
 
-    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; `false`
-    /// if nobody can be told.
-    pub fn overdraw(self: &Rc<Self>, book: &Book, roster: &Roster, rule: usize, asker: Asker, text: &str) -> bool {
-        if self.is_beyond(&self.base(text, "", 0)) {
-            return false;
-        }
+    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; on
+    /// this machine, if nobody else can be told.
+    pub fn overdraw(self: &Rc<Self>, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
         let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
-        let layers = book.entries[roster.rules[rule]].variant(asker.variant);
+        let entry = &book.entries[rule];
+        if self.is_beyond(&self.base(text, "", 0)) {
+            if entry.rule.on_outage == OnOutage::Local {
+                book.overdraw(rule, asker, &self.table, now_ms);
+                entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
+            }
+            return;
+        }
         let want = |layer| {
-            let blank = self.want(book, roster, Line { rule, layer }, asker, text, now_ms);
+            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
             Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
         };
-        let wants: Vec<Want> = layers.map(want).collect();
+        let wants: Vec<Want> = entry.variant(asker.variant).map(want).collect();
         let shared = Rc::clone(self);
         tokio::task::spawn_local(async move {
             shared.charge_calls(&wants).await;
         });
-        true
     }
 }
 
