@@ -3,14 +3,14 @@
 //!
 //! Each server has a breaker. It opens after a few calls in a row without an answer; then nobody waits for that server, and
 //! it is asked a few times a second, by a call that counts nothing, whether it is back. Before its breaker closes, it is told what was
-//! counted without it.
+//! counted without it, as far as that is soon done.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
 
@@ -34,9 +34,9 @@ const PROBE_LIMIT: Duration = Duration::from_millis(500);
 const DEBTS_MAX: usize = 65_536;
 /// How many of them are told at a time.
 const DEBTS_TOGETHER: usize = 128;
-/// How often a server is told what came while it was told before, until its breaker closes all the same: requests go on
+/// For how long a server is told of them before its breaker closes all the same, and it is told of the rest: requests go on
 /// meanwhile, and could owe without end.
-const REPORTS_MAX: u32 = 3;
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 /// How much of what a server says about itself the operator is told.
@@ -189,7 +189,7 @@ impl Shared {
         self.breaker.close(server);
         self.meter.found();
         tracing::info!("shared counters are reached again");
-        self.report(server).await;
+        self.report_strays().await;
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
@@ -217,44 +217,42 @@ impl Shared {
 
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
-        for _ in 0..REPORTS_MAX {
+        let until = self.clock.instant() + REPORT_LIMIT;
+        while self.clock.instant() < until {
             let debts = self.debts.taken(|base| self.store.server_of(base) == server);
             if debts.is_empty() {
                 break;
             }
-            if !self.tell(debts).await {
+            if !self.tell(debts, Some(until)).await {
                 return false;
             }
         }
         true
     }
 
-    /// Tells servers what single requests counted without them that did not get an answer in time.
+    /// Tells servers that are there what was counted without them: by single requests that did not get an answer in time,
+    /// or before they were back.
     pub(super) async fn report_strays(self: &Rc<Self>) {
         if !self.debts.0.borrow().is_empty() {
             let debts = self.debts.taken(|base| !self.is_beyond(base));
-            self.tell(debts).await;
+            self.tell(debts, None).await;
         }
     }
 
-    /// Tells of debts, many at a time; `false` if a server is away, and the others are owed as before.
-    async fn tell(self: &Rc<Self>, mut debts: Vec<(Id, Debt)>) -> bool {
-        while !debts.is_empty() {
+    /// Tells of debts, many at a time, until then; `false` if a server is away. The others are owed as before.
+    async fn tell(self: &Rc<Self>, mut debts: Vec<(Id, Debt)>, until: Option<Instant>) -> bool {
+        let mut arrived = true;
+        while !debts.is_empty() && arrived && until.is_none_or(|until| self.clock.instant() < until) {
             let rest = debts.split_off(debts.len().min(DEBTS_TOGETHER));
             let tell = |(_, debt)| tokio::task::spawn_local(Rc::clone(self).tell_one(debt));
-            let told: Vec<_> = debts.into_iter().map(tell).collect();
-            debts = rest;
-            let mut arrived = true;
+            let told: Vec<_> = std::mem::replace(&mut debts, rest).into_iter().map(tell).collect();
             for told in told {
                 arrived &= told.await.unwrap_or(false);
             }
-            if !arrived {
-                let mut owed = self.debts.0.borrow_mut();
-                debts.into_iter().for_each(|(id, debt)| _ = owed.entry(id).or_insert(debt));
-                return false;
-            }
         }
-        true
+        let mut owed = self.debts.0.borrow_mut();
+        debts.into_iter().for_each(|(id, debt)| _ = owed.entry(id).or_insert(debt));
+        arrived
     }
 
     async fn tell_one(self: Rc<Self>, debt: Debt) -> bool {
