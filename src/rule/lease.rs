@@ -189,17 +189,31 @@ impl Book {
                         }
                     }
                 }
-                Stand::Alone => charge.usage.used += u64::from(layer.capacity).saturating_sub(charge.ask.ceiling),
+                Stand::Alone => {
+                    let whole = charge.ask.ceiling.max(u64::from(layer.capacity));
+                    charge.usage.used += whole - charge.ask.ceiling;
+                    charge.ask.ceiling = whole;
+                }
             }
         }
     }
 
-    /// Puts down lines for the store to decide, as ordinary charges that nobody has made; returns from where on.
-    pub fn lay_aside(&self, roster: &Roster, lines: &[Line], now_ms: u64, desk: &mut Desk) -> usize {
+    /// Puts down lines for the store to decide, or for later, as ordinary charges that nobody has made; returns from where on.
+    pub fn lay_aside<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+    ) -> usize {
         let behind = desk.charges.len();
         for line in lines {
             if let Some(asker) = desk.askers[line.rule] {
-                let charge = desk.charge(self, roster, *line, asker, now_ms);
+                let mut charge = desk.charge(self, roster, *line, asker, now_ms);
+                if desk.stands.get(line.rule) == Some(&Stand::Alone) {
+                    beside_others(&mut charge, table, now_ms);
+                }
                 desk.charges.push(charge);
                 desk.lines.push(*line);
             }
@@ -221,15 +235,27 @@ impl Book {
         take(table, &mut charges[behind..until], shares, self.time(now_ms)) == Verdict::Admitted
     }
 
-    /// Looks anew at what lies on the desk behind `behind`, by the use that is known of it.
-    pub fn measure(&self, roster: &Roster, now_ms: u64, desk: &mut Desk, behind: usize) {
+    /// Looks anew at what lies on the desk behind `behind`: at what is counted here, and by the use that is known of it at
+    /// what the store decides.
+    pub fn measure<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+        behind: usize,
+    ) {
         let uses: Vec<Use> = desk.charges[behind..].iter().map(|charge| charge.usage).collect();
         let lines = desk.lines[behind..].to_vec();
         desk.rewind(behind);
-        self.lay_aside(roster, &lines, now_ms, desk);
-        for (charge, usage) in desk.charges[behind..].iter_mut().zip(uses) {
-            charge.usage = usage;
-            charge.full = !usage.admits(charge.ask);
+        self.lay_aside(roster, &lines, table, now_ms, desk);
+        let Desk { charges, stands, .. } = desk;
+        for ((charge, line), usage) in charges[behind..].iter_mut().zip(&lines).zip(uses) {
+            charge.usage = match stands[line.rule] {
+                Stand::Own | Stand::Alone => table.look(charge.counter, charge.ask, self.time(now_ms)).0,
+                Stand::Leased | Stand::Aside => usage,
+            };
+            charge.full = !charge.usage.admits(charge.ask);
         }
     }
 
@@ -276,6 +302,12 @@ impl Book {
     }
 }
 
+/// Leaves to a charge on this machine alone what is not known to be used elsewhere.
+fn beside_others<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
+    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
+    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
+}
+
 impl Entry {
     /// Whether any of its counters is split, where gateways share them.
     pub fn is_split(&self) -> bool {
@@ -299,9 +331,11 @@ impl Desk {
         self.own_lines = lines;
     }
 
-    /// What was charged behind `first`, so that it can be taken back.
-    pub fn shares_behind(&self, first: usize) -> impl Iterator<Item = Share> + '_ {
-        self.charges[first..].iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
+    pub fn take_back(&mut self, first: usize) -> Vec<Share> {
+        let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
+        let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
+        whole.chain(self.shares.drain(split..)).collect()
     }
 
     /// Makes charges that were taken back say so.
@@ -333,10 +367,7 @@ impl Desk {
             let layer = book.layer_of(roster, *line);
             match stand {
                 Stand::Leased => layer.lease(&mut charge),
-                Stand::Alone => {
-                    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
-                    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
-                }
+                Stand::Alone => beside_others(&mut charge, table, now_ms),
                 Stand::Own | Stand::Aside => {}
             }
             self.charges.push(charge);

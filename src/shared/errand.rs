@@ -127,10 +127,9 @@ impl Shared {
     /// What is certainly used of a counter, if the store may not know it any more.
     fn least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
         let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
-        let generation = self.generation.get();
-        let is_confirmed = self.leases.known(id(counter), |record| record.generation == generation);
-        let doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
-        if is_confirmed.unwrap_or(!doubtful) { 0 } else { u64::from(used) }
+        let is_confirmed = self.leases.known(id(counter), |record| record.generation == self.generation.get());
+        let is_doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
+        if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
@@ -149,7 +148,6 @@ impl Shared {
         let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
         Errand {
             counter: layer.counter(asker),
-            line,
             suffix: entry.suffix(line.layer).into(),
             text,
             shards: layer.shards_elsewhere,

@@ -67,6 +67,7 @@ mod reload;
 mod retries;
 mod retry;
 mod shared_cluster;
+mod shared_corners;
 mod shared_counters;
 mod shared_hazards;
 mod shared_kills;
