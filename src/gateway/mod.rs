@@ -105,11 +105,15 @@ pub fn pass(
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
-    let (mut onward, mut permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
+    let (mut onward, permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
         Ok(Decision::Forward { onward, permit, question }) => (onward, permit, question),
-        Ok(Decision::Refuse(reply)) => return deny(Denial::Refused(reply), dialect, record),
-        Err(fault) => return deny(Denial::Fault(fault), dialect, record),
+        Ok(Decision::Refuse(reply)) => {
+            return Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record)));
+        }
+        Err(fault) => return Passing::Done(Some(fail(&fault, dialect, record))),
     };
+    // Each by itself, so that the future below has room for each only once.
+    let Permit { mut stamp, mut turn, mut settlement } = permit;
     let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane, dialect);
     let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
     let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
@@ -117,13 +121,12 @@ pub fn pass(
     // What is seldom waited for has a future by itself: each request's would have room for it.
     Passing::Forward(Box::pin(async move {
         if let Some(question) = question {
-            permit = match Box::pin(question.answer(&hall, &view, &peer, &mut record)).await {
-                Ok(permit) => permit,
+            match Box::pin(question.answer(&hall, &view, &peer, &mut record)).await {
+                Ok(permit) => Permit { stamp, turn, settlement } = permit,
                 Err(denial) => return deny(denial, dialect, record),
-            };
+            }
         }
-        let Permit { mut stamp, turn, mut settlement } = permit;
-        if let Some(turn) = turn {
+        if let Some(turn) = turn.take() {
             stamp = match Box::pin(turn.come(&mut record, &mut settlement)).await {
                 Ok(stamp) => stamp,
                 Err(denial) => return deny(denial, dialect, record),
@@ -151,6 +154,7 @@ pub fn pass(
     }))
 }
 
+#[cold]
 fn deny(denial: Denial, dialect: Dialect, record: Record) -> Passing {
     Passing::Done(Some(match denial {
         Denial::Refused(reply) => finish(dialect.refusal(reply).map(Content::from), record),

@@ -66,6 +66,7 @@ pub enum Judged {
 }
 
 /// Lets the rules of a slate decide a request whose askers lie on the desk.
+#[inline(always)]
 pub fn judge(
     hall: &Hall,
     snapshot: &Snapshot,

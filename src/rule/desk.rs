@@ -98,7 +98,7 @@ impl Desk {
     }
 
     /// What a request asks of one layer in the window that is open.
-    #[inline]
+    #[inline(always)]
     pub(super) fn charge(&mut self, book: &Book, roster: &Roster, line: Line, asker: Asker, now_ms: u64) -> Charge {
         let layer = book.layer_of(roster, line);
         let end_ms = match book.timelines[layer.timeline].are_shared() {
