@@ -119,7 +119,8 @@ impl Shared {
                 let want = Want { base: self.base(text, suffix, shard), least: 0, ..blank };
                 match self.take(std::slice::from_ref(&want)).await {
                     Ok(Answer::Granted { took, .. }) => {
-                        charge.usage.used += took.iter().map(|took| took.used).sum::<u64>();
+                        let used = took.iter().fold(0, |sum: u64, took| sum.saturating_add(took.used));
+                        charge.usage.used = charge.usage.used.saturating_add(used);
                         gifts.extend(took.iter().map(|took| want.origin(*took).gift(TOKENS_MAX)));
                     }
                     Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(_) => {

@@ -165,7 +165,8 @@ impl Shared {
             let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
-            used_most = (took.used * u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            used_most =
+                took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
             self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);
@@ -182,7 +183,7 @@ impl Shared {
     }
 
     /// Deposits what was handed out.
-    fn put_by(&self, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
+    fn put_by(self: &Rc<Self>, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
         let (now_ms, id) = (self.clock.now().unix_ms, id(errand.counter));
         // Where nothing was taken, the store says what it knows.
         let has_forgotten = took.used < want.least;
@@ -192,13 +193,16 @@ impl Shared {
             flight.refused.borrow_mut().push((id, Took { used, ..took }));
         }
         let origin = want.origin(took);
-        self.leases.known(id, |record| {
+        let former = self.leases.known(id, |record| {
             if !has_forgotten {
                 record.generation = self.generation.get();
             }
             record.landed(took.granted, took.end_ms, want.need > 0);
-            record.origin = Some(origin.clone());
+            record.origin.replace(origin.clone())
         });
+        if let Some(former) = former.flatten().filter(|former| former.end_ms < took.end_ms) {
+            self.put_away(errand.counter, &former);
+        }
         let Ok(tokens) = u32::try_from(took.granted) else { return };
         if tokens == 0 {
             return;
@@ -209,6 +213,17 @@ impl Shared {
             Deposit::Full | Deposit::Over => {
                 flight.unkept.borrow_mut().push(Unkept { id, tokens: took.granted, origin });
             }
+        }
+    }
+
+    /// Takes away what is left of a window that has ended: it is worth nothing any more, unless what a window leaves
+    /// belongs to the next.
+    fn put_away(self: &Rc<Self>, counter: Counter, former: &Origin) {
+        let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
+        match former.kind {
+            Kind::Plain => self.meter.expired(u64::from(left)),
+            Kind::Grid | Kind::Floating if left > 0 => self.give_later(vec![former.gift(u64::from(left))]),
+            Kind::Grid | Kind::Floating => {}
         }
     }
 
@@ -229,19 +244,40 @@ impl Shared {
 
     /// Gives tokens back, as far as the store can be reached; what can not be given back is lost until its window ends.
     pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Gift>) {
-        let mut rest = gifts.as_slice();
-        while let Some(first) = rest.first() {
-            let is_other = |gift: &Gift| !self.store.is_one_call(&first.base, &gift.base);
-            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()).min(GIFTS_MAX));
-            rest = others;
-            let began = self.clock.instant();
-            match self.store.give(call).await {
-                Ok(returned) => {
-                    self.meter.returned(returned);
-                    self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
-                }
-                Err(error) => self.failed(self.store.server_of(&first.base), &error),
+        let mut calls: Vec<Vec<Gift>> = Vec::new();
+        for gift in gifts {
+            let joins = |call: &&mut Vec<Gift>| {
+                let is_near = |first: &Gift| self.store.is_one_call(&first.base, &gift.base);
+                call.len() < GIFTS_MAX && call.first().is_some_and(is_near)
+            };
+            match calls.last_mut().filter(joins) {
+                Some(call) => call.push(gift),
+                None => calls.push(vec![gift]),
             }
+        }
+        while calls.len() > 1 {
+            let others = calls.split_off(calls.len().min(GIVES_TOGETHER));
+            let give = |call| tokio::task::spawn_local(Rc::clone(self).give_one_call(call));
+            let given: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(give).collect();
+            for given in given {
+                // One that failed has said so.
+                drop(given.await);
+            }
+        }
+        if let Some(call) = calls.pop() {
+            Rc::clone(self).give_one_call(call).await;
+        }
+    }
+
+    async fn give_one_call(self: Rc<Self>, gifts: Vec<Gift>) {
+        let Some(first) = gifts.first().filter(|first| !self.is_beyond(&first.base)) else { return };
+        let began = self.clock.instant();
+        match self.store.give(&gifts).await {
+            Ok(returned) => {
+                self.meter.returned(returned);
+                self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
+            }
+            Err(error) => self.failed(self.store.server_of(&first.base), &error),
         }
     }
 
@@ -289,5 +325,6 @@ impl Shared {
 
 /// A store whose time is further away than this is not followed.
 const CLOCKS_APART_MS: u64 = 5000;
-/// How many counters are given back to in one call.
+/// How many counters are given back to in one call, and how many calls are under way at once.
 const GIFTS_MAX: usize = 256;
+const GIVES_TOGETHER: usize = 32;

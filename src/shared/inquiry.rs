@@ -22,6 +22,11 @@ use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
 use crate::rule::terms::{OnOutage, Sharing};
 
+/// So often a request asks in vain, as when others take the tokens that it fetches before it can.
+pub(super) const ROUNDS_MAX: u32 = 64;
+/// From this round on it gives up as soon as its time is over. Those before may be late because the loop was.
+pub(super) const ROUNDS_FREE: u32 = 4;
+
 /// What the rules of a request say, if nothing has to be waited for.
 pub enum Begun {
     Decided(Judgement),
@@ -320,6 +325,13 @@ impl Inquiry {
         self.texts.get(rule).cloned().flatten()
     }
 
+    /// Begins another round, and says whether there were too many.
+    pub(super) fn asks_in_vain(&mut self) -> bool {
+        self.progress.rounds += 1;
+        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
+        self.progress.rounds > ROUNDS_MAX || (self.progress.rounds > ROUNDS_FREE && is_late())
+    }
+
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
     pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
         let mut goes = false;
@@ -351,7 +363,8 @@ impl Inquiry {
         rules.dedup();
         let now_ms = self.shared.clock.now().unix_ms;
         let behind = book.lay_aside(roster, lines, &self.shared.table, now_ms, &mut self.desk);
-        let sent = if self.go_beyond(&rules) { None } else { self.send(book, roster, behind).await };
+        let does_without = self.asks_in_vain() || self.go_beyond(&rules);
+        let sent = if does_without { None } else { self.send(book, roster, behind).await };
         let refuses = match sent {
             Some(Sent::Granted(gifts)) => {
                 self.progress.gifts.extend(gifts);

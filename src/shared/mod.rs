@@ -1,12 +1,12 @@
 //! Counters that several gateways share, in Redis or Valkey.
 //!
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`; `queue` puts calls
-//! together) to one server, to the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key.
-//! `leases` keeps which tokens were fetched and how many to fetch next, `flight` fetches them, `errand` works out what for,
-//! `outage` is about when nobody can be asked and what was counted meanwhile. `inquiry` is the decision about one request,
-//! as far as it has to wait for an answer, `supply` how it comes to what it lacks, `place` what the store decides for it
-//! itself, `consult` decisions for those who ask without a request. `survey` asks servers what they are before they are
-//! relied upon, and `health` says what follows from it.
+//! together, `ration` is how much may be answered) to one server, to the master that `sentinel`s know, or to the nodes of a
+//! `cluster` by the `slot` of a key. `leases` keeps which tokens were fetched and how many to fetch next, `flight` fetches
+//! them, `errand` works out what for, `outage` is about when nobody can be asked and what was counted meanwhile. `inquiry` is
+//! the decision about one request, as far as it has to wait for an answer, `supply` how it comes to what it lacks, `place`
+//! what the store decides for it itself, `consult` decisions for those who ask without a request. `survey` asks servers what
+//! they are before they are relied upon, and `health` says what follows from it.
 //!
 //! Each event loop has all of this for itself; what was fetched lies in the table that they have in common. This
 //! room does not know HTTP, nor what a route is.
@@ -38,6 +38,7 @@ mod link;
 pub mod outage;
 pub mod place;
 mod queue;
+mod ration;
 pub mod script;
 mod sentinel;
 mod slot;
@@ -47,7 +48,7 @@ pub mod survey;
 
 /// How often leases that lie idle are looked for.
 const SWEEP: Duration = Duration::from_secs(1);
-/// How long a loop that ends tries to return what it has.
+/// How long it may take at the end to return all that was fetched.
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// What one event loop knows of the counters that are shared.
@@ -89,8 +90,8 @@ impl Shared {
         })
     }
 
-    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, and returns
-    /// leases that lie idle.
+    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
+    /// leases that lie idle, and tells what was counted without the store.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
@@ -100,10 +101,15 @@ impl Shared {
         }
     }
 
-    /// Returns all that was fetched and not spent, as far as that is soon done.
+    /// Returns all that was fetched and not spent, as far as the store takes it soon.
     pub async fn close(self: &Rc<Self>) {
-        // What is not returned is lost until its window ends.
-        let _ = tokio::time::timeout(FAREWELL, self.return_idle(true)).await;
+        let farewell = async {
+            self.report_arrears().await;
+            self.return_idle(true).await;
+        };
+        if tokio::time::timeout(FAREWELL, farewell).await.is_err() {
+            tracing::warn!("tokens that were leased are not returned: shared counters can not be reached");
+        }
     }
 
     /// The counter in the store for a key, in one of its shards.

@@ -32,10 +32,15 @@ const PROBE_EVERY: Duration = Duration::from_millis(250);
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// More than an outage can be expected to bring; what is beyond is not told to the store.
 const DEBTS_MAX: usize = 65_536;
+/// For how long a server is told what came while it was told before, until its breaker closes all the same: requests go on
+/// meanwhile, and could owe without end.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
 /// So many counters are reported at once.
 const REPORTS: usize = 256;
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
+/// How much of what a server says about itself the operator is told.
+const TOLD_MAX: usize = 300;
 /// A limit that nothing reaches, and a script still counts exactly.
 pub const UNLIMITED: u64 = (1 << 53) - 1;
 
@@ -116,6 +121,11 @@ impl Debts {
     }
 }
 
+/// What a server says, for the log: its beginning, in one line.
+fn short(why: &str) -> String {
+    why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
 impl Shared {
     /// Whether rules that count at a server do without it.
     pub(super) fn is_beyond(&self, base: &str) -> bool {
@@ -147,13 +157,13 @@ impl Shared {
         let now = self.clock.instant();
         if self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY) {
             self.complained.set(Some(now));
-            tracing::warn!("a shared counter can not be used: {what}");
+            tracing::warn!("a shared counter can not be used: {}", short(what));
         }
     }
 
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
         if self.breaker.failed(server, times) {
-            tracing::warn!("shared counters can not be reached, rules do without: {why}");
+            tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
             spawn_local(Rc::clone(self).recover(server));
         }
@@ -199,6 +209,7 @@ impl Shared {
         self.breaker.close(server);
         self.meter.found();
         tracing::info!("shared counters are reached again");
+        self.report(server).await;
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
@@ -229,9 +240,11 @@ impl Shared {
 
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
+        let until = self.clock.instant() + REPORT_LIMIT;
         loop {
             let debts = self.debts.some(|debt| self.server_of(debt) == server);
-            if debts.is_empty() {
+            if debts.is_empty() || self.clock.instant() >= until {
+                debts.into_iter().for_each(|debt| self.debts.add(debt));
                 return true;
             }
             // All at once, so that they go out together.

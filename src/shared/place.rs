@@ -230,7 +230,7 @@ impl Inquiry {
             let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
                 false => Some(Sent::Refused),
                 true if asked.is_empty() => Some(Sent::Granted(Vec::new())),
-                true if self.go_beyond(&asked) => None,
+                true if self.asks_in_vain() || self.go_beyond(&asked) => None,
                 true => self.send(book, roster, mid).await,
             };
             if !matches!(sent, Some(Sent::Granted(_))) {

@@ -9,12 +9,9 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::flight::{Flight, Unkept};
-use super::inquiry::{Inquiry, Next, within};
+use super::inquiry::{Inquiry, Next, ROUNDS_FREE, ROUNDS_MAX, within};
 use super::leases::id;
 use crate::rule::book::{Book, Roster};
-
-/// So often a request fetches tokens that others then take before it can; then it is refused.
-const ROUNDS_MAX: u32 = 64;
 
 impl Inquiry {
     /// Fetches tokens for the counters that lack some. `Some`: the decision goes on with that; nothing is charged of what lies
@@ -24,15 +21,16 @@ impl Inquiry {
         self.progress.rounds += 1;
         let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
         rules.dedup();
-        let is_late = self.progress.rounds > 1 && Instant::from_std(self.shared.clock.instant()) >= self.deadline;
+        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
         if self.go_beyond(&rules) {
             self.desk.rewind(first);
             return None;
         }
+        // The store answers: others have taken what there was.
         if self.progress.rounds > ROUNDS_MAX {
             return self.refuse(book, roster, first);
         }
-        if is_late {
+        if self.progress.rounds > ROUNDS_FREE && is_late() {
             rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
             self.desk.rewind(first);
             return None;

@@ -69,6 +69,7 @@ mod retry;
 mod shared_cluster;
 mod shared_corners;
 mod shared_counters;
+mod shared_hazards;
 mod shared_kills;
 mod shared_nodes;
 mod shared_outages;
