@@ -25,7 +25,7 @@ use crate::rule::terms::{OnOutage, Sharing};
 /// So often a request asks in vain, as when others take the tokens that it fetches before it can.
 pub(super) const ROUNDS_MAX: u32 = 64;
 /// From this round on it gives up as soon as its time is over. Those before may be late because the loop was.
-pub(super) const ROUNDS_FREE: u32 = 4;
+const ROUNDS_FREE: u32 = 4;
 
 /// What the rules of a request say, if nothing has to be waited for.
 pub enum Begun {
@@ -328,8 +328,12 @@ impl Inquiry {
     /// Begins another round, and says whether there were too many.
     pub(super) fn asks_in_vain(&mut self) -> bool {
         self.progress.rounds += 1;
-        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
-        self.progress.rounds > ROUNDS_MAX || (self.progress.rounds > ROUNDS_FREE && is_late())
+        self.progress.rounds > ROUNDS_MAX || self.is_late()
+    }
+
+    /// Whether it has asked for long enough.
+    pub(super) fn is_late(&self) -> bool {
+        self.progress.rounds > ROUNDS_FREE && Instant::from_std(self.shared.clock.instant()) >= self.deadline
     }
 
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.

@@ -6,10 +6,8 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use tokio::time::Instant;
-
 use super::flight::{Flight, Unkept};
-use super::inquiry::{Inquiry, Next, ROUNDS_FREE, ROUNDS_MAX, within};
+use super::inquiry::{Inquiry, Next, ROUNDS_MAX, within};
 use super::leases::id;
 use crate::rule::book::{Book, Roster};
 
@@ -21,7 +19,6 @@ impl Inquiry {
         self.progress.rounds += 1;
         let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
         rules.dedup();
-        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
         if self.go_beyond(&rules) {
             self.desk.rewind(first);
             return None;
@@ -30,7 +27,7 @@ impl Inquiry {
         if self.progress.rounds > ROUNDS_MAX {
             return self.refuse(book, roster, first);
         }
-        if self.progress.rounds > ROUNDS_FREE && is_late() {
+        if self.is_late() {
             rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
             self.desk.rewind(first);
             return None;
