@@ -349,10 +349,14 @@ impl Inquiry {
         goes
     }
 
-    /// The rules that wait go on without the store.
-    pub(super) fn lose_patience(&mut self, rules: &[usize]) {
+    /// The rules that wait go on without the store; `began` is when they began to.
+    pub(super) fn lose_patience(&mut self, rules: &[usize], began: Instant) {
         for rule in rules {
             self.progress.beyond[*rule] = true;
+        }
+        // A server that has answered until just now is not away.
+        if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
+            return;
         }
         if let Some(text) = rules.first().and_then(|rule| self.text(*rule)) {
             let server = self.shared.store.server_of(&self.shared.base(&text, "", 0));

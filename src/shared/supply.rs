@@ -6,6 +6,8 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use super::flight::{Flight, Unkept};
 use super::inquiry::{Inquiry, Next, ROUNDS_MAX, within};
 use super::leases::id;
@@ -33,6 +35,7 @@ impl Inquiry {
             return None;
         }
         let (flight, is_own) = self.set_out(book, roster, &lacking);
+        let began = Instant::from_std(self.shared.clock.instant());
         match within(self.deadline, flight.landing()).await {
             Some(true) => {
                 self.take_in_hand(book, roster, &lacking, &flight);
@@ -41,7 +44,7 @@ impl Inquiry {
                 }
             }
             Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
-            None => self.lose_patience(&rules),
+            None => self.lose_patience(&rules, began),
         }
         self.desk.rewind(first);
         None
