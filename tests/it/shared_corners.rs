@@ -236,3 +236,13 @@ fn who_goes_away_while_he_waits_has_consumed_nothing() {
         });
     }
 }
+
+#[test]
+fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
+    let redis = RedisServer::at_clock(-7200, "");
+    let gateway = Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule("[\"20/1h\"]", "")));
+    assert_eq!(admitted(&gateway, "alice", 5), 5);
+    let hour = now_ms() / 3_600_000 - 2;
+    let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.contains("alice")).collect();
+    assert!(keys.iter().all(|key| *key == format!("transom:{{r|alice}}:{hour}")), "{keys:?} in hour {hour}");
+}
