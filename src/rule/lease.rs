@@ -353,9 +353,10 @@ impl Layer {
     /// Whether it is known that all gateways together have used too much of a window for this charge.
     fn is_used_up<const W: usize>(&self, table: &Table<W>, asker: Asker, charge: &Charge, now_ms: u64) -> bool {
         let (cost, capacity) = (u64::from(charge.ask.cost), u64::from(self.capacity));
-        let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
-        let tally = table.tally(self.counter(asker), now_ms);
-        cost > capacity || tally.is_some_and(|(_, used)| capacity.saturating_sub(u64::from(used)) + left < cost)
+        let counter = self.counter(asker);
+        // What was fetched here and is not spent is not used.
+        let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.purse(counter, now_ms)));
+        cost > capacity || table.tally(counter, now_ms).is_some_and(|told| spent(told) + cost > capacity)
     }
 }
 
@@ -400,7 +401,14 @@ impl Desk {
             let mut charge = self.charge(book, roster, *line, asker, now_ms);
             let layer = book.layer_of(roster, *line);
             match stand {
-                Stand::Leased => layer.lease(&mut charge),
+                Stand::Leased => {
+                    layer.lease(&mut charge);
+                    // More was handed out than this request's limit, which is another one than others have, or had.
+                    let handed_out = table.tally(layer.counter(asker), now_ms).map_or(0, |(_, used)| used);
+                    if handed_out > layer.capacity && layer.is_used_up(table, asker, &charge, now_ms) {
+                        charge.ask.floor = charge.ask.ceiling;
+                    }
+                }
                 Stand::Alone => beside_others(&mut charge, table, now_ms),
                 Stand::Own | Stand::Aside => {}
             }

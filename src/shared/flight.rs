@@ -231,7 +231,12 @@ impl Shared {
     pub(super) async fn take(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
         let began = self.clock.instant();
         let server = wants.first().map_or(Server::ONLY, |want| self.store.server_of(&want.base));
-        let answer = self.store.take(wants, self.clock.now().unix_ms).await;
+        let now_ms = self.clock.now().unix_ms;
+        // The time may have been corrected since it was worked out what to ask for.
+        if wants.iter().any(|want| want.at.is_ahead_of(now_ms)) {
+            return Ok(Answer::OtherWindow { time_ms: now_ms });
+        }
+        let answer = self.store.take(wants, now_ms).await;
         self.met(began);
         match &answer {
             Ok(Answer::Granted { time_ms, .. }) => self.answered(server, Outcome::Granted, *time_ms, began),

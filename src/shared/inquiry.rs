@@ -14,8 +14,6 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Shared;
-use super::flight::{Flight, Unkept};
-use super::leases::id;
 use super::place::Sent;
 use super::script::Gift;
 use crate::metrics::shared::Without;
@@ -24,9 +22,9 @@ use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
 use crate::rule::terms::{OnOutage, Sharing};
 
-/// So often a request asks in vain, as when others take the tokens that it fetches before it can; then it does without the store.
-const ROUNDS_MAX: u32 = 64;
-/// From this round on it does so as soon as its time is over. Those before may be late because the loop was.
+/// So often a request asks in vain, as when others take the tokens that it fetches before it can.
+pub(super) const ROUNDS_MAX: u32 = 64;
+/// From this round on it gives up as soon as its time is over. Those before may be late because the loop was.
 const ROUNDS_FREE: u32 = 4;
 
 /// What the rules of a request say, if nothing has to be waited for.
@@ -75,7 +73,7 @@ pub(super) struct Progress {
     /// The rules that do without the store, by their position.
     pub(super) beyond: Positions,
     pub(super) gifts: Vec<(usize, Gift)>,
-    rounds: u32,
+    pub(super) rounds: u32,
     /// Lines that are charged again; then nothing else is.
     again: Option<Vec<Line>>,
     /// The store is asked, also where tokens could be fetched.
@@ -307,111 +305,8 @@ impl Inquiry {
         }
     }
 
-    /// Fetches tokens for the counters that lack some. `Some`: the decision goes on with that; nothing is charged of what lies
-    /// behind `first`.
-    async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Next> {
-        let lacking = take(&mut self.desk.lacking);
-        self.progress.rounds += 1;
-        let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
-        rules.dedup();
-        let is_late = self.progress.rounds > 1 && Instant::from_std(self.shared.clock.instant()) >= self.deadline;
-        if self.go_beyond(&rules) {
-            self.desk.rewind(first);
-            return None;
-        }
-        if self.progress.rounds > ROUNDS_MAX {
-            return self.refuse(book, roster, first);
-        }
-        if is_late {
-            rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
-            self.desk.rewind(first);
-            return None;
-        }
-        let (flight, is_own) = self.set_out(book, roster, &lacking);
-        match within(self.deadline, flight.landing()).await {
-            Some(true) => {
-                self.take_in_hand(book, roster, &lacking, &flight);
-                if is_own && self.is_refused(book, roster, &lacking, &flight) {
-                    return self.refuse(book, roster, first);
-                }
-            }
-            Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
-            None => self.lose_patience(&rules),
-        }
-        self.desk.rewind(first);
-        None
-    }
-
-    /// The call that fetches what is lacking, and whether it is this request's own: if one is under way already, that is
-    /// waited for.
-    fn set_out(&self, book: &Book, roster: &Roster, lacking: &[usize]) -> (Rc<Flight>, bool) {
-        let shared = &self.shared;
-        let now = shared.clock.instant();
-        let (mut errands, mut under_way) = (Vec::new(), None);
-        for i in lacking {
-            let (charge, line) = (&self.desk.charges[*i], self.desk.lines[*i]);
-            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
-            let cost = u64::from(charge.ask.cost);
-            let need = cost.saturating_sub(charge.ask.ceiling.saturating_sub(charge.usage.used));
-            let counter = book.layer_of(roster, line).counter(asker);
-            let slice = shared.leases.with(counter, shared.own_shard, now, |record| {
-                record.text = Some(Rc::clone(&text));
-                match &record.flight {
-                    Some(flight) => {
-                        record.waiting += need;
-                        under_way = Some(Rc::clone(flight));
-                        need
-                    }
-                    None => record.slice(need, now),
-                }
-            });
-            errands.push(shared.errand(book, roster, line, asker, text, need, slice.unwrap_or(need)));
-        }
-        match under_way {
-            Some(flight) => (flight, false),
-            None => (shared.launch(errands), true),
-        }
-    }
-
-    /// Takes tokens that found no place in the table, as many as this request needs.
-    fn take_in_hand(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) {
-        let mut unkept = flight.unkept.borrow_mut();
-        for i in lacking {
-            let line = self.desk.lines[*i];
-            let Some(asker) = self.desk.askers[line.rule] else { continue };
-            let (id, cost) = (id(book.layer_of(roster, line).counter(asker)), u64::from(asker.cost));
-            let found = unkept.iter_mut().find(|unkept| unkept.id == id && unkept.tokens >= cost);
-            if let Some(Unkept { tokens, origin, .. }) = found
-                && !self.desk.in_hand.contains(&line)
-            {
-                *tokens -= cost;
-                self.desk.in_hand.push(line);
-                self.progress.gifts.push((line.rule, origin.gift(cost)));
-            }
-        }
-    }
-
-    /// Whether the store has refused what was lacking, and the table has no place to remember it. Then the desk says so.
-    fn is_refused(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) -> bool {
-        let (refused, now_ms) = (flight.refused.borrow(), self.shared.clock.now().unix_ms);
-        let mut is_refused = false;
-        for i in lacking {
-            let line = self.desk.lines[*i];
-            let Some(asker) = self.desk.askers[line.rule] else { continue };
-            let counter = book.layer_of(roster, line).counter(asker);
-            let took = refused.iter().find(|(id_, _)| *id_ == id(counter)).map(|(_, took)| took);
-            let charge = &mut self.desk.charges[*i];
-            charge.full = took.is_some();
-            if let Some(took) = took.filter(|_| self.shared.table.tally(counter, now_ms).is_none()) {
-                (charge.usage.used, charge.usage.end_ms) = (took.used, took.end_ms);
-                is_refused = true;
-            }
-        }
-        is_refused
-    }
-
     /// Refuses what lies on the desk behind `first`, of which nothing is charged any more. `None`: it was only tried out.
-    fn refuse(&mut self, book: &Book, roster: &Roster, first: usize) -> Option<Next> {
+    pub(super) fn refuse(&mut self, book: &Book, roster: &Roster, first: usize) -> Option<Next> {
         let shadow = self.progress.group.checked_sub(1).and_then(|nth| roster.shadows().get(nth).copied());
         if let Some(position) = shadow {
             self.desk.shadowed.push(position);
@@ -433,8 +328,12 @@ impl Inquiry {
     /// Begins another round, and says whether there were too many.
     pub(super) fn asks_in_vain(&mut self) -> bool {
         self.progress.rounds += 1;
-        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
-        self.progress.rounds > ROUNDS_MAX || (self.progress.rounds > ROUNDS_FREE && is_late())
+        self.progress.rounds > ROUNDS_MAX || self.is_late()
+    }
+
+    /// Whether it has asked for long enough.
+    pub(super) fn is_late(&self) -> bool {
+        self.progress.rounds > ROUNDS_FREE && Instant::from_std(self.shared.clock.instant()) >= self.deadline
     }
 
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
@@ -450,10 +349,14 @@ impl Inquiry {
         goes
     }
 
-    /// The rules that wait go on without the store.
-    pub(super) fn lose_patience(&mut self, rules: &[usize]) {
+    /// The rules that wait go on without the store; `began` is when they began to.
+    pub(super) fn lose_patience(&mut self, rules: &[usize], began: Instant) {
         for rule in rules {
             self.progress.beyond[*rule] = true;
+        }
+        // A server that has answered until just now is not away.
+        if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
+            return;
         }
         if let Some(text) = rules.first().and_then(|rule| self.text(*rule)) {
             let server = self.shared.store.server_of(&self.shared.base(&text, "", 0));

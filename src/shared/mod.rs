@@ -1,12 +1,12 @@
 //! Counters that several gateways share, in Redis or Valkey.
 //!
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`; `queue` puts calls
-//! together, `ration` is how much may be answered) to one server, to
-//! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
-//! were fetched and how many to fetch next, `flight` fetches them, `errand` works out what for, `outage` is about when
-//! nobody can be asked and what was counted meanwhile. `inquiry` is the decision about one request, as far as it has to
-//! wait for an answer, `place` what the store decides for it itself, `consult` decisions for those who ask without a
-//! request. `survey` asks servers what they are before they are relied upon, and `health` says what follows from it.
+//! together, `ration` is how much may be answered) to one server, to the master that `sentinel`s know, or to the nodes of a
+//! `cluster` by the `slot` of a key. `leases` keeps which tokens were fetched and how many to fetch next, `flight` fetches
+//! them, `errand` works out what for, `outage` is about when nobody can be asked and what was counted meanwhile. `inquiry` is
+//! the decision about one request, as far as it has to wait for an answer, `supply` how it comes to what it lacks, `place`
+//! what the store decides for it itself, `consult` decisions for those who ask without a request. `survey` asks servers what
+//! they are before they are relied upon, and `health` says what follows from it.
 //!
 //! Each event loop has all of this for itself; what was fetched lies in the table that they have in common. This
 //! room does not know HTTP, nor what a route is.
@@ -43,6 +43,7 @@ pub mod script;
 mod sentinel;
 mod slot;
 pub mod store;
+mod supply;
 pub mod survey;
 
 /// How often leases that lie idle are looked for.

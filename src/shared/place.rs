@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::Shared;
 use super::inquiry::{Inquiry, Next, within};
@@ -143,6 +144,7 @@ impl Inquiry {
             return Some(Sent::Refused);
         }
         let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
+        let began = Instant::from_std(shared.clock.instant());
         let told = shared.charge(wants.clone());
         let (refused, took) = match within(self.deadline, told).await {
             Some(Ok(Outcome::Granted(took))) => (false, took),
@@ -150,7 +152,7 @@ impl Inquiry {
             Some(Ok(Outcome::OtherWindow)) => return Some(Sent::OtherWindow),
             Some(Ok(Outcome::Failed) | Err(_)) => return Some(Sent::Failed),
             None => {
-                self.lose_patience(&rules);
+                self.lose_patience(&rules, began);
                 return None;
             }
         };

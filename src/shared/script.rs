@@ -107,6 +107,13 @@ impl At {
         }
     }
 
+    /// Whether a plain window begins later than that; windows of a calendar differ in length by an eighth at most.
+    pub fn is_ahead_of(self, now_ms: u64) -> bool {
+        let At::Plain { end_ms, next_end_ms, .. } = self else { return false };
+        let length_ms = next_end_ms.saturating_sub(end_ms);
+        end_ms.saturating_sub(length_ms + length_ms / 8 + LEAD_MAX_MS) > now_ms
+    }
+
     /// Number and end of the window that is open at a time, if it is the first or the second.
     fn window(self, now_ms: u64) -> Option<(u64, u64)> {
         match self {
@@ -419,6 +426,16 @@ mod tests {
             assert_eq!(taken(&ints(strange), asks[..1].iter()), None, "{strange:?}");
         }
         assert_eq!(taken(&Value::Nil, asks.iter()), None);
+    }
+
+    #[test]
+    fn windows_that_have_not_begun_are_told_apart_from_those_that_have() {
+        let day_ms = 86_400_000;
+        // A month of 28 days before one of 31, of which the second is open.
+        let at = At::Plain { number: 1, end_ms: 100 * day_ms, next_end_ms: 131 * day_ms };
+        let ahead = [70, 73].map(|day| at.is_ahead_of(day * day_ms));
+        assert_eq!((ahead, at.is_ahead_of(40 * day_ms)), ([false, false], true));
+        assert!(!At::Floating { period_ms: 60 }.is_ahead_of(0));
     }
 
     #[test]

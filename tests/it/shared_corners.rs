@@ -1,6 +1,8 @@
 //! Counters that are shared, in the corners: a table that is full, rules of several kinds in one request, a Redis
 //! that has forgotten, outages that outlast windows.
 
+use std::io::Write;
+use std::net::TcpStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -177,4 +179,70 @@ fn each_loop_comes_back_without_a_new_limit() {
         passed += admitted(&gateway, "alice", 1);
     }
     assert_eq!(passed, 50);
+}
+
+#[test]
+fn a_lowered_limit_holds_for_what_was_fetched_before() {
+    let redis = RedisServer::start();
+    let toml =
+        |limit: u32| by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule(&format!("[\"{limit}/30d\"]"), ""));
+    let gateways = Siblings::start(1, &toml(100_000));
+    assert_eq!(admitted(&gateways.0[0], "alice", 300), 300);
+    gateways.rewrite(&toml(200));
+    assert_eq!(admitted(&gateways.0[0], "alice", 20), 0);
+    gateways.rewrite(&toml(100_000));
+    assert_eq!(admitted(&gateways.0[0], "alice", 20), 20);
+}
+
+#[test]
+fn what_is_refused_in_one_place_is_counted_in_none() {
+    let redis = RedisServer::start();
+    // One is counted on this machine, in shards; one with tokens that were fetched, one by Redis itself.
+    let rules = named("here", "[{ limit = 1000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
+        + &named("leased", "[\"1000/30d\"]", "shared = \"lease\"")
+        + &named("exact", "[\"7/30d\"]", "shared = \"exact\"")
+        + &named("tried", "[\"3/30d\"]", "shared = \"exact\"\non_limit = \"shadow\"");
+    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
+    assert_eq!(at_once(&gateway, "alice", 30), 7);
+    assert_eq!(admitted(&gateway, "alice", 10), 0);
+    for (rule, used) in [("here", 7), ("exact", 7), ("tried", 3)] {
+        let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+        assert_eq!(said["count"], json!(used), "{rule}");
+    }
+    eventually("what was fetched in vain is returned", || {
+        let said = decide(&gateway, "value", &json!({ "rule": "leased", "key": "alice" }));
+        said["count"] == json!(7)
+    });
+}
+
+#[test]
+fn who_goes_away_while_he_waits_has_consumed_nothing() {
+    let redis = RedisServer::start();
+    let rules =
+        named("here", "[\"10/30d\"]", "shared = \"off\"") + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
+    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    redis.stop();
+    for _ in 0..5 {
+        let mut gone = TcpStream::connect(gateway.http).unwrap();
+        gone.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
+        thread::sleep(Duration::from_millis(50));
+    }
+    redis.cont();
+    for rule in ["here", "exact"] {
+        eventually("only the first one counts", || {
+            let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+            said["count"] == json!(1)
+        });
+    }
+}
+
+#[test]
+fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
+    let redis = RedisServer::at_clock(-7200, "");
+    let gateway = Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule("[\"20/1h\"]", "")));
+    assert_eq!(admitted(&gateway, "alice", 5), 5);
+    let hour = now_ms() / 3_600_000 - 2;
+    let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.contains("alice")).collect();
+    assert!(keys.iter().all(|key| *key == format!("transom:{{r|alice}}:{hour}")), "{keys:?} in hour {hour}");
 }

@@ -88,6 +88,10 @@ fn the_servers_clock_decides_which_window_it_is() {
         let took = granted(store.take(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
         assert_eq!(took[0].number, 2);
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
+        // One that is far ahead is told the time, and has counted in no window that has not begun.
+        let astray = plain("t:{d}", 60, 5);
+        assert!(matches!(store.take(&[astray], now_ms + 30_000).await, Ok(Answer::OtherWindow { .. })));
+        assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
     });
 }
 
