@@ -437,6 +437,8 @@ where
             let _ = stands.send(Ok(()));
             // Within the future, so that what it makes finds the runtime.
             runtime.block_on(async { run().await });
+            // A name that is being looked up is not waited for.
+            runtime.shutdown_background();
         }
         Err(error) => drop(stands.send(Err(error))),
     };

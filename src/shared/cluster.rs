@@ -229,7 +229,10 @@ fn ranges(said: &Value, asked: &Node) -> Option<Vec<Range>> {
         let master = named(text(host).unwrap_or_default(), u16::try_from(*port).ok()?, asked)?;
         Some(Range { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
     };
-    said.iter().map(range).collect()
+    let ranges: Vec<Range> = said.iter().map(range).collect::<Option<_>>()?;
+    // Each slot has one master.
+    let slots: usize = ranges.iter().map(|range| usize::from(range.last.saturating_sub(range.first)) + 1).sum();
+    (slots <= usize::from(SLOTS)).then_some(ranges)
 }
 
 /// A node as others name it. One that does not know its own name is where it was asked.
@@ -284,5 +287,7 @@ mod tests {
         ];
         assert_eq!(ranges(&said, &node("asked", 9)).as_deref(), Some(&expected[..]));
         assert_eq!(ranges(&Value::Array(vec![range(0, 1, &[])]), &node("asked", 9)), None);
+        let all = range(0, 16383, &[server("a", 1)]);
+        assert_eq!(ranges(&Value::Array(vec![all, range(5, 5, &[server("b", 2)])]), &node("asked", 9)), None);
     }
 }

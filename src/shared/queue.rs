@@ -17,8 +17,9 @@ use super::script::{self, Ask, Decision, Scripts};
 
 /// Runs that are under way at once: one is decided while others are on their way.
 const RUNS_MAX: usize = 3;
-/// Calls in one run: a server does nothing else meanwhile.
+/// Calls in one run, and counters: a server does nothing else meanwhile, and a script can look up 8000 at most.
 const CALLS_MAX: usize = 64;
+const COUNTERS_MAX: usize = 1024;
 
 /// Which calls may be sent together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,14 +91,18 @@ impl Queue {
         let mut waiting = self.waiting.borrow_mut();
         let most = waiting.len().min(CALLS_MAX);
         let (mut asks, mut tells): (Vec<Ask>, Vec<Tell>) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        let mut counters = 0;
         while asks.len() < CALLS_MAX {
             let Some(next) = waiting.front() else { break };
-            let joins = asks.first().is_none_or(|first| together == Together::Any || base(first) == base(&next.ask));
+            let is_near = |first: &Ask| together == Together::Any || base(first) == base(&next.ask);
+            let has_room = counters + next.ask.wants.len() <= COUNTERS_MAX;
+            let joins = asks.first().is_none_or(|first| has_room && is_near(first));
             if !joins && !next.tell.is_closed() {
                 break;
             }
             let Some(Waiting { ask, tell }) = waiting.pop_front() else { break };
             if !tell.is_closed() {
+                counters += ask.wants.len();
                 asks.push(ask);
                 tells.push(tell);
             }

@@ -6,9 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tokio::task::spawn_local;
+use transom::shared::script::Want;
+use transom::shared::store::Store;
+
 use crate::world::judge::now_ms;
 use crate::world::process::Process;
 use crate::world::redis::RedisServer;
+use crate::world::shared::{granted, on_loop, plain, single};
 use crate::world::siblings::{rule, shared};
 use crate::world::upstream::{Talk, Upstream};
 use crate::world::{DEADLINE, eventually};
@@ -207,4 +212,23 @@ fn a_counter_that_somebody_else_made_too_large_harms_no_other() {
     assert!(began.elapsed() < DEADLINE);
     assert_eq!(redis.cli(&["GET", &key]), "99999999999999999999");
     assert_eq!(gateway.metrics().sum("transom_shared_requests_total", &[("outcome", "unreachable")]), 0);
+}
+
+#[test]
+fn many_calls_about_many_counters_are_more_than_one_script_decides() {
+    let redis = RedisServer::start();
+    let store = Store::new(&single(&redis));
+    on_loop(async {
+        let calls: Vec<_> = (0..64)
+            .map(|call| {
+                let store = store.clone();
+                let wants: Vec<Want> = (0..200).map(|layer| plain(&format!("t:{{{call}}}:{layer}"), 1, 9)).collect();
+                spawn_local(async move { granted(store.take(&wants, 0).await.unwrap()).len() })
+            })
+            .collect();
+        for call in calls {
+            assert_eq!(call.await.unwrap(), 200);
+        }
+    });
+    assert_eq!(redis.number(&["DBSIZE"]), 64 * 200);
 }
