@@ -51,6 +51,13 @@ impl Charge {
         matches!(self.ask.course, Course::Floating(_))
     }
 
+    /// As [`Charge::share`], for whoever is about to give it back: from then on it counts as not charged.
+    pub fn take_share(&mut self) -> Option<Share> {
+        let share = self.share();
+        self.slot = None;
+        share
+    }
+
     /// What was charged here, if the counter is not split.
     pub fn share(&self) -> Option<Share> {
         self.slot.map(|slot| Share { ask: self.ask, paid: Paid::at(slot, self.counter, self.usage, self.tokens) })

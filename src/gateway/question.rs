@@ -97,7 +97,7 @@ impl Question {
     ) -> Result<Permit, Denial> {
         let snapshot = &*view.snapshot;
         let slate = &snapshot.slates[self.slate];
-        let ruling = self.inquiry.decide(&snapshot.book, &slate.roster).await;
+        let ruling = self.inquiry.decide(&slate.roster).await;
         let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
         let now_ms = hall.clock.now().unix_ms;
         record.decision(self.slate, &ruling.desk, &ruling.judgement);

@@ -107,13 +107,11 @@ impl Settlement {
             settled = true;
             if cost > term.reserve {
                 let asker = Asker { cost: cost - term.reserve, ..asker };
-                let text = self.texts[term.position].as_ref();
-                if let (Some(shared), Some(text)) = (&hall.shared, text)
-                    && shared.overdraw(book, &slate.roster, term.position, asker, text)
-                {
-                    continue;
+                let (rule, text) = (slate.roster.rules[term.position], self.texts.get(term.position));
+                match (&hall.shared, text.and_then(Option::as_ref)) {
+                    (Some(shared), Some(text)) => shared.overdraw(book, rule, asker, text),
+                    _ => book.overdraw(rule, asker, &hall.table, now_ms),
                 }
-                book.overdraw(slate.roster.rules[term.position], asker, &hall.table, now_ms);
             } else {
                 book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
                 let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);

@@ -131,8 +131,8 @@ impl Turn {
         let (judgement, gifts) = match self.hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
             None => (book.charge_again(&slate.roster, &again, &self.hall.table, now_ms, &mut desk), Vec::new()),
             Some(shared) => {
-                let inquiry = shared.charge_again(&slate.roster, again, desk, self.placed.texts.clone());
-                let ruling = inquiry.decide(book, &slate.roster).await;
+                let inquiry = shared.charge_again(book, &slate.roster, again, desk, self.placed.texts.clone());
+                let ruling = inquiry.decide(&slate.roster).await;
                 let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
                 desk = ruling.desk;
                 (ruling.judgement, ruling.gifts)

@@ -201,6 +201,11 @@ fn neighbourhood(usual_ms: u64) -> u64 {
 }
 
 impl Roster {
+    /// The layers that everyone has of the enforced rules, from the narrowest to the widest.
+    pub fn enforced(&self) -> &[Line] {
+        &self.enforced
+    }
+
     /// Whether refusals count under any of its rules.
     pub fn counts_refused(&self) -> bool {
         self.counts_refused

@@ -34,6 +34,8 @@ pub struct Desk {
     pub lines: Vec<Line>,
     /// What was charged of counters that are split.
     pub shares: Vec<Share>,
+    /// Where in `shares` those begin that belong to the rules which are decided on just now.
+    pub first_share: usize,
     /// Positions of the shadow rules that would have refused the request.
     pub shadowed: Vec<usize>,
     /// How each rule of the roster is counted, where several gateways share counters.

@@ -69,8 +69,15 @@ impl Book {
     }
 
     /// The enforced lines of a request in the order in which they are charged.
+    /// They are in the desk's own list: see [`Desk::put_back`].
     pub fn enforced(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
-        self.lines_of(roster, desk)
+        if desk.askers.iter().flatten().any(|asker| asker.variant != 0) {
+            return self.lines_of(roster, desk);
+        }
+        let mut lines = std::mem::take(&mut desk.own_lines);
+        lines.clear();
+        lines.extend_from_slice(roster.enforced());
+        lines
     }
 
     /// The lines of a shadow rule, by its position.
@@ -138,6 +145,40 @@ impl Book {
         room
     }
 
+    /// What a key has used of a layer by the counters of this machine; `rule` is a position in the book.
+    pub fn used_here<const W: usize>(
+        &self,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        table: &Table<W>,
+        now_ms: u64,
+    ) -> Use {
+        let mut charge = self.charge_here(rule, layer, asker, now_ms);
+        look(table, std::slice::from_mut(&mut charge), self.time(now_ms));
+        charge.usage
+    }
+
+    /// Forgets that; returns how much it was.
+    pub fn forget_here<const W: usize>(
+        &self,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        table: &Table<W>,
+        now_ms: u64,
+    ) -> u64 {
+        let charge = self.charge_here(rule, layer, asker, now_ms);
+        let counters = charge.split.counters(charge.counter);
+        counters.map(|counter| table.forget(counter, charge.ask, self.time(now_ms))).sum()
+    }
+
+    fn charge_here(&self, rule: usize, layer: usize, asker: Asker, now_ms: u64) -> Charge {
+        let layer = self.entries[rule].layer(layer);
+        let end_ms = self.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms;
+        layer.charge(Asker { cost: 0, ..asker }, end_ms, 0)
+    }
+
     /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
     fn only_lacks<const W: usize>(
         &self,
@@ -182,17 +223,31 @@ impl Book {
                         }
                     }
                 }
-                Stand::Alone => charge.usage.used += u64::from(layer.capacity).saturating_sub(charge.ask.ceiling),
+                Stand::Alone => {
+                    let whole = charge.ask.ceiling.max(u64::from(layer.capacity));
+                    charge.usage.used += whole - charge.ask.ceiling;
+                    charge.ask.ceiling = whole;
+                }
             }
         }
     }
 
-    /// Puts down lines for the store to decide, as ordinary charges that nobody has made; returns from where on.
-    pub fn lay_aside(&self, roster: &Roster, lines: &[Line], now_ms: u64, desk: &mut Desk) -> usize {
+    /// Puts down lines for the store to decide, or for later, as ordinary charges that nobody has made; returns from where on.
+    pub fn lay_aside<const W: usize>(
+        &self,
+        roster: &Roster,
+        lines: &[Line],
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+    ) -> usize {
         let behind = desk.charges.len();
         for line in lines {
             if let Some(asker) = desk.askers[line.rule] {
-                let charge = desk.charge(self, roster, *line, asker, now_ms);
+                let mut charge = desk.charge(self, roster, *line, asker, now_ms);
+                if desk.stands.get(line.rule) == Some(&Stand::Alone) {
+                    beside_others(&mut charge, table, now_ms);
+                }
                 desk.charges.push(charge);
                 desk.lines.push(*line);
             }
@@ -214,15 +269,27 @@ impl Book {
         take(table, &mut charges[behind..until], shares, self.time(now_ms)) == Verdict::Admitted
     }
 
-    /// Looks anew at what lies on the desk behind `behind`, by the use that is known of it.
-    pub fn measure(&self, roster: &Roster, now_ms: u64, desk: &mut Desk, behind: usize) {
+    /// Looks anew at what lies on the desk behind `behind`: at what is counted here, and by the use that is known of it at
+    /// what the store decides.
+    pub fn measure<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &mut Desk,
+        behind: usize,
+    ) {
         let uses: Vec<Use> = desk.charges[behind..].iter().map(|charge| charge.usage).collect();
         let lines = desk.lines[behind..].to_vec();
         desk.rewind(behind);
-        self.lay_aside(roster, &lines, now_ms, desk);
-        for (charge, usage) in desk.charges[behind..].iter_mut().zip(uses) {
-            charge.usage = usage;
-            charge.full = !usage.admits(charge.ask);
+        self.lay_aside(roster, &lines, table, now_ms, desk);
+        let Desk { charges, stands, .. } = desk;
+        for ((charge, line), usage) in charges[behind..].iter_mut().zip(&lines).zip(uses) {
+            charge.usage = match stands[line.rule] {
+                Stand::Own | Stand::Alone => table.look(charge.counter, charge.ask, self.time(now_ms)).0,
+                Stand::Leased | Stand::Aside => usage,
+            };
+            charge.full = !charge.usage.admits(charge.ask);
         }
     }
 
@@ -269,6 +336,12 @@ impl Book {
     }
 }
 
+/// Leaves to a charge on this machine alone what is not known to be used elsewhere.
+fn beside_others<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
+    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
+    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
+}
+
 impl Entry {
     /// Whether any of its counters is split, where gateways share them.
     pub fn is_split(&self) -> bool {
@@ -287,9 +360,16 @@ impl Layer {
 }
 
 impl Desk {
-    /// What was charged behind `first`, so that it can be taken back.
-    pub fn shares_behind(&self, first: usize) -> impl Iterator<Item = Share> + '_ {
-        self.charges[first..].iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    /// Takes back the list that was used for lines, so that the next request need not allocate one.
+    pub fn put_back(&mut self, lines: Vec<Line>) {
+        self.own_lines = lines;
+    }
+
+    /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
+    pub fn take_back(&mut self, first: usize) -> Vec<Share> {
+        let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
+        let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
+        whole.chain(self.shares.drain(split..)).collect()
     }
 
     /// Makes charges that were taken back say so.
@@ -321,10 +401,7 @@ impl Desk {
             let layer = book.layer_of(roster, *line);
             match stand {
                 Stand::Leased => layer.lease(&mut charge),
-                Stand::Alone => {
-                    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
-                    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
-                }
+                Stand::Alone => beside_others(&mut charge, table, now_ms),
                 Stand::Own | Stand::Aside => {}
             }
             self.charges.push(charge);

@@ -199,7 +199,7 @@ impl Book {
             charge
                 .split
                 .counters(charge.counter)
-                .for_each(|counter| table.forget(counter, charge.ask, self.time(now_ms)));
+                .for_each(|counter| _ = table.forget(counter, charge.ask, self.time(now_ms)));
         }
     }
 

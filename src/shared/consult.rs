@@ -1,6 +1,7 @@
 //! Decisions for those who ask without a request. They are few, and want to know what all gateways together have counted: so
 //! the store is asked each time, and nothing is fetched for later.
 
+use std::mem::take;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -41,12 +42,13 @@ impl Shared {
         progress.asks = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let texts = vec![Some(Rc::clone(&subject.text))];
-        Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
+        let (shared, book) = (Rc::clone(self), Arc::clone(subject.book));
+        Box::new(Inquiry { shared, book, desk, texts, progress, next: None, deadline })
     }
 
     /// Decides and consumes.
     pub async fn limit(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Ruling, Unavailable> {
-        self.inquire(subject).decide(subject.book, subject.roster).await
+        self.inquire(subject).decide(subject.roster).await
     }
 
     /// Decides whether there is room, also in windows to come, and when; nothing is consumed by it.
@@ -76,10 +78,10 @@ impl Shared {
                 return Err(Unavailable);
             }
             let room = book.look_alone(roster, &lines, &self.table, self.clock.now().unix_ms, desk);
-            return Ok(Standing { desk: inquiry.desk, room });
+            return Ok(Standing { desk: take(&mut inquiry.desk), room });
         }
         let room = inquiry.desk.charges.iter().all(|charge| charge.usage.admits(charge.ask));
-        Ok(Standing { desk: inquiry.desk, room })
+        Ok(Standing { desk: take(&mut inquiry.desk), room })
     }
 
     /// Forgets what was counted: in the store, and here. What other gateways have fetched before is theirs to spend.
@@ -117,7 +119,8 @@ impl Shared {
                 let want = Want { base: self.base(text, suffix, shard), least: 0, ..blank };
                 match self.take(std::slice::from_ref(&want)).await {
                     Ok(Answer::Granted { took, .. }) => {
-                        charge.usage.used += took.iter().map(|took| took.used).sum::<u64>();
+                        let used = took.iter().fold(0, |sum: u64, took| sum.saturating_add(took.used));
+                        charge.usage.used = charge.usage.used.saturating_add(used);
                         gifts.extend(took.iter().map(|took| want.origin(*took).gift(TOKENS_MAX)));
                     }
                     Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(_) => {
@@ -135,7 +138,7 @@ impl Shared {
         let Subject { book, roster, asker, .. } = subject;
         let mut inquiry = self.inquire(subject);
         let lines: Vec<Line> = book.enforced(roster, &mut inquiry.desk);
-        book.lay_aside(roster, &lines, self.clock.now().unix_ms, &mut inquiry.desk);
+        book.lay_aside(roster, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.desk);
         let cost = asker.cost;
         inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
         let sent = if inquiry.go_beyond(&[0]) { None } else { inquiry.send(book, roster, 0).await };

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use super::line::{Failure, Line};
+use super::ration::Rationed;
 use crate::config::shared::{Node, Shared};
 
 /// Until a server that is connected to answers its first question.
@@ -135,7 +136,7 @@ where
         .set_connection_timeout(None)
         .set_pipeline_buffer_size(QUEUE)
         .set_write_backpressure_boundary(WRITE_BYTES);
-    let opened = MultiplexedConnection::new_with_config(login, stream, settings).await;
+    let opened = MultiplexedConnection::new_with_config(login, Rationed::new(stream), settings).await;
     let (calls, driver) = opened.map_err(|error| refused(&error))?;
     Ok(Sender { calls, driver: tokio::task::spawn_local(driver) })
 }

@@ -110,15 +110,28 @@ impl Shared {
 
     /// What is asked of the store for one layer: nothing yet.
     pub(super) fn want(&self, book: &Book, roster: &Roster, line: Line, asker: Asker, text: &str, now_ms: u64) -> Want {
-        let entry = &book.entries[roster.rules[line.rule]];
-        let layer = entry.layer(line.layer);
+        self.want_of(book, roster.rules[line.rule], line.layer, asker, text, now_ms)
+    }
+
+    /// As [`Shared::want`], for a layer of the rule at a position in the book.
+    pub(super) fn want_of(
+        &self,
+        book: &Book,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        text: &str,
+        now_ms: u64,
+    ) -> Want {
+        let entry = &book.entries[rule];
+        let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
         let windows = &book.timelines[layer.timeline];
         let at = match (layer.form, span(windows, now_ms, asker.offset)) {
             (Form::Plain, Some(Span { number, end_ms, next_end_ms })) => At::Plain { number, end_ms, next_end_ms },
             (Form::Account, Some(Span { number, end_ms, next_end_ms })) => At::Grid { number, end_ms, next_end_ms },
             (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
         };
-        let base = self.base(text, entry.suffix(line.layer), 0);
+        let base = self.base(text, suffix, 0);
         let ceiling = u64::from(layer.capacity);
         let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
         Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
@@ -127,10 +140,9 @@ impl Shared {
     /// What is certainly used of a counter, if the store may not know it any more.
     fn least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
         let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
-        let generation = self.generation.get();
-        let is_confirmed = self.leases.known(id(counter), |record| record.generation == generation);
-        let doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
-        if is_confirmed.unwrap_or(!doubtful) { 0 } else { u64::from(used) }
+        let is_confirmed = self.leases.known(id(counter), |record| record.generation == self.generation.get());
+        let is_doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
+        if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
@@ -149,7 +161,6 @@ impl Shared {
         let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
         Errand {
             counter: layer.counter(asker),
-            line,
             suffix: entry.suffix(line.layer).into(),
             text,
             shards: layer.shards_elsewhere,

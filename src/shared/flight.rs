@@ -16,14 +16,11 @@ use super::store::{Server, StoreError};
 use crate::count::lease::Deposit;
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
-use crate::rule::book::Line;
 
 /// Fetches tokens for one counter.
 pub struct Errand {
     /// The layer's ordinary counter.
     pub counter: Counter,
-    /// Where in the roster it stands.
-    pub line: Line,
     /// What the key is in the store, and what comes behind it.
     pub text: Rc<str>,
     pub suffix: Rc<str>,
@@ -36,13 +33,16 @@ pub struct Errand {
 pub struct Flight {
     landed: Cell<Option<bool>>,
     notify: Notify,
-    /// What was fetched and found no place in the table: for whoever sent it.
+    /// What was fetched and found no place in the table: for those who wait.
     pub unkept: RefCell<Vec<Unkept>>,
+    /// The counters that had not what was needed, and what is used of each.
+    pub refused: RefCell<Vec<(Id, Took)>>,
 }
 
 /// Tokens that found no place in the table.
 pub struct Unkept {
-    pub line: Line,
+    /// Of which counter.
+    pub id: Id,
     pub tokens: u64,
     pub origin: Origin,
 }
@@ -105,12 +105,11 @@ impl Shared {
             let answered = shared.fly(errands, &under_way).await;
             ids.iter().for_each(|id| _ = shared.leases.known(*id, |record| record.flight = None));
             under_way.land(answered);
-            // Those who wait are woken now, and have their hands on it; if there are none, nobody has a use for the rest.
+            // Those who wait are woken now, and take what they need; nobody has a use for the rest.
             tokio::task::yield_now().await;
-            if Rc::strong_count(&under_way) == 1 {
-                let unkept = under_way.unkept.take();
-                shared.give(unkept.iter().map(|unkept| unkept.origin.gift(unkept.tokens)).collect()).await;
-            }
+            let rest = under_way.unkept.take();
+            let rest = rest.iter().filter(|unkept| unkept.tokens > 0);
+            shared.give(rest.map(|unkept| unkept.origin.gift(unkept.tokens)).collect()).await;
         });
         flight
     }
@@ -127,7 +126,7 @@ impl Shared {
                 Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => {
                     call.iter().zip(took).for_each(|(errand, took)| self.put_by(errand, &errand.want, took, flight));
                 }
-                Ok(Answer::OtherWindow { .. }) => return true,
+                Ok(Answer::OtherWindow { time_ms }) => return self.follows(time_ms),
                 Err(_reported) => return false,
             }
         }
@@ -159,14 +158,15 @@ impl Shared {
                         Some(seen) if seen.used < part && part - seen.used < need => need = part - seen.used,
                         _ => break took,
                     },
-                    Ok(Answer::OtherWindow { .. }) => return true,
+                    Ok(Answer::OtherWindow { time_ms }) => return self.follows(time_ms),
                     Err(_reported) => return false,
                 }
             };
             let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
-            used_most = (took.used * u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
+            used_most =
+                took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
             self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);
@@ -175,22 +175,34 @@ impl Shared {
             }
             if i + 1 == shards {
                 self.table.note(errand.counter, took.end_ms, errand.want.limit, self.clock.now().unix_ms);
+                let all = Took { used: whole, ..took };
+                flight.refused.borrow_mut().push((id(errand.counter), all));
             }
         }
         true
     }
 
     /// Deposits what was handed out.
-    fn put_by(&self, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
-        let now_ms = self.clock.now().unix_ms;
-        let used = u32::try_from(took.used).unwrap_or(u32::MAX);
-        self.table.note(errand.counter, took.end_ms, used, now_ms);
+    fn put_by(self: &Rc<Self>, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
+        let (now_ms, id) = (self.clock.now().unix_ms, id(errand.counter));
+        // Where nothing was taken, the store says what it knows.
+        let has_forgotten = took.used < want.least;
+        let used = took.used.max(want.least);
+        self.table.note(errand.counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+        if want.need > 0 && took.granted == 0 && errand.shards == 1 {
+            flight.refused.borrow_mut().push((id, Took { used, ..took }));
+        }
         let origin = want.origin(took);
-        self.leases.known(id(errand.counter), |record| {
-            record.generation = self.generation.get();
+        let former = self.leases.known(id, |record| {
+            if !has_forgotten {
+                record.generation = self.generation.get();
+            }
             record.landed(took.granted, took.end_ms, want.need > 0);
-            record.origin = Some(origin.clone());
+            record.origin.replace(origin.clone())
         });
+        if let Some(former) = former.flatten().filter(|former| former.end_ms < took.end_ms) {
+            self.put_away(errand.counter, &former);
+        }
         let Ok(tokens) = u32::try_from(took.granted) else { return };
         if tokens == 0 {
             return;
@@ -199,8 +211,19 @@ impl Shared {
         match self.table.deposit(errand.counter, took.end_ms, tokens, now_ms) {
             Deposit::Kept => {}
             Deposit::Full | Deposit::Over => {
-                flight.unkept.borrow_mut().push(Unkept { line: errand.line, tokens: took.granted, origin });
+                flight.unkept.borrow_mut().push(Unkept { id, tokens: took.granted, origin });
             }
+        }
+    }
+
+    /// Takes away what is left of a window that has ended: it is worth nothing any more, unless what a window leaves
+    /// belongs to the next.
+    fn put_away(self: &Rc<Self>, counter: Counter, former: &Origin) {
+        let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
+        match former.kind {
+            Kind::Plain => self.meter.expired(u64::from(left)),
+            Kind::Grid | Kind::Floating if left > 0 => self.give_later(vec![former.gift(u64::from(left))]),
+            Kind::Grid | Kind::Floating => {}
         }
     }
 
@@ -221,19 +244,40 @@ impl Shared {
 
     /// Gives tokens back, as far as the store can be reached; what can not be given back is lost until its window ends.
     pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Gift>) {
-        let mut rest = gifts.as_slice();
-        while let Some(first) = rest.first() {
-            let is_other = |gift: &Gift| !self.store.is_one_call(&first.base, &gift.base);
-            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()).min(GIFTS_MAX));
-            rest = others;
-            let began = self.clock.instant();
-            match self.store.give(call).await {
-                Ok(returned) => {
-                    self.meter.returned(returned);
-                    self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
-                }
-                Err(error) => self.failed(self.store.server_of(&first.base), &error),
+        let mut calls: Vec<Vec<Gift>> = Vec::new();
+        for gift in gifts {
+            let joins = |call: &&mut Vec<Gift>| {
+                let is_near = |first: &Gift| self.store.is_one_call(&first.base, &gift.base);
+                call.len() < GIFTS_MAX && call.first().is_some_and(is_near)
+            };
+            match calls.last_mut().filter(joins) {
+                Some(call) => call.push(gift),
+                None => calls.push(vec![gift]),
             }
+        }
+        while calls.len() > 1 {
+            let others = calls.split_off(calls.len().min(GIVES_TOGETHER));
+            let give = |call| tokio::task::spawn_local(Rc::clone(self).give_one_call(call));
+            let given: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(give).collect();
+            for given in given {
+                // One that failed has said so.
+                drop(given.await);
+            }
+        }
+        if let Some(call) = calls.pop() {
+            Rc::clone(self).give_one_call(call).await;
+        }
+    }
+
+    async fn give_one_call(self: Rc<Self>, gifts: Vec<Gift>) {
+        let Some(first) = gifts.first().filter(|first| !self.is_beyond(&first.base)) else { return };
+        let began = self.clock.instant();
+        match self.store.give(&gifts).await {
+            Ok(returned) => {
+                self.meter.returned(returned);
+                self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
+            }
+            Err(error) => self.failed(self.store.server_of(&first.base), &error),
         }
     }
 
@@ -241,7 +285,11 @@ impl Shared {
     pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.purse(counter, now_ms);
-        let withdraw = |counter, end_ms| self.table.withdraw(counter, end_ms, u32::MAX);
+        // What can not be returned now may still be spent.
+        let withdraw = |counter, origin: &Origin| match self.is_beyond(&origin.base) {
+            true => None,
+            false => Some(self.table.withdraw(counter, origin.end_ms, u32::MAX)),
+        };
         let idle = self.leases.idle(all, self.clock.instant(), left, withdraw);
         self.meter.outstanding(self.leases.outstanding(left));
         // A window that has ended takes nothing back, unless what it leaves belongs to the next.
@@ -251,10 +299,18 @@ impl Shared {
         self.give(live.iter().map(|(origin, tokens)| origin.gift(u64::from(*tokens))).collect()).await;
     }
 
+    /// Whether the gateway's time is the store's, now that the store has told it.
+    pub(super) fn follows(&self, time_ms: u64) -> bool {
+        self.clock.now().unix_ms.abs_diff(time_ms) < CLOCKS_APART_MS
+    }
+
     fn met(&self, began: Instant) {
         let generation = self.store.generation();
         if generation != self.generation.get() {
-            self.generation.set(generation);
+            let is_first = self.generation.replace(generation) == 0;
+            if is_first {
+                return;
+            }
             let ago = self.clock.instant().duration_since(began);
             self.doubtful_ms.set(self.clock.now().unix_ms.saturating_sub(ago.as_millis() as u64));
         }
@@ -267,5 +323,8 @@ impl Shared {
     }
 }
 
-/// How many counters are given back to in one call.
+/// A store whose time is further away than this is not followed.
+const CLOCKS_APART_MS: u64 = 5000;
+/// How many counters are given back to in one call, and how many calls are under way at once.
 const GIFTS_MAX: usize = 256;
+const GIVES_TOGETHER: usize = 32;

@@ -11,7 +11,7 @@ for i = 1, #KEYS do
   elseif kind == 'p' then
     local said = redis.pcall('GET', key)
     local used = type(said) == 'string' and string.find(said, '^[1-9]%d*$') and tonumber(said)
-    if used and (only == '' or tonumber(only) == used) then
+    if used and used <= 9007199254740991 and (only == '' or tonumber(only) == used) then
       back = math.min(tokens, used)
       if back > 0 then redis.call('DECRBY', key, string.format('%.0f', back)) end
     end

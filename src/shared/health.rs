@@ -17,7 +17,7 @@ const CLOCK_MS: u64 = 1000;
 const FULL: u64 = 90;
 
 /// What a user has to be allowed, beside the keys, `~PREFIX:*`.
-pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +decrby +hmget +hset +pexpireat \
+pub const COMMANDS: &str = "+ping +select +eval +evalsha +time +get +mget +exists +set +del +decrby +hmget +hset +pexpireat \
                             +role +info +cluster|slots +cluster|info +asking";
 
 /// How much a finding matters.

@@ -4,26 +4,30 @@
 //! enough was fetched. What the store decides itself comes last, in one call, so that it is the only one to be undone if
 //! it refuses. Who has waited for as long as a request may wait goes on as rules do in an outage.
 
+use std::mem::take;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Shared;
 use super::flight::{Flight, Unkept};
+use super::leases::id;
 use super::place::Sent;
 use super::script::Gift;
-use crate::count::shard::Share;
 use crate::metrics::shared::Without;
 use crate::rule::book::{Book, Judgement, Line, Roster};
 use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
 use crate::rule::terms::{OnOutage, Sharing};
 
-/// So often a request fetches tokens that others then take before it can; then it is refused.
+/// So often a request asks in vain, as when others take the tokens that it fetches before it can; then it does without the store.
 const ROUNDS_MAX: u32 = 64;
+/// From this round on it does so as soon as its time is over. Those before may be late because the loop was.
+const ROUNDS_FREE: u32 = 4;
 
 /// What the rules of a request say, if nothing has to be waited for.
 pub enum Begun {
@@ -36,6 +40,7 @@ pub enum Begun {
 /// A request that waits for the store.
 pub struct Inquiry {
     pub(super) shared: Rc<Shared>,
+    pub(super) book: Arc<Book>,
     pub(super) desk: Desk,
     /// What the keys of the roster's rules are in the store; of those that are shared and apply.
     pub(super) texts: Vec<Option<Rc<str>>>,
@@ -59,13 +64,16 @@ pub struct Ruling {
 #[derive(Debug)]
 pub struct Unavailable;
 
+/// Something of each rule of a roster; seldom of more than a few.
+type Positions = SmallVec<[bool; 8]>;
+
 /// How far a decision has come.
 pub(super) struct Progress {
     /// 0: the enforced rules; then each shadow rule.
     pub(super) group: usize,
     pub(super) judgement: Option<Judgement>,
     /// The rules that do without the store, by their position.
-    pub(super) beyond: Vec<bool>,
+    pub(super) beyond: Positions,
     pub(super) gifts: Vec<(usize, Gift)>,
     rounds: u32,
     /// Lines that are charged again; then nothing else is.
@@ -96,7 +104,7 @@ pub(super) enum Next {
 
 impl Progress {
     pub(super) fn new(rules: usize) -> Progress {
-        let beyond = vec![false; rules];
+        let beyond = SmallVec::from_elem(false, rules);
         Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
     }
 }
@@ -129,6 +137,7 @@ impl Shared {
                 Begun::Waits(Box::new(Inquiry {
                     texts: (0..roster.rules.len()).map(text).collect(),
                     shared: Rc::clone(self),
+                    book: Arc::clone(book),
                     desk: desk.clone(),
                     progress,
                     next: Some(next),
@@ -141,6 +150,7 @@ impl Shared {
     /// Charges lines of a request again, whose windows are over since it was charged.
     pub fn charge_again(
         self: &Rc<Self>,
+        book: &Arc<Book>,
         roster: &Roster,
         again: Vec<Line>,
         mut desk: Desk,
@@ -149,7 +159,8 @@ impl Shared {
         desk.clear();
         let progress = Progress { again: Some(again), ..Progress::new(roster.rules.len()) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        Box::new(Inquiry { shared: Rc::clone(self), desk, texts, progress, next: None, deadline })
+        let (shared, book) = (Rc::clone(self), Arc::clone(book));
+        Box::new(Inquiry { shared, book, desk, texts, progress, next: None, deadline })
     }
 
     /// Goes on with a decision until it is made, or something has to be waited for.
@@ -186,9 +197,13 @@ impl Shared {
                 return Next::Unavailable;
             }
             let first = desk.charges.len();
+            desk.first_share = desk.shares.len();
             let step = book.step(roster, &lines, &self.table, self.clock.now().unix_ms, desk, shadow.is_none());
             let judgement = match step {
-                Step::Lacking => return Next::Fetch { first },
+                Step::Lacking => {
+                    desk.put_back(lines);
+                    return Next::Fetch { first };
+                }
                 Step::Decided(judgement) => judgement,
             };
             if shadow.is_none() {
@@ -199,7 +214,10 @@ impl Shared {
                 (Judgement::Refused, None) if book.may_wait(roster, desk) && desk.stands.contains(&Stand::Leased) => {
                     return Next::Place { first, lines };
                 }
-                (Judgement::Refused, None) => return Next::Done(Judgement::Refused),
+                (Judgement::Refused, None) => {
+                    desk.put_back(lines);
+                    return Next::Done(Judgement::Refused);
+                }
                 (passes, shadow) => {
                     self.prefetch(book, roster, desk);
                     self.owe(book, roster, desk, first, texts);
@@ -212,6 +230,7 @@ impl Shared {
                     }
                 }
             }
+            desk.put_back(lines);
             progress.group += 1;
         }
     }
@@ -254,8 +273,8 @@ impl Shared {
 
 impl Inquiry {
     /// Waits for what it takes, and decides.
-    pub async fn decide(mut self: Box<Self>, book: &Arc<Book>, roster: &Roster) -> Result<Ruling, Unavailable> {
-        let shared = Rc::clone(&self.shared);
+    pub async fn decide(mut self: Box<Self>, roster: &Roster) -> Result<Ruling, Unavailable> {
+        let (shared, book) = (Rc::clone(&self.shared), &Arc::clone(&self.book));
         loop {
             let next = match self.next.take() {
                 Some(next) => next,
@@ -267,21 +286,17 @@ impl Inquiry {
             match next {
                 Next::Done(judgement) => {
                     if let Judgement::Refused = judgement {
-                        let texts = &self.texts;
-                        let text = |position: usize| texts[position].clone();
-                        shared.count_refusal(book, roster, &self.desk, &self.progress, text);
-                        shared.recheck(book, roster, &self.desk, |position| texts[position].clone());
+                        shared.count_refusal(book, roster, &self.desk, &self.progress, |rule| self.text(rule));
+                        shared.recheck(book, roster, &self.desk, |rule| self.text(rule));
                         shared.give_later(self.progress.gifts.drain(..).map(|(_, gift)| gift).collect());
                     }
-                    let Inquiry { desk, progress, texts, .. } = *self;
-                    return Ok(Ruling { judgement, desk, gifts: progress.gifts, texts });
+                    let Inquiry { desk, texts, progress, .. } = &mut *self;
+                    let (desk, texts, gifts) = (take(desk), take(texts), take(&mut progress.gifts));
+                    return Ok(Ruling { judgement, desk, gifts, texts });
                 }
-                Next::Unavailable => {
-                    let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
-                    shared.undo(book, &self.desk, 0, gifts);
-                    return Err(Unavailable);
-                }
-                Next::Fetch { first } => self.fetch(book, roster, first).await,
+                // What was charged is given back as the inquiry goes.
+                Next::Unavailable => return Err(Unavailable),
+                Next::Fetch { first } => self.next = self.fetch(book, roster, first).await,
                 Next::Ask { first, lines } => {
                     if let Some(refused) = self.ask(book, roster, first, &lines).await {
                         self.next = refused;
@@ -292,28 +307,50 @@ impl Inquiry {
         }
     }
 
-    /// Fetches tokens for the counters that lack some.
-    async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) {
-        let lacking = std::mem::take(&mut self.desk.lacking);
+    /// Fetches tokens for the counters that lack some. `Some`: the decision goes on with that; nothing is charged of what lies
+    /// behind `first`.
+    async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Next> {
+        let lacking = take(&mut self.desk.lacking);
         self.progress.rounds += 1;
-        let shared = Rc::clone(&self.shared);
-        let (mut errands, mut under_way) = (Vec::new(), None);
-        let now = shared.clock.instant();
         let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
         rules.dedup();
-        if self.progress.rounds > ROUNDS_MAX || self.go_beyond(&rules) {
+        let is_late = self.progress.rounds > 1 && Instant::from_std(self.shared.clock.instant()) >= self.deadline;
+        if self.go_beyond(&rules) {
             self.desk.rewind(first);
-            rules
-                .iter()
-                .filter(|_| self.progress.rounds > ROUNDS_MAX)
-                .for_each(|rule| self.progress.beyond[*rule] = true);
-            return;
+            return None;
         }
-        for i in &lacking {
+        if self.progress.rounds > ROUNDS_MAX {
+            return self.refuse(book, roster, first);
+        }
+        if is_late {
+            rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+            self.desk.rewind(first);
+            return None;
+        }
+        let (flight, is_own) = self.set_out(book, roster, &lacking);
+        match within(self.deadline, flight.landing()).await {
+            Some(true) => {
+                self.take_in_hand(book, roster, &lacking, &flight);
+                if is_own && self.is_refused(book, roster, &lacking, &flight) {
+                    return self.refuse(book, roster, first);
+                }
+            }
+            Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
+            None => self.lose_patience(&rules),
+        }
+        self.desk.rewind(first);
+        None
+    }
+
+    /// The call that fetches what is lacking, and whether it is this request's own: if one is under way already, that is
+    /// waited for.
+    fn set_out(&self, book: &Book, roster: &Roster, lacking: &[usize]) -> (Rc<Flight>, bool) {
+        let shared = &self.shared;
+        let now = shared.clock.instant();
+        let (mut errands, mut under_way) = (Vec::new(), None);
+        for i in lacking {
             let (charge, line) = (&self.desk.charges[*i], self.desk.lines[*i]);
-            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.texts[line.rule].clone()) else {
-                continue;
-            };
+            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
             let cost = u64::from(charge.ask.cost);
             let need = cost.saturating_sub(charge.ask.ceiling.saturating_sub(charge.usage.used));
             let counter = book.layer_of(roster, line).counter(asker);
@@ -330,37 +367,82 @@ impl Inquiry {
             });
             errands.push(shared.errand(book, roster, line, asker, text, need, slice.unwrap_or(need)));
         }
-        self.desk.rewind(first);
-        let flight = under_way.unwrap_or_else(|| shared.launch(errands));
-        match within(self.deadline, flight.landing()).await {
-            Some(true) => self.take_in_hand(&flight),
-            Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
-            None => self.lose_patience(&rules),
+        match under_way {
+            Some(flight) => (flight, false),
+            None => (shared.launch(errands), true),
         }
     }
 
-    /// Takes tokens that found no place in the table, if they were fetched for this request.
-    fn take_in_hand(&mut self, flight: &Flight) {
-        let mut spare = Vec::new();
-        for Unkept { line, tokens, origin } in flight.unkept.take() {
-            let cost = self.desk.askers[line.rule].map_or(0, |asker| u64::from(asker.cost));
-            let is_enough = tokens >= cost && !self.desk.in_hand.contains(&line);
-            if is_enough {
+    /// Takes tokens that found no place in the table, as many as this request needs.
+    fn take_in_hand(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) {
+        let mut unkept = flight.unkept.borrow_mut();
+        for i in lacking {
+            let line = self.desk.lines[*i];
+            let Some(asker) = self.desk.askers[line.rule] else { continue };
+            let (id, cost) = (id(book.layer_of(roster, line).counter(asker)), u64::from(asker.cost));
+            let found = unkept.iter_mut().find(|unkept| unkept.id == id && unkept.tokens >= cost);
+            if let Some(Unkept { tokens, origin, .. }) = found
+                && !self.desk.in_hand.contains(&line)
+            {
+                *tokens -= cost;
                 self.desk.in_hand.push(line);
                 self.progress.gifts.push((line.rule, origin.gift(cost)));
             }
-            spare.push(origin.gift(if is_enough { tokens - cost } else { tokens }));
         }
-        spare.retain(|gift| gift.tokens > 0);
-        self.shared.give_later(spare);
+    }
+
+    /// Whether the store has refused what was lacking, and the table has no place to remember it. Then the desk says so.
+    fn is_refused(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) -> bool {
+        let (refused, now_ms) = (flight.refused.borrow(), self.shared.clock.now().unix_ms);
+        let mut is_refused = false;
+        for i in lacking {
+            let line = self.desk.lines[*i];
+            let Some(asker) = self.desk.askers[line.rule] else { continue };
+            let counter = book.layer_of(roster, line).counter(asker);
+            let took = refused.iter().find(|(id_, _)| *id_ == id(counter)).map(|(_, took)| took);
+            let charge = &mut self.desk.charges[*i];
+            charge.full = took.is_some();
+            if let Some(took) = took.filter(|_| self.shared.table.tally(counter, now_ms).is_none()) {
+                (charge.usage.used, charge.usage.end_ms) = (took.used, took.end_ms);
+                is_refused = true;
+            }
+        }
+        is_refused
+    }
+
+    /// Refuses what lies on the desk behind `first`, of which nothing is charged any more. `None`: it was only tried out.
+    fn refuse(&mut self, book: &Book, roster: &Roster, first: usize) -> Option<Next> {
+        let shadow = self.progress.group.checked_sub(1).and_then(|nth| roster.shadows().get(nth).copied());
+        if let Some(position) = shadow {
+            self.desk.shadowed.push(position);
+            self.progress.group += 1;
+            return None;
+        }
+        if !book.may_wait(roster, &self.desk) {
+            return Some(Next::Done(Judgement::Refused));
+        }
+        let lines = self.progress.again.clone().unwrap_or_else(|| book.enforced(roster, &mut self.desk));
+        Some(Next::Place { first, lines })
+    }
+
+    /// What the key of a rule is in the store; `None` if it is not shared or does not apply.
+    pub(super) fn text(&self, rule: usize) -> Option<Rc<str>> {
+        self.texts.get(rule).cloned().flatten()
+    }
+
+    /// Begins another round, and says whether there were too many.
+    pub(super) fn asks_in_vain(&mut self) -> bool {
+        self.progress.rounds += 1;
+        let is_late = || Instant::from_std(self.shared.clock.instant()) >= self.deadline;
+        self.progress.rounds > ROUNDS_MAX || (self.progress.rounds > ROUNDS_FREE && is_late())
     }
 
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
     pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
         let mut goes = false;
         for rule in rules {
-            let Some(text) = &self.texts[*rule] else { continue };
-            if self.shared.is_beyond(&self.shared.base(text, "", 0)) {
+            let Some(text) = self.text(*rule) else { continue };
+            if self.shared.is_beyond(&self.shared.base(&text, "", 0)) {
                 self.progress.beyond[*rule] = true;
                 goes = true;
             }
@@ -373,8 +455,8 @@ impl Inquiry {
         for rule in rules {
             self.progress.beyond[*rule] = true;
         }
-        if let Some(text) = rules.first().and_then(|rule| self.texts[*rule].as_ref()) {
-            let server = self.shared.store.server_of(&self.shared.base(text, "", 0));
+        if let Some(text) = rules.first().and_then(|rule| self.text(*rule)) {
+            let server = self.shared.store.server_of(&self.shared.base(&text, "", 0));
             self.shared.timed_out(server);
         }
     }
@@ -384,11 +466,16 @@ impl Inquiry {
     async fn ask(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Option<Option<Next>> {
         let mut rules: Vec<usize> = lines.iter().map(|line| line.rule).collect();
         rules.dedup();
-        let behind = book.lay_aside(roster, lines, self.shared.clock.now().unix_ms, &mut self.desk);
-        let sent = if self.go_beyond(&rules) { None } else { self.send(book, roster, behind).await };
+        let now_ms = self.shared.clock.now().unix_ms;
+        let behind = book.lay_aside(roster, lines, &self.shared.table, now_ms, &mut self.desk);
+        let does_without = self.asks_in_vain() || self.go_beyond(&rules);
+        let sent = if does_without { None } else { self.send(book, roster, behind).await };
         let refuses = match sent {
             Some(Sent::Granted(gifts)) => {
                 self.progress.gifts.extend(gifts);
+                if self.progress.group == 0 {
+                    self.charge_again_what_ends(behind, |_line| true);
+                }
                 self.progress.group += 1;
                 return None;
             }
@@ -399,26 +486,22 @@ impl Inquiry {
                 false
             }
         };
-        let shares: Vec<Share> = self.desk.shares_behind(first).collect();
-        book.give_back(&shares, u32::MAX, &self.shared.table, self.shared.clock.now().unix_ms);
+        let shared = Rc::clone(&self.shared);
+        shared.undo(book, &mut self.desk, first, Vec::new());
         if !refuses {
             self.desk.rewind(first);
             return Some(None);
         }
         self.desk.take_off_costs(first, behind);
-        let shadow = self.progress.group.checked_sub(1).and_then(|nth| roster.shadows().get(nth).copied());
-        Some(match shadow {
-            Some(position) => {
-                self.desk.shadowed.push(position);
-                self.progress.group += 1;
-                None
-            }
-            None if book.may_wait(roster, &self.desk) => {
-                let lines = self.desk.lines[first..].to_vec();
-                Some(Next::Place { first, lines })
-            }
-            None => Some(Next::Done(Judgement::Refused)),
-        })
+        Some(self.refuse(book, roster, first))
+    }
+}
+
+impl Drop for Inquiry {
+    /// Who goes away before it is decided has charged nothing.
+    fn drop(&mut self) {
+        let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
+        self.shared.undo(&self.book, &mut self.desk, 0, gifts);
     }
 }
 

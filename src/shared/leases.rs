@@ -4,7 +4,7 @@
 //! may be forgotten at any time, and then no more is lost than tokens that nobody returns.
 //!
 //! A key that is seen for the first time fetches what it needs. One that comes again soon fetches twice as much as the last time, or four
-//! times, so that a busy key asks a few times a second; one that comes rarely fetches less again. How near the limit is, is the
+//! times, so that a busy key asks about once a second; one that comes rarely fetches less again. How near the limit is, is the
 //! store's to say: it hands out a part of what is left.
 
 use std::cell::RefCell;
@@ -21,11 +21,13 @@ use crate::count::table::Counter;
 /// No more counters than this are known at a time; the others fetch what they need and no more.
 const RECORDS_MAX: usize = 65_536;
 /// A slice that was spent in less time than this is followed by one four times as large,
-const BRISK: Duration = Duration::from_millis(50);
+const BRISK: Duration = Duration::from_millis(100);
 /// or twice as large,
-const BUSY: Duration = Duration::from_millis(500);
+const BUSY: Duration = Duration::from_secs(1);
 /// and one that lasted longer than this by one half as large.
-const SLOW: Duration = Duration::from_secs(2);
+const SLOW: Duration = Duration::from_secs(4);
+/// What nobody has spent of for so long is returned.
+const IDLE: Duration = Duration::from_secs(1);
 /// How long a counter is remembered for which there is nothing to return.
 const MEMORY: Duration = Duration::from_secs(10);
 /// How soon it is asked again whether a window that was used up has room, at least and at most.
@@ -166,14 +168,14 @@ impl Leases {
     }
 
     /// Takes out what is to be returned: of counters that nobody has asked for since the last time, or of all. `withdraw` takes
-    /// what is left of a counter's window out of the table, `left` only looks. Forgets whom there is nothing more to
+    /// what is left of a counter's window out of the table, or `None` if it can not be returned now; `left` only looks. Forgets whom there is nothing more to
     /// say about.
     pub fn idle(
         &self,
         all: bool,
         now: Instant,
         left: impl Fn(Counter) -> u32,
-        withdraw: impl Fn(Counter, u64) -> u32,
+        withdraw: impl Fn(Counter, &Origin) -> Option<u32>,
     ) -> Vec<(Origin, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
@@ -182,14 +184,14 @@ impl Leases {
                 return is_flying || now < record.recheck.max(record.asked + MEMORY);
             };
             let left = left(record.counter);
-            let rests = left == record.left && now > record.asked + SLOW / 2;
+            let rests = left == record.left && now > record.asked + IDLE;
             record.left = left;
             if all || (rests && !is_flying) {
-                let tokens = withdraw(record.counter, origin.end_ms);
+                let Some(tokens) = withdraw(record.counter, origin) else { return true };
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }
-                record.slice = record.slice.min(1);
+                record.slice /= 2;
                 record.origin = None;
             }
             true

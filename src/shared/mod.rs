@@ -1,7 +1,7 @@
 //! Counters that several gateways share, in Redis or Valkey.
 //!
 //! `script` is what a server is asked to do, `store` who is asked, over connections (`dial`, `line`, `link`; `queue` puts calls
-//! together) to one server, to
+//! together, `ration` is how much may be answered) to one server, to
 //! the master that `sentinel`s know, or to the nodes of a `cluster` by the `slot` of a key. `leases` keeps which tokens
 //! were fetched and how many to fetch next, `flight` fetches them, `errand` works out what for, `outage` is about when
 //! nobody can be asked and what was counted meanwhile. `inquiry` is the decision about one request, as far as it has to
@@ -38,6 +38,7 @@ mod link;
 pub mod outage;
 pub mod place;
 mod queue;
+mod ration;
 pub mod script;
 mod sentinel;
 mod slot;
@@ -46,6 +47,8 @@ pub mod survey;
 
 /// How often leases that lie idle are looked for.
 const SWEEP: Duration = Duration::from_secs(1);
+/// How long it may take at the end to return all that was fetched.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 /// What one event loop knows of the counters that are shared.
 pub struct Shared {
@@ -86,19 +89,26 @@ impl Shared {
         })
     }
 
-    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, and returns
-    /// leases that lie idle.
+    /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
+    /// leases that lie idle, and tells what was counted without the store.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
+            self.report_arrears().await;
         }
     }
 
-    /// Returns all that was fetched and not spent.
+    /// Returns all that was fetched and not spent, as far as the store takes it soon.
     pub async fn close(self: &Rc<Self>) {
-        self.return_idle(true).await;
+        let farewell = async {
+            self.report_arrears().await;
+            self.return_idle(true).await;
+        };
+        if tokio::time::timeout(FAREWELL, farewell).await.is_err() {
+            tracing::warn!("tokens that were leased are not returned: shared counters can not be reached");
+        }
     }
 
     /// The counter in the store for a key, in one of its shards.

@@ -6,23 +6,23 @@
 //! counted without it.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use foldhash::fast::RandomState;
+use tokio::task::{JoinHandle, spawn_local};
 
 use super::Shared;
 use super::leases::{Id, id};
-use super::script::Want;
+use super::script::{Answer, Want};
 use super::store::{Server, StoreError};
 use crate::count::table::Counter;
-use crate::count::word::Ask;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
-use crate::rule::desk::Desk;
+use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
 
 /// So many calls in a row without an answer open the breaker.
@@ -32,8 +32,15 @@ const PROBE_EVERY: Duration = Duration::from_millis(250);
 const PROBE_LIMIT: Duration = Duration::from_millis(500);
 /// More than an outage can be expected to bring; what is beyond is not told to the store.
 const DEBTS_MAX: usize = 65_536;
+/// For how long a server is told what came while it was told before, until its breaker closes all the same: requests go on
+/// meanwhile, and could owe without end.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+/// So many counters are reported at once.
+const REPORTS: usize = 256;
 /// How often the operator is told of counters that can not be used.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
+/// How much of what a server says about itself the operator is told.
+const TOLD_MAX: usize = 300;
 /// A limit that nothing reaches, and a script still counts exactly.
 pub const UNLIMITED: u64 = (1 << 53) - 1;
 
@@ -74,17 +81,49 @@ impl Breaker {
     }
 }
 
-/// What was counted on this machine alone.
+/// Whose counts on this machine alone the store does not know.
 #[derive(Default)]
 pub struct Debts(RefCell<HashMap<Id, Debt, RandomState>>);
 
+/// A counter that was charged on this machine alone.
 struct Debt {
-    counter: Counter,
-    /// What finds it in the table.
-    ask: Ask,
-    /// What tells it to the store.
-    want: Want,
     book: Arc<Book>,
+    /// Position in the book.
+    rule: usize,
+    layer: usize,
+    asker: Asker,
+    /// What the key is in the store.
+    text: Rc<str>,
+}
+
+impl Debt {
+    fn counter(&self) -> Counter {
+        self.book.entries[self.rule].layer(self.layer).counter(self.asker)
+    }
+}
+
+impl Debts {
+    fn add(&self, debt: Debt) {
+        let mut debts = self.0.borrow_mut();
+        let is_full = debts.len() >= DEBTS_MAX;
+        if let Entry::Vacant(place) = debts.entry(id(debt.counter()))
+            && !is_full
+        {
+            place.insert(debt);
+        }
+    }
+
+    /// Takes out some of those that are asked for.
+    fn some(&self, is_asked: impl Fn(&Debt) -> bool) -> Vec<Debt> {
+        let mut debts = self.0.borrow_mut();
+        let ids: Vec<Id> = debts.iter().filter(|(_, debt)| is_asked(debt)).map(|(id, _)| *id).take(REPORTS).collect();
+        ids.iter().filter_map(|id| debts.remove(id)).collect()
+    }
+}
+
+/// What a server says, for the log: its beginning, in one line.
+fn short(why: &str) -> String {
+    why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 
 impl Shared {
@@ -118,22 +157,22 @@ impl Shared {
         let now = self.clock.instant();
         if self.complained.get().is_none_or(|last| now.saturating_duration_since(last) >= COMPLAIN_EVERY) {
             self.complained.set(Some(now));
-            tracing::warn!("a shared counter can not be used: {what}");
+            tracing::warn!("a shared counter can not be used: {}", short(what));
         }
     }
 
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
         if self.breaker.failed(server, times) {
-            tracing::warn!("shared counters can not be reached, rules do without: {why}");
+            tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
-            tokio::task::spawn_local(Rc::clone(self).recover(server));
+            spawn_local(Rc::clone(self).recover(server));
         }
     }
 
     /// Tries whether the store is there, before the first request asks.
     pub(super) fn reach_out(self: &Rc<Self>) {
         let shared = Rc::clone(self);
-        tokio::task::spawn_local(async move {
+        spawn_local(async move {
             let why = match shared.probe(None).await {
                 Ok(()) => return,
                 Err(why) => why,
@@ -170,50 +209,92 @@ impl Shared {
         self.breaker.close(server);
         self.meter.found();
         tracing::info!("shared counters are reached again");
+        self.report(server).await;
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
     pub(super) fn owe(&self, book: &Arc<Book>, roster: &Roster, desk: &Desk, first: usize, texts: &[Option<Rc<str>>]) {
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).skip(first) {
-            if desk.stands.get(line.rule) != Some(&Stand::Alone) {
-                continue;
-            }
+        for line in desk.lines.iter().skip(first).filter(|line| desk.stands.get(line.rule) == Some(&Stand::Alone)) {
             let text = texts.get(line.rule).and_then(Option::as_ref);
             let (Some(text), Some(asker)) = (text, desk.askers[line.rule]) else { continue };
-            let mut debts = self.debts.0.borrow_mut();
-            let is_full = debts.len() >= DEBTS_MAX;
-            if let Entry::Vacant(place) = debts.entry(id(charge.counter))
-                && !is_full
-            {
-                let want = self.want(book, roster, *line, asker, text, self.clock.now().unix_ms);
-                place.insert(Debt { counter: charge.counter, ask: charge.ask, want, book: Arc::clone(book) });
-            }
+            self.owe_by(book, roster.rules[line.rule], line.layer, asker, text);
         }
+    }
+
+    /// As [`Shared::owe`], for a layer of the rule at a position in the book.
+    pub(super) fn owe_by(&self, book: &Arc<Book>, rule: usize, layer: usize, asker: Asker, text: &Rc<str>) {
+        self.debts.add(Debt { book: Arc::clone(book), rule, layer, asker, text: Rc::clone(text) });
+    }
+
+    /// Tells servers that can be reached what was counted while an answer of theirs did not come in time.
+    pub(super) async fn report_arrears(self: &Rc<Self>) {
+        let servers: HashSet<Server> = self.debts.0.borrow().values().map(|debt| self.server_of(debt)).collect();
+        for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
+            self.report(server).await;
+        }
+    }
+
+    fn server_of(&self, debt: &Debt) -> Server {
+        self.store.server_of(&self.base(&debt.text, "", 0))
     }
 
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
+        let until = self.clock.instant() + REPORT_LIMIT;
         loop {
-            let of_server = |debt: &Debt| self.store.server_of(&debt.want.base) == server;
-            let id = self.debts.0.borrow().iter().find(|(_, debt)| of_server(debt)).map(|(id, _)| *id);
-            let Some(debt) = id.and_then(|id| self.debts.0.borrow_mut().remove(&id)) else { return true };
-            let Debt { counter, ask, want, book } = debt;
-            let time = book.time(self.clock.now().unix_ms);
-            let used = self.table.look(counter, ask, time).0.used;
-            if used == 0 {
-                continue;
+            let debts = self.debts.some(|debt| self.server_of(debt) == server);
+            if debts.is_empty() || self.clock.instant() >= until {
+                debts.into_iter().for_each(|debt| self.debts.add(debt));
+                return true;
             }
-            // Before it is told, for it must not be told twice: whether it arrived is not always known.
-            self.table.forget(counter, ask, time);
-            let want = Want { need: used, want: used, ceiling: UNLIMITED, least: 0, ..want };
-            if self
-                .take(std::slice::from_ref(&want))
-                .await
-                .is_err_and(|error| matches!(error, StoreError::Unreachable(_)))
-            {
+            // All at once, so that they go out together.
+            let told: Vec<JoinHandle<bool>> =
+                debts.into_iter().map(|debt| spawn_local(Rc::clone(self).tell(debt))).collect();
+            let mut arrives = true;
+            for told in told {
+                arrives &= told.await.unwrap_or(false);
+            }
+            if !arrives {
                 return false;
             }
-            self.meter.reported(used);
         }
+    }
+
+    /// Tells what was counted of one key; `false` if there is no answer.
+    async fn tell(self: Rc<Self>, debt: Debt) -> bool {
+        let counter = debt.counter();
+        let Debt { book, rule, layer, asker, text } = debt;
+        let now_ms = self.clock.now().unix_ms;
+        let here = book.used_here(rule, layer, asker, &self.table, now_ms);
+        if here.used == 0 {
+            return true;
+        }
+        // Others of this machine may count alone for a while yet: to them it is used elsewhere from now on.
+        let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
+        let all = u32::try_from(known + here.used).unwrap_or(u32::MAX);
+        self.table.note(counter, here.end_ms, all, now_ms);
+        // Before it is told, for it must not be told twice: whether it arrived is not always known.
+        let tokens = book.forget_here(rule, layer, asker, &self.table, now_ms);
+        let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
+        let shards = u64::from(ready.shards_elsewhere);
+        for shard in 0..ready.shards_elsewhere {
+            let part = tokens / shards + u64::from(u64::from(shard) < tokens % shards);
+            let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
+            let base = self.base(&text, suffix, shard);
+            let want = Want { base, need: part, want: part, ceiling: UNLIMITED, least: 0, ..blank };
+            match self.take(std::slice::from_ref(&want)).await {
+                Ok(Answer::Granted { took, .. }) => {
+                    self.meter.reported(part);
+                    if let (Some(took), 1) = (took.first(), shards) {
+                        let used = u32::try_from(took.used).unwrap_or(u32::MAX);
+                        self.table.note(counter, took.end_ms, used, now_ms);
+                    }
+                }
+                // Its window is over, or nothing can be counted under its key.
+                Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
+                Err(StoreError::Unreachable(_)) => return false,
+            }
+        }
+        true
     }
 }

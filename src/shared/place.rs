@@ -13,7 +13,7 @@ use super::script::{Answer, Gift, Took, Want};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::{Stand, Step};
-use crate::rule::terms::Sharing;
+use crate::rule::terms::OnOutage;
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -35,6 +35,15 @@ enum Outcome {
     Refused(Vec<Took>),
     OtherWindow,
     Failed,
+}
+
+/// The lines of a request that waits.
+struct Parts {
+    /// Those of full rules; and behind the first so many, which are counted here, what the store decides.
+    placed: Vec<Line>,
+    here: usize,
+    /// The others.
+    kept: Vec<Line>,
 }
 
 impl Shared {
@@ -65,8 +74,8 @@ impl Shared {
                     all.extend(seen);
                     break Outcome::Refused(all);
                 }
-                Ok(Answer::OtherWindow { .. }) => break Outcome::OtherWindow,
-                Err(_reported) => break Outcome::Failed,
+                Ok(Answer::OtherWindow { time_ms }) if self.follows(time_ms) => break Outcome::OtherWindow,
+                Ok(Answer::OtherWindow { .. }) | Err(_) => break Outcome::Failed,
             }
             rest = others;
         };
@@ -75,8 +84,8 @@ impl Shared {
     }
 
     /// Gives back all that was charged for a request, here and in the store.
-    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &Desk, first: usize, gifts: Vec<Gift>) {
-        let shares: Vec<_> = desk.shares_behind(first).collect();
+    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+        let shares = desk.take_back(first);
         book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
         self.give_later(gifts);
     }
@@ -89,24 +98,27 @@ impl Shared {
         }
     }
 
-    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; `false`
-    /// if nobody can be told.
-    pub fn overdraw(self: &Rc<Self>, book: &Book, roster: &Roster, rule: usize, asker: Asker, text: &str) -> bool {
-        if self.is_beyond(&self.base(text, "", 0)) {
-            return false;
-        }
+    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; on
+    /// this machine, if nobody else can be told.
+    pub fn overdraw(self: &Rc<Self>, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
         let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
-        let layers = book.entries[roster.rules[rule]].variant(asker.variant);
+        let entry = &book.entries[rule];
+        if self.is_beyond(&self.base(text, "", 0)) {
+            if entry.rule.on_outage == OnOutage::Local {
+                book.overdraw(rule, asker, &self.table, now_ms);
+                entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
+            }
+            return;
+        }
         let want = |layer| {
-            let blank = self.want(book, roster, Line { rule, layer }, asker, text, now_ms);
+            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
             Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
         };
-        let wants: Vec<Want> = layers.map(want).collect();
+        let wants: Vec<Want> = entry.variant(asker.variant).map(want).collect();
         let shared = Rc::clone(self);
         tokio::task::spawn_local(async move {
             shared.charge_calls(&wants).await;
         });
-        true
     }
 }
 
@@ -119,10 +131,11 @@ impl Inquiry {
     pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Sent> {
         let shared = Rc::clone(&self.shared);
         let now_ms = shared.clock.now().unix_ms;
-        let mut wants = Vec::new();
+        let (mut wants, mut known) = (Vec::new(), Vec::new());
         for (charge, line) in self.desk.charges.iter().zip(&self.desk.lines).skip(first) {
-            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], &self.texts[line.rule]) else { continue };
-            let blank = shared.want(book, roster, *line, asker, text, now_ms);
+            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
+            let blank = shared.want(book, roster, *line, asker, &text, now_ms);
+            known.push(blank.least);
             let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling);
             wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
         }
@@ -145,6 +158,8 @@ impl Inquiry {
         for (i, took) in took.iter().enumerate() {
             let Some(charge) = self.desk.charges.get_mut(first + i) else { break };
             let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
+            // Where nothing was taken, the store says what it knows.
+            let used = used.max(known.get(i).copied().unwrap_or(0));
             charge.usage.used = used;
             charge.usage.end_ms = took.end_ms;
             charge.full = refused && used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
@@ -188,12 +203,7 @@ impl Inquiry {
     pub(super) async fn place(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Next {
         let shared = Rc::clone(&self.shared);
         let mut wait: Option<Wait> = None;
-        let full: Vec<usize> = self.full_rules(first);
-        let (mut placed, kept): (Vec<Line>, Vec<Line>) = lines.iter().partition(|line| full.contains(&line.rule));
-        // What is counted here only comes first, so that it lies together.
-        let is_own = |line: &Line| book.entries[roster.rules[line.rule]].rule.sharing == Sharing::Own;
-        placed.sort_by_key(|line| !is_own(line));
-        let own = placed.iter().filter(|line| is_own(line)).count();
+        let Parts { placed, here, kept } = self.parts(book, roster, first, lines);
         for _ in 0..TRIES {
             let now_ms = shared.clock.now().unix_ms;
             let time = book.time(now_ms);
@@ -207,52 +217,90 @@ impl Inquiry {
             let told: Vec<_> =
                 self.desk.charges.iter().zip(&self.desk.lines).map(|(charge, line)| (*line, charge.usage)).collect();
             self.desk.rewind(first);
-            book.stands(roster, |position| self.progress.beyond[position], &mut self.desk.stands);
-            full.iter().for_each(|rule| self.desk.stands[*rule] = Stand::Aside);
             match book.step(roster, &kept, &shared.table, now_ms, &mut self.desk, false) {
                 Step::Decided(Judgement::Admitted) => {}
                 Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => return Next::Done(Judgement::Refused),
                 Step::Lacking => return Next::Fetch { first },
             }
-            let behind = book.lay_aside(roster, &placed, now_ms, &mut self.desk);
+            let behind = book.lay_aside(roster, &placed, &shared.table, now_ms, &mut self.desk);
             let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
             let again = book.ask_for_turns(roster, &turns, &told, time, &mut self.desk, first, behind);
-            let mid = behind + own;
+            let mid = behind + here;
+            let asked: Vec<usize> = placed[here..].iter().map(|line| line.rule).collect();
             let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
                 false => Some(Sent::Refused),
-                true if mid == self.desk.charges.len() => Some(Sent::Granted(Vec::new())),
-                true if self.go_beyond(&full) => None,
+                true if asked.is_empty() => Some(Sent::Granted(Vec::new())),
+                true if self.asks_in_vain() || self.go_beyond(&asked) => None,
                 true => self.send(book, roster, mid).await,
             };
+            if !matches!(sent, Some(Sent::Granted(_))) {
+                shared.undo(book, &mut self.desk, first, Vec::new());
+            }
             match sent {
                 Some(Sent::Granted(gifts)) => {
-                    self.desk.charges.iter_mut().for_each(|charge| charge.full = false);
-                    let used = self.desk.charges[mid..].iter().map(|charge| charge.usage.used);
-                    let places = gifts.into_iter().zip(used);
-                    let last = |((rule, gift), used)| (rule, Gift { only_if_used: Some(used), ..gift });
-                    self.progress.gifts.extend(places.map(last));
+                    shared.owe(book, roster, &self.desk, first, &self.texts);
+                    self.keep_places(gifts, &turns, now_ms, mid);
                     self.progress.judgement = Some(Judgement::Delayed { until_ms, wait, again });
+                    self.charge_again_what_ends(mid, |line| turns[line.rule] <= now_ms);
                     self.progress.group = 1;
                     return self.go_on(book, roster);
                 }
-                Some(Sent::Refused) => {
-                    shared.undo(book, &self.desk, first, Vec::new());
-                    book.measure(roster, now_ms, &mut self.desk, behind);
-                }
-                Some(Sent::OtherWindow) => {
-                    shared.undo(book, &self.desk, first, Vec::new());
-                    self.desk.rewind(first);
-                    return self.go_on(book, roster);
-                }
-                Some(Sent::Failed) | None => {
-                    shared.undo(book, &self.desk, first, Vec::new());
-                    self.desk.rewind(first);
-                    full.iter().for_each(|rule| self.progress.beyond[*rule] = true);
-                    return self.go_on(book, roster);
-                }
+                Some(Sent::Refused) => book.measure(roster, &shared.table, now_ms, &mut self.desk, behind),
+                Some(Sent::OtherWindow) => return self.start_over(book, roster, first, &[]),
+                Some(Sent::Failed) | None => return self.start_over(book, roster, first, &asked),
             }
         }
         Next::Done(Judgement::Refused)
+    }
+
+    /// Who decides on which lines of a request that waits.
+    fn parts(&mut self, book: &Book, roster: &Roster, first: usize, lines: &[Line]) -> Parts {
+        let full = self.full_rules(first);
+        let Inquiry { desk, progress, .. } = self;
+        book.stands(roster, |position| progress.beyond[position], &mut desk.stands);
+        let lines = lines.iter().filter(|line| desk.askers[line.rule].is_some() && !desk.in_hand.contains(line));
+        let (mut placed, mut asked, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+        for line in lines {
+            match (desk.stands[line.rule], full.contains(&line.rule)) {
+                (Stand::Own | Stand::Alone, true) => placed.push(*line),
+                (Stand::Leased, true) => asked.push(*line),
+                // What the store decides itself it decides in the same call.
+                (Stand::Aside, _) if !progress.beyond[line.rule] => asked.push(*line),
+                (Stand::Own | Stand::Alone | Stand::Leased | Stand::Aside, _) => kept.push(*line),
+            }
+        }
+        let here = placed.len();
+        placed.append(&mut asked);
+        Parts { placed, here, kept }
+    }
+
+    /// Remembers what gives back what the store has charged from `mid` on.
+    fn keep_places(&mut self, gifts: Vec<(usize, Gift)>, turns: &[u64], now_ms: u64, mid: usize) {
+        self.desk.charges.iter_mut().for_each(|charge| charge.full = false);
+        let used = self.desk.charges[mid..].iter().map(|charge| charge.usage.used);
+        let places = gifts.into_iter().zip(used);
+        // Nobody who has a place may be moved by whoever gives up his.
+        let last = |((rule, gift), used): ((usize, Gift), u64)| {
+            let only_if_used = (turns[rule] > now_ms).then_some(used);
+            (rule, Gift { only_if_used, ..gift })
+        };
+        self.progress.gifts.extend(places.map(last));
+    }
+
+    /// Of what the store has charged from `mid` on, for the windows that are open, remembers which windows are over by the
+    /// time that the request passes.
+    pub(super) fn charge_again_what_ends(&mut self, mid: usize, is_charged_now: impl Fn(&Line) -> bool) {
+        let Some(Judgement::Delayed { until_ms, again, .. }) = &mut self.progress.judgement else { return };
+        let charged = self.desk.charges[mid..].iter().zip(&self.desk.lines[mid..]);
+        let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
+        again.extend(ends.map(|(_, line)| *line));
+    }
+
+    /// Decides anew, without the store for these rules.
+    fn start_over(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, without: &[usize]) -> Next {
+        self.desk.rewind(first);
+        without.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+        self.go_on(book, roster)
     }
 
     fn go_on(&mut self, book: &Arc<Book>, roster: &Roster) -> Next {

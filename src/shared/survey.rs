@@ -298,7 +298,10 @@ impl Survey<'_> {
             // The script is told of what it may not do, and goes on.
             return Err("what was taken can not be given back".to_owned());
         }
-        Ok(())
+        // As whoever resets a key does; and nothing stays behind.
+        let all: Vec<Gift> = gifts.iter().map(|gift| Gift { forgets: true, ..gift.clone() }).collect();
+        let forget = |by| script::give(&self.scripts.give, by, &all);
+        self.run(line, Which::Give, &forget).await.map(|_nothing| ())
     }
 
     /// What an error means. Whom it is about is said already.

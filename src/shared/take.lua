@@ -15,7 +15,11 @@ local function account(key, a, now)
   local grid, used, mark, exists = argv[a] == 'g', known[key], marks[key], true
   if not used then
     local found = redis.pcall('HMGET', key, grid and 'window' or 'start', 'used')
-    if found.err then return nil end
+    if found.err then
+      -- What is no account is told of this counter alone; what may not be read at all, of the call.
+      if string.find(found.err, 'WRONGTYPE', 1, true) then return nil end
+      call('HMGET', key, 'used')
+    end
     exists = found[1] or found[2]
     mark, used = tonumber(found[1] or 0), tonumber(found[2] or 0)
     if not mark or not used or mark % 1 ~= 0 or used % 1 ~= 0 then return nil end

@@ -106,8 +106,9 @@ fn a_user_with_the_rights_that_are_advised_can_do_it_all() {
     let said = fine(&in_database(&as_user(&server, "edge:sesame"), 3));
     assert!(said.contains(", master"), "{said}");
     // Each of the commands that a script runs is needed.
-    for command in ["-get", "-mget", "-exists", "-set", "-hset", "-hmget", "-pexpireat", "-time", "-decrby", "-evalsha"]
-    {
+    let commands =
+        ["-get", "-mget", "-exists", "-set", "-del", "-hset", "-hmget", "-pexpireat", "-time", "-decrby", "-evalsha"];
+    for command in commands {
         server.cli(&line);
         assert_eq!(server.cli(&["ACL", "SETUSER", "edge", command]), "OK");
         unfit(checked(&as_user(&server, "edge:sesame")), &["ACL SETUSER"]);

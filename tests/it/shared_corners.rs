@@ -1,0 +1,180 @@
+//! Counters that are shared, in the corners: a table that is full, rules of several kinds in one request, a Redis
+//! that has forgotten, outages that outlast windows.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use crate::world::eventually;
+use crate::world::judge::now_ms;
+use crate::world::process::Process;
+use crate::world::redis::RedisServer;
+use crate::world::siblings::{PATIENT, Siblings, admitted, decide, rule, shared};
+
+const LOCAL: &str = "timeout = \"10s\"\non_outage = \"local\"\n";
+
+fn by(redis: &RedisServer, settings: &str, rules: &str) -> String {
+    shared(&format!("\"{}\"", redis.url()), settings, rules)
+}
+
+/// A rule of its own name by the header `x-key`.
+fn named(name: &str, windows: &str, more: &str) -> String {
+    rule(windows, more).replace("[rules.r]", &format!("[rules.{name}]"))
+}
+
+fn status(gateway: &Process, key: &str) -> u16 {
+    gateway.client().get_with("/a", &[("X-Key", key)]).status
+}
+
+/// So many requests of a key, all at once; how many were let through, sooner or later.
+fn at_once(gateway: &Process, key: &str, times: usize) -> usize {
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..times).map(|_| scope.spawn(|| admitted(gateway, key, 1))).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).sum()
+    })
+}
+
+#[test]
+fn a_full_table_admits_no_more_than_the_limit() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\n{LOCAL}\n[counters]\ncapacity = 64\n");
+        let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"2/30d\"]", "")));
+        for key in 0..300 {
+            let key = format!("key-{key}");
+            assert_eq!(admitted(&gateway, &key, 4), 2, "{mode} {key}");
+        }
+    }
+}
+
+#[test]
+fn who_waits_for_one_rule_is_counted_by_the_others() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let rules = named("exact", "[\"6/30d\"]", "shared = \"exact\"")
+            + &named("slow", "[\"2/1s\"]", "on_limit = \"delay\"\nmax_delay = \"20s\"");
+        let gateway = Process::spawn(&by(&redis, &format!("mode = \"{mode}\"\n{PATIENT}"), &rules));
+        assert_eq!(at_once(&gateway, "alice", 12), 6, "{mode}");
+        let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{exact|alice}")).unwrap();
+        assert_eq!(redis.number(&["GET", &key]), 6, "{mode}");
+    }
+}
+
+#[test]
+fn a_rule_that_waits_holds_nobody_up_in_an_outage() {
+    let mut redis = RedisServer::start();
+    let both = named("wide", "[\"100000/30d\"]", "")
+        + &named("slow", "[\"2/5s\"]", "on_limit = \"delay\"\nmax_delay = \"60s\"");
+    let alone = "[[routes]]\npath = \"/alone\"\nupstream = \"u\"\nrules = [\"wide\"]\n";
+    let toml = format!("workers = 1\n{}{alone}", by(&redis, LOCAL, &both));
+    let gateway = Process::spawn(&toml);
+    // Many tokens of the wide rule are fetched.
+    let mut client = gateway.client();
+    (0..300).for_each(|_| drop(client.get_with("/alone", &[("X-Key", "alice")]).expect(200)));
+    redis.kill();
+    thread::scope(|scope| {
+        let waiting: Vec<_> = (0..5).map(|_| scope.spawn(|| status(&gateway, "alice"))).collect();
+        let until = Instant::now() + Duration::from_secs(3);
+        while Instant::now() < until {
+            let began = Instant::now();
+            gateway.client().get_with("/alone", &[("X-Key", "alice")]).expect(200);
+            assert!(began.elapsed() < Duration::from_secs(2), "the loop stands still: {:?}", began.elapsed());
+            thread::sleep(Duration::from_millis(20));
+        }
+        waiting.into_iter().for_each(|waiting| assert_eq!(waiting.join().unwrap(), 200));
+    });
+}
+
+#[test]
+fn a_redis_that_has_forgotten_grants_no_window_twice() {
+    for mode in ["lease", "exact"] {
+        for used in [10, 6] {
+            let mut redis = RedisServer::start();
+            let settings = format!("mode = \"{mode}\"\ntimeout = \"10s\"\non_outage = \"refuse\"\n");
+            let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"10/30d\"]", ""))));
+            assert_eq!(admitted(&gateway, "alice", used), used);
+            redis.restart();
+            eventually("Redis counts again", || status(&gateway, "bob") == 200);
+            let start = Instant::now();
+            let mut more = 0;
+            // Also when it is asked again whether there is room.
+            while start.elapsed() < Duration::from_millis(if used == 10 { 12_000 } else { 500 }) {
+                more += admitted(&gateway, "alice", 5);
+                thread::sleep(Duration::from_millis(50));
+            }
+            assert!(more <= 10 - used, "{mode}: {more} more than {used}");
+        }
+    }
+}
+
+#[test]
+fn a_reset_is_known_to_all_gateways() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\n{PATIENT}");
+        let gateways = Siblings::start(2, &by(&redis, &settings, &rule("[\"5/30d\"]", "")));
+        assert_eq!(gateways.admitted("alice", 5), 5);
+        assert_eq!(admitted(&gateways.0[1], "alice", 2), 0);
+        decide(&gateways.0[0], "reset", &json!({ "rule": "r", "key": "alice" }));
+        eventually("the other one admits again", || admitted(&gateways.0[1], "alice", 1) == 1);
+    }
+}
+
+#[test]
+fn what_was_returned_can_be_fetched_again() {
+    let redis = RedisServer::start();
+    let settings = format!("mode = \"lease\"\n{PATIENT}");
+    let toml = format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"1000/30d\"]", "")));
+    let gateway = Process::spawn(&toml);
+    assert_eq!(admitted(&gateway, "alice", 100), 100);
+    let key = redis.keys().into_iter().find(|key| key.contains("alice")).unwrap();
+    eventually("what is left is returned", || redis.number(&["GET", &key]) == 100);
+    // Longer than a counter is remembered with which there is nothing to do.
+    thread::sleep(Duration::from_secs(14));
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    assert_eq!(redis.number(&["GET", &key]), 101);
+}
+
+#[test]
+fn what_is_counted_in_an_outage_is_reported_of_the_window_that_is_open() {
+    const PERIOD_MS: u64 = 3000;
+    let mut redis = RedisServer::start();
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"100/3s\"]", ""));
+    let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
+    for attempt in 0.. {
+        redis.kill();
+        assert_eq!(admitted(&gateway, "alice", 1), 1);
+        let first = now_ms() / PERIOD_MS;
+        // Longer than the store can be told of the window in which the outage began.
+        eventually("a window has just begun", || now_ms() / PERIOD_MS > first + 2 && now_ms() % PERIOD_MS < 300);
+        let window = now_ms() / PERIOD_MS;
+        assert_eq!(admitted(&gateway, "alice", 40), 40);
+        redis.restart();
+        let key = format!("transom:{{r|alice}}:{window}");
+        let mut counted = 0;
+        while counted < 40 && now_ms() / PERIOD_MS == window {
+            counted = redis.number(&["GET", &key]);
+        }
+        if counted >= 40 {
+            return;
+        }
+        assert!(attempt < 3, "{counted} of 40 were reported");
+    }
+}
+
+#[test]
+fn each_loop_comes_back_without_a_new_limit() {
+    let mut redis = RedisServer::start();
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"50/30d\"]", ""));
+    let gateway = Process::spawn(&format!("workers = 4\n{toml}"));
+    redis.kill();
+    let mut passed: usize = (0..80).map(|_| admitted(&gateway, "alice", 1)).sum();
+    assert_eq!(passed, 50);
+    redis.restart();
+    let until = Instant::now() + Duration::from_secs(2);
+    while Instant::now() < until {
+        passed += admitted(&gateway, "alice", 1);
+    }
+    assert_eq!(passed, 50);
+}
