@@ -1,0 +1,105 @@
+//! The protocol by which gateways share counters, in every order in which its steps may happen: two gateways, two counters, a
+//! few tokens, the end of a window, lost calls, kills and failovers.
+//!
+//! What a gateway decides by itself is decided by its own rooms (`house`); the store does what its scripts do (`state`);
+//! what lies in between (`gateway`, `steps`) is written down here once more, without waiting. `explore` goes through all that
+//! can come of it. Each property is a sentence; each mistake that is made on purpose breaks the property that is about it.
+
+mod explore;
+mod gateway;
+mod house;
+mod scene;
+mod state;
+mod steps;
+
+use explore::{Found, explore};
+use scene::{Mistake, Scene};
+
+/// Without failover or reset: never over the limit. With one: over by no more than the store has forgotten.
+pub const NEVER_OVER: &str = "nobody is let through beyond the limit and what the store forgot";
+pub const HANDED_OUT_ONCE: &str = "what is handed out is handed out once";
+pub const ALL_ACCOUNTED_FOR: &str = "what the store counts was admitted, is outstanding, or was lost";
+pub const EXECUTED_ONCE: &str = "a call whose fate is unknown is not sent again";
+pub const REMEMBERED: &str = "what a gateway was told is not handed out to it again by the next server";
+pub const NEEDLESS: &str = "refused early is bounded by what is outstanding";
+pub const NOT_FOR_EVER: &str = "once all is given back, nobody is refused who has room";
+
+/// All orders of a scene, and no property is broken.
+fn holds(scene: Scene) {
+    let Found { states, broken, trace } = explore(scene, None);
+    println!("{:?}, together {}: {states} states", scene.sharing, scene.together);
+    assert_eq!(broken, None, "{scene:?}\n{trace}");
+}
+
+/// A mistake breaks one property.
+fn breaks(scene: Scene, mistake: Mistake, property: &str) {
+    let Found { states, broken, trace } = explore(scene.by_mistake(mistake), Some(property));
+    println!("{mistake:?}: {states} states\n{trace}");
+    assert_eq!(broken, Some(property), "{mistake:?}\n{trace}");
+}
+
+fn all() -> [Scene; 6] {
+    let scenes = [Scene::leased(), Scene::exact(), Scene::mixed()];
+    [scenes[0], scenes[1], scenes[2], scenes[0].apart(), scenes[1].apart(), scenes[2].apart()]
+}
+
+#[test]
+fn as_long_as_nothing_goes_wrong() {
+    all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.requests = 3)));
+}
+
+#[test]
+fn when_tokens_are_fetched_ahead_and_given_back() {
+    all()
+        .into_iter()
+        .for_each(|scene| holds(scene.plainer().with(|budget| (budget.background, budget.refunds) = (1, 1))));
+}
+
+#[test]
+fn when_a_window_ends() {
+    all().into_iter().for_each(|scene| holds(scene.plainer().tight().with(|budget| budget.windows = 1)));
+}
+
+#[test]
+fn when_calls_and_answers_are_lost_or_late() {
+    all().into_iter().for_each(|scene| holds(scene.with(|budget| (budget.losses, budget.impatient) = (1, 1))));
+}
+
+#[test]
+fn when_a_gateway_is_killed() {
+    all().into_iter().for_each(|scene| holds(scene.with(|budget| (budget.kills, budget.background) = (1, 0))));
+}
+
+#[test]
+fn when_a_replica_takes_over() {
+    all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.failovers = 1)));
+}
+
+#[test]
+fn when_a_key_is_reset() {
+    all().into_iter().for_each(|scene| holds(scene.plainer().with(|budget| budget.resets = 1)));
+}
+
+#[test]
+fn mistakes_are_found() {
+    let (leased, exact) = (Scene::leased(), Scene::exact());
+    let three = leased.with(|budget| budget.requests = 3);
+    let losses = |scene: Scene| scene.with(|budget| budget.losses = 1);
+    breaks(leased, Mistake::DepositsTwice, HANDED_OUT_ONCE);
+    breaks(three, Mistake::DepositsTwice, NEVER_OVER);
+    breaks(leased, Mistake::GivesWhatItKeeps, HANDED_OUT_ONCE);
+    breaks(losses(leased), Mistake::FetchesAgain, EXECUTED_ONCE);
+    breaks(losses(exact), Mistake::FetchesAgain, EXECUTED_ONCE);
+    breaks(losses(three), Mistake::GivesAgain, HANDED_OUT_ONCE);
+    breaks(losses(exact.apart()), Mistake::GivesAgain, HANDED_OUT_ONCE);
+    breaks(losses(leased), Mistake::TakesSilenceForYes, HANDED_OUT_ONCE);
+    breaks(losses(exact), Mistake::TakesSilenceForYes, HANDED_OUT_ONCE);
+    breaks(leased.with(|budget| budget.windows = 1), Mistake::CarriesOver, HANDED_OUT_ONCE);
+    breaks(leased.with(|budget| budget.windows = 1), Mistake::GivesToTheNextWindow, HANDED_OUT_ONCE);
+    breaks(exact.apart(), Mistake::LeavesDoomedCharges, ALL_ACCOUNTED_FOR);
+    breaks(exact.apart(), Mistake::LeavesDoomedCharges, NEEDLESS);
+    breaks(exact.with(|budget| budget.impatient = 1), Mistake::LeavesCharges, ALL_ACCOUNTED_FOR);
+    let failover = |scene: Scene| scene.with(|budget| budget.failovers = 1);
+    breaks(failover(leased), Mistake::ForgetsWithTheStore, REMEMBERED);
+    breaks(leased, Mistake::NeverAsksAgain, NOT_FOR_EVER);
+}
