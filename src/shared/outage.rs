@@ -10,7 +10,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
 use tokio::task::{JoinHandle, spawn_local};
@@ -25,7 +25,7 @@ use crate::rule::book::{Book, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
 
-/// So many calls in a row without an answer open the breaker.
+/// So many failures in a row open the breaker, each at least as long after the one before as a request waits.
 const FAILURES_MAX: u32 = 3;
 /// How often it is tried whether a server is back, and how long it has for its answer.
 const PROBE_EVERY: Duration = Duration::from_millis(250);
@@ -47,36 +47,51 @@ pub const UNLIMITED: u64 = (1 << 53) - 1;
 /// The breakers of all servers. Those that are closed are not in it, unless a call has just failed.
 #[derive(Default)]
 pub struct Breaker {
-    failures: RefCell<HashMap<Server, u32, RandomState>>,
-    /// Whether any is open.
+    troubles: RefCell<HashMap<Server, Trouble, RandomState>>,
+    /// How many are open.
     open: Cell<usize>,
+}
+
+/// What is known of a server that does not answer.
+struct Trouble {
+    /// How often in a row calls have failed. Those that fail in one moment are one: they were hit by the same.
+    failures: u32,
+    last: Instant,
 }
 
 impl Breaker {
     pub fn is_open(&self, server: Server) -> bool {
-        self.open.get() > 0 && self.failures.borrow().get(&server).is_some_and(|failures| *failures >= FAILURES_MAX)
+        self.open.get() > 0
+            && self.troubles.borrow().get(&server).is_some_and(|trouble| trouble.failures >= FAILURES_MAX)
     }
 
     pub fn answered(&self, server: Server) {
         // It opens no doors: that is for whoever has told the server what it missed.
         if !self.is_open(server) {
-            self.failures.borrow_mut().remove(&server);
+            self.troubles.borrow_mut().remove(&server);
         }
     }
 
-    /// `true` if the breaker opens now.
-    fn failed(&self, server: Server, times: u32) -> bool {
-        let mut failures = self.failures.borrow_mut();
-        let failures = failures.entry(server).or_default();
-        let was_open = *failures >= FAILURES_MAX;
-        *failures = failures.saturating_add(times);
-        let opens = !was_open && *failures >= FAILURES_MAX;
+    /// `true` if the breaker opens now. What comes within `moment` of the last failure that was counted is not counted.
+    fn failed(&self, server: Server, times: u32, now: Instant, moment: Duration) -> bool {
+        let mut troubles = self.troubles.borrow_mut();
+        let trouble = match troubles.entry(server) {
+            Entry::Vacant(place) => place.insert(Trouble { failures: 0, last: now }),
+            Entry::Occupied(known) => match known.into_mut() {
+                trouble if times == 1 && now.saturating_duration_since(trouble.last) < moment => return false,
+                trouble => trouble,
+            },
+        };
+        let was_open = trouble.failures >= FAILURES_MAX;
+        trouble.failures = trouble.failures.saturating_add(times);
+        trouble.last = now;
+        let opens = !was_open && trouble.failures >= FAILURES_MAX;
         self.open.set(self.open.get() + usize::from(opens));
         opens
     }
 
     fn close(&self, server: Server) {
-        self.failures.borrow_mut().remove(&server);
+        self.troubles.borrow_mut().remove(&server);
         self.open.set(self.open.get().saturating_sub(1));
     }
 }
@@ -162,7 +177,7 @@ impl Shared {
     }
 
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
-        if self.breaker.failed(server, times) {
+        if self.breaker.failed(server, times, self.clock.instant(), self.timeout) {
             tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
             self.meter.lost();
             spawn_local(Rc::clone(self).recover(server));
