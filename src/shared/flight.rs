@@ -275,7 +275,11 @@ impl Shared {
     }
 
     async fn give_one_call(self: Rc<Self>, gifts: Vec<Gift>) {
-        let Some(first) = gifts.first().filter(|first| !self.is_beyond(&first.base)) else { return };
+        let Some(first) = gifts.first() else { return };
+        if self.is_beyond(&first.base) {
+            self.debts.keep(gifts);
+            return;
+        }
         let began = self.clock.instant();
         match self.store.give(&gifts).await {
             Ok(returned) => {

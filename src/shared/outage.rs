@@ -17,7 +17,7 @@ use tokio::task::{JoinHandle, spawn_local};
 
 use super::Shared;
 use super::leases::{Id, id};
-use super::script::{Answer, Want};
+use super::script::{Answer, Gift, Want};
 use super::store::{Server, StoreError};
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
@@ -96,9 +96,14 @@ impl Breaker {
     }
 }
 
-/// Whose counts on this machine alone the store does not know.
+/// What the store does not know as long as it can not be reached.
 #[derive(Default)]
-pub struct Debts(RefCell<HashMap<Id, Debt, RandomState>>);
+pub struct Debts {
+    /// Whose counts on this machine alone.
+    counted: RefCell<HashMap<Id, Debt, RandomState>>,
+    /// What is to be given back there.
+    gifts: RefCell<Vec<Gift>>,
+}
 
 /// A counter that was charged on this machine alone.
 struct Debt {
@@ -119,7 +124,7 @@ impl Debt {
 
 impl Debts {
     fn add(&self, debt: Debt) {
-        let mut debts = self.0.borrow_mut();
+        let mut debts = self.counted.borrow_mut();
         let is_full = debts.len() >= DEBTS_MAX;
         if let Entry::Vacant(place) = debts.entry(id(debt.counter()))
             && !is_full
@@ -128,9 +133,16 @@ impl Debts {
         }
     }
 
+    /// Remembers to give back what can not be given back now, if that is not too much.
+    pub fn keep(&self, gifts: Vec<Gift>) {
+        let mut kept = self.gifts.borrow_mut();
+        let room = DEBTS_MAX.saturating_sub(kept.len());
+        kept.extend(gifts.into_iter().take(room));
+    }
+
     /// Takes out some of those that are asked for.
     fn some(&self, is_asked: impl Fn(&Debt) -> bool) -> Vec<Debt> {
-        let mut debts = self.0.borrow_mut();
+        let mut debts = self.counted.borrow_mut();
         let ids: Vec<Id> = debts.iter().filter(|(_, debt)| is_asked(debt)).map(|(id, _)| *id).take(REPORTS).collect();
         ids.iter().filter_map(|id| debts.remove(id)).collect()
     }
@@ -225,6 +237,13 @@ impl Shared {
         self.meter.found();
         tracing::info!("shared counters are reached again");
         self.report(server).await;
+        self.give_kept().await;
+    }
+
+    /// Gives back what could not be given back before, as far as it can be now.
+    async fn give_kept(self: &Rc<Self>) {
+        let gifts = self.debts.gifts.take();
+        self.give(gifts).await;
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
@@ -243,7 +262,7 @@ impl Shared {
 
     /// Tells servers that can be reached what was counted while an answer of theirs did not come in time.
     pub(super) async fn report_arrears(self: &Rc<Self>) {
-        let servers: HashSet<Server> = self.debts.0.borrow().values().map(|debt| self.server_of(debt)).collect();
+        let servers: HashSet<Server> = self.debts.counted.borrow().values().map(|debt| self.server_of(debt)).collect();
         for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
             self.report(server).await;
         }

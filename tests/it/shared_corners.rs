@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
+use crate::world::client::Client;
 use crate::world::eventually;
 use crate::world::judge::now_ms;
 use crate::world::process::Process;
@@ -245,4 +246,48 @@ fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
     let hour = now_ms() / 3_600_000 - 2;
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.contains("alice")).collect();
     assert!(keys.iter().all(|key| *key == format!("transom:{{r|alice}}:{hour}")), "{keys:?} in hour {hour}");
+}
+
+#[test]
+fn whatever_becomes_of_requests_each_rule_has_counted_those_that_passed() {
+    let redis = RedisServer::start();
+    let rules = named("here", "[{ limit = 100000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
+        + &named("leased", "[\"300/30d\", \"290/1w\"]", "shared = \"lease\"")
+        + &named("exact", "[\"100000/30d\"]", "shared = \"exact\"")
+        + &named("account", "[{ limit = 400, period = \"30d\", capacity = 500 }]", "shared = \"lease\"");
+    let settings = "timeout = \"20ms\"\non_outage = \"refuse\"\n";
+    let gateway = Process::spawn(&format!("workers = 2\n{}", by(&redis, settings, &rules)));
+    let ask = |key: &str| {
+        let mut client = gateway.client();
+        (0..400).filter(|_| client.get_with("/a", &[("X-Key", key)]).status == 200).count()
+    };
+    let keys = ["alice", "bob"];
+    let passed: Vec<usize> = thread::scope(|scope| {
+        let clients = keys.map(|key| [0; 4].map(|_| scope.spawn(move || ask(key))));
+        for _ in 0..8 {
+            thread::sleep(Duration::from_millis(60));
+            redis.stop();
+            // Not so long that a connection is given up, and with it what is under way.
+            thread::sleep(Duration::from_millis(70));
+            redis.cont();
+        }
+        clients.map(|clients| clients.into_iter().map(|client| client.join().unwrap()).sum()).to_vec()
+    });
+    for (key, passed) in keys.into_iter().zip(passed) {
+        assert!(passed <= 300, "{key}: {passed}");
+        for rule in ["here", "leased", "exact", "account"] {
+            let counted = || {
+                let said = gateway_value(&gateway, rule, key);
+                said.as_u64().unwrap_or_default() as usize
+            };
+            eventually(&format!("{rule} has counted the {passed} of {key}"), || counted() == passed);
+        }
+    }
+}
+
+/// What is used of the layer nearest its limit; nothing as long as it can not be told.
+fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value {
+    let question = json!({ "rule": rule, "key": key }).to_string();
+    let answer = Client::connect(gateway.admin).post("/v1/value", question);
+    if answer.status == 200 { answer.json()["count"].clone() } else { json!(null) }
 }
