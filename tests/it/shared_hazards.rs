@@ -118,6 +118,24 @@ fn a_request_that_was_counted_without_redis_is_told_of_without_an_outage() {
 }
 
 #[test]
+fn a_store_that_was_started_again_is_told_what_was_used() {
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\non_outage = \"refuse\"\ntimeout = \"10s\"");
+        let gateway = gateway(&redis.url(), &settings, "[\"160/30d\"]");
+        for _ in 0..100 {
+            assert_eq!(ask(&gateway, "alice"), 200);
+        }
+        redis.restart();
+        let answers: Vec<u16> = (0..200).map(|_| ask(&gateway, "alice")).collect();
+        let admitted = 100 + answers.iter().filter(|status| **status == 200).count();
+        // The first call of each loop may take an eighth of what seems to be left.
+        assert!((100..=160 + 2 * 20).contains(&admitted), "{mode}: {admitted}");
+        eventually("the counter is full", || ask(&gateway, "alice") == 429);
+    }
+}
+
+#[test]
 fn it_ends_soon_while_redis_hangs() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
