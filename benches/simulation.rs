@@ -1,27 +1,47 @@
 //! What leases cost: Redis calls, requests that wait for one, and tokens that nobody gets, by the number of gateways and
 //! the rate of requests. A simulation, request by request; docs/shared-model.md says what it takes for granted.
 //!
-//! `cargo bench --bench simulation` prints the table; `-- --chart docs/shared-load.svg` draws it as well. It knows nothing of
-//! the gateway's code: constants stand here once more.
+//! `cargo bench --bench simulation` prints the table; `-- --chart docs/shared-load.svg` draws it as well, and `-- --small`
+//! prints what benches/leases.py measures instead. What the gateway does is written down here once more; its constants
+//! are the gateway's own.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::fmt::Write as _;
+use std::time::Duration;
 
-/// From the question to Redis's decision, and from there to the answer, microseconds.
-const HALF_WAY_US: u64 = 500;
+use transom::shared::{SWEEP, leases};
+
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;
-/// Beyond what is needed, one part in so many of what is left is handed out.
-const PART: u64 = 8;
-const BRISK_US: u64 = 50_000;
-const BUSY_US: u64 = 500_000;
-const SLOW_US: u64 = 2_000_000;
-const IDLE_US: u64 = 1_500_000;
-const RECHECK_US: u64 = 1_000_000;
+const BRISK_US: u64 = us(leases::BRISK);
+const BUSY_US: u64 = us(leases::BUSY);
+const SLOW_US: u64 = us(leases::SLOW);
+const MEMORY_US: u64 = us(leases::MEMORY);
+const RECHECK_US: u64 = us(leases::RECHECK.0);
+/// It is looked at now and then whether something lies idle.
+const IDLE_US: u64 = us(leases::IDLE) + us(SWEEP) / 2;
+
+/// From a question to Redis to its answer, microseconds; it decides in the middle of that time.
+const WAY_US: u64 = 1_000;
+/// As far away as benches/leases.py puts it, so that it is seen who has waited.
+const SMALL_WAY_US: u64 = 100_000;
 
 const GATEWAYS: [u64; 7] = [1, 3, 10, 30, 100, 300, 1000];
 const RATES: [f64; 4] = [1_000.0, 10_000.0, 100_000.0, 400_000.0];
+const SMALL_GATEWAYS: [u64; 3] = [1, 2, 4];
+const SMALL_RATE: f64 = 500.0;
+
+const fn us(duration: Duration) -> u64 {
+    duration.as_micros() as u64
+}
+
+/// Beyond what is needed, one part in so many of what is left is handed out: as the script says.
+fn part() -> u64 {
+    let script = include_str!("../src/shared/take.lua");
+    let said = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
+    said.and_then(|(part, _)| part.parse().ok()).expect("take.lua says which part of what is left is handed out")
+}
 
 /// Who asks, and what is granted.
 struct Load {
@@ -32,6 +52,12 @@ struct Load {
     /// Of a key, in a window, by the rate of all.
     limit: fn(f64) -> u64,
 }
+
+/// What is small enough to be measured beside it.
+const SMALL_LOADS: [Load; 2] = [
+    Load { name: "one counter for all", keys: 1, zipf: 0.0, limit: |rate| (rate * 5.0) as u64 },
+    Load { name: "1,000 clients (Zipf), 100 in 10 s each", keys: 1_000, zipf: 1.0, limit: |_| 100 },
+];
 
 const LOADS: [Load; 2] = [
     // Half of what is asked for.
@@ -86,6 +112,8 @@ struct Sums {
 struct World<'l> {
     load: &'l Load,
     limit: u64,
+    part: u64,
+    half_way_us: u64,
     counters: Vec<Counter>,
     leases: HashMap<u64, Lease>,
     events: BinaryHeap<Reverse<(u64, Event)>>,
@@ -135,7 +163,7 @@ impl Lease {
 }
 
 impl World<'_> {
-    fn run(load: &Load, gateways: u64, rate: f64) -> Sums {
+    fn run(load: &Load, gateways: u64, rate: f64, way_us: u64) -> Sums {
         let shares = (1..=load.keys).scan(0.0, |sum, n| {
             *sum += (n as f64).powf(-load.zipf);
             Some(*sum)
@@ -144,7 +172,8 @@ impl World<'_> {
         let whole = shares[load.keys - 1];
         let counters = vec![Counter::default(); load.keys];
         let (leases, events, sums) = (HashMap::new(), BinaryHeap::new(), Sums::default());
-        let mut world = World { load, limit: (load.limit)(rate).max(1), counters, leases, events, sums };
+        let (limit, part, half_way_us) = ((load.limit)(rate).max(1), part(), way_us / 2);
+        let mut world = World { load, limit, part, half_way_us, counters, leases, events, sums };
         let (mut random, mut now) = (Random(1), 0.0);
         loop {
             now -= (1.0 - random.share()).ln() * 1e6 / rate;
@@ -209,7 +238,7 @@ impl World<'_> {
     fn ask(&mut self, now: u64, id: u64, need: u64) {
         let lease = self.leases.entry(id).or_default();
         let next = match now - lease.asked_us {
-            _ if lease.slice == 0 => 0,
+            lasted if lease.slice == 0 || lasted > MEMORY_US => 0,
             lasted if lasted < BRISK_US => lease.slice * 4,
             lasted if lasted < BUSY_US => lease.slice * 2,
             lasted if lasted > SLOW_US => lease.slice / 2,
@@ -218,35 +247,37 @@ impl World<'_> {
         lease.slice = next.max(lease.waiting.len() as u64).max(1);
         (lease.asked_us, lease.is_asking) = (now, true);
         self.sums.calls += 1;
-        self.events.push(Reverse((now + HALF_WAY_US, Event::Decided { id, need, want: lease.slice })));
+        self.events.push(Reverse((now + self.half_way_us, Event::Decided { id, need, want: lease.slice })));
     }
 
     fn happens(&mut self, now: u64, event: Event) {
-        let (window, keys, limit) = (now / PERIOD_US, self.load.keys as u64, self.limit);
+        let (window, keys, limit, part) = (now / PERIOD_US, self.load.keys as u64, self.limit, self.part);
         match event {
             Event::Decided { id, need, want } => {
                 let counter = self.enter((id % keys) as usize, window);
                 let room = limit - counter.used;
-                let granted = if room < need { 0 } else { need + (want - need).min((room - need) / PART) };
+                let granted = if room < need { 0 } else { need + (want - need).min((room - need) / part) };
                 counter.used += granted;
                 let is_full = counter.used >= limit;
-                self.events.push(Reverse((now + HALF_WAY_US, Event::Answered { id, window, granted, is_full })));
+                self.events.push(Reverse((now + self.half_way_us, Event::Answered { id, window, granted, is_full })));
             }
             Event::Answered { id, window: of, granted, is_full } => self.answered(now, id, of, granted, is_full),
             Event::Idle { id } => {
                 let lease = self.leases.entry(id).or_default();
                 lease.is_watched = false;
-                if lease.window != window || lease.purse == 0 {
+                let idle_us = lease.spent_us.max(lease.asked_us) + IDLE_US;
+                if now < idle_us || lease.is_asking {
+                    lease.is_watched = true;
+                    self.events.push(Reverse((idle_us.max(now + us(SWEEP)), Event::Idle { id })));
                     return;
                 }
-                if now < lease.spent_us + IDLE_US {
-                    lease.is_watched = true;
-                    self.events.push(Reverse((lease.spent_us + IDLE_US, Event::Idle { id })));
+                lease.slice /= 2;
+                if lease.window != window || lease.purse == 0 {
                     return;
                 }
                 let tokens = std::mem::take(&mut lease.purse);
                 self.sums.calls += 1;
-                self.events.push(Reverse((now + HALF_WAY_US, Event::Returned { id, window, tokens })));
+                self.events.push(Reverse((now + self.half_way_us, Event::Returned { id, window, tokens })));
             }
             Event::Returned { id, window: of, tokens } if of == window => {
                 self.enter((id % keys) as usize, window).used -= tokens;
@@ -325,30 +356,47 @@ fn panel(svg: &mut String, left: f64, title: &str, (low, high): (i32, i32), line
     }
 }
 
+fn heading(load: &Load) {
+    println!("\n{}\n", load.name);
+    println!("| requests/s | gateways | Redis calls/s | calls per request | waited | nobody got, of the limit |");
+    println!("| ---------: | -------: | ------------: | ----------------: | -----: | -----------------------: |");
+}
+
+/// A line of the table: calls per request, and percents of those that waited and of what nobody got.
+fn row(load: &Load, gateways: u64, rate: f64, way_us: u64) -> [f64; 3] {
+    let sums = World::run(load, gateways, rate, way_us);
+    let requests = sums.requests as f64;
+    let (calls, waited) = (sums.calls as f64 / requests, 100.0 * sums.waited as f64 / requests);
+    let missing = 100.0 * sums.missing as f64 / sums.limit.max(1) as f64;
+    println!("| {rate} | {gateways} | {:.0} | {calls:.4} | {waited:.2} % | {missing:.3} % |", calls * rate);
+    [calls, waited, missing]
+}
+
 fn main() {
+    if std::env::args().any(|argument| argument == "--small") {
+        for load in &SMALL_LOADS {
+            heading(load);
+            SMALL_GATEWAYS.iter().for_each(|gateways| _ = row(load, *gateways, SMALL_RATE, SMALL_WAY_US));
+        }
+        return;
+    }
     let chart = std::env::args().skip_while(|argument| argument != "--chart").nth(1);
     let mut svg = String::new();
-    for (row, load) in LOADS.iter().enumerate() {
-        println!("\n{}\n", load.name);
-        println!("| requests/s | gateways | Redis calls/s | calls per request | waited | nobody got, of the limit |");
-        println!("| ---------: | -------: | ------------: | ----------------: | -----: | -----------------------: |");
+    for (nth, load) in LOADS.iter().enumerate() {
+        heading(load);
         let mut figures: [Lines; 3] = Default::default();
         for rate in RATES {
             let mut lines: [Vec<f64>; 3] = Default::default();
             for gateways in GATEWAYS {
-                let sums = World::run(load, gateways, rate);
-                let requests = sums.requests as f64;
-                let (calls, waited) = (sums.calls as f64 / requests, 100.0 * sums.waited as f64 / requests);
-                let missing = 100.0 * sums.missing as f64 / sums.limit.max(1) as f64;
-                println!("| {rate} | {gateways} | {:.0} | {calls:.4} | {waited:.2} % | {missing:.3} % |", calls * rate);
-                lines.iter_mut().zip([calls, waited, missing]).for_each(|(line, value)| line.push(value));
+                let figures = row(load, gateways, rate, WAY_US);
+                lines.iter_mut().zip(figures).for_each(|(line, value)| line.push(value));
             }
             figures.iter_mut().zip(lines).for_each(|(figure, line)| figure.push(line));
         }
         let _ = writeln!(
             svg,
             "<g transform=\"translate(0 {})\"><text x=\"10\" y=\"0\">{}</text>",
-            30 + row * 270,
+            30 + nth * 270,
             load.name
         );
         panel(&mut svg, 50.0, "Redis calls per request", (-5, 0), &figures[0]);

@@ -21,17 +21,17 @@ use crate::count::table::Counter;
 /// No more counters than this are known at a time; the others fetch what they need and no more.
 const RECORDS_MAX: usize = 65_536;
 /// A slice that was spent in less time than this is followed by one four times as large,
-const BRISK: Duration = Duration::from_millis(100);
+pub const BRISK: Duration = Duration::from_millis(100);
 /// or twice as large,
-const BUSY: Duration = Duration::from_secs(1);
+pub const BUSY: Duration = Duration::from_secs(1);
 /// and one that lasted longer than this by one half as large.
-const SLOW: Duration = Duration::from_secs(4);
+pub const SLOW: Duration = Duration::from_secs(4);
 /// What nobody has spent of for so long is returned.
-const IDLE: Duration = Duration::from_secs(1);
+pub const IDLE: Duration = Duration::from_secs(1);
 /// How long a counter is remembered for which there is nothing to return.
-const MEMORY: Duration = Duration::from_secs(10);
+pub const MEMORY: Duration = Duration::from_secs(10);
 /// How soon it is asked again whether a window that was used up has room, at least and at most.
-const RECHECK: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
+pub const RECHECK: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
 /// A counter is known by its key.
 pub type Id = (u64, u64);

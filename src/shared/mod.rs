@@ -47,7 +47,7 @@ mod supply;
 pub mod survey;
 
 /// How often leases that lie idle are looked for.
-const SWEEP: Duration = Duration::from_secs(1);
+pub const SWEEP: Duration = Duration::from_secs(1);
 /// How long it may take at the end to return all that was fetched.
 const FAREWELL: Duration = Duration::from_secs(2);
 
