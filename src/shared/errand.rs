@@ -139,10 +139,21 @@ impl Shared {
 
     /// What is certainly used of a counter, if the store may not know it any more.
     fn least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
+        self.met(self.clock.instant());
         let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
         let is_confirmed = self.leases.known(id(counter), |record| record.generation == self.generation.get());
         let is_doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
         if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
+    }
+
+    /// What is certainly used, after an answer: the store was told so, or it is another one than when `least` was worked
+    /// out, in `generation`. The call that finds a new connection is the first that would believe a store that has forgotten.
+    pub(super) fn known(&self, counter: Counter, end_ms: u64, least: u64, generation: u64) -> u64 {
+        if generation == self.generation.get() {
+            return least;
+        }
+        let tally = self.table.tally(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
+        least.max(tally.map_or(0, |(_, used)| u64::from(used)))
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
@@ -164,6 +175,7 @@ impl Shared {
             suffix: entry.suffix(line.layer).into(),
             text,
             shards: layer.shards_elsewhere,
+            generation: self.generation.get(),
             want: Want { need, want, ..blank },
         }
     }

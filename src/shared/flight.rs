@@ -25,6 +25,8 @@ pub struct Errand {
     pub text: Rc<str>,
     pub suffix: Rc<str>,
     pub shards: u32,
+    /// Which connections stood when `want` was worked out.
+    pub generation: u64,
     pub want: Want,
 }
 
@@ -186,8 +188,9 @@ impl Shared {
     fn put_by(self: &Rc<Self>, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
         let (now_ms, id) = (self.clock.now().unix_ms, id(errand.counter));
         // Where nothing was taken, the store says what it knows.
-        let has_forgotten = took.used < want.least;
-        let used = took.used.max(want.least);
+        let known = self.known(errand.counter, took.end_ms, want.least, errand.generation);
+        let has_forgotten = took.used < known;
+        let used = took.used.max(known);
         self.table.note(errand.counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
         if want.need > 0 && took.granted == 0 && errand.shards == 1 {
             flight.refused.borrow_mut().push((id, Took { used, ..took }));
@@ -313,7 +316,7 @@ impl Shared {
         self.clock.now().unix_ms.abs_diff(time_ms) < CLOCKS_APART_MS
     }
 
-    fn met(&self, began: Instant) {
+    pub(super) fn met(&self, began: Instant) {
         let generation = self.store.generation();
         if generation != self.generation.get() {
             let is_first = self.generation.replace(generation) == 0;

@@ -144,7 +144,7 @@ impl Inquiry {
             return Some(Sent::Refused);
         }
         let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
-        let began = Instant::from_std(shared.clock.instant());
+        let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
         let told = shared.charge(wants.clone());
         let (refused, took) = match within(self.deadline, told).await {
             Some(Ok(Outcome::Granted(took))) => (false, took),
@@ -160,14 +160,16 @@ impl Inquiry {
         for (i, took) in took.iter().enumerate() {
             let Some(charge) = self.desk.charges.get_mut(first + i) else { break };
             let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
+            let line = self.desk.lines[first + i];
+            let counter = self.desk.askers[line.rule].map(|asker| book.layer_of(roster, line).counter(asker));
             // Where nothing was taken, the store says what it knows.
-            let used = used.max(known.get(i).copied().unwrap_or(0));
+            let least = known.get(i).copied().unwrap_or(0);
+            let known = counter.map_or(least, |counter| shared.known(counter, took.end_ms, least, generation));
+            let used = used.max(known);
             charge.usage.used = used;
             charge.usage.end_ms = took.end_ms;
             charge.full = refused && used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
-            let line = self.desk.lines[first + i];
-            if let Some(asker) = self.desk.askers[line.rule] {
-                let counter = book.layer_of(roster, line).counter(asker);
+            if let Some(counter) = counter {
                 shared.table.note(counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
             }
         }

@@ -118,6 +118,25 @@ fn a_request_that_was_counted_without_redis_is_told_of_without_an_outage() {
 }
 
 #[test]
+fn a_store_that_was_started_again_is_told_what_was_used() {
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\non_outage = \"refuse\"\ntimeout = \"10s\"");
+        let gateway = gateway(&redis.url(), &settings, "[\"160/30d\"]");
+        // All by one loop: the first call of each may take what it needs and an eighth of what seems to be left.
+        let mut client = gateway.client();
+        let mut admitted = |times: usize| -> usize {
+            let answers = (0..times).map(|_| client.get_with("/a", &[("X-Key", "alice")]).status);
+            answers.filter(|status| *status == 200).count()
+        };
+        assert_eq!(admitted(100), 100);
+        redis.restart();
+        let after = admitted(200);
+        assert!(after <= 60 + 20, "{mode}: {after}");
+    }
+}
+
+#[test]
 fn it_ends_soon_while_redis_hangs() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
