@@ -90,7 +90,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let rules = top.get("rules");
     let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
-    let misspelt = top.finish(&[], report);
+    let misspelt = top.finish(report);
 
     if misspelt.contains(&"counters") {
         sharing = Usual::Shared(Sharing::Lease, OnOutage::Local);
@@ -169,7 +169,7 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
                 report.problem(at, message, "remove `snapshot`; what is shared is counted in Redis");
             }
         }
-        if table.finish(&[], report).contains(&"shared") {
+        if table.finish(report).contains(&"shared") {
             usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
         }
     }
@@ -210,7 +210,7 @@ fn timeouts(item: Option<Item>, report: &mut Report) -> Timeouts {
         timeout(&mut table, "tunnel", &mut timeouts.tunnel, 1..=DAY_MS, report);
         timeout(&mut table, "drain", &mut timeouts.drain, 0..=DAY_MS, report);
         timeout(&mut table, "upgrade", &mut timeouts.upgrade, 1..=DAY_MS, report);
-        table.finish(&[], report);
+        table.finish(report);
     }
     timeouts
 }
@@ -284,7 +284,7 @@ fn access_log(item: Option<Item>, report: &mut Report) -> Option<AccessLog> {
     let mut table = section(item, report)?;
     let file = table.require("file", "write `file = \"stdout\"`, or the path of a file");
     let file = file.and_then(|item| item.text("\"stdout\"", report));
-    table.finish(&[], report);
+    table.finish(report);
     let file = file?;
     match file.text {
         "" => {

@@ -13,9 +13,6 @@ use super::problem::{Report, Span, listed, shown};
 
 pub mod syntax;
 
-/// A key that a later version will have: its name, and what to do until then.
-pub type Later = (&'static str, &'static str);
-
 /// A table that is being read.
 pub struct Table<'d> {
     entries: &'d DeTable<'d>,
@@ -74,7 +71,7 @@ impl<'d> Table<'d> {
 
     /// Reports the keys that nobody asked for and those that are missing. Returns the known keys
     /// that unknown ones were taken for: they are not missing, but misspelt.
-    pub fn finish(self, later: &[Later], report: &mut Report) -> Vec<&'static str> {
+    pub fn finish(self, report: &mut Report) -> Vec<&'static str> {
         let mut meant = Vec::new();
         let absent: Vec<&str> = self.known.iter().copied().filter(|key| !self.entries.contains_key(*key)).collect();
         for item in self.all() {
@@ -82,11 +79,6 @@ impl<'d> Table<'d> {
                 continue;
             }
             let name = shown(item.key);
-            if let Some((_, until_then)) = later.iter().find(|(key, _)| *key == item.key) {
-                let message = format!("{name} in {} is not in this version of transom yet", self.title);
-                report.problem(item.key_span, message, *until_then);
-                continue;
-            }
             // A key that is there already is hardly the one that was meant.
             let guess = nearest(item.key, absent.iter().copied()).or(nearest(item.key, self.known.iter().copied()));
             meant.extend(self.known.iter().copied().filter(|key| Some(*key) == guess));

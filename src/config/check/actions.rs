@@ -119,7 +119,7 @@ impl<'d> Settings<'d> {
             let mut table = item.table("`replace_prefix`", "write `{ from = \"/api\", to = \"/v2\" }`", report)?;
             let from = table.require("from", "write `from = \"/api\"`: how the path begins");
             let to = table.require("to", "write `to = \"/v2\"`: what stands there instead");
-            table.finish(&[], report);
+            table.finish(report);
             let from = from.and_then(|item| prefix(&item, path, slashes, report));
             let to = to.and_then(|item| literal(&item, slashes, report));
             return Some(PathChange::Prefix { from: from?, to: to? });
@@ -196,7 +196,7 @@ fn redirect(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Opt
     let mut table = item.table("`redirect`", &format!("write `redirect = {REDIRECT}`"), report)?;
     let to = table.require("to", "write `to = \"https://{host}{uri}\"`");
     let status = table.get("status");
-    table.finish(&[], report);
+    table.finish(report);
     let statuses = [301, 302, 303, 307, 308];
     let status = status.map_or(Some(308), |item| {
         let status = item.integer(100..=599, report)?;
@@ -267,7 +267,7 @@ fn respond(item: &Item, report: &mut Report) -> Option<Answer> {
     let status = table.get("status");
     let kind = table.get("content_type");
     let body = table.get("body");
-    table.finish(&[], report);
+    table.finish(report);
     let status = status.map_or(Some(200), |item| item.integer(200..=599, report));
     if let (Some(status @ (204 | 304)), Some(body)) = (status, &body) {
         let message = format!("an answer with status `{status}` has no body");
@@ -282,7 +282,7 @@ fn fields(item: &Item, path: Option<&PathPattern>, report: &mut Report) -> Field
         return FieldChanges::default();
     };
     let (set, add, remove) = (table.get("set"), table.get("add"), table.get("remove"));
-    table.finish(&[], report);
+    table.finish(report);
     let set = set.map(|item| values(&item, path, report)).unwrap_or_default();
     let add = add.map(|item| values(&item, path, report)).unwrap_or_default();
     let words = remove.and_then(|item| item.texts("[\"x-name\"]", report)).unwrap_or_default();
@@ -330,6 +330,6 @@ fn own_timeouts(item: &Item, timeouts: &Timeouts, report: &mut Report) -> Option
     let mut table = item.table("`timeouts` of a route", "", report)?;
     let mut own = timeouts.clone();
     super::exchange_timeouts(&mut table, &mut own, report);
-    table.finish(&[], report);
+    table.finish(report);
     Some(own)
 }

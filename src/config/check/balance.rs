@@ -100,7 +100,7 @@ pub fn servers<'d>(item: &Item<'d>, example: &str, report: &mut Report) -> Optio
             let mut table = item.table("a server", fix, report)?;
             let url = table.require("url", fix).and_then(|item| item.text("\"http://127.0.0.1:9001\"", report));
             let weight = table.get("weight").and_then(|item| number(&item, 1..=WEIGHT_MAX, report));
-            table.finish(&[], report);
+            table.finish(report);
             Some((url?, weight.unwrap_or(1)))
         }
         _ => item.text(example, report).map(|word| (word, 1)),
@@ -122,7 +122,7 @@ fn balance(item: &Item, report: &mut Report) -> Option<Balance> {
     let mut table = item.table("`balance`", &item.write(HASH_EXAMPLE), report)?;
     let parts = table.require("hash", item.write(HASH_EXAMPLE));
     let parts = parts.and_then(|item| hashed(&item, report));
-    table.finish(&[], report);
+    table.finish(report);
     parts.map(Balance::Hash)
 }
 
@@ -160,7 +160,7 @@ fn health(item: &Item, report: &mut Report) -> Option<Health> {
     let (method, host, statuses) = (get("method"), get("host"), get("status"));
     let (interval, limit) = (get("interval"), get("timeout"));
     let (healthy, unhealthy) = (get("healthy_after"), get("unhealthy_after"));
-    table.finish(&[], report);
+    table.finish(report);
     let streak = |item: Option<Item>, default, report: &mut Report| {
         item.and_then(|item| number(&item, 1..=1000, report)).unwrap_or(default)
     };
@@ -241,7 +241,7 @@ fn ejection(item: &Item, report: &mut Report) -> Option<Ejection> {
     let statuses = table.get("statuses").map(|item| statuses(&item, report));
     let (first, longest) = (table.get("time"), table.get("max_time"));
     let share = table.get("max_ejected").and_then(|item| percent(&item, report));
-    table.finish(&[], report);
+    table.finish(report);
     let lasting = |item: &Option<Item>, default: Duration, report: &mut Report| {
         item.as_ref().and_then(|item| time(item, 1..=DAY_MS, default, report)).unwrap_or(default)
     };
@@ -271,7 +271,7 @@ fn retries(item: &Item, report: &mut Report) -> Retries {
     let limit = table.get("try_timeout");
     let budget = table.get("budget").and_then(|item| percent(&item, report));
     let budget_min = table.get("budget_min").and_then(|item| number(&item, 0..=COUNT_MAX, report));
-    table.finish(&[], report);
+    table.finish(report);
     let mut retries = Retries {
         attempts,
         try_timeout: limit.and_then(|item| time(&item, 1..=DAY_MS, Duration::from_secs(2), report)),

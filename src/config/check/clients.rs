@@ -44,7 +44,7 @@ pub fn clients(
     let file = table.require("file", "write `file = \"clients.toml\"`");
     let api_key = table.get("api_key");
     let subject = table.get("subject");
-    table.finish(&[], report);
+    table.finish(report);
     let api_key = api_key.map(|item| part(&item, "\"header:x-api-key\"", None, report));
     let subject = subject.map(|item| part(&item, "\"jwt:sub\"", Some(certs), report));
     let file = file.and_then(|item| item.text("\"clients.toml\"", report))?;
@@ -132,7 +132,7 @@ impl Reader<'_> {
         let (document, _) = DeTable::parse_recoverable(&sound);
         let mut top = Table::new(document.get_ref(), 0..0, "the clients file");
         let clients = top.get("clients");
-        top.finish(&[], report);
+        top.finish(report);
         let Some(clients) = clients else { return Vec::new() };
         let Some(table) = clients.table("`[clients]`", CLIENT_FIX, report) else { return Vec::new() };
         table.all().iter().filter_map(|entry| self.client(entry, report)).collect()
@@ -146,7 +146,7 @@ impl Reader<'_> {
         let subjects = table.get("subjects");
         let networks = table.get("networks");
         let named = [&api_keys, &subjects, &networks].iter().any(|item| item.as_ref().is_some_and(has_items));
-        let misspelt = table.finish(&[], report);
+        let misspelt = table.finish(report);
         if !named && misspelt.is_empty() {
             let message = format!("nothing tells which requests are those of {}", shown(entry.key));
             let fix = "add `api_keys`, `subjects` or `networks`, or remove the client";

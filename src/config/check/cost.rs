@@ -51,7 +51,7 @@ fn told(mut table: Table, rule: &Rule, smallest: Option<u32>, report: &mut Repor
     let span = table.span.clone();
     let (request, response) = (table.get("request-header"), table.get("response-header"));
     let (default, reserve, max) = (table.get("default"), table.get("reserve"), table.get("max"));
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
 
     let number = |item: &Option<Item>, least: u64, report: &mut Report| {
         item.as_ref().and_then(|item| item.integer(least..=MOST, report)).and_then(|number| u32::try_from(number).ok())

@@ -48,7 +48,7 @@ fn plans(item: &Item, rule: &str, report: &mut Report) -> Vec<Plan> {
         let title = format!("`[rules.{rule}.plans.{}]`", entry.key);
         let Some(mut table) = entry.table(title, PLAN_FIX, report) else { continue };
         let windows = table.require("windows", WINDOWS_FIX);
-        table.finish(&[], report);
+        table.finish(report);
         let layers = windows.map(|item| layers::layers(&item, report)).unwrap_or_default();
         plans.push(Plan { name: entry.key.to_owned(), layers });
     }
@@ -64,7 +64,7 @@ fn overrides(item: &Item, keys: &mut Keys, report: &mut Report) -> Vec<Override>
         let Some(mut table) = entry.table("the override", OVERRIDE_FIX, report) else { continue };
         let key = table.require("key", "write `key = \"VALUE\"`: the value of the rule's key that is meant");
         let windows = table.require("windows", WINDOWS_FIX);
-        table.finish(&[], report);
+        table.finish(report);
         let key = key.and_then(|item| keys.read(&item, report));
         let layers = windows.map(|item| layers::layers(&item, report)).unwrap_or_default();
         overrides.extend(key.map(|key| Override { key, layers }));
@@ -87,7 +87,7 @@ fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
                 let Some(mut table) = entry.table("the exemption", "", report) else { continue };
                 let key = table.get("key");
                 let network = table.get("network");
-                let misspelt = table.finish(&[], report);
+                let misspelt = table.finish(report);
                 if key.is_none() == network.is_none() && misspelt.is_empty() {
                     let message = "an exemption is either a `key` or a `network`";
                     let fix = "write `{ key = \"VALUE\" }` or `{ network = \"10.0.0.0/8\" }`";

@@ -36,6 +36,6 @@ pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
     if let Some(ms) = ping {
         http2.ping = (ms > 0).then(|| Duration::from_millis(ms));
     }
-    table.finish(&[], report);
+    table.finish(report);
     http2
 }

@@ -35,7 +35,7 @@ pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trus
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
     let (issuer, audience, leeway) = (table.get("issuer"), table.get("audience"), table.get("leeway"));
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
     let named = keys.is_some() || jwks.is_some() || misspelt.iter().any(|key| ["keys", "jwks_file"].contains(key));
     if !named {
         report.unless_broken(span, "`[jwt]` has no keys", NO_KEYS);
@@ -87,7 +87,7 @@ fn key(mut table: Table, files: Files, report: &mut Report) -> Option<Key> {
     for name in ["secret", "secret_file", "public_key", "public_key_file"] {
         sources.extend(table.get(name));
     }
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
     let algorithm = algorithm?;
     let (inline, file) = match algorithm {
         Algorithm::Hs256 => ("secret", "secret_file"),

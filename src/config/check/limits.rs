@@ -47,7 +47,7 @@ pub fn limits(item: Option<Item>, report: &mut Report) -> Limits {
     }
     let grace = table.get("rate_grace").and_then(|item| duration(&item, 1..=DAY_MS, limits.rate_grace, report));
     limits.rate_grace = grace.map_or(limits.rate_grace, Duration::from_millis);
-    table.finish(&[], report);
+    table.finish(report);
     limits
 }
 

@@ -58,7 +58,7 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen,
     let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
     listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
     let proxies = proxies::Settings::of(&mut table).read(report);
-    table.finish(&[], report);
+    table.finish(report);
     (listen, proxies)
 }
 
@@ -91,7 +91,7 @@ fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> O
     let (client_ca, client_auth) = (table.get("client_ca"), table.get("client_auth"));
     let versions = [("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
     let min_version = table.get("min_version").and_then(|item| item.choice(&versions, report));
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
 
     let addresses = address.map(|item| addresses(&item, HTTPS_EXAMPLE, "", taken, report)).unwrap_or_default();
     let main = main.read(files, report);
@@ -115,7 +115,7 @@ fn more(item: &Item, files: Files, certificates: &mut Vec<Certificate>, report: 
     for entry in item.list("[]", report).unwrap_or_default() {
         let Some(mut table) = entry.table("the certificate", fix, report) else { continue };
         let pair = Pair::required(&mut table);
-        table.finish(&[], report);
+        table.finish(report);
         let span = pair.certificate.as_ref().map_or(entry.span.clone(), |item| item.span.clone());
         let Some(certificate) = pair.read(files, report) else { continue };
         let file = shown(&certificate.file);

@@ -68,7 +68,7 @@ fn draft(
     let names = table.get("rules");
     let cost = table.get("cost");
     let websocket = table.get("websocket").and_then(|item| item.flag(report)).unwrap_or(true);
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
 
     let named = name.as_ref().map(|item| item.span.clone());
     let name = name.and_then(|item| self::name(&item, report));

@@ -72,7 +72,7 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
         certificate: table.get("certificate"),
         private_key: table.get("private_key"),
     };
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
 
     let prefix = prefix.map_or(Some(PREFIX.to_owned()), |item| self::prefix(&item, report));
     let places = Places { files, variables };

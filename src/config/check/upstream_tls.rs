@@ -62,7 +62,7 @@ pub fn tls(
         certificate: table.get("certificate"),
         private_key: table.get("private_key"),
     };
-    let misspelt = table.finish(&[], report);
+    let misspelt = table.finish(report);
     settings.read(item.span.clone(), &misspelt, files, roots, report)
 }
 

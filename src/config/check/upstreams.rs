@@ -55,7 +55,7 @@ fn upstream(
         resolve: table.get("resolve"),
     };
     let group = balance::Settings::of(&mut table);
-    let misspelt = !table.finish(&[], report).is_empty();
+    let misspelt = !table.finish(report).is_empty();
     let none = (None, None, Policy::default());
     match (builtin, servers) {
         (None, None) if misspelt => none,

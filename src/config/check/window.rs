@@ -38,7 +38,7 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
     let period = table.require("period", "write `{ limit = 33, period = \"minute\" }`");
     let (start, zone) = (table.get("start"), table.get("timezone"));
     let extras = Extras { capacity: table.get("capacity"), reserve: table.get("reserve"), shards: table.get("shards") };
-    table.finish(&[], report);
+    table.finish(report);
 
     let start_span = start.as_ref().map(|item| item.span.clone());
     let start = start.map_or(Some(Start::Epoch), |item| self::start(&item, report));
