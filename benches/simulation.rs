@@ -25,7 +25,7 @@ const IDLE_US: u64 = us(leases::IDLE) + us(SWEEP) / 2;
 /// From a question to Redis to its answer, microseconds; it decides in the middle of that time.
 const WAY_US: u64 = 1_000;
 /// As far away as benches/leases.py puts it, so that it is seen who has waited.
-const SMALL_WAY_US: u64 = 100_000;
+const SMALL_WAY_US: u64 = 20_000;
 
 const GATEWAYS: [u64; 7] = [1, 3, 10, 30, 100, 300, 1000];
 const RATES: [f64; 4] = [1_000.0, 10_000.0, 100_000.0, 400_000.0];
