@@ -193,7 +193,8 @@ impl Book {
         for (i, (charge, line)) in charges.iter_mut().zip(lines.iter()).enumerate().skip(first) {
             let Some(asker) = askers[line.rule].filter(|_| charge.full) else { continue };
             let layer = self.layer_of(roster, *line);
-            if stands[line.rule] != Stand::Leased || layer.is_used_up(table, asker, charge, now_ms) {
+            let here = || self.used_here(roster.rules[line.rule], line.layer, asker, table, now_ms).used;
+            if stands[line.rule] != Stand::Leased || layer.is_used_up(table, asker, charge, here(), now_ms) {
                 is_full = true;
             } else {
                 lacking.push(i);
@@ -350,13 +351,21 @@ impl Entry {
 }
 
 impl Layer {
-    /// Whether it is known that all gateways together have used too much of a window for this charge.
-    fn is_used_up<const W: usize>(&self, table: &Table<W>, asker: Asker, charge: &Charge, now_ms: u64) -> bool {
+    /// Whether it is known that all gateways together have used too much of a window for this charge, with what was
+    /// counted `here` alone.
+    fn is_used_up<const W: usize>(
+        &self,
+        table: &Table<W>,
+        asker: Asker,
+        charge: &Charge,
+        here: u64,
+        now_ms: u64,
+    ) -> bool {
         let (cost, capacity) = (u64::from(charge.ask.cost), u64::from(self.capacity));
         let counter = self.counter(asker);
         // What was fetched here and is not spent is not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.purse(counter, now_ms)));
-        cost > capacity || table.tally(counter, now_ms).is_some_and(|told| spent(told) + cost > capacity)
+        cost > capacity || table.tally(counter, now_ms).is_some_and(|told| spent(told) + here + cost > capacity)
     }
 }
 
@@ -405,7 +414,7 @@ impl Desk {
                     layer.lease(&mut charge);
                     // More was handed out than this request's limit, which is another one than others have, or had.
                     let handed_out = table.tally(layer.counter(asker), now_ms).map_or(0, |(_, used)| used);
-                    if handed_out > layer.capacity && layer.is_used_up(table, asker, &charge, now_ms) {
+                    if handed_out > layer.capacity && layer.is_used_up(table, asker, &charge, 0, now_ms) {
                         charge.ask.floor = charge.ask.ceiling;
                     }
                 }

@@ -7,7 +7,7 @@
 //! is others' as well, and must not be blocked by one who waits. Where their window is over by the time
 //! that the request passes, they are charged again then, and may still refuse.
 
-use super::book::{Book, Entry, Judgement, Line, Roster, Wait};
+use super::book::{Book, Entry, Form, Judgement, Line, Roster, Wait};
 use super::desk::{Asker, Desk};
 use super::lease::Stand;
 use super::terms::OnLimit;
@@ -15,7 +15,7 @@ use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::Share;
 use crate::count::table::{Charged, Table};
-use crate::count::word::{Ask, granted};
+use crate::count::word::{Ask, Course, granted};
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -151,7 +151,14 @@ impl Book {
         if u64::from(charge.ask.cost) > charge.ask.ceiling {
             return None;
         }
-        match missing.div_ceil(u64::from(charge.ask.limit)) {
+        // What a window that stands for itself has too much is not owed by the next: it may have been used under a greater limit.
+        let hangs_together = match charge.ask.course {
+            Course::Plain => false,
+            Course::Leased => entry.layer(layer).form != Form::Plain,
+            Course::Grid(_) | Course::Floating(_) => true,
+        };
+        let windows = missing.div_ceil(u64::from(charge.ask.limit));
+        match if hangs_together { windows } else { windows.min(1) } {
             0 => Some(now_ms),
             windows => {
                 Some(self.time(now_ms).paces[entry.layer(layer).timeline].after(charge.usage.end_ms, windows - 1))

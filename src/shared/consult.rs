@@ -88,6 +88,10 @@ impl Shared {
     pub async fn reset(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Standing, Unavailable> {
         let Subject { book, roster, asker, .. } = subject;
         let (inquiry, found) = self.read(subject).await;
+        // What is forgotten here alone comes back with the store.
+        if inquiry.progress.beyond.contains(&true) {
+            return Err(Unavailable);
+        }
         let mut gifts = found;
         gifts.iter_mut().for_each(|gift| gift.forgets = true);
         self.give(gifts).await;

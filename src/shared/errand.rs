@@ -124,6 +124,8 @@ impl Shared {
         now_ms: u64,
     ) -> Want {
         let entry = &book.entries[rule];
+        // What was counted here alone and is not told yet is not to be handed out.
+        let here = book.used_here(rule, layer, asker, &self.table, now_ms).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
         let windows = &book.timelines[layer.timeline];
         let at = match (layer.form, span(windows, now_ms, asker.offset)) {
@@ -132,7 +134,7 @@ impl Shared {
             (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
         };
         let base = self.base(text, suffix, 0);
-        let ceiling = u64::from(layer.capacity);
+        let ceiling = u64::from(layer.capacity).saturating_sub(here);
         let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
         Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
     }

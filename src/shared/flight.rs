@@ -4,6 +4,7 @@
 //! it. A call whose fate is unknown is never made again.
 
 use std::cell::{Cell, RefCell};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::time::Instant;
 
@@ -191,7 +192,7 @@ impl Shared {
         let known = self.known(errand.counter, took.end_ms, want.least, errand.generation);
         let has_forgotten = took.used < known;
         let used = took.used.max(known);
-        self.table.note(errand.counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+        self.hear(errand.counter, took.end_ms, used, now_ms);
         if want.need > 0 && took.granted == 0 && errand.shards == 1 {
             flight.refused.borrow_mut().push((id, Took { used, ..took }));
         }
@@ -238,6 +239,19 @@ impl Shared {
         // The time may have been corrected since it was worked out what to ask for.
         if wants.iter().any(|want| want.at.is_ahead_of(now_ms)) {
             return Ok(Answer::OtherWindow { time_ms: now_ms });
+        }
+        // A server that is met anew may have forgotten what it was told, and what is asked here was worked out without that.
+        let generation = self.generation.get();
+        if let Some(want) = wants.first() {
+            self.store.ready(&want.base).await;
+        }
+        if generation != 0 && self.store.generation() != generation {
+            self.met(began);
+            // What was counted without it is told first, so that it is not handed out again.
+            let shared = Rc::clone(self);
+            let arrears: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move { shared.report_arrears().await });
+            arrears.await;
+            return Ok(Answer::OtherWindow { time_ms: self.clock.now().unix_ms });
         }
         let answer = self.store.take(wants, now_ms).await;
         self.met(began);

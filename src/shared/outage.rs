@@ -41,6 +41,8 @@ const REPORTS: usize = 256;
 const COMPLAIN_EVERY: Duration = Duration::from_secs(10);
 /// How much of what a server says about itself the operator is told.
 const TOLD_MAX: usize = 300;
+/// For so long after an outage other loops may still be in it.
+const AFTERMATH: Duration = Duration::from_secs(2);
 /// A limit that nothing reaches, and a script still counts exactly.
 pub const UNLIMITED: u64 = (1 << 53) - 1;
 
@@ -50,6 +52,8 @@ pub struct Breaker {
     troubles: RefCell<HashMap<Server, Trouble, RandomState>>,
     /// How many are open.
     open: Cell<usize>,
+    /// When the last one closed.
+    closed: Cell<Option<Instant>>,
 }
 
 /// What is known of a server that does not answer.
@@ -90,7 +94,14 @@ impl Breaker {
         opens
     }
 
-    fn close(&self, server: Server) {
+    /// Whether the last outage is over for everyone on this machine.
+    fn is_calm(&self, now: Instant) -> bool {
+        let is_long_ago = |closed: Instant| now.saturating_duration_since(closed) >= AFTERMATH;
+        self.open.get() == 0 && self.closed.get().is_none_or(is_long_ago)
+    }
+
+    fn close(&self, server: Server, now: Instant) {
+        self.closed.set(Some(now));
         self.troubles.borrow_mut().remove(&server);
         self.open.set(self.open.get().saturating_sub(1));
     }
@@ -215,8 +226,10 @@ impl Shared {
                 None => self.store.probe().await,
             }
         };
-        match tokio::time::timeout(PROBE_LIMIT, probe).await {
+        let began = self.clock.instant();
+        match tokio::time::timeout(PROBE_LIMIT.max(self.timeout), probe).await {
             Ok(Ok(time_ms)) => {
+                self.met(began);
                 self.clock.follow(time_ms);
                 Ok(())
             }
@@ -233,7 +246,7 @@ impl Shared {
                 break;
             }
         }
-        self.breaker.close(server);
+        self.breaker.close(server, self.clock.instant());
         self.meter.found();
         tracing::info!("shared counters are reached again");
         self.report(server).await;
@@ -294,34 +307,53 @@ impl Shared {
         }
     }
 
+    /// Remembers what the store says is used of a counter. Around an outage loops learn at different moments what others counted
+    /// alone: an answer that sounds like less is then one from before.
+    pub(super) fn hear(&self, counter: Counter, end_ms: u64, used: u64, now_ms: u64) {
+        let is_calm = self.breaker.is_calm(self.clock.instant());
+        let before = self.table.tally(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_calm);
+        let used = used.max(before.map_or(0, |(_, used)| u64::from(used)));
+        self.table.note(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+    }
+
     /// Tells what was counted of one key; `false` if there is no answer.
     async fn tell(self: Rc<Self>, debt: Debt) -> bool {
-        let counter = debt.counter();
         let Debt { book, rule, layer, asker, text } = debt;
         let now_ms = self.clock.now().unix_ms;
         let here = book.used_here(rule, layer, asker, &self.table, now_ms);
         if here.used == 0 {
             return true;
         }
-        // Others of this machine may count alone for a while yet: to them it is used elsewhere from now on.
+        // What was known before is told as well, if it may have been forgotten there: this call makes the counter anew.
+        let least = self.want_of(&book, rule, layer, asker, &text, now_ms).least;
+        let counter = book.entries[rule].layer(layer).counter(asker);
         let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
-        let all = u32::try_from(known + here.used).unwrap_or(u32::MAX);
-        self.table.note(counter, here.end_ms, all, now_ms);
-        // Before it is told, for it must not be told twice: whether it arrived is not always known.
+        // Before it is told, for it must not be told twice: whether it arrived is not always known, and other loops tell it too.
         let tokens = book.forget_here(rule, layer, asker, &self.table, now_ms);
+        if tokens == 0 {
+            return true;
+        }
+        // Those may count alone for a while yet: to them it is used elsewhere from now on.
+        self.hear(counter, here.end_ms, known + tokens, now_ms);
         let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
         let shards = u64::from(ready.shards_elsewhere);
         for shard in 0..ready.shards_elsewhere {
             let part = tokens / shards + u64::from(u64::from(shard) < tokens % shards);
             let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
             let base = self.base(&text, suffix, shard);
-            let want = Want { base, need: part, want: part, ceiling: UNLIMITED, least: 0, ..blank };
+            let want = Want {
+                base,
+                need: part,
+                want: part,
+                ceiling: UNLIMITED,
+                least: if shards == 1 { least } else { 0 },
+                ..blank
+            };
             match self.take(std::slice::from_ref(&want)).await {
                 Ok(Answer::Granted { took, .. }) => {
                     self.meter.reported(part);
                     if let (Some(took), 1) = (took.first(), shards) {
-                        let used = u32::try_from(took.used).unwrap_or(u32::MAX);
-                        self.table.note(counter, took.end_ms, used, now_ms);
+                        self.hear(counter, took.end_ms, took.used, now_ms);
                     }
                 }
                 // Its window is over, or nothing can be counted under its key.

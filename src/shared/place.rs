@@ -132,12 +132,14 @@ impl Inquiry {
     pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Sent> {
         let shared = Rc::clone(&self.shared);
         let now_ms = shared.clock.now().unix_ms;
-        let (mut wants, mut known) = (Vec::new(), Vec::new());
+        let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
         for (charge, line) in self.desk.charges.iter().zip(&self.desk.lines).skip(first) {
             let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
             let blank = shared.want(book, roster, *line, asker, &text, now_ms);
             known.push(blank.least);
-            let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling);
+            let alone = u64::from(book.layer_of(roster, *line).capacity).saturating_sub(blank.ceiling);
+            here.push(alone);
+            let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling.saturating_sub(alone));
             wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
         }
         if !self.progress.asks && self.is_used_up(book, roster, first, now_ms) {
@@ -166,11 +168,12 @@ impl Inquiry {
             let least = known.get(i).copied().unwrap_or(0);
             let known = counter.map_or(least, |counter| shared.known(counter, took.end_ms, least, generation));
             let used = used.max(known);
-            charge.usage.used = used;
+            charge.usage.used = used.saturating_add(here.get(i).copied().unwrap_or(0));
             charge.usage.end_ms = took.end_ms;
-            charge.full = refused && used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            charge.full =
+                refused && charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
             if let Some(counter) = counter {
-                shared.table.note(counter, took.end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+                shared.hear(counter, took.end_ms, used, now_ms);
             }
         }
         Some(if refused { Sent::Refused } else { Sent::Granted(gifts) })
@@ -187,7 +190,8 @@ impl Inquiry {
             let Some(asker) = askers[line.rule] else { continue };
             let layer = book.layer_of(roster, *line);
             let tally = shared.table.tally(layer.counter(asker), now_ms);
-            charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used));
+            let here = book.used_here(roster.rules[line.rule], line.layer, asker, &shared.table, now_ms).used;
+            charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
             charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
             charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
             if charge.full {

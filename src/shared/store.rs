@@ -139,6 +139,18 @@ impl Store {
         probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
     }
 
+    /// Sees to it that there is a connection for a call with this base, if there can be one.
+    pub async fn ready(&self, base: &str) {
+        let link = match &self.0.servers {
+            Servers::One(link) => Ok(Rc::clone(link)),
+            Servers::Cluster(cluster) => cluster.master(slot(base)).await,
+        };
+        if let Ok(link) = link {
+            // Why there is none, the call itself will say.
+            let _ = link.line().await;
+        }
+    }
+
     /// As [`Store::probe`], for one server; a server of a cluster that has no slots any more need not be there.
     pub async fn probe_server(&self, server: Server) -> Result<u64, StoreError> {
         let Servers::Cluster(cluster) = &self.0.servers else { return self.probe().await };

@@ -291,3 +291,24 @@ fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value 
     let answer = Client::connect(gateway.admin).post("/v1/value", question);
     if answer.status == 200 { answer.json()["count"].clone() } else { json!(null) }
 }
+
+#[test]
+fn a_server_that_comes_back_empty_is_told_what_was_used() {
+    for mode in ["lease", "exact"] {
+        for in_the_outage in [0, 1, 5] {
+            let mut redis = RedisServer::start();
+            let settings = format!("mode = \"{mode}\"\non_outage = \"local\"\n");
+            let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"100/30d\"]", "")));
+            let mut passed = admitted(&gateway, "alice", 90);
+            redis.kill();
+            passed += admitted(&gateway, "alice", in_the_outage);
+            redis.restart();
+            let key = || redis.keys().into_iter().find(|key| key.starts_with("transom:{r|alice}"));
+            eventually("all of it is counted there", || {
+                passed += admitted(&gateway, "alice", 5);
+                key().is_some_and(|key| redis.number(&["GET", &key]) >= 100)
+            });
+            assert_eq!(passed + admitted(&gateway, "alice", 50), 100, "{mode}, {in_the_outage} in the outage");
+        }
+    }
+}
