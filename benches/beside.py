@@ -126,10 +126,10 @@ def in_turn(gateways, number):
 
 def take_turn(server, port, scenario, generator, options):
     # Warm caches and open upstream connections; in the refusing scenario this also uses up the limit.
-    generator.run(options.load_core, port, WARM_UP_S)
+    generator.run(options.load_core, port, WARM_UP_S, scenario.varied)
     expect(server, port, scenario, generator)
     core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
-    outcome = generator.run(options.load_core, port, options.seconds)
+    outcome = generator.run(options.load_core, port, options.seconds, scenario.varied)
     cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
     core_s = machine.core_busy_s(options.server_core) - core_before
     expect(server, port, scenario, generator)

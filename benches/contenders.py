@@ -14,11 +14,13 @@ import load
 import machine
 
 # `limits`: whether the limit is so low that every request, but for the first few, is refused.
-Scenario = collections.namedtuple("Scenario", "name limits status targets")
+# `varied`: whether a connection asks for something else each time.
+Scenario = collections.namedtuple("Scenario", "name limits status targets varied", defaults=[False])
 
 FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.15})
 REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.95})
-SCENARIOS = {scenario.name: scenario for scenario in (FORWARDING, REFUSING)}
+REFUSING_VARIED = Scenario("refusing-varied", limits=True, status=429, targets={}, varied=True)
+SCENARIOS = {scenario.name: scenario for scenario in (FORWARDING, REFUSING, REFUSING_VARIED)}
 HTTP2_FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 0.95, "envoy": 0.40})
 HTTP2_REFUSING = Scenario("refusing", limits=True, status=429, targets={"nginx": 0.45})
 HTTP2_SCENARIOS = {scenario.name: scenario for scenario in (HTTP2_FORWARDING, HTTP2_REFUSING)}

@@ -34,13 +34,31 @@ class Wrk:
         end
     """
 
+    # Made beforehand; of so many that a connection does not meet the same twice in a row.
+    VARIED = """
+        local requests, next_one = {}, 0
+        init = function()
+            for each = 1, 1009 do
+                requests[each] = wrk.format("GET", wrk.path .. "?" .. each)
+            end
+        end
+        request = function()
+            next_one = next_one % 1009 + 1
+            return requests[next_one]
+        end
+    """
+
     def __init__(self, directory):
         self._script = os.path.join(directory, "count.lua")
-        with open(self._script, "w") as file:
-            file.write(self.SCRIPT)
+        self._varied = os.path.join(directory, "varied.lua")
+        for path, more in ((self._script, ""), (self._varied, self.VARIED)):
+            with open(path, "w") as file:
+                file.write(more + self.SCRIPT)
 
-    def run(self, core, port, seconds):
-        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", self._script]
+    def run(self, core, port, seconds, varied=False):
+        """`varied`: no connection asks the same twice in a row."""
+        script = self._varied if varied else self._script
+        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", script]
         said = machine.run_on({core}, [*command, _url(port)], seconds + 15)
         found = re.search(r"^OUTCOME (.*)$", said, re.MULTILINE)
         if not found:
@@ -69,8 +87,10 @@ class H2load:
     def __init__(self, directory):
         pass
 
-    def run(self, core, port, seconds):
-        command = ["h2load", *self.options, "-t1", f"-D{seconds}", _url(port)]
+    def run(self, core, port, seconds, varied=False):
+        """As `Wrk.run`."""
+        urls = [f"{_url(port)}?{each}" for each in range(7)] if varied else [_url(port)]
+        command = ["h2load", *self.options, "-t1", f"-D{seconds}", *urls]
         said = machine.run_on({core}, command, seconds + 15)
         codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", said)
         broken = re.search(r"(\d+) errored, (\d+) timeout", said)

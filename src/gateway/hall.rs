@@ -9,9 +9,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue};
 
 use super::abandoned::Abandoned;
+use super::again::Again;
 use super::complaints::Complaints;
 use super::passage::Passage;
 use super::snapshot::{Lane, Slate, Snapshot};
@@ -19,10 +20,12 @@ use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream, Way};
 use crate::count::table::Table;
+use crate::http::date::Date;
 use crate::http::fault::Fault;
 use crate::http::fields;
 use crate::http::quota::Stamp;
 use crate::http::repeat::Last;
+use crate::http::reply::{self, Refused};
 use crate::interim::Interim;
 use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::shared::SharedMeter;
@@ -49,6 +52,7 @@ pub struct Hall {
     pub shared: Option<Rc<Shared>>,
     owner: LoopId,
     registry: Arc<Registry>,
+    date: RefCell<Date>,
     view: RefCell<Rc<View>>,
 }
 
@@ -90,11 +94,25 @@ pub struct Peer {
     pub body_limit: Rc<Cell<Duration>>,
     /// The tunnel that the answer opens.
     pub passage: RefCell<Option<Passage>>,
+    /// Whether the head of the request is that of the one before, to the byte; only whoever has read both can tell.
+    pub repeats: Cell<bool>,
+    /// The last request, if it was refused and repeated the one before.
+    pub again: RefCell<Option<Again>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
-        Peer { origin, timer, interim, waits, unwanted: None, body_limit: Rc::default(), passage: RefCell::default() }
+        Peer {
+            origin,
+            timer,
+            interim,
+            waits,
+            unwanted: None,
+            body_limit: Rc::default(),
+            passage: RefCell::default(),
+            repeats: Cell::default(),
+            again: RefCell::default(),
+        }
     }
 
     /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
@@ -176,6 +194,7 @@ impl Hall {
             timers: Rc::default(),
             complaints: Complaints::default(),
             abandoned: Abandoned::default(),
+            date: RefCell::default(),
             view: RefCell::new(Rc::new(view)),
             table,
             clock,
@@ -186,6 +205,16 @@ impl Hall {
 
     pub fn view(&self) -> Rc<View> {
         Rc::clone(&self.view.borrow())
+    }
+
+    /// The Date of answers at a moment.
+    pub fn date(&self, unix_ms: u64) -> HeaderValue {
+        self.date.borrow_mut().at(unix_ms)
+    }
+
+    /// Whether this is the view that requests get now.
+    pub fn has_view(&self, view: &Rc<View>) -> bool {
+        Rc::ptr_eq(&self.view.borrow(), view)
     }
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
@@ -281,6 +310,14 @@ impl View {
         desk.askers.extend_from_slice(askers);
         self.snapshot.book.look(roster, table, now_ms, desk);
         sheet.render(desk, self.policies[slate].as_ref(), now_ms, text)
+    }
+
+    /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.
+    pub fn refusal(&self, slate: usize, desk: &Desk, now_ms: u64, text: &mut Vec<u8>, headers: HeaderMap) -> Refused {
+        let Snapshot { book, forms, slates, .. } = &*self.snapshot;
+        let Slate { roster, sheet, .. } = &slates[slate];
+        let stamp = sheet.render(desk, self.policies[slate].as_ref(), now_ms, text);
+        reply::refusal(book, roster, desk, forms, now_ms, stamp, text, headers)
     }
 
     /// The buffers; to be given back before anything is waited for.

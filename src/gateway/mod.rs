@@ -2,7 +2,7 @@
 //!
 //! `passing` is a request on its way, `snapshot` the configuration made ready, `hall` what an event loop keeps between
 //! requests, `turn`
-//! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
+//! the wait for a window to come, `again` a request that was refused and is asked once more, `abandoned` the places of those who did not wait for theirs,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
 //! `question` what the store of shared counters is asked,
@@ -19,6 +19,7 @@ use http::{Request, Response, Version, header};
 use hyper::body::{Body as _, Incoming};
 
 pub mod abandoned;
+pub mod again;
 mod allowance;
 pub mod body;
 pub mod complaints;
@@ -40,7 +41,7 @@ use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
 use crate::http::gate::Clear;
-use crate::http::reply::{self, Dialect, Reply};
+use crate::http::reply::{Dialect, Reply};
 use crate::http::route;
 use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
@@ -50,6 +51,7 @@ use crate::upstream::balance::Asked;
 use crate::upstream::echo;
 use crate::upstream::inbound::Inbound;
 use crate::upstream::upload::Upload;
+use again::Again;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
 use opening::{Opening, conclude};
@@ -230,15 +232,15 @@ fn decide(
         Judged::Now(judgement) => {
             hall.meter.decided(hall.clock.instant().duration_since(now.instant));
             record.decision(lane.slate as usize, desk, &judgement);
-            let policy = view.policies[lane.slate as usize].as_ref();
             if let Judgement::Refused = judgement {
+                let again = Again::of(view, visitor.peer, lane_index, desk, parts, clear.marks, visitor.body_bytes);
+                visitor.peer.again.replace(again);
                 let headers = std::mem::take(&mut parts.headers);
-                return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
-                    let (book, forms) = (&snapshot.book, &snapshot.forms);
-                    let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
-                    reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
-                })));
+                let slate = lane.slate as usize;
+                let work_out = || view.refusal(slate, desk, now.unix_ms, text, headers);
+                return Ok(Decision::Refuse(last.refusal(slate, now.unix_ms, desk, work_out)));
             }
+            let policy = view.policies[lane.slate as usize].as_ref();
             let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
             let texts = || snapshot.texts_of(slate, &caller);
             (Permit::of(judgement, stamp, hall, view, visitor.peer, lane.slate as usize, desk, texts), None)

@@ -12,7 +12,7 @@ use super::turn::{Placed, Turn};
 use crate::http::caller::Caller;
 use crate::http::fault::Fault;
 use crate::http::quota::Stamp;
-use crate::http::reply::{self, Reply};
+use crate::http::reply::Reply;
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::shared::inquiry::{Begun, Inquiry, Ruling, Unavailable};
@@ -102,15 +102,12 @@ impl Question {
         let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
         let now_ms = hall.clock.now().unix_ms;
         record.decision(self.slate, &ruling.desk, &ruling.judgement);
-        let policy = view.policies[self.slate].as_ref();
         let mut text = Vec::new();
-        let stamp = slate.sheet.render(&ruling.desk, policy, now_ms, &mut text);
         if let Judgement::Refused = ruling.judgement {
-            let (book, forms) = (&snapshot.book, &snapshot.forms);
-            let (roster, headers) = (&slate.roster, HeaderMap::new());
-            let refused = reply::refusal(book, roster, &ruling.desk, forms, now_ms, stamp, &mut text, headers);
+            let refused = view.refusal(self.slate, &ruling.desk, now_ms, &mut text, HeaderMap::new());
             return Err(Denial::Refused(refused.reply));
         }
+        let stamp = slate.sheet.render(&ruling.desk, view.policies[self.slate].as_ref(), now_ms, &mut text);
         let Ruling { judgement, desk, gifts, texts } = ruling;
         let settlement = Settlement::of(slate, self.slate, &desk, &gifts, || texts.clone());
         let turn = Turn::of(judgement, hall, view, peer, self.slate, &desk, Placed { gifts, texts });

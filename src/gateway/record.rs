@@ -57,16 +57,7 @@ impl Record {
                     }
                 }
             }
-            Judgement::Refused => {
-                let mut told = None;
-                for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
-                    self.view.windows[slate].refused_by(line.rule, line.layer);
-                    if told != Some(line.rule) {
-                        meter.refused(line.rule);
-                        told = Some(line.rule);
-                    }
-                }
-            }
+            Judgement::Refused => refused(&self.view, self.lane, slate, desk),
         }
         if self.line.is_some() {
             let rules = &self.view.snapshot.slates[slate].roster.rules;
@@ -161,7 +152,7 @@ impl Record {
     }
 
     fn meter(&self) -> &RouteMeter {
-        self.lane.map_or(&self.view.unrouted, |lane| &self.view.meters[lane])
+        meter(&self.view, self.lane)
     }
 }
 
@@ -178,6 +169,22 @@ impl Drop for Record {
             if !access.write(&Value::Object(*line)) {
                 self.hall.meter.access_log_lost(1);
             }
+        }
+    }
+}
+
+fn meter(view: &View, lane: Option<usize>) -> &RouteMeter {
+    lane.map_or(&view.unrouted, |lane| &view.meters[lane])
+}
+
+/// Tells the meters which windows of a slate have refused a request.
+pub fn refused(view: &View, lane: Option<usize>, slate: usize, desk: &Desk) {
+    let mut told = None;
+    for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+        view.windows[slate].refused_by(line.rule, line.layer);
+        if told != Some(line.rule) {
+            meter(view, lane).refused(line.rule);
+            told = Some(line.rule);
         }
     }
 }

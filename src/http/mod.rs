@@ -14,6 +14,7 @@ pub mod bearer;
 pub mod caller;
 pub mod clients;
 pub mod cookie;
+pub mod date;
 pub mod decision;
 pub mod escapes;
 pub mod exceptions;

@@ -4,7 +4,10 @@
 //! time, to the letter. So what a refusal says is not worked out again as long as all that it depends on is as it was. This
 //! file does not know what that is made of: `reply` does.
 
-use super::reply::{Refused, Reply};
+use http::header::DATE;
+use http::{HeaderValue, StatusCode};
+
+use super::reply::{self, Refused, Reply};
 use crate::count::charge::Charge;
 use crate::count::word::{Ask, Use};
 use crate::rule::book::Line;
@@ -16,8 +19,10 @@ pub struct Last {
     slate: usize,
     now_ms: u64,
     facts: Vec<Fact>,
-    /// `None` before the first, and where chance has a part in it.
-    reply: Option<Reply>,
+    /// None before the first.
+    refused: Option<Refused>,
+    /// The same as it is sent over HTTP/1.1; empty until it is asked for.
+    bytes: Vec<u8>,
 }
 
 /// What was found of one layer. Nothing here tells one client from another.
@@ -39,20 +44,50 @@ impl Last {
     /// What is answered: as the last time, or else what `work_out` finds. `slate` is the position of the rules that decided
     /// on `desk`.
     pub fn refusal(&mut self, slate: usize, now_ms: u64, desk: &Desk, work_out: impl FnOnce() -> Refused) -> Reply {
-        let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
-        if let Some(reply) = &self.reply
-            && (self.slate, self.now_ms) == (slate, now_ms)
-            && self.facts.iter().copied().eq(facts())
-        {
-            return reply.clone();
+        self.renew(slate, now_ms, desk, work_out).0.clone()
+    }
+
+    /// As [`Last::refusal`], but with a `date` and as it is sent over HTTP/1.1; and its status.
+    pub fn in_bytes(
+        &mut self,
+        slate: usize,
+        now_ms: u64,
+        desk: &Desk,
+        work_out: impl FnOnce() -> Refused,
+        date: impl FnOnce() -> HeaderValue,
+    ) -> (StatusCode, &[u8]) {
+        let (reply, bytes) = self.renew(slate, now_ms, desk, work_out);
+        if bytes.is_empty() {
+            let mut reply = reply.clone();
+            reply.headers_mut().insert(DATE, date());
+            reply::write(&reply, bytes);
         }
-        let Refused { mut reply, is_random } = work_out();
-        // Whoever sends a copy adds a field or two, such as the date.
-        reply.headers_mut().reserve(4);
-        (self.slate, self.now_ms) = (slate, now_ms);
-        self.facts.clear();
-        self.facts.extend(facts());
-        self.reply = (!is_random).then(|| reply.clone());
-        reply
+        (reply.status(), bytes)
+    }
+
+    fn renew(
+        &mut self,
+        slate: usize,
+        now_ms: u64,
+        desk: &Desk,
+        work_out: impl FnOnce() -> Refused,
+    ) -> (&Reply, &mut Vec<u8>) {
+        let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
+        let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
+        // Where chance has a part in it, the next is told something else.
+        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
+            (self.slate, self.now_ms) = (slate, now_ms);
+            self.facts.clear();
+            self.facts.extend(facts());
+            self.bytes.clear();
+            self.refused = None;
+        }
+        let refused = self.refused.get_or_insert_with(|| {
+            let mut refused = work_out();
+            // Whoever sends a copy adds a field or two, such as the date.
+            refused.reply.headers_mut().reserve(4);
+            refused
+        });
+        (&refused.reply, &mut self.bytes)
     }
 }

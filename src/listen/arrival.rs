@@ -20,7 +20,7 @@ use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 
 use super::capacity::Place;
 use super::drain::Guest;
-use super::guard::{LINGER, LINGER_BYTES, written};
+use super::guard::{LINGER, LINGER_BYTES};
 use super::http2;
 use super::lobby::Listener;
 use super::preface::{Spoken, listen_for};
@@ -70,7 +70,7 @@ pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<
 pub fn turn_away(stream: TcpStream, listener: &Listener) {
     listener.meter.turned_away(TurnedAway::MaxConnections);
     if !listener.is_secure() {
-        Wire::tcp(stream).send_at_once(&written(&reply::fault(&Fault::Crowded)));
+        Wire::tcp(stream).send_at_once(&reply::written(&reply::fault(&Fault::Crowded)));
     }
 }
 
@@ -95,7 +95,7 @@ async fn welcome(
     };
     if !place.is_free_for(address) {
         if !listener.is_secure() {
-            Wire::tcp(stream).send_at_once(&written(&reply::fault(&Fault::Crowded)));
+            Wire::tcp(stream).send_at_once(&reply::written(&reply::fault(&Fault::Crowded)));
         }
         return Err(TurnedAway::MaxConnectionsPerClient.into());
     }
@@ -169,7 +169,7 @@ async fn handshake(
 /// thrown away for a moment.
 async fn part(mut stream: TcpStream, fault: &Fault) {
     let parting = async {
-        stream.write_all(&written(&reply::fault(fault))).await?;
+        stream.write_all(&reply::written(&reply::fault(fault))).await?;
         stream.shutdown().await?;
         let mut rest = (&mut stream).take(LINGER_BYTES as u64);
         tokio::io::copy(&mut rest, &mut tokio::io::sink()).await

@@ -1,5 +1,6 @@
 //! Stands between hyper and a client's socket, for what hyper does not do.
 //!
+//! A request that is refused as the one before, and the same to the byte, is answered here, and hyper never sees it.
 //! When hyper can not read a request's head it answers by itself, with an empty body; here that
 //! becomes a problem document. A head that takes too long is answered too. And a connection that is closed while the client still sends is not reset under the answer: what comes is read and
 //! thrown away for a moment, as RFC 9112, section 9.6 advises.
@@ -15,7 +16,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
 use super::stage::Stage;
-use crate::http::reply::{self, Reply};
+use crate::gateway::hall::{Hall, Peer};
+use crate::http::reply;
 use crate::wire::{Ending, Wire};
 
 /// How much, and for how long, a closing connection still reads: with bytes unread it is reset, and a client that has not
@@ -30,9 +32,13 @@ const QUIET_STEPS: u32 = 5;
 pub struct Guard {
     stream: Wire,
     stage: Rc<Stage>,
+    hall: Rc<Hall>,
+    peer: Rc<Peer>,
     /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
     ahead: Bytes,
     replaced: bool,
+    /// An answer of this file's own is under way.
+    owing: bool,
     lingering: Option<Lingering>,
     shut: bool,
     at_end: bool,
@@ -45,12 +51,15 @@ pub struct Guard {
 }
 
 impl Guard {
-    pub fn new(stream: Wire, stage: Rc<Stage>) -> Guard {
+    pub fn new(stream: Wire, stage: Rc<Stage>, hall: Rc<Hall>, peer: Rc<Peer>) -> Guard {
         Guard {
             stream,
             stage,
+            hall,
+            peer,
             ahead: Bytes::new(),
             replaced: false,
+            owing: false,
             lingering: None,
             shut: false,
             at_end: false,
@@ -84,11 +93,57 @@ impl Guard {
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
             let fault = reply::fault_of_parser(status);
-            self.ahead = written(&reply::fault(&fault));
+            self.ahead = reply::written(&reply::fault(&fault));
             self.stage.refused.replace(Some(fault));
             self.replaced = true;
         }
         status.is_some()
+    }
+
+    /// Answers what has just come, if that is a request that is refused as the one before.
+    fn refuses_again(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+        let mut again = self.peer.again.borrow_mut();
+        let Some(known) = &*again else { return Ok(false) };
+        if !self.stage.repeats() {
+            *again = None;
+            return Ok(false);
+        }
+        // The last answer of a connection says so.
+        if self.stage.is_last() {
+            return Ok(false);
+        }
+        let (mut sent, mut rest) = (Poll::Pending, Bytes::new());
+        let refused = known.refuse(&self.hall, |answer| {
+            sent = Pin::new(&mut self.stream).poll_write(cx, answer);
+            let bytes = if let Poll::Ready(Ok(bytes)) = &sent { *bytes } else { 0 };
+            if bytes < answer.len() {
+                rest = Bytes::copy_from_slice(&answer[bytes..]);
+            }
+        });
+        if refused {
+            self.stage.begin(Some(0));
+            self.stage.moved();
+            self.stage.sent(&sent);
+            self.stage.end();
+            (self.owing, self.ahead) = (true, rest);
+            if let Poll::Ready(sent) = sent {
+                sent?;
+            }
+        }
+        Ok(refused)
+    }
+
+    /// Sends what is left of an answer to a request that was refused again.
+    fn poll_owed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.ahead.is_empty() {
+            let sent = Pin::new(&mut self.stream).poll_write(cx, &self.ahead);
+            self.stage.sent(&sent);
+            self.ahead.advance(ready!(sent)?);
+        }
+        ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
+        self.stage.flushed();
+        self.owing = false;
+        Poll::Ready(Ok(()))
     }
 
     fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -184,15 +239,24 @@ impl AsyncRead for Guard {
             return Pin::new(&mut this.stream).poll_read(cx, buffer);
         }
         let before = buffer.filled().len();
-        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
-        let came = buffer.filled().len() > before;
-        this.at_end |= !came;
-        this.ahead_of_turn = false;
-        this.ending = None;
-        if came {
-            this.stage.receive(&buffer.filled()[before..]);
+        loop {
+            if this.owing {
+                ready!(this.poll_owed(cx))?;
+            }
+            let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
+            let came = buffer.filled().len() > before;
+            this.at_end |= !came;
+            this.ahead_of_turn = false;
+            this.ending = None;
+            if came {
+                this.stage.receive(&buffer.filled()[before..]);
+                if this.refuses_again(cx)? {
+                    buffer.set_filled(before);
+                    continue;
+                }
+            }
+            return Poll::Ready(read);
         }
-        Poll::Ready(read)
     }
 }
 
@@ -268,25 +332,7 @@ impl Drop for Guard {
     fn drop(&mut self) {
         let parting = self.stage.parting.take();
         if let Some(fault) = parting.filter(|_| self.stage.is_quiet() && !self.replaced && !self.at_end) {
-            self.stream.send_at_once(&written(&reply::fault(&fault)));
+            self.stream.send_at_once(&reply::written(&reply::fault(&fault)));
         }
     }
-}
-
-/// An answer as bytes of HTTP/1.1.
-pub fn written(reply: &Reply) -> Bytes {
-    let status = reply.status();
-    let mut bytes = Vec::with_capacity(512);
-    bytes.extend_from_slice(
-        format!("HTTP/1.1 {} {}\r\n", status.as_u16(), status.canonical_reason().unwrap_or("")).as_bytes(),
-    );
-    for (name, value) in reply.headers() {
-        bytes.extend_from_slice(name.as_str().as_bytes());
-        bytes.extend_from_slice(b": ");
-        bytes.extend_from_slice(value.as_bytes());
-        bytes.extend_from_slice(b"\r\n");
-    }
-    bytes.extend_from_slice(b"\r\n");
-    bytes.extend_from_slice(reply.body());
-    Bytes::from(bytes)
 }

@@ -15,6 +15,8 @@ pub struct Head {
     bytes: Vec<u8>,
     /// They are one head with proper line ends and without a `#`, and nothing else.
     alone: bool,
+    /// They are what the head before was, to the byte.
+    repeats: bool,
     /// How many of them are the head of the request that has begun.
     head: usize,
     /// And how many belong to that request, with its body.
@@ -45,7 +47,7 @@ impl Body {
 
 impl Default for Head {
     fn default() -> Head {
-        Head { bytes: Vec::new(), alone: false, head: 0, known: 0, body: Body::Bytes(0) }
+        Head { bytes: Vec::new(), alone: false, repeats: false, head: 0, known: 0, body: Body::Bytes(0) }
     }
 }
 
@@ -66,10 +68,25 @@ impl Head {
         if rest.is_empty() {
             return false;
         }
+        self.repeats = self.alone && self.known == self.bytes.len() && rest == self.bytes;
+        if self.repeats {
+            (self.head, self.known) = (0, 0);
+            return !busy;
+        }
         self.forget();
         self.alone = self.bytes.is_empty() && is_alone(rest);
         self.bytes.extend_from_slice(rest);
         !busy
+    }
+
+    /// Whether what has come is one head, and the same to the byte as that of the request before.
+    pub fn repeats(&self) -> bool {
+        self.repeats
+    }
+
+    /// As [`Head::repeats`], of the request just begun; told once.
+    pub fn has_repeated(&mut self) -> bool {
+        std::mem::take(&mut self.repeats)
     }
 
     /// Lets go of the request that has begun.

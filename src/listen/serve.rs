@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use http::header::CONNECTION;
+use http::header::{CONNECTION, DATE};
 use http::{HeaderValue, Request, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -49,7 +49,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     peer.body_limit = Rc::clone(stage.body_limit());
     let peer = Rc::new(peer);
     let mut door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
-    let mut guard = Guard::new(wire, Rc::clone(&stage));
+    let mut guard = Guard::new(wire, Rc::clone(&stage), Rc::clone(&hall), Rc::clone(&peer));
     // A connection that broke off is dropped at the very end: then it says what is left to say.
     let (late, _broken) = loop {
         match rest(&guard, &stage, &guest).await {
@@ -65,6 +65,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             Ok(End::Tired) => {
                 let parts = connection.into_parts();
                 (guard, door) = (parts.io.into_inner(), parts.service);
+                peer.again.take();
                 // What is no request may have come, as an empty line.
                 if !parts.read_buf.is_empty() {
                     guard.put_back(parts.read_buf);
@@ -118,6 +119,7 @@ impl Shape {
         }
         builder
             .header_read_timeout(None)
+            .auto_date_header(false)
             // The guard looks for clients that go away.
             .half_close(true)
             // Of the read buffer, and so of a head.
@@ -215,10 +217,11 @@ impl Service<Request<Incoming>> for Door {
 
     fn call(&self, request: Request<Incoming>) -> Answering {
         self.stage.begin(request.body().size_hint().exact());
+        self.peer.repeats.set(self.stage.has_repeated());
         // What only the bytes of the head tell.
         let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
         let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
-        Answering { passing, stage: Rc::clone(&self.stage) }
+        Answering { passing, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
     }
 }
 
@@ -226,6 +229,7 @@ impl Service<Request<Incoming>> for Door {
 struct Answering {
     passing: Passing,
     stage: Rc<Stage>,
+    hall: Rc<Hall>,
 }
 
 impl Future for Answering {
@@ -237,6 +241,11 @@ impl Future for Answering {
         let stage = Rc::clone(&this.stage);
         stage.moved();
         let mut answer = answer.map(|body| Staged { body, stage });
+        // hyper would look at the clock for each answer, whether or not it has a date.
+        if !answer.headers().keys().any(|name| *name == DATE) {
+            let date = this.hall.date(this.hall.clock.now().unix_ms);
+            answer.headers_mut().insert(DATE, date);
+        }
         if this.stage.is_last() && !answer.status().is_informational() {
             // hyper closes the connection behind an answer that says so.
             answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

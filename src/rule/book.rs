@@ -211,6 +211,11 @@ impl Roster {
         self.counts_refused
     }
 
+    /// Whether a refused request has asked plain counters, leaves no trace in any, and waits for nothing.
+    pub fn is_plain(&self) -> bool {
+        self.plain
+    }
+
     /// Positions of the shadow rules.
     pub fn shadows(&self) -> &[usize] {
         &self.shadows
@@ -370,7 +375,7 @@ impl Book {
     /// `None` where the rule does not apply.
     pub fn judge<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> Judgement {
         desk.clear();
-        let judgement = if desk.askers.iter().flatten().all(|asker| asker.variant == 0) {
+        let judgement = if desk.are_usual() {
             self.decide(roster, &roster.enforced, table, now_ms, desk, true)
         } else {
             let lines = self.lines_of(roster, desk);
@@ -400,6 +405,10 @@ impl Book {
     /// Looks at the counters of the enforced rules; nothing is charged.
     pub fn look<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> bool {
         desk.clear();
+        if roster.plain && desk.are_usual() {
+            desk.put_down(self, roster, &roster.enforced, now_ms, 0);
+            return look(table, &mut desk.charges, Time::all_plain(now_ms));
+        }
         let lines = self.lines_of(roster, desk);
         if roster.is_shared {
             self.look_shared(roster, &lines, table, now_ms, desk);

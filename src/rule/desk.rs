@@ -67,6 +67,11 @@ impl Desk {
         self.in_hand.clear();
     }
 
+    /// Whether all who ask have the windows of everyone.
+    pub(super) fn are_usual(&self) -> bool {
+        self.askers.iter().flatten().all(|asker| asker.variant == 0)
+    }
+
     /// The answer of one layer, or `None` if it does not apply to the request.
     pub fn answer(&self, line: Line) -> Option<&Charge> {
         self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])

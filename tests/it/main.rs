@@ -12,6 +12,7 @@ mod access_log;
 mod actions;
 mod activation;
 mod admin;
+mod again;
 mod answers;
 mod any_bits;
 mod balance;

@@ -1,0 +1,89 @@
+//! A request that was refused, and is asked again as it was.
+//!
+//! A client over its limits hardly ever changes what it asks. Who asks, on which route and by which rules, follows from the
+//! head of a request, from its connection and from the configuration; where all three are what they were, none of it is worked out
+//! once more. What is left to do is to look whether its windows are still full. This file does not compare heads: `listen`
+//! does, and never reads one that is refused here.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+
+use http::request::Parts;
+use http::{HeaderMap, Method, Version, header};
+
+use super::hall::{Hall, Peer, Scratch, View};
+use super::record;
+use crate::http::fields::Marks;
+use crate::rule::desk::{Asker, Desk};
+
+/// Of such a request, all that its decision needs.
+pub struct Again {
+    view: Rc<View>,
+    lane: usize,
+    askers: Box<[Option<Asker>]>,
+}
+
+impl Again {
+    /// That of a request which was just refused on `desk`; `None` where it is not the same as the one before, where more
+    /// than its head, its connection and the configuration decides, or where its answer changes what becomes of the connection.
+    pub fn of(
+        view: &Rc<View>,
+        peer: &Peer,
+        lane: usize,
+        desk: &Desk,
+        parts: &Parts,
+        marks: Marks,
+        body_bytes: u64,
+    ) -> Option<Again> {
+        let slate = view.snapshot.slate_of(&view.snapshot.lanes[lane]);
+        let is_kept = || {
+            let mut options = parts.headers.get_all(header::CONNECTION).iter();
+            options.all(|options| options.as_bytes().eq_ignore_ascii_case(b"keep-alive"))
+        };
+        let is_usual = peer.repeats.get()
+            && slate.repeats
+            // Of every request a line is to be written, with what its head says.
+            && view.access.is_none()
+            && parts.version == Version::HTTP_11
+            && parts.method != Method::HEAD
+            && body_bytes == 0
+            && ![Marks::TRANSFER_ENCODING, Marks::EXPECT, Marks::UPGRADE].into_iter().any(|mark| marks.has(mark))
+            && is_kept();
+        is_usual.then(|| Again { view: Rc::clone(view), lane, askers: desk.askers.as_slice().into() })
+    }
+
+    /// Refuses the request, if it is to be refused now; `send` is given the answer in bytes of HTTP/1.1. If not, nothing was charged or
+    /// counted, and the request can be taken as any other.
+    pub fn refuse(&self, hall: &Hall, send: impl FnOnce(&[u8])) -> bool {
+        let refused = catch_unwind(AssertUnwindSafe(|| self.is_still_refused(hall, send)));
+        // Whatever it was, it is met with once more on the way of any other request, and answered there.
+        refused.unwrap_or(false)
+    }
+
+    fn is_still_refused(&self, hall: &Hall, send: impl FnOnce(&[u8])) -> bool {
+        let view = &*self.view;
+        if !hall.has_view(&self.view) {
+            return false;
+        }
+        let snapshot = &*view.snapshot;
+        let position = snapshot.lanes[self.lane].slate as usize;
+        let slate = &snapshot.slates[position];
+        let now = hall.clock.now();
+        let mut scratch = view.scratch();
+        let Scratch { desk, text, last, .. } = &mut *scratch;
+        desk.askers.clear();
+        desk.askers.extend_from_slice(&self.askers);
+        if snapshot.book.look(&slate.roster, &hall.table, now.unix_ms, desk) {
+            return false;
+        }
+        let took = hall.clock.instant().duration_since(now.instant);
+        hall.meter.decided(took);
+        record::refused(view, Some(self.lane), position, desk);
+        let work_out = || view.refusal(position, desk, now.unix_ms, text, HeaderMap::new());
+        let date = || hall.date(now.unix_ms);
+        let (status, bytes) = last.in_bytes(position, now.unix_ms, desk, work_out, date);
+        send(bytes);
+        view.meters[self.lane].answered(status.as_u16(), took);
+        true
+    }
+}
