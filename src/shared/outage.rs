@@ -19,6 +19,7 @@ use super::Shared;
 use super::leases::{Id, id};
 use super::script::{Answer, Gift, Want};
 use super::store::{Server, StoreError};
+use crate::count::shard::part;
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
@@ -64,8 +65,13 @@ struct Trouble {
 }
 
 impl Breaker {
-    pub fn is_open(&self, server: Server) -> bool {
+    /// Whether any is.
+    pub fn is_any_open(&self) -> bool {
         self.open.get() > 0
+    }
+
+    pub fn is_open(&self, server: Server) -> bool {
+        self.is_any_open()
             && self.troubles.borrow().get(&server).is_some_and(|trouble| trouble.failures >= FAILURES_MAX)
     }
 
@@ -167,7 +173,7 @@ fn short(why: &str) -> String {
 impl Shared {
     /// Whether rules that count at a server do without it.
     pub(super) fn is_beyond(&self, base: &str) -> bool {
-        self.breaker.is_open(self.store.server_of(base))
+        self.breaker.is_any_open() && self.breaker.is_open(self.store.server_of(base))
     }
 
     /// A call has failed.
@@ -336,9 +342,9 @@ impl Shared {
         // Those may count alone for a while yet: to them it is used elsewhere from now on.
         self.hear(counter, here.end_ms, known + tokens, now_ms);
         let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
-        let shards = u64::from(ready.shards_elsewhere);
-        for shard in 0..ready.shards_elsewhere {
-            let part = tokens / shards + u64::from(u64::from(shard) < tokens % shards);
+        let shards = ready.shards_elsewhere;
+        for shard in 0..shards {
+            let part = part(tokens, shards, shard);
             let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
             let base = self.base(&text, suffix, shard);
             let want = Want {
