@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use http::HeaderValue;
 
-use super::abandoned::Abandoned;
 use super::complaints::Complaints;
 use super::passage::Passage;
 use super::snapshot::{Lane, Slate, Snapshot};
@@ -28,6 +27,7 @@ use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::shared::SharedMeter;
 use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
+use crate::rule::abandoned::Abandoned;
 use crate::rule::desk::{Asker, Desk};
 use crate::shared::Shared;
 use crate::timer::{Timer, Timers};

@@ -105,10 +105,15 @@ impl Shared {
         wants.iter().take_while(|want| self.store.is_one_call(&first.base, &want.base)).count()
     }
 
-    /// Gives back all that was charged for a request, here and in the store.
-    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
-        let shares = desk.take_back(first);
-        book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+    /// Gives back all that was charged for a request, here and in the store. Places that others stand behind are given back
+    /// when those have gone.
+    pub(super) fn undo(self: &Rc<Self>, book: &Arc<Book>, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+        let now_ms = self.clock.now().unix_ms;
+        for share in desk.take_back(first).into_iter().rev() {
+            if !book.give_up(share, &self.table, now_ms) {
+                self.abandoned.add([share], share.paid.end_ms(), book);
+            }
+        }
         self.give_later(gifts);
     }
 
