@@ -222,7 +222,7 @@ impl Shared {
                     if shadow.is_none() {
                         progress.judgement = Some(passes);
                     }
-                    let asked = self.to_ask(book, roster, &lines, desk, progress);
+                    let asked = self.to_ask(&lines, desk, progress);
                     if !asked.is_empty() {
                         return Next::Ask { first, lines: asked };
                     }
@@ -235,12 +235,9 @@ impl Shared {
 
     /// Whether a rule that refuses what it can not count would have to.
     fn is_unavailable(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> bool {
-        lines.iter().any(|line| {
+        lines.iter().filter(|line| progress.beyond[line.rule]).any(|line| {
             let rule = &book.entries[roster.rules[line.rule]].rule;
-            progress.beyond[line.rule]
-                && rule.on_outage == OnOutage::Refuse
-                && rule.sharing != Sharing::Own
-                && desk.askers[line.rule].is_some()
+            rule.on_outage == OnOutage::Refuse && rule.sharing != Sharing::Own && desk.askers[line.rule].is_some()
         })
     }
 
@@ -259,10 +256,9 @@ impl Shared {
     }
 
     /// The lines that the store decides itself.
-    fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
+    fn to_ask(&self, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
         let is_asked = |line: &&Line| {
-            let rule = &book.entries[roster.rules[line.rule]].rule;
-            let is_aside = desk.stands[line.rule] == Stand::Aside && rule.sharing != Sharing::Own;
+            let is_aside = desk.stands[line.rule] == Stand::Aside;
             is_aside && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
