@@ -48,10 +48,8 @@ impl Dial {
         if let Some(password) = &settings.password {
             login = login.set_password(&password.0);
         }
-        let tls = settings
-            .tls
-            .as_ref()
-            .map(|tls| Tls { client: tls.client.offering(&[]), server_name: tls.client.server_name.clone() });
+        let tls =
+            settings.tls.as_ref().map(|tls| Tls { client: tls.offering(&[]), server_name: tls.server_name.clone() });
         Dial { tls, login }
     }
 
