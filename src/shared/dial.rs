@@ -79,7 +79,7 @@ impl Dial {
                 Err(failure) => Err(line.blame(&failure)),
             }
         };
-        timeout(PATIENCE, line).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {PATIENCE:?}")))
+        in_time(node, PATIENCE, line).await
     }
 
     async fn connect(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Sender, String> {
@@ -99,6 +99,15 @@ impl Dial {
             }
         }
     }
+}
+
+/// What comes of asking a server, or that it did not answer by then.
+pub async fn in_time<T>(
+    node: &Node,
+    limit: Duration,
+    answer: impl Future<Output = Result<T, String>>,
+) -> Result<T, String> {
+    timeout(limit, answer).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {limit:?}")))
 }
 
 /// What calls are given to, and what carries them.

@@ -13,9 +13,10 @@ use std::time::Instant;
 use tokio::sync::Notify;
 
 use super::Shared;
-use super::leases::{Id, Origin, id};
-use super::script::{Answer, Gift, Kind, Took, Want};
-use super::store::{Server, StoreError};
+use super::leases::{Id, id};
+use super::link::Server;
+use super::script::{Answer, Gift, Kind, Origin, Took, Want};
+use super::store::StoreError;
 use crate::count::lease::Deposit;
 use crate::count::shard::part;
 use crate::count::table::Counter;
@@ -78,33 +79,6 @@ impl Flight {
     fn land(&self, answered: bool) {
         self.landed.set(Some(answered));
         self.notify.notify_waiters();
-    }
-}
-
-impl Origin {
-    /// What gives tokens back.
-    pub fn gift(&self, tokens: u64) -> Gift {
-        Gift {
-            base: Rc::clone(&self.base),
-            kind: self.kind,
-            number: self.number,
-            limit: self.limit,
-            tokens,
-            only_if_used: None,
-            forgets: false,
-        }
-    }
-}
-
-impl Want {
-    pub fn origin(&self, took: Took) -> Origin {
-        Origin {
-            base: Rc::clone(&self.base),
-            kind: self.at.kind(),
-            number: took.number,
-            limit: self.limit,
-            end_ms: took.end_ms,
-        }
     }
 }
 

@@ -17,8 +17,9 @@ use tokio::task::{JoinHandle, spawn_local};
 
 use super::Shared;
 use super::leases::{Id, id};
+use super::link::Server;
 use super::script::{Answer, Gift, Want};
-use super::store::{Server, StoreError};
+use super::store::StoreError;
 use crate::count::shard::part;
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
@@ -193,7 +194,7 @@ impl Shared {
     /// A request has waited for as long as it may.
     pub(super) fn timed_out(self: &Rc<Self>, server: Server) {
         self.meter.failed(Outcome::Timeout);
-        self.lost(server, 1, "it does not answer in time");
+        self.lost(server, 1, &format!("{}: it does not answer in time", self.store.name_of(server)));
     }
 
     /// Tells the operator what is wrong with a counter, but not at every request.
@@ -240,7 +241,7 @@ impl Shared {
                 Ok(())
             }
             Ok(Err(StoreError::Unreachable(why) | StoreError::Key(why))) => Err(why),
-            Err(_elapsed) => Err(String::from("it does not answer")),
+            Err(_elapsed) => Err(format!("{}: it does not answer", self.store.name_of(server.unwrap_or(Server::ONLY)))),
         }
     }
 
@@ -254,7 +255,7 @@ impl Shared {
         }
         self.breaker.close(server, self.clock.instant());
         self.meter.found();
-        tracing::info!("shared counters are reached again");
+        tracing::info!("shared counters are reached again: {}", self.store.name_of(server));
         self.report(server).await;
         self.give_kept().await;
     }

@@ -11,7 +11,7 @@ use super::Shared;
 use super::inquiry::{Inquiry, Next, within};
 use super::leases::Record;
 use super::outage::UNLIMITED;
-use super::script::{Answer, Gift, Took, Want};
+use super::script::{Answer, Gift, Took, Want, gifts};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::{Stand, Step};
@@ -147,10 +147,6 @@ impl Shared {
             shared.charge_calls(&wants, &Cell::new(0)).await;
         });
     }
-}
-
-fn gifts(wants: &[Want], took: &[Took]) -> Vec<Gift> {
-    wants.iter().zip(took).map(|(want, took)| want.origin(*took).gift(took.granted)).collect()
 }
 
 impl Inquiry {

@@ -4,7 +4,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::world::client::Client;
 use crate::world::eventually;
 use crate::world::redis_cluster::RedisCluster;
 use crate::world::siblings::{PATIENT, Siblings, admitted, rule, shared};
@@ -87,7 +86,7 @@ fn a_rule_whose_node_is_dead_takes_no_other_along() {
         for (gateway, key) in gateways.0.iter().zip(&keys) {
             eventually("the node is known to be away", || {
                 passed += admitted(gateway, key, 1);
-                let admin = Client::connect(gateway.admin).get("/metrics").text();
+                let admin = gateway.admin_get("/metrics").text();
                 !admin.contains("transom_shared_servers_away 0\n")
             });
         }

@@ -256,7 +256,7 @@ fn places_of_those_who_go_away_behind_each_other_are_free_again() {
     let (first, second) = (wait(2), wait(3));
     drop(first);
     eventually("the first has gone away, or could not be counted", || {
-        let page = Client::connect(gateway.admin).get("/metrics").text();
+        let page = gateway.admin_get("/metrics").text();
         page.contains("code=\"499\"") || page.contains("code=\"503\"")
     });
     drop(second);
