@@ -43,7 +43,11 @@ Turn = namedtuple("Turn", "cpu_us rate busy others memory_mib")
 
 
 def main():
-    options = arguments()
+    run(measure, arguments())
+
+
+def run(measure, options):
+    """Has a report filled, with a directory to do it in; says what went wrong, and leaves nothing behind."""
     # A request to terminate unwinds like Ctrl-C, so that everything started is ended and removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -54,7 +58,7 @@ def main():
                 with open(options.results, "w") as file:
                     file.write(report.markdown())
     except Trouble as trouble:
-        sys.exit(f"beside.py: {trouble}")
+        sys.exit(f"{os.path.basename(sys.argv[0])}: {trouble}")
     except KeyboardInterrupt:
         sys.exit(130)
 

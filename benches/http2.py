@@ -10,31 +10,14 @@ upstream on core 1, CPU time per request. h2load speaks HTTP/2 with prior knowle
 """
 
 import argparse
-import os
-import signal
-import sys
-import tempfile
 
 import beside
 import contenders
 import load
-from machine import Trouble
 
 
 def main():
-    options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
-            report = beside.Report()
-            measure(options, directory, report)
-            if options.results:
-                with open(options.results, "w") as file:
-                    file.write(report.markdown())
-    except Trouble as trouble:
-        sys.exit(f"http2.py: {trouble}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    beside.run(measure, arguments())
 
 
 def arguments():

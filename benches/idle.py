@@ -12,8 +12,6 @@ import argparse
 import os
 import resource
 import socket
-import sys
-import tempfile
 import time
 
 import beside
@@ -37,18 +35,7 @@ def main():
     parser.add_argument("--transom", default=os.path.join(beside.ROOT, "target/release/transom"), metavar="PATH")
     parser.add_argument("--connections", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
-    options = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
-            report = beside.Report()
-            measure(options, directory, report)
-            if options.results:
-                with open(options.results, "w") as file:
-                    file.write(report.markdown())
-    except Trouble as trouble:
-        sys.exit(f"idle.py: {trouble}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    beside.run(measure, parser.parse_args())
 
 
 def measure(options, directory, report):

@@ -22,9 +22,6 @@ import itertools
 import os
 import random
 import re
-import signal
-import sys
-import tempfile
 import time
 import urllib.request
 
@@ -174,15 +171,21 @@ async def play(scenario, ports, admins):
     return number / len(took), waited, missing
 
 
-async def measure(options, directory, upstream_port, redis_port):
+def measure(options, directory, report):
+    redis = Redis()
+    beside.require(options.transom, [redis])
+    server, redis_port = redis.start(directory, options.load_core)
+    upstream, upstream_port = load.start_upstream(directory, options.load_core)
+    with server, upstream:
+        asyncio.run(play_all(options, directory, report, upstream_port, redis_port))
+
+
+async def play_all(options, directory, report, upstream_port, redis_port):
     loop = asyncio.get_running_loop()
     relay = await loop.create_server(lambda: Relay(loop, port=redis_port), machine.LOOPBACK, 0)
     relay_port = relay.sockets[0].getsockname()[1]
-    text = []
     for scenario in LOADS:
-        text += ["", scenario.name, "", "| requests/s | gateways | calls per request | waited | nobody got, of the limit |"]
-        text += ["| ---------: | -------: | ----------------: | -----: | -----------------------: |"]
-        print("\n".join(text[-5:]))
+        rows = []
         for count in GATEWAYS:
             machine.run_on({options.load_core}, ["redis-cli", "-p", str(redis_port), "FLUSHALL"], 10)
             with contextlib.ExitStack() as stack:
@@ -195,32 +198,16 @@ async def measure(options, directory, upstream_port, redis_port):
                 figures = await play(scenario, [port for _, port, _ in gateways], [admin for _, _, admin in gateways])
                 await loop.run_in_executor(None, stack.close)
             number, waited, missing = figures
-            text.append(f"| {RATE} | {count} | {number:.4f} | {waited:.2%} | {missing:.3%} |")
-            print(text[-1], flush=True)
+            rows.append([str(RATE), str(count), f"{number:.4f}", f"{waited:.2%}", f"{missing:.3%}"])
+        report.section(scenario.name)
+        report.table(["requests/s", "gateways", "calls per request", "waited", "nobody got, of the limit"], rows)
     relay.close()
-    return "\n".join(text) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     beside.common_arguments(parser)
-    options = beside.checked(parser)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
-            redis = Redis()
-            beside.require(options.transom, [redis])
-            server, redis_port = redis.start(directory, options.load_core)
-            upstream, upstream_port = load.start_upstream(directory, options.load_core)
-            with server, upstream:
-                table = asyncio.run(measure(options, directory, upstream_port, redis_port))
-            if options.results:
-                with open(options.results, "w") as file:
-                    file.write(table)
-    except Trouble as trouble:
-        sys.exit(f"leases.py: {trouble}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    beside.run(measure, beside.checked(parser))
 
 
 if __name__ == "__main__":

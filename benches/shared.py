@@ -14,15 +14,11 @@ core of the load. Then a hot set of 1,000 keys: the commands that Redis counted,
 import argparse
 import os
 import re
-import signal
-import sys
-import tempfile
 
 import beside
 import contenders
 import load
 import machine
-from machine import Trouble
 
 KEYS, HOT_KEYS = 10_000, 1_000
 COMMANDS_TARGET = 0.05
@@ -91,19 +87,7 @@ def commands(port):
 
 
 def main():
-    options = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
-            report = beside.Report()
-            measure(options, directory, report)
-            if options.results:
-                with open(options.results, "w") as file:
-                    file.write(report.markdown())
-    except Trouble as trouble:
-        sys.exit(f"shared.py: {trouble}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    beside.run(measure, arguments())
 
 
 def arguments():

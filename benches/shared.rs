@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
 use transom::clock::Clock;
-use transom::config::shared::{Hidden, Node, Nodes, Shared};
+use transom::config::shared::{Node, Nodes, Shared};
 use transom::shared::script::{self, Answer, Ask, At, By, Decision, Scripts, Want};
 use transom::shared::store::Store;
 
@@ -143,16 +143,7 @@ fn wants(key: usize) -> [Want; 3] {
 }
 
 fn settings(port: u16) -> Shared {
-    Shared {
-        nodes: Nodes::Single(Node::Tcp { host: "127.0.0.1".to_owned(), port }),
-        username: None,
-        password: None,
-        database: 0,
-        prefix: "transom".to_owned(),
-        timeout: Duration::from_millis(50),
-        digest_key: Hidden(Vec::new()),
-        tls: None,
-    }
+    Shared::at(Nodes::Single(Node::Tcp { host: "127.0.0.1".to_owned(), port }))
 }
 
 fn now_ms() -> u64 {

@@ -15,8 +15,6 @@ import http.client
 import os
 import re
 import subprocess
-import sys
-import tempfile
 import time
 
 import beside
@@ -58,18 +56,7 @@ def main():
     parser.add_argument("--seconds", type=int, default=20, help="of either measurement (default 20)")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
-    options = parser.parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
-            report = beside.Report()
-            measure(options, directory, report)
-            if options.results:
-                with open(options.results, "w") as file:
-                    file.write(report.markdown())
-    except Trouble as trouble:
-        sys.exit(f"slow.py: {trouble}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    beside.run(measure, parser.parse_args())
 
 
 def measure(options, directory, report):

@@ -17,7 +17,8 @@ pub fn check(path: &Path, reach_out: bool) -> Exit {
             for line in outlook::lines(&config) {
                 show!("  {line}");
             }
-            for line in outlook::certificates(&config, Clock::system().now().unix_ms) {
+            let certificates = outlook::certificates(&config, Clock::system().now().unix_ms);
+            for line in certificates.into_iter().chain(outlook::guessable(&config)) {
                 show!("  note: {line}");
             }
             if reach_out { connect(config.counters.shared.as_ref()) } else { Exit::Fine }

@@ -23,7 +23,7 @@ pub fn connect(shared: Option<&Shared>) -> Exit {
             return Exit::Failed;
         }
     };
-    let mut exit = Exit::Fine;
+    let exit = if reports.iter().any(Report::has_problem) { Exit::Failed } else { Exit::Fine };
     for Report { of, findings } in reports {
         show!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
@@ -34,9 +34,6 @@ pub fn connect(shared: Option<&Shared>) -> Exit {
             };
             show!("  {word}: {}", finding.text);
             show!("    fix: {}", finding.fix);
-            if finding.weight == Weight::Problem {
-                exit = Exit::Failed;
-            }
         }
     }
     if exit == Exit::Fine {

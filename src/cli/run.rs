@@ -209,6 +209,9 @@ impl Attendant<'_> {
         if let Some(address) = self.gateway.admin() {
             show!("admin on http://{address}");
         }
+        if let Some(shared) = &self.gateway.config().counters.shared {
+            tracing::info!("counters are shared through {}, under `{}:`", shared.nodes, shared.prefix);
+        }
         systemd::notify(systemd::READY);
     }
 

@@ -90,6 +90,9 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let rules = top.get("rules");
     let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
+    for key in ["redis", "shared"] {
+        top.instead(key, "counters", shared::TABLE_FIX);
+    }
     let misspelt = top.finish(report);
 
     if misspelt.contains(&"counters") {
@@ -168,6 +171,9 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
                     "`snapshot` is given, and `[counters.shared]`: tokens that were spent would be there again";
                 report.problem(at, message, "remove `snapshot`; what is shared is counted in Redis");
             }
+        }
+        for key in ["redis", "mode", "on_outage", "prefix", "timeout"] {
+            table.instead(key, "shared", "write it below `[counters.shared]`");
         }
         if table.finish(report).contains(&"shared") {
             usual = Usual::Shared(Sharing::Lease, OnOutage::Local);

@@ -22,6 +22,15 @@ pub struct Table<'d> {
     title: String,
     known: Vec<&'static str>,
     missing: Vec<(&'static str, String)>,
+    strays: Vec<Stray>,
+}
+
+/// A key that there is none of, and that is written all the same.
+struct Stray {
+    key: &'static str,
+    /// The known key that is meant by it.
+    meant: &'static str,
+    fix: String,
 }
 
 /// A value and the key that it belongs to.
@@ -44,7 +53,7 @@ pub struct Word<'d> {
 
 impl<'d> Table<'d> {
     pub fn new(entries: &'d DeTable<'d>, span: Span, title: impl Into<String>) -> Table<'d> {
-        Table { entries, span, title: title.into(), known: Vec::new(), missing: Vec::new() }
+        Table { entries, span, title: title.into(), known: Vec::new(), missing: Vec::new(), strays: Vec::new() }
     }
 
     /// The value of a key, which is known from here on.
@@ -60,6 +69,11 @@ impl<'d> Table<'d> {
             self.missing.push((key, fix.into()));
         }
         item
+    }
+
+    /// What to write where somebody writes a key that there is none of, and means one that there is.
+    pub fn instead(&mut self, key: &'static str, meant: &'static str, fix: impl Into<String>) {
+        self.strays.push(Stray { key, meant, fix: fix.into() });
     }
 
     /// All entries in the order of the file, for a table whose keys are the operator's own names.
@@ -80,11 +94,17 @@ impl<'d> Table<'d> {
             }
             let name = shown(item.key);
             // A key that is there already is hardly the one that was meant.
-            let guess = nearest(item.key, absent.iter().copied()).or(nearest(item.key, self.known.iter().copied()));
-            meant.extend(self.known.iter().copied().filter(|key| Some(*key) == guess));
-            let fix = match guess {
-                Some(guess) => format!("did you mean {}?", shown(guess)),
-                None => format!("remove it; {} knows {}", self.title, listed(self.known.iter().copied(), "and")),
+            let likely = absent.iter().copied().chain(self.strays.iter().map(|stray| stray.key));
+            let guess = nearest(item.key, likely).or(nearest(item.key, self.known.iter().copied()));
+            let stray = self.strays.iter().find(|stray| Some(stray.key) == guess);
+            let known = stray.map(|stray| stray.meant).or(guess);
+            meant.extend(self.known.iter().copied().filter(|key| Some(*key) == known));
+            let fix = match (stray, guess) {
+                (Some(stray), _) => stray.fix.clone(),
+                (None, Some(guess)) => format!("did you mean {}?", shown(guess)),
+                (None, None) => {
+                    format!("remove it; {} knows {}", self.title, listed(self.known.iter().copied(), "and"))
+                }
             };
             report.problem(item.key_span, format!("unknown key {name} in {}", self.title), fix);
         }

@@ -1,14 +1,17 @@
 //! What the rules of a configuration amount to, in plain sentences: how much they let through at
 //! worst around the end of a window, and which of their layers never refuse anything. And which certificates
-//! clients refuse, or soon will.
+//! clients refuse, or soon will, and which secrets others can find out.
 //!
 //! The arithmetic is `rule::bound`'s. This file only knows how to put it.
 
 use super::Config;
 use super::check::layers::may_be_compared;
+use super::problem::listed;
+use super::shared::is_secret;
 use crate::rule::bound;
+use crate::rule::key::{OnMissing, Part};
 use crate::rule::limit::Limit;
-use crate::rule::terms::{Cost, OnLimit, Rule};
+use crate::rule::terms::{Cost, OnLimit, Rule, Sharing};
 
 const SHORT_MS: u64 = 2000;
 const DAY_S: i64 = 24 * 60 * 60;
@@ -36,6 +39,25 @@ pub fn lines(config: &Config) -> Vec<String> {
         }
     }
     lines
+}
+
+/// The rules, shared with other gateways, whose keys can be found out by trying, because anybody can make their digests.
+pub fn guessable(config: &Config) -> Option<String> {
+    config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
+    let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
+    let is_digested = |part: &Part| is_secret(part) || Some(part) == api_key;
+    let rules = config.rules.iter().filter(|rule| {
+        let fallback = if let OnMissing::Fallback(parts) = &rule.on_missing { parts.as_slice() } else { &[] };
+        rule.sharing != Sharing::Own && rule.key.iter().chain(fallback).any(is_digested)
+    });
+    let names: Vec<&str> = rules.map(|rule| rule.name.as_str()).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "keys of {} are secrets, told to Redis by digests that anybody can make who knows `prefix`: short ones can be \
+             found by trying, unless `[counters.shared]` has a `digest_key_file`",
+            listed(names, "and")
+        )
+    })
 }
 
 /// A line for each certificate that is not valid now, or not for long.

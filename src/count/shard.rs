@@ -19,6 +19,12 @@ pub struct Share {
     pub paid: Paid,
 }
 
+/// What one of several shards has of a whole; the parts add up to it.
+pub fn part(whole: u64, shards: u32, shard: u32) -> u64 {
+    let (shards, shard) = (u64::from(shards), u64::from(shard));
+    whole / shards + u64::from(shard < whole % shards)
+}
+
 /// How a counter is split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Split {
@@ -44,8 +50,8 @@ impl Split {
     /// What a shard grants of what is asked of all.
     fn part(self, shard: u32, ask: Ask) -> Ask {
         debug_assert!(ask.course != Course::Leased, "a purse is not split");
-        let limit = ask.limit / self.shards + u32::from(shard < ask.limit % self.shards);
-        Ask { limit, ceiling: u64::from(limit), floor: 0, course: Course::Plain, cost: 0, ..ask }
+        let ceiling = part(u64::from(ask.limit), self.shards, shard);
+        Ask { limit: ceiling as u32, ceiling, floor: 0, course: Course::Plain, cost: 0, ..ask }
     }
 
     /// The counter of a shard; that of the first is the whole's own.

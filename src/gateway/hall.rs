@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderValue};
 
-use super::abandoned::Abandoned;
 use super::again::Again;
 use super::complaints::Complaints;
 use super::passage::Passage;
@@ -31,6 +30,7 @@ use crate::metrics::meter::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
 use crate::metrics::shared::SharedMeter;
 use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
+use crate::rule::abandoned::Abandoned;
 use crate::rule::desk::{Asker, Desk};
 use crate::shared::Shared;
 use crate::timer::{Timer, Timers};

@@ -2,7 +2,7 @@
 //!
 //! `passing` is a request on its way, `snapshot` the configuration made ready, `hall` what an event loop keeps between
 //! requests, `turn`
-//! the wait for a window to come, `again` a request that was refused and is asked once more, `abandoned` the places of those who did not wait for theirs,
+//! the wait for a window to come, `again` a request that was refused and is asked once more,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
 //! `question` what the store of shared counters is asked,
@@ -18,7 +18,6 @@ use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
 use hyper::body::{Body as _, Incoming};
 
-pub mod abandoned;
 pub mod again;
 mod allowance;
 pub mod body;

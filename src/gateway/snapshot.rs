@@ -114,7 +114,7 @@ impl Snapshot {
         let router = Router::new(&config.routes);
         let forms = config.refusals.iter().map(Form::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-        let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key.0, api_key));
+        let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
         let counsel = Arc::new(Counsel::new(&book, &exceptions, seed, digester.clone()));
         Arc::new(Snapshot {

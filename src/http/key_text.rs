@@ -10,6 +10,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use aws_lc_rs::hmac;
 
+use crate::config::shared::is_secret;
 use crate::rule::key::Part;
 use crate::rule::share::spell;
 
@@ -19,11 +20,6 @@ const DIGEST: &str = "hmac-";
 const DIGEST_BYTES: usize = 16;
 /// A part whose spelling is longer is told by its digest.
 const PART_MAX_BYTES: usize = 256;
-
-/// Fields that carry what lets somebody in.
-const SECRET_FIELDS: [&str; 4] = ["authorization", "proxy-authorization", "cookie", "x-api-key"];
-/// Words in the name of a field or of a parameter of the query that say the same.
-const SECRET_WORDS: [&str; 8] = ["api-key", "api_key", "apikey", "password", "secret", "session", "signature", "token"];
 
 /// How the keys of a rule are spelt: what does not depend on a request.
 #[derive(Debug)]
@@ -81,29 +77,6 @@ impl Spelling {
             out.truncate(start);
             digester.digest(bytes, out);
         }
-    }
-}
-
-/// Whether a part is told by its digest alone, whatever the configuration says. Claims of tokens are no secret, and
-/// neither is the fingerprint of a certificate.
-fn is_secret(part: &Part) -> bool {
-    let tells = |name: &str| {
-        let name = name.to_ascii_lowercase();
-        SECRET_WORDS.iter().any(|word| name.contains(word))
-    };
-    match part {
-        Part::Cookie(_) => true,
-        Part::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || tells(name),
-        Part::Query(name) => tells(name),
-        Part::Ip { .. }
-        | Part::Jwt(_)
-        | Part::Param(_)
-        | Part::ClientCert
-        | Part::Host
-        | Part::Method
-        | Part::Path
-        | Part::Route
-        | Part::Global => false,
     }
 }
 

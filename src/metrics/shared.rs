@@ -10,14 +10,16 @@ use super::{LoopId, Name, Registry};
 pub static REQUESTS: Name =
     counter("transom_shared_requests_total", "Calls of the store of shared counters, by what came of them.");
 pub static DURATION: Name = histogram("transom_shared_duration_seconds", "From a call of the store to its answer.");
-pub static OUTSTANDING: Name =
-    gauge("transom_shared_outstanding_tokens", "Tokens fetched and not spent yet: so many may be refused early.");
+pub static OUTSTANDING: Name = gauge(
+    "transom_shared_outstanding_tokens",
+    "Tokens fetched and not spent yet, at most: what several loops fetched for one counter counts for each.",
+);
 pub static TOKENS: Name = counter(
     "transom_shared_tokens_total",
     "Tokens by what became of them: fetched, returned, expired with their window, or reported after an outage.",
 );
 pub static AWAY: Name =
-    gauge("transom_shared_servers_away", "Servers of shared counters that can not be reached, for each loop.");
+    gauge("transom_shared_servers_away", "Servers of shared counters that can not be reached; each loop counts them.");
 pub static OUTAGES: Name = counter("transom_shared_outages_total", "How often a server of shared counters was lost.");
 pub static WITHOUT: Name = counter(
     "transom_shared_outage_decisions_total",

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::desk::{Asker, Desk};
 use super::key::{Part, Seed};
+use super::lease::Stand;
 use super::limit::Limit;
 use super::share::Segments;
 use super::terms::{Cost, OnLimit, Rule, Sharing};
@@ -95,6 +96,8 @@ pub struct Roster {
     shadows: Vec<usize>,
     /// Whether several gateways share counters of any of its rules.
     pub is_shared: bool,
+    /// How each rule is counted as long as the store can be asked.
+    pub(super) stands: Vec<Stand>,
     pub(super) delays: bool,
     counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
@@ -324,6 +327,7 @@ impl Book {
             shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
             delays: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
+            stands: rules.iter().map(|rule| self.entries[*rule].stand()).collect(),
             is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Own),
             plain: false,
         };

@@ -53,19 +53,15 @@ impl Book {
     /// `beyond`: whether a rule does what it does in an outage.
     pub fn stands(&self, roster: &Roster, beyond: impl Fn(usize) -> bool, stands: &mut Vec<Stand>) {
         stands.clear();
-        stands.extend(roster.rules.iter().enumerate().map(|(position, rule)| {
-            let entry = &self.entries[*rule];
-            let rule = &entry.rule;
-            // No one call decides on all shards: tokens of a split counter are always fetched.
-            let sharing = if entry.is_split() && rule.sharing != Sharing::Own { Sharing::Lease } else { rule.sharing };
-            match (sharing, beyond(position), rule.on_outage) {
-                (Sharing::Own, ..) => Stand::Own,
-                (Sharing::Lease, false, _) => Stand::Leased,
-                (Sharing::Exact, false, _) => Stand::Aside,
-                (Sharing::Lease | Sharing::Exact, true, OnOutage::Local) => Stand::Alone,
-                (Sharing::Lease | Sharing::Exact, true, OnOutage::Allow | OnOutage::Refuse) => Stand::Aside,
+        stands.extend_from_slice(&roster.stands);
+        for (position, stand) in stands.iter_mut().enumerate() {
+            if *stand != Stand::Own && beyond(position) {
+                *stand = match self.entries[roster.rules[position]].rule.on_outage {
+                    OnOutage::Local => Stand::Alone,
+                    OnOutage::Allow | OnOutage::Refuse => Stand::Aside,
+                };
             }
-        }));
+        }
     }
 
     /// The enforced lines of a request in the order in which they are charged.
@@ -347,6 +343,16 @@ impl Entry {
     /// Whether any of its counters is split, where gateways share them.
     pub fn is_split(&self) -> bool {
         self.layers.iter().any(|layer| layer.shards_elsewhere > 1)
+    }
+
+    /// How it is counted as long as the store can be asked.
+    pub(super) fn stand(&self) -> Stand {
+        match self.rule.sharing {
+            Sharing::Own => Stand::Own,
+            // No one call decides on all shards: tokens of a split counter are always fetched.
+            Sharing::Exact if !self.is_split() => Stand::Aside,
+            Sharing::Exact | Sharing::Lease => Stand::Leased,
+        }
     }
 }
 

@@ -12,11 +12,10 @@ use std::time::Duration;
 use redis::Value;
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
-use tokio::time::timeout;
 
-use super::dial::Dial;
+use super::dial::{Dial, in_time};
 use super::line::Line;
-use super::link::{Link, Way};
+use super::link::{Link, Server, Way};
 use super::sentinel::text;
 use super::slot::{SLOTS, slot};
 use crate::config::shared::Node;
@@ -70,10 +69,14 @@ impl Cluster {
     }
 
     /// Who the master of a slot is, as far as it is known.
-    pub fn owner(&self, slot: u16) -> Option<Node> {
+    pub fn owner(&self, slot: u16) -> Option<Server> {
+        self.map.borrow().master(slot).map(|link| link.server)
+    }
+
+    /// What a master is called, if it is one.
+    pub fn name_of(&self, server: Server) -> Option<String> {
         let map = self.map.borrow();
-        let owner = map.owners.get(usize::from(slot))?;
-        map.masters.get(usize::from(*owner)).map(|(node, _)| node.clone())
+        map.masters.iter().find(|(_, link)| link.server == server).map(|(node, _)| node.to_string())
     }
 
     /// Every master that has slots, and a key in one of them that begins with `stem`.
@@ -153,24 +156,28 @@ impl Cluster {
             self.map.borrow().masters.iter().filter_map(|(_, link)| link.standing()).collect();
         let mut why = "no node of the cluster is known".to_owned();
         for line in standing {
-            match timeout(PATIENCE, ask(&line)).await {
-                Ok(Ok(ranges)) => return self.adopt(ranges),
-                Ok(Err(error)) => why = error,
-                Err(_elapsed) => why = format!("{}: no answer within {PATIENCE:?}", line.node),
+            match in_time(&line.node, PATIENCE, ask(&line)).await {
+                Ok(ranges) => {
+                    self.adopt(ranges);
+                    return Ok(());
+                }
+                Err(error) => why = error,
             }
         }
         for node in &self.seeds {
-            match timeout(PATIENCE, async { ask(&*self.dial.open(node).await?).await }).await {
-                Ok(Ok(ranges)) => return self.adopt(ranges),
-                Ok(Err(error)) => why = error,
-                Err(_elapsed) => why = format!("{node}: no answer within {PATIENCE:?}"),
+            match in_time(node, PATIENCE, async { ask(&*self.dial.open(node).await?).await }).await {
+                Ok(ranges) => {
+                    self.adopt(ranges);
+                    return Ok(());
+                }
+                Err(error) => why = error,
             }
         }
         Err(why)
     }
 
     /// Connections to nodes that have no slot any more end when what is asked on them is answered.
-    fn adopt(&self, ranges: Vec<Range>) -> Result<(), String> {
+    fn adopt(&self, ranges: Vec<Range>) {
         let old = self.map.take();
         let mut map = Map { owners: vec![NOBODY; usize::from(SLOTS)], masters: Vec::new() };
         for Range { first, last, master } in ranges {
@@ -185,14 +192,14 @@ impl Cluster {
             }
         }
         self.map.replace(map);
-        Ok(())
     }
 
     /// The position of a node among the masters.
     fn place(&self, map: &mut Map, node: Node) -> u16 {
         let known = map.masters.iter().position(|(known, _)| *known == node);
         let at = known.unwrap_or_else(|| {
-            let link = Link::new(Way::Fixed(node.clone()), Rc::clone(&self.dial), Rc::clone(&self.opened));
+            let link =
+                Link::new(Server::of(&node), Way::Fixed(node.clone()), Rc::clone(&self.dial), Rc::clone(&self.opened));
             map.masters.push((node, link));
             map.masters.len() - 1
         });

@@ -145,12 +145,9 @@ impl Shared {
         book.lay_aside(roster, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.desk);
         let cost = asker.cost;
         inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
-        let sent = if inquiry.go_beyond(&[0]) { None } else { inquiry.send(book, roster, 0).await };
-        let mut gifts: Vec<Gift> = match sent {
-            Some(Sent::Granted(gifts)) => {
-                gifts.into_iter().map(|(_, gift)| Gift { tokens: TOKENS_MAX, ..gift }).collect()
-            }
-            Some(Sent::Refused | Sent::OtherWindow | Sent::Failed) | None => {
+        let mut gifts: Vec<Gift> = match inquiry.send(book, roster, 0).await {
+            Sent::Granted(gifts) => gifts.into_iter().map(|(_, gift)| Gift { tokens: TOKENS_MAX, ..gift }).collect(),
+            Sent::Refused | Sent::OtherWindow | Sent::Failed => {
                 inquiry.progress.beyond.fill(true);
                 Vec::new()
             }

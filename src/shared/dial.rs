@@ -48,10 +48,8 @@ impl Dial {
         if let Some(password) = &settings.password {
             login = login.set_password(&password.0);
         }
-        let tls = settings
-            .tls
-            .as_ref()
-            .map(|tls| Tls { client: tls.client.offering(&[]), server_name: tls.client.server_name.clone() });
+        let tls =
+            settings.tls.as_ref().map(|tls| Tls { client: tls.offering(&[]), server_name: tls.server_name.clone() });
         Dial { tls, login }
     }
 
@@ -81,7 +79,7 @@ impl Dial {
                 Err(failure) => Err(line.blame(&failure)),
             }
         };
-        timeout(PATIENCE, line).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {PATIENCE:?}")))
+        in_time(node, PATIENCE, line).await
     }
 
     async fn connect(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Sender, String> {
@@ -101,6 +99,15 @@ impl Dial {
             }
         }
     }
+}
+
+/// What comes of asking a server, or that it did not answer by then.
+pub async fn in_time<T>(
+    node: &Node,
+    limit: Duration,
+    answer: impl Future<Output = Result<T, String>>,
+) -> Result<T, String> {
+    timeout(limit, answer).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {limit:?}")))
 }
 
 /// What calls are given to, and what carries them.

@@ -17,6 +17,9 @@ use crate::rule::terms::Sharing;
 impl Shared {
     /// Asks for more tokens where few are left, before somebody has to wait for them.
     pub(super) fn prefetch(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &mut Desk) {
+        if desk.low.is_empty() {
+            return;
+        }
         let now = self.clock.instant();
         let mut errands = Vec::new();
         for i in std::mem::take(&mut desk.low) {

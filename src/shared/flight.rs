@@ -1,4 +1,6 @@
-//! Fetching tokens: one call for all counters of a request that lack some, and one call at a time for each counter.
+//! Fetching tokens: of all counters of a request that lack some in as few calls as their servers allow, and in one call at
+//! a time for each counter. Calls go out together, and none waits for another: a server that does not answer keeps nobody
+//! from what others have.
 //!
 //! A call goes on when nobody waits for it any more: what it brings is deposited in the table, where the next request finds
 //! it. A call whose fate is unknown is never made again.
@@ -11,10 +13,12 @@ use std::time::Instant;
 use tokio::sync::Notify;
 
 use super::Shared;
-use super::leases::{Id, Origin, id};
-use super::script::{Answer, Gift, Kind, Took, Want};
-use super::store::{Server, StoreError};
+use super::leases::{Id, id};
+use super::link::Server;
+use super::script::{Answer, Gift, Kind, Origin, Took, Want};
+use super::store::StoreError;
 use crate::count::lease::Deposit;
+use crate::count::shard::part;
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
 
@@ -32,8 +36,9 @@ pub struct Errand {
 }
 
 /// A call that is under way. Whoever waits for it looks afterwards at what is in the table.
-#[derive(Default)]
 pub struct Flight {
+    /// The counters that it is about.
+    ids: Vec<Id>,
     landed: Cell<Option<bool>>,
     notify: Notify,
     /// What was fetched and found no place in the table: for those who wait.
@@ -51,6 +56,15 @@ pub struct Unkept {
 }
 
 impl Flight {
+    fn about(ids: Vec<Id>) -> Flight {
+        let (unkept, refused) = (RefCell::default(), RefCell::default());
+        Flight { ids, landed: Cell::new(None), notify: Notify::new(), unkept, refused }
+    }
+
+    pub fn is_about(&self, id: Id) -> bool {
+        self.ids.contains(&id)
+    }
+
     /// Waits for its end; `true` if the store has answered.
     pub async fn landing(&self) -> bool {
         loop {
@@ -68,45 +82,33 @@ impl Flight {
     }
 }
 
-impl Origin {
-    /// What gives tokens back.
-    pub fn gift(&self, tokens: u64) -> Gift {
-        Gift {
-            base: Rc::clone(&self.base),
-            kind: self.kind,
-            number: self.number,
-            limit: self.limit,
-            tokens,
-            only_if_used: None,
-            forgets: false,
-        }
-    }
-}
-
-impl Want {
-    pub fn origin(&self, took: Took) -> Origin {
-        Origin {
-            base: Rc::clone(&self.base),
-            kind: self.at.kind(),
-            number: took.number,
-            limit: self.limit,
-            end_ms: took.end_ms,
-        }
-    }
-}
-
 impl Shared {
-    /// Sets out. All errands are known to their records until they are done.
-    pub(super) fn launch(self: &Rc<Self>, errands: Vec<Errand>) -> Rc<Flight> {
-        let flight = Rc::new(Flight::default());
-        let ids: Vec<Id> = errands.iter().map(|errand| id(errand.counter)).collect();
-        for errand in &errands {
-            self.leases.known(id(errand.counter), |record| record.flight = Some(Rc::clone(&flight)));
+    /// Sets out, in a flight for each call. All errands are known to their records until they are done.
+    pub(super) fn launch(self: &Rc<Self>, errands: Vec<Errand>) -> Vec<Rc<Flight>> {
+        let mut calls: Vec<Vec<Errand>> = Vec::new();
+        for errand in errands {
+            // A split counter is asked for by itself, shard by shard.
+            let joins = |call: &&mut Vec<Errand>| {
+                let is_near = |first: &Errand| self.store.is_one_call(&first.want.base, &errand.want.base);
+                errand.shards == 1 && call.first().is_some_and(|first| first.shards == 1 && is_near(first))
+            };
+            match calls.iter_mut().find(joins) {
+                Some(call) => call.push(errand),
+                None => calls.push(vec![errand]),
+            }
+        }
+        calls.into_iter().map(|call| self.launch_one(call)).collect()
+    }
+
+    fn launch_one(self: &Rc<Self>, call: Vec<Errand>) -> Rc<Flight> {
+        let flight = Rc::new(Flight::about(call.iter().map(|errand| id(errand.counter)).collect()));
+        for id in &flight.ids {
+            self.leases.known(*id, |record| record.flight = Some(Rc::clone(&flight)));
         }
         let (shared, under_way) = (Rc::clone(self), Rc::clone(&flight));
         tokio::task::spawn_local(async move {
-            let answered = shared.fly(errands, &under_way).await;
-            ids.iter().for_each(|id| _ = shared.leases.known(*id, |record| record.flight = None));
+            let answered = shared.fly(&call, &under_way).await;
+            under_way.ids.iter().for_each(|id| _ = shared.leases.known(*id, |record| record.flight = None));
             under_way.land(answered);
             // Those who wait are woken now, and take what they need; nobody has a use for the rest.
             tokio::task::yield_now().await;
@@ -117,38 +119,31 @@ impl Shared {
         flight
     }
 
-    async fn fly(self: &Rc<Self>, errands: Vec<Errand>, flight: &Flight) -> bool {
-        let (split, whole): (Vec<Errand>, Vec<Errand>) = errands.into_iter().partition(|errand| errand.shards > 1);
-        let mut rest = whole.as_slice();
-        while let Some(first) = rest.first() {
-            let is_other = |errand: &Errand| !self.store.is_one_call(&first.want.base, &errand.want.base);
-            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()));
-            rest = others;
-            let wants: Vec<Want> = call.iter().map(|errand| errand.want.clone()).collect();
-            match self.take(&wants).await {
-                Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => {
-                    call.iter().zip(took).for_each(|(errand, took)| self.put_by(errand, &errand.want, took, flight));
-                }
-                Ok(Answer::OtherWindow { time_ms }) => return self.follows(time_ms),
-                Err(_reported) => return false,
-            }
+    async fn fly(self: &Rc<Self>, call: &[Errand], flight: &Flight) -> bool {
+        if let [errand] = call
+            && errand.shards > 1
+        {
+            return self.fly_to_shards(errand, flight).await;
         }
-        for errand in split {
-            if !self.fly_to_shards(errand, flight).await {
-                return false;
+        let wants: Vec<Want> = call.iter().map(|errand| errand.want.clone()).collect();
+        match self.take(&wants).await {
+            Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => {
+                call.iter().zip(took).for_each(|(errand, took)| self.put_by(errand, &errand.want, took, flight));
+                true
             }
+            Ok(Answer::OtherWindow { time_ms }) => self.follows(time_ms),
+            Err(_reported) => false,
         }
-        true
     }
 
     /// Asks one shard after the other, from the one that had tokens the last time on, until there are enough.
-    async fn fly_to_shards(self: &Rc<Self>, errand: Errand, flight: &Flight) -> bool {
+    async fn fly_to_shards(self: &Rc<Self>, errand: &Errand, flight: &Flight) -> bool {
         let (shards, whole) = (errand.shards, u64::from(errand.want.limit));
         let first = self.leases.known(id(errand.counter), |record| record.shard).unwrap_or(self.own_shard) % shards;
         let (mut missing, mut used_most) = (errand.want.need.max(1), 0);
         for i in 0..shards {
             let shard = (first + i) % shards;
-            let part = whole / u64::from(shards) + u64::from(u64::from(shard) < whole % u64::from(shards));
+            let part = part(whole, shards, shard);
             let base = self.base(&errand.text, &errand.suffix, shard);
             // What a shard lacks, the next may have.
             let (limit, mut need) = (part as u32, missing.min(part));
@@ -171,7 +166,7 @@ impl Shared {
             used_most =
                 took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
-            self.put_by(&errand, &want, Took { used: used_most, ..took }, flight);
+            self.put_by(errand, &want, Took { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);
             if missing == 0 {
                 return true;

@@ -187,7 +187,8 @@ impl<'t> Info<'t> {
         if self.get("rdb_last_bgsave_status") == Some("err") {
             let text =
                 "its last snapshot failed; it may refuse to count until one succeeds (`stop-writes-on-bgsave-error`)";
-            found.push(Finding::warning(text, "see its log"));
+            let fix = "see that its disk has room and may be written, then `BGSAVE`; why it failed stands in its log";
+            found.push(Finding::warning(text, fix));
         }
         if self.get("aof_enabled") == Some("0") {
             let text = "it does not write down each change (`appendonly no`): after a crash it knows what its last snapshot \
@@ -213,49 +214,80 @@ pub fn clock(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
     Some(Finding::warning(text, "let both follow a time server (NTP)"))
 }
 
+/// What to do about an error of a server, or of the way there, by words in it: the first that fits. `PREFIX` and `RIGHTS`
+/// stand for what the gateway's are.
+const REMEDIES: [(&[&str], &str); 25] = [
+    (
+        &["NOPERM", "ACL failure", "can't run this command", "No permissions", "given back"],
+        "give the user what it takes: `ACL SETUSER NAME on >PASSWORD ~PREFIX:* RIGHTS`",
+    ),
+    (&["NOAUTH"], "it asks for a password: write `password_file` or `password_env`, and `username` if it is a user's"),
+    (
+        &["user and password", "WRONGPASS"],
+        "see that `username` is a user there (`ACL LIST`) and that the password is his",
+    ),
+    (&["UnknownIssuer", "BadSignature"], "name the authority that issued its certificate: `ca = \"FILE\"`"),
+    (&["NotValidForName", "not valid for name"], "write a name in `redis` that its certificate is for"),
+    (
+        &["NotValidYet", "Expired"],
+        "its certificate is not valid now: renew it, and see that this machine's time is right",
+    ),
+    (
+        &["CertificateRequired", "HandshakeFailure", "certificate required"],
+        "it wants to see a certificate of the gateway's: write `certificate` and `private_key`",
+    ),
+    (&["DB index", "invalid DB"], "write a `database` that it has (`databases` in its configuration)"),
+    (&["OOM"], "its memory is full: raise `maxmemory`"),
+    (&["READONLY"], "it is a replica: name its master"),
+    (&["MASTERDOWN"], "it is a replica that has lost its master: name the master"),
+    (&["NOREPLICAS"], "it has fewer replicas than `min-replicas-to-write`: see to them"),
+    (
+        &["MISCONF"],
+        "it can not save its data, and takes no changes meanwhile: see that its disk has room and may be written, then \
+         `BGSAVE`",
+    ),
+    (&["DENIED"], "it is in protected mode: set a password there, and `bind` the addresses that gateways come from"),
+    (&["CLUSTERDOWN"], "the cluster does not serve: see `CLUSTER INFO` and `CLUSTER NODES`"),
+    (&["LOADING"], "wait until it has read its data"),
+    (&["BUSY"], "a script of somebody else's does not end there: `SCRIPT KILL`"),
+    (&["max number of clients"], "it has too many clients: raise `maxclients`"),
+    (
+        &["unknown command"],
+        "counters take scripts: if its configuration takes this command away (`rename-command`), or a proxy is in between, \
+         let it have it",
+    ),
+    (&["refused"], "is it running, at this port, and does it `bind` an address that can be reached from here?"),
+    (
+        &["BADVALUE", "WRONGTYPE"],
+        "something else is kept under keys that begin with `PREFIX:`; choose another `prefix`",
+    ),
+    (&["lookup", "no address"], "is the name right? This machine does not know it: see `getent hosts NAME`"),
+    (&["No such file"], "is it running, with `unixsocket` at this path?"),
+    (&["Permission denied"], "let the gateway's user write to the socket: `unixsocketperm 770`, and be in its group"),
+    (
+        &["end of file", "reset by peer", "roken"],
+        "it ended the connection: if it speaks TLS at this port, write `rediss://`",
+    ),
+];
+/// Where it is reached by TLS, this comes before all others.
+const NO_TLS: (&[&str], &str) = (
+    &["InvalidContentType", "corrupt message", "no answer"],
+    "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)",
+);
+const SILENT: (&[&str], &str) = (
+    &["no answer", "timed out", "nreachable", "No route"],
+    "is the address right, and is a firewall in between? If it speaks TLS at this port, write `rediss://`",
+);
+/// Where nothing else is known.
+const BY_HAND: &str =
+    "try the same by hand, from this machine: `redis-cli -u URL PING`; is it Redis or Valkey that answers?";
+
 /// What an error of a server, or of the way there, means; `by_tls`: it is reached so.
 pub fn refusal(said: &str, prefix: &str, by_tls: bool) -> Finding {
-    let is = |words: &[&str]| words.iter().any(|word| said.contains(word));
-    let fix = if is(&["NOPERM", "ACL failure", "can't run this command", "No permissions", "given back"]) {
-        format!("give the user what it takes: `ACL SETUSER NAME on >PASSWORD ~{prefix}:* {COMMANDS}`")
-    } else if is(&["NOAUTH"]) {
-        "it asks for a password: write `password_file` or `password_env`, and `username` if it is a user's".to_owned()
-    } else if is(&["user and password", "WRONGPASS"]) {
-        "see that `username` is a user there (`ACL LIST`) and that the password is his".to_owned()
-    } else if is(&["UnknownIssuer", "BadSignature"]) {
-        "name the authority that issued its certificate: `ca = \"FILE\"`".to_owned()
-    } else if is(&["NotValidForName", "not valid for name"]) {
-        "write a name in `redis` that its certificate is for".to_owned()
-    } else if is(&["CertificateRequired", "HandshakeFailure", "certificate required"]) {
-        "it wants to see a certificate of the gateway's: write `certificate` and `private_key`".to_owned()
-    } else if by_tls && is(&["InvalidContentType", "corrupt message", "no answer"]) {
-        "does it speak TLS at this port? If not, write `redis://`, or the port at which it does (`tls-port`)".to_owned()
-    } else if is(&["DB index", "invalid DB"]) {
-        "write a `database` that it has (`databases` in its configuration)".to_owned()
-    } else if is(&["OOM"]) {
-        "its memory is full: raise `maxmemory`".to_owned()
-    } else if is(&["READONLY"]) {
-        "it is a replica: name its master".to_owned()
-    } else if is(&["NOREPLICAS"]) {
-        "it has fewer replicas than `min-replicas-to-write`: see to them".to_owned()
-    } else if is(&["MISCONF"]) {
-        "it can not save its data, and takes no changes meanwhile: see its log".to_owned()
-    } else if is(&["DENIED"]) {
-        "it is in protected mode: set a password there, and `bind` the addresses that gateways come from".to_owned()
-    } else if is(&["CLUSTERDOWN"]) {
-        "the cluster does not serve: see `CLUSTER INFO` and `CLUSTER NODES`".to_owned()
-    } else if is(&["refused"]) {
-        "is it running, at this port, and does it `bind` an address that can be reached from here?".to_owned()
-    } else if is(&["BADVALUE", "WRONGTYPE"]) {
-        format!("something else is kept under keys that begin with `{prefix}:`; choose another `prefix`")
-    } else if is(&["end of file", "reset by peer", "Broken pipe", "roken"]) {
-        "it ended the connection: if it speaks TLS at this port, write `rediss://`".to_owned()
-    } else if is(&["no answer"]) {
-        "is a firewall in between? If it speaks TLS at this port, write `rediss://`".to_owned()
-    } else {
-        "see its log".to_owned()
-    };
-    Finding::problem(said, fix)
+    let first = Some(&NO_TLS).filter(|_| by_tls);
+    let mut known = first.into_iter().chain(&REMEDIES).chain([&SILENT]);
+    let fix = known.find(|(words, _)| words.iter().any(|word| said.contains(word))).map_or(BY_HAND, |(_, fix)| fix);
+    Finding::problem(said, fix.replace("PREFIX", prefix).replace("RIGHTS", COMMANDS))
 }
 
 #[cfg(test)]
@@ -331,6 +363,27 @@ mod tests {
         let found = Info::new(&info).findings();
         assert_eq!((found.len(), found[0].weight), (1, Weight::Problem));
         assert!(found[0].text.contains("`10.0.0.1:6379`") && Info::new(&info).title().ends_with("replica"));
+    }
+
+    #[test]
+    fn whatever_goes_wrong_there_is_something_to_do() {
+        for (said, fix) in [
+            ("failed to lookup address information: Name or service not known", "getent hosts"),
+            ("No such file or directory (os error 2)", "`unixsocket`"),
+            ("Permission denied (os error 13)", "unixsocketperm"),
+            ("No route to host (os error 113)", "is the address right"),
+            ("no answer within 1s", "firewall"),
+            ("LOADING Redis is loading the dataset in memory", "wait"),
+            ("ERR max number of clients reached", "maxclients"),
+            ("ERR unknown command 'EVALSHA', with args beginning with: ", "rename-command"),
+            ("MISCONF Redis is configured to save RDB snapshots", "BGSAVE"),
+            ("WRONGTYPE Operation against a key", "begin with `edge:`"),
+            ("NOPERM this user has no permissions", "~edge:* +ping"),
+            ("it speaks in riddles", "by hand"),
+        ] {
+            assert!(refusal(said, "edge", false).fix.contains(fix), "{said}: {}", refusal(said, "edge", false).fix);
+        }
+        assert!(refusal("no answer within 1s", "edge", true).fix.contains("tls-port"));
     }
 
     #[test]

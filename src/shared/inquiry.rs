@@ -222,7 +222,7 @@ impl Shared {
                     if shadow.is_none() {
                         progress.judgement = Some(passes);
                     }
-                    let asked = self.to_ask(book, roster, &lines, desk, progress);
+                    let asked = self.to_ask(&lines, desk, progress);
                     if !asked.is_empty() {
                         return Next::Ask { first, lines: asked };
                     }
@@ -235,12 +235,9 @@ impl Shared {
 
     /// Whether a rule that refuses what it can not count would have to.
     fn is_unavailable(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> bool {
-        lines.iter().any(|line| {
+        lines.iter().filter(|line| progress.beyond[line.rule]).any(|line| {
             let rule = &book.entries[roster.rules[line.rule]].rule;
-            progress.beyond[line.rule]
-                && rule.on_outage == OnOutage::Refuse
-                && rule.sharing != Sharing::Own
-                && desk.askers[line.rule].is_some()
+            rule.on_outage == OnOutage::Refuse && rule.sharing != Sharing::Own && desk.askers[line.rule].is_some()
         })
     }
 
@@ -259,10 +256,9 @@ impl Shared {
     }
 
     /// The lines that the store decides itself.
-    fn to_ask(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
+    fn to_ask(&self, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
         let is_asked = |line: &&Line| {
-            let rule = &book.entries[roster.rules[line.rule]].rule;
-            let is_aside = desk.stands[line.rule] == Stand::Aside && rule.sharing != Sharing::Own;
+            let is_aside = desk.stands[line.rule] == Stand::Aside;
             is_aside && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
@@ -325,10 +321,15 @@ impl Inquiry {
         self.texts.get(rule).cloned().flatten()
     }
 
-    /// Begins another round, and says whether there were too many.
-    pub(super) fn asks_in_vain(&mut self) -> bool {
+    /// Begins another round of asking the store about rules; `true` if it is not asked, because there were too many, or
+    /// because it is known that it does not answer for some of them, which do without.
+    pub(super) fn gives_up_on(&mut self, rules: &[usize]) -> bool {
         self.progress.rounds += 1;
-        self.progress.rounds > ROUNDS_MAX || self.is_late()
+        if self.progress.rounds > ROUNDS_MAX || self.is_late() {
+            self.do_without(rules);
+            return true;
+        }
+        self.go_beyond(rules)
     }
 
     /// Whether it has asked for long enough.
@@ -338,6 +339,9 @@ impl Inquiry {
 
     /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
     pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
+        if !self.shared.breaker.is_any_open() {
+            return false;
+        }
         let mut goes = false;
         for rule in rules {
             let Some(text) = self.text(*rule) else { continue };
@@ -349,11 +353,13 @@ impl Inquiry {
         goes
     }
 
-    /// The rules that wait go on without the store; `began` is when they began to.
+    pub(super) fn do_without(&mut self, rules: &[usize]) {
+        rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+    }
+
+    /// The rules that wait for one server go on without it; `began` is when they began to.
     pub(super) fn lose_patience(&mut self, rules: &[usize], began: Instant) {
-        for rule in rules {
-            self.progress.beyond[*rule] = true;
-        }
+        self.do_without(rules);
         // A server that has answered until just now is not away.
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
             return;
@@ -367,14 +373,10 @@ impl Inquiry {
     /// Lets the store decide lines, after all others were charged. `Some`: what was charged is given back, and the decision goes on
     /// with that, or from the beginning.
     async fn ask(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Option<Option<Next>> {
-        let mut rules: Vec<usize> = lines.iter().map(|line| line.rule).collect();
-        rules.dedup();
         let now_ms = self.shared.clock.now().unix_ms;
         let behind = book.lay_aside(roster, lines, &self.shared.table, now_ms, &mut self.desk);
-        let does_without = self.asks_in_vain() || self.go_beyond(&rules);
-        let sent = if does_without { None } else { self.send(book, roster, behind).await };
-        let refuses = match sent {
-            Some(Sent::Granted(gifts)) => {
+        let refuses = match self.send(book, roster, behind).await {
+            Sent::Granted(gifts) => {
                 self.progress.gifts.extend(gifts);
                 if self.progress.group == 0 {
                     self.charge_again_what_ends(behind, |_line| true);
@@ -382,12 +384,8 @@ impl Inquiry {
                 self.progress.group += 1;
                 return None;
             }
-            Some(Sent::Refused) => true,
-            Some(Sent::OtherWindow) => false,
-            Some(Sent::Failed) | None => {
-                rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
-                false
-            }
+            Sent::Refused => true,
+            Sent::OtherWindow | Sent::Failed => false,
         };
         let shared = Rc::clone(&self.shared);
         shared.undo(book, &mut self.desk, first, Vec::new());

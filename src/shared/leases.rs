@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use foldhash::fast::RandomState;
 
 use super::flight::Flight;
-use super::script::Kind;
+use super::script::Origin;
 use crate::count::table::Counter;
 
 /// No more counters than this are known at a time; the others fetch what they need and no more.
@@ -69,16 +69,6 @@ pub struct Record {
     /// The shard that had tokens the last time.
     pub shard: u32,
     pub generation: u64,
-}
-
-/// Where tokens came from, and can be returned to.
-#[derive(Clone, Debug)]
-pub struct Origin {
-    pub base: Rc<str>,
-    pub kind: Kind,
-    pub number: u64,
-    pub limit: u32,
-    pub end_ms: u64,
 }
 
 impl Record {

@@ -12,6 +12,7 @@ use super::dial::Dial;
 use super::line::Line;
 use super::sentinel::Sentinels;
 use crate::config::shared::Node;
+use crate::rule::key::Seed;
 
 /// Where the server is.
 pub enum Way {
@@ -20,7 +21,22 @@ pub enum Way {
     Sentinels(Sentinels),
 }
 
+/// One of the servers, as long as it is known by the same address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Server(u64);
+
+impl Server {
+    /// The only one, or the one that is the master.
+    pub const ONLY: Server = Server(0);
+
+    /// One of several.
+    pub fn of(node: &Node) -> Server {
+        Server(Seed::EVERYWHERE.bits(&[&node.to_string()]) | 1)
+    }
+}
+
 pub struct Link {
+    pub server: Server,
     way: Way,
     dial: Rc<Dial>,
     state: RefCell<State>,
@@ -38,8 +54,17 @@ enum State {
 type Opened = Result<Rc<Line>, String>;
 
 impl Link {
-    pub fn new(way: Way, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Link> {
-        Rc::new(Link { way, dial, state: RefCell::new(State::Closed), opened })
+    pub fn new(server: Server, way: Way, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Link> {
+        Rc::new(Link { server, way, dial, state: RefCell::new(State::Closed), opened })
+    }
+
+    /// What the server is called, for the log.
+    pub fn name(&self) -> String {
+        match (&self.way, self.standing()) {
+            (_, Some(line)) => line.node.to_string(),
+            (Way::Fixed(node), None) => node.to_string(),
+            (Way::Sentinels(sentinels), None) => format!("the master `{}`", sentinels.master),
+        }
     }
 
     /// The connection, if it stands.

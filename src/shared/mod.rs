@@ -20,6 +20,7 @@ use crate::clock::Clock;
 use crate::config::shared::Shared as Settings;
 use crate::count::table::Table;
 use crate::metrics::shared::SharedMeter;
+use crate::rule::abandoned::Abandoned;
 use crate::rule::share::base;
 use leases::Leases;
 use outage::{Breaker, Debts};
@@ -29,14 +30,14 @@ mod cluster;
 pub mod consult;
 mod dial;
 mod errand;
-pub mod flight;
+mod flight;
 pub mod health;
 pub mod inquiry;
 pub mod leases;
 mod line;
 mod link;
-pub mod outage;
-pub mod place;
+mod outage;
+mod place;
 mod queue;
 mod ration;
 pub mod script;
@@ -61,6 +62,7 @@ pub struct Shared {
     leases: Leases,
     breaker: Breaker,
     debts: Debts,
+    abandoned: Abandoned,
     meter: SharedMeter,
     /// Which shard of a split counter this loop asks first.
     own_shard: u32,
@@ -82,6 +84,7 @@ impl Shared {
             leases: Leases::default(),
             breaker: Breaker::default(),
             debts: Debts::default(),
+            abandoned: Abandoned::default(),
             meter,
             own_shard: fastrand::u32(..),
             doubtful_ms: Cell::new(0),
@@ -91,13 +94,14 @@ impl Shared {
     }
 
     /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
-    /// leases that lie idle, and tells what was counted without the store.
+    /// leases that lie idle, tells what was counted without the store, and gives up abandoned places.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
             self.report_arrears().await;
+            self.abandoned.give_up(&self.table, self.clock.now().unix_ms);
         }
     }
 

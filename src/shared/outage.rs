@@ -17,8 +17,10 @@ use tokio::task::{JoinHandle, spawn_local};
 
 use super::Shared;
 use super::leases::{Id, id};
+use super::link::Server;
 use super::script::{Answer, Gift, Want};
-use super::store::{Server, StoreError};
+use super::store::StoreError;
+use crate::count::shard::part;
 use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
@@ -64,8 +66,13 @@ struct Trouble {
 }
 
 impl Breaker {
-    pub fn is_open(&self, server: Server) -> bool {
+    /// Whether any is.
+    pub fn is_any_open(&self) -> bool {
         self.open.get() > 0
+    }
+
+    pub fn is_open(&self, server: Server) -> bool {
+        self.is_any_open()
             && self.troubles.borrow().get(&server).is_some_and(|trouble| trouble.failures >= FAILURES_MAX)
     }
 
@@ -167,7 +174,7 @@ fn short(why: &str) -> String {
 impl Shared {
     /// Whether rules that count at a server do without it.
     pub(super) fn is_beyond(&self, base: &str) -> bool {
-        self.breaker.is_open(self.store.server_of(base))
+        self.breaker.is_any_open() && self.breaker.is_open(self.store.server_of(base))
     }
 
     /// A call has failed.
@@ -187,7 +194,7 @@ impl Shared {
     /// A request has waited for as long as it may.
     pub(super) fn timed_out(self: &Rc<Self>, server: Server) {
         self.meter.failed(Outcome::Timeout);
-        self.lost(server, 1, "it does not answer in time");
+        self.lost(server, 1, &format!("{}: it does not answer in time", self.store.name_of(server)));
     }
 
     /// Tells the operator what is wrong with a counter, but not at every request.
@@ -234,7 +241,7 @@ impl Shared {
                 Ok(())
             }
             Ok(Err(StoreError::Unreachable(why) | StoreError::Key(why))) => Err(why),
-            Err(_elapsed) => Err(String::from("it does not answer")),
+            Err(_elapsed) => Err(format!("{}: it does not answer", self.store.name_of(server.unwrap_or(Server::ONLY)))),
         }
     }
 
@@ -248,7 +255,7 @@ impl Shared {
         }
         self.breaker.close(server, self.clock.instant());
         self.meter.found();
-        tracing::info!("shared counters are reached again");
+        tracing::info!("shared counters are reached again: {}", self.store.name_of(server));
         self.report(server).await;
         self.give_kept().await;
     }
@@ -336,9 +343,9 @@ impl Shared {
         // Those may count alone for a while yet: to them it is used elsewhere from now on.
         self.hear(counter, here.end_ms, known + tokens, now_ms);
         let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
-        let shards = u64::from(ready.shards_elsewhere);
-        for shard in 0..ready.shards_elsewhere {
-            let part = tokens / shards + u64::from(u64::from(shard) < tokens % shards);
+        let shards = ready.shards_elsewhere;
+        for shard in 0..shards {
+            let part = part(tokens, shards, shard);
             let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
             let base = self.base(&text, suffix, shard);
             let want = Want {

@@ -1,5 +1,6 @@
 //! What the store decides itself, request by request: rules that are counted exactly, and places in windows to come.
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use super::Shared;
 use super::inquiry::{Inquiry, Next, within};
 use super::leases::Record;
 use super::outage::UNLIMITED;
-use super::script::{Answer, Gift, Took, Want};
+use super::script::{Answer, Gift, Took, Want, gifts};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::{Stand, Step};
@@ -26,6 +27,7 @@ pub(super) enum Sent {
     Refused,
     /// The windows that were asked for are not those that are open there.
     OtherWindow,
+    /// There was no answer, or the store was not asked. The rules whose server did not answer do without.
     Failed,
 }
 
@@ -36,6 +38,13 @@ enum Outcome {
     Refused(Vec<Took>),
     OtherWindow,
     Failed,
+}
+
+/// All calls of one request, one after the other.
+struct Charging {
+    told: oneshot::Receiver<Outcome>,
+    /// How many of what is wanted were granted so far: what comes next is under way, or has failed.
+    granted: Rc<Cell<usize>>,
 }
 
 /// The lines of a request that waits.
@@ -50,26 +59,32 @@ struct Parts {
 impl Shared {
     /// Charges all of this, or nothing. Where counters lie on different servers, those that fewer share come first, and
     /// are given back if another refuses. A request that goes away has it undone.
-    fn charge(self: &Rc<Self>, wants: Vec<Want>) -> oneshot::Receiver<Outcome> {
+    fn charge(self: &Rc<Self>, wants: Vec<Want>) -> Charging {
         let (tell, told) = oneshot::channel();
-        let shared = Rc::clone(self);
+        let (shared, granted) = (Rc::clone(self), Rc::new(Cell::new(0)));
+        let progress = Rc::clone(&granted);
         tokio::task::spawn_local(async move {
-            let (outcome, calls) = shared.charge_calls(&wants).await;
+            let outcome = shared.charge_calls(&wants, &progress).await;
             if let Err(Outcome::Granted(took)) = tell.send(outcome) {
-                shared.give(gifts(calls, &took)).await;
+                shared.give(gifts(&wants, &took)).await;
             }
         });
-        told
+        Charging { told, granted }
     }
 
-    async fn charge_calls<'w>(self: &Rc<Self>, wants: &'w [Want]) -> (Outcome, &'w [Want]) {
+    /// `granted` is told how many were, call by call.
+    async fn charge_calls(self: &Rc<Self>, wants: &[Want], granted: &Cell<usize>) -> Outcome {
         let (mut took, mut rest) = (Vec::new(), wants);
         let outcome = loop {
-            let Some(first) = rest.first() else { return (Outcome::Granted(took), wants) };
-            let is_other = |want: &Want| !self.store.is_one_call(&first.base, &want.base);
-            let (call, others) = rest.split_at(rest.iter().position(is_other).unwrap_or(rest.len()));
+            let (call, others) = rest.split_at(self.first_call(rest));
+            if call.is_empty() {
+                return Outcome::Granted(took);
+            }
             match self.take(call).await {
-                Ok(Answer::Granted { took: more, .. }) => took.extend(more),
+                Ok(Answer::Granted { took: more, .. }) => {
+                    took.extend(more);
+                    granted.set(took.len());
+                }
                 Ok(Answer::Refused { took: seen, .. }) => {
                     let mut all = took.clone();
                     all.extend(seen);
@@ -81,13 +96,24 @@ impl Shared {
             rest = others;
         };
         self.give(gifts(&wants[..took.len()], &took)).await;
-        (outcome, wants)
+        outcome
     }
 
-    /// Gives back all that was charged for a request, here and in the store.
-    pub(super) fn undo(self: &Rc<Self>, book: &Book, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
-        let shares = desk.take_back(first);
-        book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+    /// How many of these, from the first on, are asked for in one call.
+    fn first_call(&self, wants: &[Want]) -> usize {
+        let Some(first) = wants.first() else { return 0 };
+        wants.iter().take_while(|want| self.store.is_one_call(&first.base, &want.base)).count()
+    }
+
+    /// Gives back all that was charged for a request, here and in the store. Places that others stand behind are given back
+    /// when those have gone.
+    pub(super) fn undo(self: &Rc<Self>, book: &Arc<Book>, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+        let now_ms = self.clock.now().unix_ms;
+        for share in desk.take_back(first).into_iter().rev() {
+            if !book.give_up(share, &self.table, now_ms) {
+                self.abandoned.add([share], share.paid.end_ms(), book);
+            }
+        }
         self.give_later(gifts);
     }
 
@@ -118,19 +144,19 @@ impl Shared {
         let wants: Vec<Want> = entry.variant(asker.variant).map(want).collect();
         let shared = Rc::clone(self);
         tokio::task::spawn_local(async move {
-            shared.charge_calls(&wants).await;
+            shared.charge_calls(&wants, &Cell::new(0)).await;
         });
     }
 }
 
-fn gifts(wants: &[Want], took: &[Took]) -> Vec<Gift> {
-    wants.iter().zip(took).map(|(want, took)| want.origin(*took).gift(took.granted)).collect()
-}
-
 impl Inquiry {
-    /// Sends what lies on the desk behind `first`, and puts down there what the store says. `None`: it said nothing in time.
-    pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Sent> {
+    /// Sends what lies on the desk behind `first`, and puts down there what the store says.
+    pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Sent {
         let shared = Rc::clone(&self.shared);
+        let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
+        if self.gives_up_on(&rules) {
+            return Sent::Failed;
+        }
         let now_ms = shared.clock.now().unix_ms;
         let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
         for (charge, line) in self.desk.charges.iter().zip(&self.desk.lines).skip(first) {
@@ -143,19 +169,27 @@ impl Inquiry {
             wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
         }
         if !self.progress.asks && self.is_used_up(book, roster, first, now_ms) {
-            return Some(Sent::Refused);
+            return Sent::Refused;
         }
-        let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
         let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
-        let told = shared.charge(wants.clone());
-        let (refused, took) = match within(self.deadline, told).await {
+        let Charging { told, granted } = shared.charge(wants.clone());
+        let answer = within(self.deadline, told).await;
+        // Only those do without whose server has not answered.
+        let failing = || {
+            let granted = granted.get();
+            &rules[granted..granted + shared.first_call(&wants[granted..])]
+        };
+        let (refused, took) = match answer {
             Some(Ok(Outcome::Granted(took))) => (false, took),
             Some(Ok(Outcome::Refused(took))) => (true, took),
-            Some(Ok(Outcome::OtherWindow)) => return Some(Sent::OtherWindow),
-            Some(Ok(Outcome::Failed) | Err(_)) => return Some(Sent::Failed),
+            Some(Ok(Outcome::OtherWindow)) => return Sent::OtherWindow,
+            Some(Ok(Outcome::Failed) | Err(_)) => {
+                self.do_without(failing());
+                return Sent::Failed;
+            }
             None => {
-                self.lose_patience(&rules, began);
-                return None;
+                self.lose_patience(failing(), began);
+                return Sent::Failed;
             }
         };
         let gifts = rules.iter().copied().zip(gifts(&wants, &took)).collect();
@@ -176,7 +210,7 @@ impl Inquiry {
                 shared.hear(counter, took.end_ms, used, now_ms);
             }
         }
-        Some(if refused { Sent::Refused } else { Sent::Granted(gifts) })
+        if refused { Sent::Refused } else { Sent::Granted(gifts) }
     }
 
     /// Whether it is known that the store would refuse what lies on the desk behind `first`; then it lies there as if it had.
@@ -234,18 +268,16 @@ impl Inquiry {
             let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
             let again = book.ask_for_turns(roster, &turns, &told, time, &mut self.desk, first, behind);
             let mid = behind + here;
-            let asked: Vec<usize> = placed[here..].iter().map(|line| line.rule).collect();
             let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
-                false => Some(Sent::Refused),
-                true if asked.is_empty() => Some(Sent::Granted(Vec::new())),
-                true if self.asks_in_vain() || self.go_beyond(&asked) => None,
+                false => Sent::Refused,
+                true if placed[here..].is_empty() => Sent::Granted(Vec::new()),
                 true => self.send(book, roster, mid).await,
             };
-            if !matches!(sent, Some(Sent::Granted(_))) {
+            if !matches!(sent, Sent::Granted(_)) {
                 shared.undo(book, &mut self.desk, first, Vec::new());
             }
             match sent {
-                Some(Sent::Granted(gifts)) => {
+                Sent::Granted(gifts) => {
                     shared.owe(book, roster, &self.desk, first, &self.texts);
                     self.keep_places(gifts, &turns, now_ms, mid);
                     self.progress.judgement = Some(Judgement::Delayed { until_ms, wait, again });
@@ -253,9 +285,11 @@ impl Inquiry {
                     self.progress.group = 1;
                     return self.go_on(book, roster);
                 }
-                Some(Sent::Refused) => book.measure(roster, &shared.table, now_ms, &mut self.desk, behind),
-                Some(Sent::OtherWindow) => return self.start_over(book, roster, first, &[]),
-                Some(Sent::Failed) | None => return self.start_over(book, roster, first, &asked),
+                Sent::Refused => book.measure(roster, &shared.table, now_ms, &mut self.desk, behind),
+                Sent::OtherWindow | Sent::Failed => {
+                    self.desk.rewind(first);
+                    return self.go_on(book, roster);
+                }
             }
         }
         Next::Done(Judgement::Refused)
@@ -302,13 +336,6 @@ impl Inquiry {
         let charged = self.desk.charges[mid..].iter().zip(&self.desk.lines[mid..]);
         let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
         again.extend(ends.map(|(_, line)| *line));
-    }
-
-    /// Decides anew, without the store for these rules.
-    fn start_over(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, without: &[usize]) -> Next {
-        self.desk.rewind(first);
-        without.iter().for_each(|rule| self.progress.beyond[*rule] = true);
-        self.go_on(book, roster)
     }
 
     fn go_on(&mut self, book: &Arc<Book>, roster: &Roster) -> Next {

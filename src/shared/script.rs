@@ -192,6 +192,36 @@ pub struct Gift {
     pub forgets: bool,
 }
 
+/// Where tokens came from, and can be returned to.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    pub base: Rc<str>,
+    pub kind: Kind,
+    pub number: u64,
+    pub limit: u32,
+    pub end_ms: u64,
+}
+
+impl Origin {
+    /// What gives tokens back.
+    pub fn gift(&self, tokens: u64) -> Gift {
+        let Origin { kind, number, limit, .. } = *self;
+        Gift { base: Rc::clone(&self.base), kind, number, limit, tokens, only_if_used: None, forgets: false }
+    }
+}
+
+impl Want {
+    pub fn origin(&self, took: Took) -> Origin {
+        let Took { number, end_ms, .. } = took;
+        Origin { base: Rc::clone(&self.base), kind: self.at.kind(), number, limit: self.limit, end_ms }
+    }
+}
+
+/// What gives back all that was granted.
+pub fn gifts(wants: &[Want], took: &[Took]) -> Vec<Gift> {
+    wants.iter().zip(took).map(|(want, took)| want.origin(*took).gift(took.granted)).collect()
+}
+
 /// The time that counts: the server's, but for a gateway that is a little ahead and has told so already.
 pub fn effective_ms(time_ms: u64, floor_ms: u64) -> u64 {
     if floor_ms.saturating_sub(time_ms) < LEAD_MAX_MS { time_ms.max(floor_ms) } else { time_ms }

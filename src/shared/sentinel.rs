@@ -8,10 +8,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use redis::Value;
-use tokio::time::timeout;
 
-use super::dial::Dial;
-use super::line::{Failure, Line};
+use super::dial::{Dial, in_time};
+use super::line::Line;
 use crate::config::shared::Node;
 
 /// How often it is looked whether the master is another one.
@@ -21,7 +20,7 @@ const PATIENCE: Duration = Duration::from_millis(500);
 
 pub struct Sentinels {
     nodes: Vec<Node>,
-    master: String,
+    pub master: String,
     /// Who is asked first.
     first: Cell<usize>,
     /// The connection to it.
@@ -35,42 +34,35 @@ impl Sentinels {
 
     /// A connection to the master.
     pub async fn open_master(&self, dial: &Dial) -> Result<Rc<Line>, String> {
-        let mut why = "no sentinel is known".to_owned();
-        for turn in 0..self.nodes.len() {
-            match self.ask(dial).await {
-                Ok(master) => match opened(dial, &master).await {
-                    Ok(line) => return Ok(line),
-                    Err(error) => why = error,
-                },
-                Err(error) => why = error,
-            }
-            // Another sentinel may know better.
-            self.pass_on(turn);
-        }
-        Err(why)
+        self.by_any(dial, async |master| opened(dial, &master).await).await
     }
 
     /// Where the master is, by the first sentinel that knows.
     pub async fn master(&self, dial: &Dial) -> Result<Node, String> {
+        self.by_any(dial, async |master| Ok(master)).await
+    }
+
+    /// Does something with the master that a sentinel names; if nothing comes of it, another one may know better.
+    async fn by_any<T>(&self, dial: &Dial, act: impl AsyncFn(Node) -> Result<T, String>) -> Result<T, String> {
         let mut why = "no sentinel is known".to_owned();
-        for turn in 0..self.nodes.len() {
-            match self.ask(dial).await {
-                Ok(master) => return Ok(master),
+        for _ in &self.nodes {
+            let done = match self.ask(dial).await {
+                Ok(master) => act(master).await,
+                Err(error) => Err(error),
+            };
+            match done {
+                Ok(done) => return Ok(done),
                 Err(error) => why = error,
             }
-            self.pass_on(turn);
+            self.first.set((self.first.get() + 1) % self.nodes.len());
+            self.line.replace(None);
         }
         Err(why)
     }
 
-    fn pass_on(&self, _turn: usize) {
-        self.first.set((self.first.get() + 1) % self.nodes.len().max(1));
-        self.line.replace(None);
-    }
-
     async fn ask(&self, dial: &Dial) -> Result<Node, String> {
         let Some(node) = self.nodes.get(self.first.get()) else { return Err("no sentinel is known".to_owned()) };
-        let said = timeout(PATIENCE, async {
+        let said = in_time(node, PATIENCE, async {
             let standing = self.line.borrow().clone().filter(|line| line.is_sound());
             let line = match standing {
                 Some(line) => line,
@@ -81,18 +73,15 @@ impl Sentinels {
             question.arg("get-master-addr-by-name").arg(&self.master);
             line.ask(question).await.map_err(|failure| line.blame(&failure))
         });
-        let said = said.await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {PATIENCE:?}")))?;
-        let known = address(&said);
-        known.ok_or_else(|| format!("{node}: this sentinel knows no master called `{}`", self.master))
+        address(&said.await?).ok_or_else(|| format!("{node}: this sentinel knows no master called `{}`", self.master))
     }
 }
 
 /// A connection to a server that says it is a master.
 async fn opened(dial: &Dial, node: &Node) -> Result<Rc<Line>, String> {
     let line = dial.open(node).await?;
-    let role = timeout(PATIENCE, line.ask(redis::cmd("ROLE"))).await;
-    let role = role.unwrap_or_else(|_elapsed| Err(Failure::Lost(format!("no answer within {PATIENCE:?}"))));
-    match role.map_err(|failure| line.blame(&failure))? {
+    let role = async { line.ask(redis::cmd("ROLE")).await.map_err(|failure| line.blame(&failure)) };
+    match in_time(node, PATIENCE, role).await? {
         Value::Array(said) if said.first().and_then(text) == Some("master") => Ok(line),
         _ => Err(format!("{node}: the sentinels say that it is the master, and it says that it is not")),
     }

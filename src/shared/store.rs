@@ -16,13 +16,12 @@ use tokio::time::{sleep, timeout};
 use super::cluster::{Cluster, redirected};
 use super::dial::Dial;
 use super::line::{Failure, Line, Told, Which};
-use super::link::{Link, Way};
+use super::link::{Link, Server, Way};
 use super::queue::{self, Together, strange};
 use super::script::{self, Answer, Ask, At, Gift, Scripts, TOKENS_MAX, Want};
 use super::sentinel::Sentinels;
 use super::slot::slot;
 use crate::config::shared::{Node, Nodes, Shared};
-use crate::rule::key::Seed;
 
 /// How often a call is sent after a slot that moves.
 const HOPS_MAX: u32 = 8;
@@ -49,19 +48,6 @@ enum Servers {
     Cluster(Rc<Cluster>),
 }
 
-/// One of the servers, as long as it is known by the same address.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Server(u64);
-
-impl Server {
-    /// The only one, or the one that is the master.
-    pub const ONLY: Server = Server(0);
-
-    fn of(node: &Node) -> Server {
-        Server(Seed::EVERYWHERE.bits(&[&node.to_string()]) | 1)
-    }
-}
-
 /// Why there is no answer; texts for an operator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum StoreError {
@@ -76,7 +62,7 @@ impl Store {
     pub fn new(settings: &Shared) -> Store {
         let dial = Rc::new(Dial::new(settings));
         let opened = Rc::new(Cell::new(0));
-        let link = |way| Servers::One(Link::new(way, Rc::clone(&dial), Rc::clone(&opened)));
+        let link = |way| Servers::One(Link::new(Server::ONLY, way, Rc::clone(&dial), Rc::clone(&opened)));
         let servers = match &settings.nodes {
             Nodes::Single(node) => link(Way::Fixed(node.clone())),
             Nodes::Sentinel { nodes, master } => link(Way::Sentinels(Sentinels::new(nodes.clone(), master.clone()))),
@@ -135,8 +121,16 @@ impl Store {
 
     /// Connects to every server that is needed, and really counts there, under a key of its own that is soon gone.
     pub async fn probe(&self) -> Result<u64, StoreError> {
-        let probe = timeout(2 * PATIENCE, self.probe_all());
-        probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
+        self.in_time(Server::ONLY, self.probe_all()).await
+    }
+
+    async fn in_time(
+        &self,
+        server: Server,
+        probe: impl Future<Output = Result<u64, StoreError>>,
+    ) -> Result<u64, StoreError> {
+        let why = |_elapsed| StoreError::Unreachable(format!("{}: no answer to a probe", self.name_of(server)));
+        timeout(2 * PATIENCE, probe).await.map_err(why)?
     }
 
     /// Sees to it that there is a connection for a call with this base, if there can be one.
@@ -163,15 +157,22 @@ impl Store {
                 None => Ok(0),
             }
         };
-        let probe = timeout(2 * PATIENCE, probe);
-        probe.await.unwrap_or_else(|_elapsed| Err(StoreError::Unreachable("no answer to a probe".to_owned())))
+        self.in_time(server, probe).await
     }
 
     /// Which server has the counters with this base, as far as it is known.
     pub fn server_of(&self, base: &str) -> Server {
         match &self.0.servers {
             Servers::One(_) => Server::ONLY,
-            Servers::Cluster(cluster) => cluster.owner(slot(base)).map_or(Server::ONLY, |node| Server::of(&node)),
+            Servers::Cluster(cluster) => cluster.owner(slot(base)).unwrap_or(Server::ONLY),
+        }
+    }
+
+    /// What a server is called, for the log.
+    pub fn name_of(&self, server: Server) -> String {
+        match &self.0.servers {
+            Servers::One(link) => link.name(),
+            Servers::Cluster(cluster) => cluster.name_of(server).unwrap_or_else(|| "the cluster".to_owned()),
         }
     }
 

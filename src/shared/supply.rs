@@ -1,4 +1,5 @@
-//! A request fetches the tokens that its counters lack: all in one call, or it waits for one that is under way.
+//! A request fetches the tokens that its counters lack: all at once, or it waits for what is on its way already. Rules whose
+//! server does not answer do without; the others go on.
 //!
 //! What is brought lies in the table afterwards, where whoever comes first takes it. Where the table has no place, the
 //! request is handed what it needs, and is told here if the store refuses: the table would not remember it.
@@ -11,6 +12,7 @@ use tokio::time::Instant;
 use super::flight::{Flight, Unkept};
 use super::inquiry::{Inquiry, Next, ROUNDS_MAX, within};
 use super::leases::id;
+use crate::count::table::Counter;
 use crate::rule::book::{Book, Roster};
 
 impl Inquiry {
@@ -19,8 +21,7 @@ impl Inquiry {
     pub(super) async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Next> {
         let lacking = std::mem::take(&mut self.desk.lacking);
         self.progress.rounds += 1;
-        let mut rules: Vec<usize> = lacking.iter().map(|i| self.desk.lines[*i].rule).collect();
-        rules.dedup();
+        let rules = self.rules_of(&lacking);
         if self.go_beyond(&rules) {
             self.desk.rewind(first);
             return None;
@@ -30,32 +31,53 @@ impl Inquiry {
             return self.refuse(book, roster, first);
         }
         if self.is_late() {
-            rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+            self.do_without(&rules);
             self.desk.rewind(first);
             return None;
         }
-        let (flight, is_own) = self.set_out(book, roster, &lacking);
+        let (flights, are_own) = self.set_out(book, roster, &lacking);
         let began = Instant::from_std(self.shared.clock.instant());
-        match within(self.deadline, flight.landing()).await {
-            Some(true) => {
-                self.take_in_hand(book, roster, &lacking, &flight);
-                if is_own && self.is_refused(book, roster, &lacking, &flight) {
-                    return self.refuse(book, roster, first);
+        // It is not known yet which of them refuse.
+        lacking.iter().for_each(|i| self.desk.charges[*i].full = false);
+        let mut is_refused = false;
+        for flight in &flights {
+            let is_brought =
+                |i: &usize| self.counter(book, roster, *i).is_some_and(|counter| flight.is_about(id(counter)));
+            let brought: Vec<usize> = lacking.iter().copied().filter(is_brought).collect();
+            match within(self.deadline, flight.landing()).await {
+                Some(true) => {
+                    self.take_in_hand(book, roster, &brought, flight);
+                    is_refused |= are_own && self.is_refused(book, roster, &brought, flight);
                 }
+                Some(false) => self.do_without(&self.rules_of(&brought)),
+                None => self.lose_patience(&self.rules_of(&brought), began),
             }
-            Some(false) => rules.iter().for_each(|rule| self.progress.beyond[*rule] = true),
-            None => self.lose_patience(&rules, began),
+        }
+        if is_refused {
+            return self.refuse(book, roster, first);
         }
         self.desk.rewind(first);
         None
     }
 
-    /// The call that fetches what is lacking, and whether it is this request's own: if one is under way already, that is
-    /// waited for.
-    fn set_out(&self, book: &Book, roster: &Roster, lacking: &[usize]) -> (Rc<Flight>, bool) {
+    fn rules_of(&self, charges: &[usize]) -> Vec<usize> {
+        let mut rules: Vec<usize> = charges.iter().map(|i| self.desk.lines[*i].rule).collect();
+        rules.dedup();
+        rules
+    }
+
+    /// The ordinary counter beside which a charge on the desk is.
+    fn counter(&self, book: &Book, roster: &Roster, charge: usize) -> Option<Counter> {
+        let line = self.desk.lines[charge];
+        self.desk.askers[line.rule].map(|asker| book.layer_of(roster, line).counter(asker))
+    }
+
+    /// The calls that fetch what is lacking, and whether they are this request's own: if some of it is on its way already,
+    /// that is waited for.
+    fn set_out(&self, book: &Book, roster: &Roster, lacking: &[usize]) -> (Vec<Rc<Flight>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
-        let (mut errands, mut under_way) = (Vec::new(), None);
+        let (mut errands, mut under_way) = (Vec::new(), Vec::<Rc<Flight>>::new());
         for i in lacking {
             let (charge, line) = (&self.desk.charges[*i], self.desk.lines[*i]);
             let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
@@ -67,7 +89,9 @@ impl Inquiry {
                 match &record.flight {
                     Some(flight) => {
                         record.waiting += need;
-                        under_way = Some(Rc::clone(flight));
+                        if !under_way.iter().any(|known| Rc::ptr_eq(known, flight)) {
+                            under_way.push(Rc::clone(flight));
+                        }
                         need
                     }
                     None => record.slice(need, now),
@@ -75,20 +99,16 @@ impl Inquiry {
             });
             errands.push(shared.errand(book, roster, line, asker, text, need, slice.unwrap_or(need)));
         }
-        match under_way {
-            Some(flight) => (flight, false),
-            None => (shared.launch(errands), true),
-        }
+        if under_way.is_empty() { (shared.launch(errands), true) } else { (under_way, false) }
     }
 
     /// Takes tokens that found no place in the table, as many as this request needs.
-    fn take_in_hand(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) {
+    fn take_in_hand(&mut self, book: &Book, roster: &Roster, brought: &[usize], flight: &Flight) {
         let mut unkept = flight.unkept.borrow_mut();
-        for i in lacking {
-            let line = self.desk.lines[*i];
-            let Some(asker) = self.desk.askers[line.rule] else { continue };
-            let (id, cost) = (id(book.layer_of(roster, line).counter(asker)), u64::from(asker.cost));
-            let found = unkept.iter_mut().find(|unkept| unkept.id == id && unkept.tokens >= cost);
+        for i in brought {
+            let Some(counter) = self.counter(book, roster, *i) else { continue };
+            let (line, cost) = (self.desk.lines[*i], u64::from(self.desk.charges[*i].ask.cost));
+            let found = unkept.iter_mut().find(|unkept| unkept.id == id(counter) && unkept.tokens >= cost);
             if let Some(Unkept { tokens, origin, .. }) = found
                 && !self.desk.in_hand.contains(&line)
             {
@@ -99,14 +119,12 @@ impl Inquiry {
         }
     }
 
-    /// Whether the store has refused what was lacking, and the table has no place to remember it. Then the desk says so.
-    fn is_refused(&mut self, book: &Book, roster: &Roster, lacking: &[usize], flight: &Flight) -> bool {
+    /// Whether the store has refused what was to be brought, and the table has no place to remember it. Then the desk says so.
+    fn is_refused(&mut self, book: &Book, roster: &Roster, brought: &[usize], flight: &Flight) -> bool {
         let (refused, now_ms) = (flight.refused.borrow(), self.shared.clock.now().unix_ms);
         let mut is_refused = false;
-        for i in lacking {
-            let line = self.desk.lines[*i];
-            let Some(asker) = self.desk.askers[line.rule] else { continue };
-            let counter = book.layer_of(roster, line).counter(asker);
+        for i in brought {
+            let Some(counter) = self.counter(book, roster, *i) else { continue };
             let took = refused.iter().find(|(id_, _)| *id_ == id(counter)).map(|(_, took)| took);
             let charge = &mut self.desk.charges[*i];
             charge.full = took.is_some();

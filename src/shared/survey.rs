@@ -8,13 +8,12 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use redis::{Cmd, Value};
-use tokio::time::timeout;
 
 use super::cluster::Cluster;
-use super::dial::Dial;
+use super::dial::{Dial, in_time};
 use super::health::{Finding, Info, Weight, clock, refusal};
 use super::line::{Line, Which};
-use super::script::{self, Answer, Ask, At, Gift, Kind, Scripts, TOKENS_MAX, Want};
+use super::script::{self, Answer, Ask, At, Gift, Scripts, TOKENS_MAX, Want, gifts};
 use super::sentinel::{self, text};
 use crate::config::shared::{Node, Nodes, Shared};
 
@@ -77,7 +76,7 @@ struct Survey<'s> {
 impl Survey<'_> {
     async fn single(&self, node: &Node) -> Report {
         match self.dial.open(node).await {
-            Ok(line) => self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await.0,
+            Ok(line) => self.examine(&line, None).await.0,
             Err(why) => Report::of(node.to_string(), vec![self.refusal(&why)]),
         }
     }
@@ -102,8 +101,7 @@ impl Survey<'_> {
         let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
         match sentinels.open_master(&self.dial).await {
             Ok(line) => {
-                let (mut report, replicas) =
-                    self.examine(&line, &format!("{}:{{transom-check|}}", self.prefix), false).await;
+                let (mut report, replicas) = self.examine(&line, None).await;
                 if replicas.is_some_and(|replicas| replicas.of == 0) {
                     let text = "it has no replica: nobody can take its place";
                     report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
@@ -174,7 +172,7 @@ impl Survey<'_> {
         }
         for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
             match link.line().await {
-                Ok(line) => reports.push(self.examine(&line, &base, true).await.0),
+                Ok(line) => reports.push(self.examine(&line, Some(base)).await.0),
                 Err(why) => reports.push(Report::of("a master", vec![self.refusal(&why)])),
             }
         }
@@ -201,8 +199,9 @@ impl Survey<'_> {
         vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and mend with `--cluster fix`")]
     }
 
-    /// All about one server, and its replicas, if it is a master and tells.
-    async fn examine(&self, line: &Rc<Line>, base: &str, in_cluster: bool) -> (Report, Option<Replicas>) {
+    /// All about one server, and its replicas, if it is a master and tells. `base` is what lies in one of its slots, if it
+    /// is to be a node of a cluster.
+    async fn examine(&self, line: &Rc<Line>, base: Option<String>) -> (Report, Option<Replicas>) {
         let mut title = "it does not tell what it is".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
@@ -213,7 +212,7 @@ impl Survey<'_> {
                 findings = info.findings();
                 let are_needed = info.get("min_slaves_good_slaves").is_some();
                 replicas = info.is_master().then(|| Replicas { of: info.number("connected_slaves"), are_needed });
-                if info.in_cluster() && !in_cluster {
+                if info.in_cluster() && base.is_none() {
                     let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", line.node);
                     findings.push(Finding::problem("it is a node of a cluster", fix));
                     return (Report::of(format!("{}: {title}", line.node), findings), replicas);
@@ -225,10 +224,11 @@ impl Survey<'_> {
             }
             Err(why) => findings.push(self.refusal(&why)),
         }
+        let base = base.unwrap_or_else(|| format!("{}:{{transom-check|}}", self.prefix));
         match self.time(line).await {
             Ok((server_ms, finding)) => {
                 findings.extend(finding);
-                if let Err(why) = self.count(line, base, server_ms).await {
+                if let Err(why) = self.count(line, &base, server_ms).await {
                     // A replica was told of already.
                     if !why.contains("READONLY") || !title.ends_with("replica") {
                         findings.push(self.refusal(&why));
@@ -275,23 +275,7 @@ impl Survey<'_> {
             Some(Ok(Answer::Granted { took, .. })) => took,
             _ => return Err(format!("a script was answered with {said:?}")),
         };
-        let kinds = [Kind::Plain, Kind::Grid, Kind::Floating];
-        let gifts: Vec<Gift> = took
-            .iter()
-            .zip(kinds)
-            .map(|(took, kind)| {
-                let (number, only_if_used) = (took.number, None);
-                Gift {
-                    base: base.into(),
-                    kind,
-                    number,
-                    limit: 1000,
-                    tokens: took.granted,
-                    only_if_used,
-                    forgets: false,
-                }
-            })
-            .collect();
+        let gifts = gifts(&asks[0].wants, &took);
         let give = |by| script::give(&self.scripts.give, by, &gifts);
         let given = script::given(&self.run(line, Which::Give, &give).await?);
         if given != Some(took.iter().map(|took| took.granted).sum()) {
@@ -317,15 +301,13 @@ impl Survey<'_> {
     }
 
     async fn ask(&self, line: &Line, question: &mut Cmd) -> Result<Value, String> {
-        let said = timeout(PATIENCE, line.ask(question.clone())).await;
-        let said = said.map_err(|_elapsed| format!("{}: no answer within {PATIENCE:?}", line.node))?;
-        said.map_err(|failure| line.blame(&failure))
+        let said = async { line.ask(question.clone()).await.map_err(|failure| line.blame(&failure)) };
+        in_time(&line.node, PATIENCE, said).await
     }
 
     async fn run(&self, line: &Line, which: Which, call: &dyn Fn(script::By) -> Cmd) -> Result<Value, String> {
-        let said = timeout(PATIENCE, line.run(which, false, call)).await;
-        let said = said.map_err(|_elapsed| format!("{}: no answer within {PATIENCE:?}", line.node))?;
-        said.map_err(|failure| line.blame(&failure))
+        let said = async { line.run(which, false, call).await.map_err(|failure| line.blame(&failure)) };
+        in_time(&line.node, PATIENCE, said).await
     }
 }
 

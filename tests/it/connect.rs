@@ -84,8 +84,9 @@ fn who_does_not_answer_or_lets_nobody_in_is_told_with_what_to_mend() {
     scratch.write("redis.password", "sesame\n");
     let (code, said) = checked_in(&scratch, &format!("{}\npassword_file = \"redis.password\"", redis(&server)));
     assert_eq!(code, Some(0), "{said}");
+    unfit(checked("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
     server.stop();
-    unfit(checked(&as_user(&server, ":sesame")), &["no answer"]);
+    unfit(checked(&as_user(&server, ":sesame")), &["no answer", "is the address right"]);
     server.cont();
 }
 
@@ -112,6 +113,28 @@ fn a_user_with_the_rights_that_are_advised_can_do_it_all() {
         server.cli(&line);
         assert_eq!(server.cli(&["ACL", "SETUSER", "edge", command]), "OK");
         unfit(checked(&as_user(&server, "edge:sesame")), &["ACL SETUSER"]);
+    }
+}
+
+#[test]
+fn secrets_that_can_be_found_by_trying_are_told() {
+    let server = RedisServer::start();
+    let scratch = Scratch::new();
+    scratch.write("digest.key", "0123456789abcdef0123456789abcdef");
+    let rules = |shared: &str| {
+        let rule = |name: &str, key: &str| {
+            format!("[rules.{name}]\nkey = \"{key}\"\non_missing_key = \"skip\"\nwindows = [\"9/hour\"]\n{shared}\n")
+        };
+        rule("who", "cookie:who") + &rule("user", "header:x-user")
+    };
+    for (settings, rules, told) in [
+        ("", rules(""), true),
+        ("digest_key_file = \"digest.key\"", rules(""), false),
+        ("", rules("shared = \"off\""), false),
+    ] {
+        let (code, said) = checked_in(&scratch, &format!("{}\n{settings}\n{rules}", redis(&server)));
+        assert!(code == Some(0) && said.contains("`digest_key_file`") == told, "{said}");
+        assert!(!told || said.contains("note: keys of `who` are secrets"), "{said}");
     }
 }
 

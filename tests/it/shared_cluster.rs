@@ -73,6 +73,33 @@ fn a_slot_moves_under_load_and_nobody_gets_more() {
 }
 
 #[test]
+fn a_rule_whose_node_is_dead_takes_no_other_along() {
+    for mode in ["exact", "lease"] {
+        let mut cluster = RedisCluster::start();
+        let toml = shared(&cluster.urls(), &format!("mode = \"{mode}\"\non_outage = \"local\"\n"), RULES);
+        let gateways = Siblings::start(2, &format!("workers = 1\n{toml}"));
+        let mut passed = gateways.admitted("someone", 1);
+        let dead = cluster.owner(cluster.slot(&counter(&cluster, "{all|}"))) + 1;
+        let on_dead = |key: &String| cluster.owner(cluster.slot(&format!("transom:{{r|{key}}}:1"))) == dead % 3;
+        let keys: Vec<String> = (0..100).map(|key| format!("client-{key}")).filter(on_dead).take(4).collect();
+        cluster.nodes[dead % 3].kill();
+        for (gateway, key) in gateways.0.iter().zip(&keys) {
+            eventually("the node is known to be away", || {
+                passed += admitted(gateway, key, 1);
+                let admin = gateway.admin_get("/metrics").text();
+                !admin.contains("transom_shared_servers_away 0\n")
+            });
+        }
+        let key = counter(&cluster, "{all|}");
+        let counted = || cluster.cli(&key, &["GET", &key]).parse::<usize>().unwrap();
+        // Tokens that nobody spends are given back, and what was counted alone until then is told.
+        eventually("the rule for all has counted those who passed", || counted() == passed);
+        passed += keys[2..].iter().map(|key| gateways.admitted(key, 15)).sum::<usize>();
+        assert!((45..=50).contains(&passed) && counted() <= 50, "{mode}: {passed} passed, {} counted", counted());
+    }
+}
+
+#[test]
 fn a_node_dies_and_the_other_slots_go_on() {
     let mut cluster = RedisCluster::start();
     let toml = by(&cluster, "lease", &rule("[\"5/30d\"]", "")).replace("timeout = \"10s\"", "timeout = \"500ms\"");

@@ -239,6 +239,31 @@ fn who_goes_away_while_he_waits_has_consumed_nothing() {
 }
 
 #[test]
+fn places_of_those_who_go_away_behind_each_other_are_free_again() {
+    let redis = RedisServer::start();
+    let delay = "shared = \"off\"\non_limit = \"delay\"\nmax_delay = \"1d\"";
+    let rules = named("here", "[\"1/8h\"]", delay) + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
+    let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, PATIENT, &rules)));
+    let used = || decide(&gateway, "value", &json!({ "rule": "here", "key": "alice" }))["count"].clone();
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    redis.stop();
+    let wait = |count: u64| {
+        let mut waiting = TcpStream::connect(gateway.http).unwrap();
+        waiting.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
+        eventually("it has a place", || used() == json!(count));
+        waiting
+    };
+    let (first, second) = (wait(2), wait(3));
+    drop(first);
+    eventually("the first has gone away, or could not be counted", || {
+        let page = gateway.admin_get("/metrics").text();
+        page.contains("code=\"499\"") || page.contains("code=\"503\"")
+    });
+    drop(second);
+    eventually("both places are free", || used() == json!(1));
+}
+
+#[test]
 fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
     let redis = RedisServer::at_clock(-7200, "");
     let gateway = Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule("[\"20/1h\"]", "")));

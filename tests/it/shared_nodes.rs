@@ -13,20 +13,20 @@ use rustls::{ClientConfig, RootCertStore};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 use transom::config::client_tls::ClientTls;
-use transom::config::shared::{Nodes, Shared, Tls};
+use transom::config::shared::{Nodes, Shared};
 use transom::shared::script::{Gift, Kind, Want};
 use transom::shared::store::{Store, StoreError};
 
 use crate::world::redis::RedisServer;
 use crate::world::redis_cluster::RedisCluster;
 use crate::world::sentinel::{MASTER, Sentinels};
-use crate::world::shared::{Tally, answered, granted, node, on_loop, plain, settings, single};
+use crate::world::shared::{Tally, answered, granted, node, on_loop, plain, single};
 use crate::world::tls::{Authority, Issued};
 use crate::world::{DEADLINE, eventually};
 
 /// A store that knows one node of the cluster at first.
 fn store_of(cluster: &RedisCluster) -> Store {
-    Store::new(&settings(Nodes::Cluster(vec![node(cluster.nodes[0].port)])))
+    Store::new(&Shared::at(Nodes::Cluster(vec![node(cluster.nodes[0].port)])))
 }
 
 /// Asks for single tokens of each counter from some tasks, one call per counter, while something happens.
@@ -162,7 +162,7 @@ fn who_takes_over_from_a_master_is_found_through_the_sentinels() {
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let nodes = sentinels.ports().into_iter().map(node).collect();
-    let store = Store::new(&settings(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
+    let store = Store::new(&Shared::at(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
     let bases = ["t:{r|a}".to_owned()];
     on_loop(async {
         let tallies = load(&store, &bases, async |count| {
@@ -189,8 +189,8 @@ fn a_master_that_was_replaced_is_left_even_if_it_answers() {
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
     let nodes: Vec<_> = sentinels.ports().into_iter().map(node).collect();
-    let unknown = Store::new(&settings(Nodes::Sentinel { nodes: nodes.clone(), master: "nobody".to_owned() }));
-    let store = Store::new(&settings(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
+    let unknown = Store::new(&Shared::at(Nodes::Sentinel { nodes: nodes.clone(), master: "nobody".to_owned() }));
+    let store = Store::new(&Shared::at(Nodes::Sentinel { nodes, master: MASTER.to_owned() }));
     on_loop(async {
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("there is none") };
         assert!(why.ends_with("knows no master called `nobody`"), "{why}");
@@ -223,7 +223,7 @@ fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>
         None => builder.with_no_client_auth(),
     };
     let client = ClientTls::new(client, None, [0; 32]);
-    Shared { tls: Some(Tls { client }), ..single(redis) }
+    Shared { tls: Some(client), ..single(redis) }
 }
 
 #[test]

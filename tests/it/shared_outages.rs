@@ -72,6 +72,12 @@ fn redis_stands_still() {
         redis.cont();
         recovers(&gateway, &redis, "after");
         is_calm(&gateway);
+        // Whoever reads the log is told who that was.
+        let (log, address) = (gateway.stderr(), format!("127.0.0.1:{}", redis.port));
+        for told in ["counters are shared through", "can not be reached", "are reached again"] {
+            let mut lines = log.lines().filter(|line| line.contains(told)).peekable();
+            assert!(lines.peek().is_some() && lines.all(|line| line.contains(&address)), "{told}: {log}");
+        }
     }
 }
 

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use transom::config::shared::{Hidden, Node, Nodes};
+use transom::config::shared::{Hidden, Node, Nodes, Shared};
 use transom::shared::script::{Answer, At, Gift, Kind, Want};
 use transom::shared::store::{Store, StoreError};
 
 use crate::world::DEADLINE;
 use crate::world::judge::now_ms;
 use crate::world::redis::RedisServer;
-use crate::world::shared::{Tally, answered, floating, granted, grid, node, on_loop, plain, refused, settings, single};
+use crate::world::shared::{Tally, answered, floating, granted, grid, node, on_loop, plain, refused, single};
 
 #[test]
 fn a_plain_window_is_an_integer_that_ends_with_it() {
@@ -394,7 +394,7 @@ fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
 fn a_call_whose_answer_is_lost_is_not_sent_again() {
     let redis = RedisServer::start();
     let (port, loses) = lossy_way(&redis);
-    let store = Store::new(&settings(Nodes::Single(node(port))));
+    let store = Store::new(&Shared::at(Nodes::Single(node(port))));
     on_loop(async {
         store.probe().await.unwrap();
         for counted in 1..=3 {
@@ -467,10 +467,10 @@ fn who_the_gateway_is_decides_what_it_may() {
 #[test]
 fn a_socket_in_the_file_system_is_as_good() {
     let redis = RedisServer::start();
-    let store = Store::new(&settings(Nodes::Single(Node::Unix(redis.socket()))));
+    let store = Store::new(&Shared::at(Nodes::Single(Node::Unix(redis.socket()))));
     on_loop(async {
         granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
-        let nowhere = Store::new(&settings(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
+        let nowhere = Store::new(&Shared::at(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
         let Err(StoreError::Unreachable(why)) = nowhere.probe().await else { panic!("there is nobody") };
         assert!(why.contains("no.sock: No such file"), "{why}");
     });

@@ -8,7 +8,7 @@ use crate::config::problem::shown;
 use crate::config::shared::Node;
 
 const PORT: u16 = 6379;
-const DATABASE_MAX: u64 = 65_535;
+pub const DATABASE_MAX: u64 = 65_535;
 
 /// What a URL says.
 #[derive(PartialEq, Debug)]

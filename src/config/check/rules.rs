@@ -68,6 +68,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
         exemptions: table.get("exemptions"),
     };
     let fields = table.get("headers").and_then(|item| item.choice(&FIELDS, report));
+    table.instead("mode", "shared", "did you mean `shared`? That is how it is called in a rule");
     let misspelt = table.finish(report);
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);

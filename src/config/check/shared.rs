@@ -8,17 +8,19 @@ use std::time::Duration;
 
 use toml::de::DeValue;
 
-use super::address::{Address, address};
+use super::address::{Address, DATABASE_MAX, address};
 use super::jwt::without_line_end;
 use super::{duration, upstream_tls};
+use crate::config::client_tls::ClientTls;
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, Span, shown};
-use crate::config::shared::{Hidden, Node, Nodes, Shared, Tls};
+use crate::config::shared::{Hidden, Node, Nodes, PREFIX, Shared, TIMEOUT};
 use crate::config::{Files, Variables};
 use crate::rule::terms::{OnOutage, Rule, Sharing};
 
 const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
-const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
+pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
+const SECRET_FIX: &str = "its value does not stand here: write `{}_file = \"FILE\"` or `{}_env = \"VARIABLE\"`";
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
@@ -26,11 +28,8 @@ const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::O
 const OUTAGES: [(&str, OnOutage); 3] =
     [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
 
-const TIMEOUT: Duration = Duration::from_millis(50);
 /// Who waits longer for a decision has waited in vain.
 const TIMEOUT_MAX_MS: u64 = 10_000;
-const DATABASE_MAX: u64 = 65_535;
-const PREFIX: &str = "transom";
 const PREFIX_MAX_BYTES: usize = 64;
 /// What is shorter could be found by trying.
 const DIGEST_KEY_MIN_BYTES: usize = 16;
@@ -54,6 +53,14 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     }
     let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else { return (None, usual) };
     let redis = table.require("redis", format!("write `redis = {EXAMPLE}`"));
+    for (key, meant) in [("password", "password_file"), ("digest_key", "digest_key_file")] {
+        table.instead(key, meant, SECRET_FIX.replace("{}", key));
+    }
+    for key in ["url", "host", "servers", "nodes"] {
+        table.instead(key, "redis", format!("write `redis = {EXAMPLE}`, or a list for a cluster"));
+    }
+    table.instead("tls", "redis", "write `rediss://` in `redis`");
+    table.instead("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
     let master = table.get("sentinel_master");
     let login = Login {
         username: table.get("username"),
@@ -74,20 +81,26 @@ pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Repo
     };
     let misspelt = table.finish(report);
 
-    let prefix = prefix.map_or(Some(PREFIX.to_owned()), |item| self::prefix(&item, report));
+    let prefix = prefix.and_then(|item| self::prefix(&item, report)).unwrap_or_else(|| PREFIX.to_owned());
+    let timeout = timeout.map_or(TIMEOUT, Duration::from_millis);
     let places = Places { files, variables };
-    let digest_key = digest_key(key_file.as_ref(), key_variable.as_ref(), prefix.as_deref(), &places, report);
+    let digest_key = digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
     let servers = redis.as_ref().and_then(|item| Servers::read(item, report));
     let nodes = servers.as_ref().and_then(|servers| servers.nodes(master.as_ref(), report));
     let database = self::database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
     let (username, password) = login.read(servers.as_ref(), &misspelt, &places, report);
     let tls = self::tls(tls, servers.as_ref(), &misspelt, files, report);
-    let read = || {
-        let (prefix, digest_key) = (prefix?, Hidden(digest_key?));
-        let timeout = timeout.map_or(TIMEOUT, Duration::from_millis);
-        Some(Shared { nodes: nodes?, username, password, database: database?, prefix, timeout, digest_key, tls })
-    };
-    (read(), usual)
+    let shared = nodes.zip(database).map(|(nodes, database)| Shared {
+        nodes,
+        username,
+        password,
+        database,
+        prefix,
+        timeout,
+        digest_key,
+        tls,
+    });
+    (shared, usual)
 }
 
 /// What a rule says about being counted together.
@@ -106,7 +119,9 @@ impl<'d> OfRule<'d> {
         let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
         let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
         let Usual::Shared(mode, outage) = usual else {
-            for item in [&self.shared, &self.on_outage].into_iter().flatten() {
+            // What is counted by this gateway alone is what such a rule asks for.
+            let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Own)));
+            for item in asks.into_iter().chain(&self.on_outage) {
                 let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
                 report.unless_broken(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
             }
@@ -336,16 +351,15 @@ impl Login<'_> {
 fn digest_key(
     file: Option<&Item>,
     variable: Option<&Item>,
-    prefix: Option<&str>,
     places: &Places,
     report: &mut Report,
-) -> Option<Vec<u8>> {
+) -> Option<Hidden<Vec<u8>>> {
     let item = match (file, variable) {
         (Some(_), Some(variable)) => {
             both("`digest_key_file`", variable, report);
             return None;
         }
-        (None, None) => return Some(format!("transom digest key {}", prefix?).into_bytes()),
+        (None, None) => return None,
         (Some(item), None) | (None, Some(item)) => item,
     };
     let key = places.secret(item, report)?;
@@ -354,7 +368,7 @@ fn digest_key(
         report.problem(item.span.clone(), message, "make one at random: `openssl rand -hex 32`");
         return None;
     }
-    Some(key)
+    Some(Hidden(key))
 }
 
 fn prefix(item: &Item, report: &mut Report) -> Option<String> {
@@ -375,7 +389,7 @@ fn tls(
     misspelt: &[&str],
     files: Files,
     report: &mut Report,
-) -> Option<Tls> {
+) -> Option<ClientTls> {
     let servers = servers?;
     let given = [&settings.ca, &settings.certificate, &settings.private_key];
     if !servers.addresses.iter().any(|address| address.secure) {
@@ -387,6 +401,5 @@ fn tls(
     }
     let mut roots = upstream_tls::SystemRoots::default();
     let span: Span = servers.item.span.clone();
-    let client = settings.read(span, misspelt, files, &mut roots, report)?;
-    Some(Tls { client })
+    settings.read(span, misspelt, files, &mut roots, report)
 }

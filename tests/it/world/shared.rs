@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use transom::config::shared::{Hidden, Node, Nodes, Shared};
+use transom::config::shared::{Node, Nodes, Shared};
 use transom::shared::script::{Answer, At, Took, Want};
 use transom::shared::store::{Store, StoreError};
 
@@ -12,26 +12,12 @@ use super::DEADLINE;
 use super::judge::now_ms;
 use super::redis::RedisServer;
 
-/// Settings without user, password and TLS.
-pub fn settings(nodes: Nodes) -> Shared {
-    Shared {
-        nodes,
-        username: None,
-        password: None,
-        database: 0,
-        prefix: "transom".to_owned(),
-        timeout: Duration::from_millis(50),
-        digest_key: Hidden(Vec::new()),
-        tls: None,
-    }
-}
-
 pub fn node(port: u16) -> Node {
     Node::Tcp { host: "127.0.0.1".to_owned(), port }
 }
 
 pub fn single(redis: &RedisServer) -> Shared {
-    settings(Nodes::Single(node(redis.port)))
+    Shared::at(Nodes::Single(node(redis.port)))
 }
 
 /// Runs a test on an event loop like the gateway's.
