@@ -16,7 +16,7 @@ fn gateway(upstream: &str) -> Gateway {
 
 /// Bytes of which none could be elsewhere.
 fn body(length: usize) -> Vec<u8> {
-    (0..length).map(|at| (at / 256 ^ at) as u8).collect()
+    (0..length).map(|at| ((at / 256) ^ at) as u8).collect()
 }
 
 /// Answers with what it received.
