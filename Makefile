@@ -59,7 +59,7 @@ kills-shared:
 # left to itself the fuzzer begins with single bytes, and after a minute has tried no configuration of 18.
 fuzz:
 	@cargo fuzz --version >/dev/null 2>&1 || cargo install --locked cargo-fuzz
-	if cargo +nightly --version >/dev/null 2>&1; then fuzz="cargo +nightly fuzz"; \
+	if RUSTUP_AUTO_INSTALL=0 cargo +nightly --version >/dev/null 2>&1; then fuzz="cargo +nightly fuzz"; \
 	else fuzz="cargo fuzz"; export RUSTC_BOOTSTRAP=1; fi; \
 	for target in $$($$fuzz list); do \
 		case $$target in configuration) seeds="tests/config/good tests/config/bad" ;; *) seeds= ;; esac; \
