@@ -221,8 +221,8 @@ class Transom:
     def __init__(self, binary):
         self._binary = binary
 
-    def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, more=""):
-        """`more` stands at the end of the configuration."""
+    def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, listen="", more=""):
+        """`listen` stands at the end of `[listen]`, `more` at the end of the configuration."""
         port, admin_port = machine.free_port(), machine.free_port()
         prefix = os.path.join(directory, f"transom-{port}")
         os.makedirs(prefix)
@@ -235,6 +235,7 @@ class Transom:
 [listen]
 http = "{machine.LOOPBACK}:{port}"
 admin = "{machine.LOOPBACK}:{admin_port}"
+{listen}
 
 [counters]
 capacity = {capacity}

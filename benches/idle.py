@@ -5,13 +5,17 @@
     python3 benches/idle.py --connections 2000 --results table.md
 
 Each connection has made one request, which was forwarded, and is kept alive. nginx stands beside for
-comparison. Needs as many descriptors as connections: `ulimit -Hn`.
+comparison. A fifth as many are looked at over TLS and of HTTP/2. Needs as many descriptors as
+connections: `ulimit -Hn`.
 """
 
 import argparse
 import os
 import resource
 import socket
+import ssl
+import struct
+import subprocess
 import time
 
 import beside
@@ -26,8 +30,16 @@ FIRST = 100
 # What an allocator gives back, it gives back within some seconds.
 SETTLE_S = 3
 REQUEST = f"GET {load.PATH} HTTP/1.1\r\nHost: {machine.LOOPBACK}\r\n\r\n".encode()
+END = load.BODY.replace("\\n", "\n").encode()
+# Of HTTP/2: kinds of frames, and their flags.
+DATA, HEADERS, SETTINGS = 0, 1, 4
+ACK, END_STREAM, END_HEADERS = 1, 1, 4
 # Nobody is to be cut for being idle while the others connect.
 PATIENT = '[timeouts]\nrequest_head = "1h"\n'
+# Over TLS, and of HTTP/2, there are so many times fewer.
+FEWER = 5
+# Descriptors that either side needs beside those of the connections.
+SPARE = 1000
 
 
 def main():
@@ -39,7 +51,7 @@ def main():
 
 
 def measure(options, directory, report):
-    allow_descriptors(options.connections + 1000)
+    allow_descriptors(options.connections + SPARE)
     transom, nginx = contenders.Transom(options.transom), contenders.NginxWide()
     beside.require(options.transom, [transom, nginx])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
@@ -48,7 +60,9 @@ def measure(options, directory, report):
     upstream, upstream_port = load.start_upstream(directory, max(cores))
     rows = []
     with upstream:
-        for gateway, more in ((transom, {"more": PATIENT}), (nginx, {})):
+        # As it comes it keeps a descriptor for the upstream's side of every client; here they ask one by one.
+        crowd = f"max_connections = {options.connections + FIRST}"
+        for gateway, more in ((transom, {"listen": crowd, "more": PATIENT}), (nginx, {})):
             server, port = gateway.start(directory, upstream_port, contenders.FORWARDING, cores, **more)
             with server:
                 before, after = idle(server, port, options.connections)
@@ -57,43 +71,149 @@ def measure(options, directory, report):
             if gateway is transom:
                 target = f"< {TARGET_KIB} KiB: {beside.met(kib < TARGET_KIB)}"
             rows.append([gateway.name, f"{before:.1f}", f"{after:.1f}", f"{kib:.2f}", target])
+        others = measure_others(transom, directory, upstream_port, cores, options.connections // FEWER)
     report.section(f"Memory: {options.connections:,} idle connections of HTTP/1.1, on all cores")
     report.table(["gateway", "MiB before", "MiB with them", "KiB each", "target"], rows)
+    report.section(f"Memory: {options.connections // FEWER:,} idle connections of other kinds")
+    report.table(["transom", "MiB before", "MiB with them", "KiB each"], others)
 
 
-def idle(server, port, count):
+def measure_others(transom, directory, upstream_port, cores, count):
+    certificate, key = make_certificate(directory)
+    rows = []
+    for name, kind in (("HTTP/1.1 over TLS", Secure), ("HTTP/2", Stream), ("HTTP/2 over TLS", SecureStream)):
+        https_port = machine.free_port()
+        https = f"""
+[listen.https]
+address = "{machine.LOOPBACK}:{https_port}"
+certificate = "{certificate}"
+private_key = "{key}"
+
+[http2]
+idle = "1h"
+"""
+        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, more=PATIENT + https)
+        with server:
+            before, after = idle(server, https_port if issubclass(kind, Secure) else port, count, kind)
+        rows.append([name, f"{before:.1f}", f"{after:.1f}", f"{(after - before) * 1024 / count:.2f}"])
+    return rows
+
+
+def idle(server, port, count, kind=None):
     """Resident MiB with a few connections, and with `count` more."""
-    kept = [connect(port) for _ in range(FIRST)]
+    kind = kind or Connection
+    kept = [kind(port) for _ in range(FIRST)]
     time.sleep(SETTLE_S)
     before = server.memory_mib()
-    kept += [connect(port) for _ in range(count)]
+    kept += [kind(port) for _ in range(count)]
     time.sleep(SETTLE_S)
     after = server.memory_mib()
-    # That they are still there: an answer on every hundredth.
-    for connection in kept[::100]:
-        ask(connection)
+    # That they are still there: an answer on each of them.
     for connection in kept:
-        connection.close()
+        connection.ask()
+    for connection in kept:
+        connection.socket.close()
     return before, after
 
 
-def connect(port):
-    connection = socket.create_connection((machine.LOOPBACK, port), timeout=10)
-    ask(connection)
-    return connection
+class Connection:
+    """HTTP/1.1 in the clear; after its first request."""
 
+    def __init__(self, port):
+        self.socket = self.begin(socket.create_connection((machine.LOOPBACK, port), timeout=10))
+        self.ask()
 
-def ask(connection):
-    """One request and its whole answer, which ends as the upstream's body does."""
-    connection.sendall(REQUEST)
-    end, answer = load.BODY.replace("\\n", "\n").encode(), b""
-    while not answer.endswith(end):
-        piece = connection.recv(65536)
+    def begin(self, connection):
+        return connection
+
+    def ask(self):
+        """One request and its whole answer, which ends as the upstream's body does."""
+        self.socket.sendall(REQUEST)
+        answer = b""
+        while not answer.endswith(END):
+            answer += self.receive()
+        if not answer.startswith(b"HTTP/1.1 200 "):
+            raise Trouble(f"answered {answer[:200]!r}")
+
+    def receive(self):
+        piece = self.socket.recv(65536)
         if not piece:
-            raise Trouble(f"a connection was closed after {answer[:200]!r}")
-        answer += piece
-    if not answer.startswith(b"HTTP/1.1 200 "):
-        raise Trouble(f"answered {answer[:200]!r}")
+            raise Trouble("a connection was closed")
+        return piece
+
+
+class Secure(Connection):
+    """Over TLS; nobody here asks who the server is."""
+
+    def begin(self, connection):
+        return tls_context(self.speaks()).wrap_socket(connection)
+
+    def speaks(self):
+        return "http/1.1"
+
+
+class Stream(Connection):
+    """HTTP/2, as little of it as a request takes (RFC 9113)."""
+
+    def begin(self, connection):
+        self.number, self.rest = -1, b""
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
+        return connection
+
+    def ask(self):
+        self.number += 2
+        authority, path = machine.LOOPBACK.encode(), load.PATH.encode()
+        # HPACK: GET and http stand in the static table; :path and :authority have their names there.
+        head = b"\x82\x86\x04" + bytes([len(path)]) + path + b"\x01" + bytes([len(authority)]) + authority
+        self.socket.sendall(frame(HEADERS, END_STREAM | END_HEADERS, self.number, head))
+        while True:
+            kind, flags, stream, body = self.next_frame()
+            if kind == SETTINGS and not flags & ACK:
+                self.socket.sendall(frame(SETTINGS, ACK, 0))
+            if stream != self.number or kind not in (HEADERS, DATA):
+                continue
+            # 0x88 is `:status: 200`.
+            if kind == HEADERS and body[:1] != b"\x88":
+                raise Trouble(f"answered {body!r}")
+            if flags & END_STREAM:
+                return
+
+    def next_frame(self):
+        while len(self.rest) < 9 or len(self.rest) < 9 + int.from_bytes(self.rest[:3], "big"):
+            self.rest += self.receive()
+        end = 9 + int.from_bytes(self.rest[:3], "big")
+        kind, flags, stream = struct.unpack(">BBI", self.rest[3:9])
+        body, self.rest = self.rest[9:end], self.rest[end:]
+        return kind, flags, stream, body
+
+
+class SecureStream(Stream, Secure):
+    def begin(self, connection):
+        return Stream.begin(self, Secure.begin(self, connection))
+
+    def speaks(self):
+        return "h2"
+
+
+def frame(kind, flags, stream, body=b""):
+    return len(body).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + body
+
+
+def tls_context(protocol):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([protocol])
+    return context
+
+
+def make_certificate(directory):
+    certificate, key = (os.path.join(directory, name) for name in ("certificate.pem", "private.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        + ["-subj", "/CN=bench", "-days", "2", "-out", certificate, "-keyout", key],
+        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    return certificate, key
 
 
 def allow_descriptors(count):

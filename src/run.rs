@@ -23,7 +23,7 @@ use tokio::task::spawn_local;
 use crate::access::{Sink, Writer};
 use crate::admin::{self, Doorway, Office};
 use crate::clock::Clock;
-use crate::config::{AccessLog, Config};
+use crate::config::{AccessLog, Config, outlook};
 use crate::count::word::END_MAX_MS;
 use crate::counters::Counters;
 use crate::counters::keeper::Keeper;
@@ -151,7 +151,7 @@ impl Gateway {
             writers: Vec::new(),
             config: config.clone(),
         };
-        meter::certificates(&gateway.registry, expiries(&config));
+        tell_expiries(&gateway.registry, &config);
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
@@ -262,7 +262,7 @@ impl Gateway {
         // Last of what can fail: others may write by what it makes known, so this process has to read by it.
         let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         self.terms = terms;
-        meter::certificates(&self.registry, expiries(&config));
+        tell_expiries(&self.registry, &config);
         self.capacity.adopt(&config.listen);
         self.config = config.clone();
         let fleets = self.fleets_of(&config);
@@ -418,10 +418,12 @@ impl Gateway {
     }
 }
 
-/// The files of certificates, and when these end.
-fn expiries(config: &Config) -> impl Iterator<Item = (&str, i64)> {
+/// When certificates end, and revocation lists.
+fn tell_expiries(registry: &Registry, config: &Config) {
     let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
-    all.map(|certificate| (certificate.file.as_str(), certificate.not_after_s))
+    meter::certificates(registry, all.map(|certificate| (certificate.file.as_str(), certificate.not_after_s)));
+    let all = outlook::revocation_lists(config);
+    meter::revocation_lists(registry, all.map(|list| (list.file.as_str(), list.next_update_s)));
 }
 
 /// Starts a thread with a runtime of its own, and returns when that runtime stands.

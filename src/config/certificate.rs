@@ -158,7 +158,7 @@ fn validity(certificate: &[u8]) -> Option<(i64, i64)> {
 }
 
 /// The first element of DER: its tag, what is in it, and what follows.
-fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
+pub(super) fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let (&tag, rest) = der.split_first()?;
     let (&first, mut rest) = rest.split_first()?;
     let mut length = usize::from(first);
@@ -176,7 +176,7 @@ fn element(der: &[u8]) -> Option<(u8, &[u8], &[u8])> {
 }
 
 /// UTCTime, whose years have two digits, or GeneralizedTime; always in UTC and without fractions.
-fn time(tag: u8, text: &[u8]) -> Option<i64> {
+pub(super) fn time(tag: u8, text: &[u8]) -> Option<i64> {
     let digits = text.strip_suffix(b"Z")?;
     let number =
         |range: std::ops::Range<usize>| -> Option<i16> { std::str::from_utf8(digits.get(range)?).ok()?.parse().ok() };

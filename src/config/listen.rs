@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use rustls_pki_types::CertificateDer;
 
 use super::certificate::Certificate;
+use super::revocation::RevocationList;
 use crate::rule::network::Network;
 
 #[derive(Clone, PartialEq, Debug)]
@@ -45,6 +46,8 @@ pub struct ClientAuth {
     pub authorities: Vec<CertificateDer<'static>>,
     /// Whether a client without one is turned away.
     pub required: bool,
+    /// Which certificates are not believed any more. Where there is one, each issuer has to have one.
+    pub revoked: Vec<RevocationList>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,12 +1,13 @@
 //! What the rules of a configuration amount to, in plain sentences: how much they let through at
 //! worst around the end of a window, and which of their layers never refuse anything. And which certificates
-//! clients refuse, or soon will, and which secrets others can find out.
+//! clients refuse, or soon will, because of which revocation lists clients are, and which secrets others can find out.
 //!
 //! The arithmetic is `rule::bound`'s. This file only knows how to put it.
 
 use super::Config;
 use super::check::layers::may_be_compared;
 use super::problem::listed;
+use super::revocation::RevocationList;
 use super::shared::is_secret;
 use crate::rule::bound;
 use crate::rule::key::{OnMissing, Part};
@@ -60,7 +61,7 @@ pub fn guessable(config: &Config) -> Option<String> {
     })
 }
 
-/// A line for each certificate that is not valid now, or not for long.
+/// A line for each certificate that is not valid now, or not for long, and for each revocation list that is not.
 pub fn certificates(config: &Config, now_ms: u64) -> Vec<String> {
     let now_s = i64::try_from(now_ms / 1000).unwrap_or(i64::MAX);
     let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
@@ -73,7 +74,19 @@ pub fn certificates(config: &Config, now_ms: u64) -> Vec<String> {
         };
         Some(format!("the certificate in `{}` {what}", certificate.file))
     });
-    told.collect()
+    told.chain(ended_lists(config, now_s)).collect()
+}
+
+fn ended_lists(config: &Config, now_s: i64) -> impl Iterator<Item = String> {
+    // They are issued anew every few days, or hours: that one will end soon says nothing.
+    revocation_lists(config).filter(move |list| list.next_update_s < now_s).map(|list| {
+        let ended = day(list.next_update_s);
+        format!("the revocation list in `{}` ended {ended}: nobody is let in whose certificate it is about", list.file)
+    })
+}
+
+pub fn revocation_lists(config: &Config) -> impl Iterator<Item = &RevocationList> {
+    config.listen.https.iter().filter_map(|https| https.tls.client_auth.as_ref()).flat_map(|auth| &auth.revoked)
 }
 
 fn day(unix_s: i64) -> String {

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::task::Poll;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
 use super::arrival::{arrive, turn_away};
@@ -15,6 +15,9 @@ use super::lobby::Listener;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
+/// What may wait in the kernel to be sent to one client, beside what is on its way there. A client that takes little would
+/// otherwise have megabytes kept for it, in memory that all connections of the machine share.
+const UNSENT_MAX_BYTES: u32 = 128 * 1024;
 /// How long to wait when there are no descriptors left: one must be closed first.
 const BACK_OFF: Duration = Duration::from_millis(50);
 
@@ -89,7 +92,10 @@ pub fn open(address: SocketAddr, count: usize, inherited: &mut Inherited) -> io:
         return Ok(Opened { address, queues: listeners.len(), listeners });
     }
     let address = listeners[0].local_addr()?;
-    listeners.iter().try_for_each(|listener| listener.set_nonblocking(true))?;
+    for listener in &listeners {
+        listener.set_nonblocking(true)?;
+        SockRef::from(listener).set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
+    }
     // More of their own would get connections at once, which nobody accepts if the start fails after all. Of loops
     // that share a queue, whichever is the first to look takes a connection.
     let queues = listeners.len();
@@ -119,6 +125,8 @@ fn bind(address: SocketAddr) -> io::Result<StdListener> {
         socket.set_only_v6(true)?;
     }
     socket.bind(&address.into())?;
+    // Connections have it from the socket that they are accepted by.
+    socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
     socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
     Ok(socket.into())

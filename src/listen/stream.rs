@@ -29,9 +29,10 @@ use crate::gateway::passing::Passing;
 use crate::http::fields;
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
-/// stream is reset.
+/// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
+/// processor is given some; what it keeps is one of its own streams.
 const UNWANTED_MAX_BYTES: usize = 256 * 1024;
-const UNWANTED_MAX: Duration = Duration::from_secs(2);
+const UNWANTED_MAX: Duration = Duration::from_secs(10);
 
 /// Seats that a connection keeps for streams to come.
 const FREE_MAX: usize = 32;

@@ -33,12 +33,16 @@ pub fn server(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider)).with_protocol_versions(versions)?;
     let builder = match &tls.client_auth {
         None => builder.with_no_client_auth(),
-        Some(ClientAuth { authorities, required }) => {
+        Some(ClientAuth { authorities, required, revoked }) => {
             let mut roots = RootCertStore::empty();
             for authority in authorities {
                 roots.add(authority.clone())?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+            // As with other gateways: whose issuer has no list, or none that is still valid, is not let in. Without
+            // any list nothing of this is asked.
+            let lists = revoked.iter().map(|list| list.der.clone());
+            let verifier = verifier.with_crls(lists).enforce_revocation_expiration();
             let verifier = if *required { verifier } else { verifier.allow_unauthenticated() };
             builder.with_client_cert_verifier(verifier.build().map_err(|error| Error::General(error.to_string()))?)
         }

@@ -36,6 +36,8 @@ static CONNECTIONS_REFUSED: Name =
 static TLS_HANDSHAKES: Name = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
 static CERTIFICATE_EXPIRY: Name =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
+static REVOCATION_EXPIRY: Name =
+    gauge("transom_revocation_list_expiry_timestamp_seconds", "Until when revocation lists are valid, Unix time.");
 static HTTP2_ABUSE: Name =
     counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
 static TUNNELS: Name = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
@@ -55,7 +57,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 36] = [
+pub static NAMES: [&Name; 37] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -74,6 +76,7 @@ pub static NAMES: [&Name; 36] = [
     &CONNECTIONS_REFUSED,
     &TLS_HANDSHAKES,
     &CERTIFICATE_EXPIRY,
+    &REVOCATION_EXPIRY,
     &HTTP2_ABUSE,
     &TUNNELS,
     &COUNTERS,
@@ -339,13 +342,25 @@ impl ListenerMeter {
 
 /// Tells when certificates end: each by its file as configured, and Unix seconds.
 pub fn certificates<'c>(registry: &Registry, all: impl IntoIterator<Item = (&'c str, i64)>) {
-    registry.forget(&CERTIFICATE_EXPIRY);
-    for (file, not_after_s) in all {
-        let cell = registry.cell(&CERTIFICATE_EXPIRY, LoopId::MAX, &[("certificate", file)]);
-        let not_after_s = u64::try_from(not_after_s).unwrap_or(0);
-        // Of one file that two listeners name, there is one.
-        cell.sub(cell.get());
-        cell.add(not_after_s);
+    tell_ends(registry, &CERTIFICATE_EXPIRY, "certificate", all);
+}
+
+/// Tells until when revocation lists are valid, likewise.
+pub fn revocation_lists<'c>(registry: &Registry, all: impl IntoIterator<Item = (&'c str, i64)>) {
+    tell_ends(registry, &REVOCATION_EXPIRY, "list", all);
+}
+
+fn tell_ends<'c>(registry: &Registry, name: &Name, label: &'static str, all: impl IntoIterator<Item = (&'c str, i64)>) {
+    registry.forget(name);
+    for (file, end_s) in all {
+        let cell = registry.cell(name, LoopId::MAX, &[(label, file)]);
+        let end_s = u64::try_from(end_s).unwrap_or(0);
+        let told_s = cell.get();
+        // Of one file that two listeners name, or that holds several, there is one: the first to end.
+        if told_s == 0 || end_s < told_s {
+            cell.sub(told_s);
+            cell.add(end_s);
+        }
     }
 }
 

@@ -67,7 +67,7 @@ impl Carrier {
         }
     }
 
-    /// The last request, where it was sent with `keeps` or has no body.
+    /// The last request, where it was sent with `keeps`, or over HTTP/2 and nothing of its body is lost.
     pub fn sent(&mut self) -> Option<Request<Upload>> {
         match self {
             Carrier::Alone(connection) => connection.sent(),
@@ -79,7 +79,7 @@ impl Carrier {
     pub fn answered(&mut self, now: Instant) {
         match self {
             Carrier::Alone(connection) => connection.idle_since = Some(now),
-            Carrier::Shared(lease) => lease.answered = Some(now),
+            Carrier::Shared(lease) => lease.answered(now),
         }
     }
 

@@ -6,7 +6,7 @@
 //! counts what is under way there. `fleet` is what all loops know of an upstream's servers, of each a `standing`, `prober` asks them how they are,
 //! `balance` chooses one by the arithmetic of `pick`. `exchange` sends a request and decides when to try again, `budget` how
 //! often, and `circuit` counts what is under way in all loops. `upload` and `download` are what passes through, `inbound` the
-//! body of a request before it does, `bounds` what it is held to, `tunnel` what passes when protocols were switched, `far_end`
+//! body of a request before it does, `loan` one that can be had back, `bounds` what it is held to, `tunnel` what passes when protocols were switched, `far_end`
 //! the upstream's end of that, `echo` the upstream that is built in.
 
 pub mod balance;
@@ -24,6 +24,7 @@ pub mod fleet;
 pub mod greeting;
 pub mod herald;
 pub mod inbound;
+pub mod loan;
 pub mod multiplex;
 pub mod names;
 pub mod pick;

@@ -20,7 +20,6 @@ use h2::Reason;
 use http::header::{self, HeaderMap};
 use http::uri::{Authority, Scheme, Uri};
 use http::{Method, Request, Response, Version};
-use http_body::Body;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper::ext::Protocol;
@@ -31,6 +30,7 @@ use tokio::sync::oneshot;
 
 use super::connection::SendError;
 use super::greeting::{Greeting, Listener};
+use super::loan::Loan;
 use super::place::Slot;
 use super::upload::Upload;
 use crate::http::upgrade::{self, Key};
@@ -180,10 +180,12 @@ fn describe(error: &hyper::Error) -> String {
 /// A request's place on a connection, until its answer has ended.
 pub struct Lease {
     connection: Rc<Multiplex>,
-    /// The request once more, if it has no body.
+    /// The head of the request once more.
     spare: Option<Box<Request<Upload>>>,
+    /// Its body, if it has one and no answer has come.
+    loan: Option<Loan>,
     /// When the answer's head came.
-    pub answered: Option<Instant>,
+    answered: Option<Instant>,
     /// What the answer has made of the stream.
     tunnel: Option<OnUpgrade>,
 }
@@ -191,7 +193,7 @@ pub struct Lease {
 impl Lease {
     pub fn of(connection: &Rc<Multiplex>) -> Lease {
         connection.streams.set(connection.streams.get() + 1);
-        Lease { connection: Rc::clone(connection), spare: None, answered: None, tunnel: None }
+        Lease { connection: Rc::clone(connection), spare: None, loan: None, answered: None, tunnel: None }
     }
 
     /// Sends a request and waits for the head of its answer. Informational answers before it are not told. A handshake for
@@ -199,9 +201,9 @@ impl Lease {
     /// offered that, an ordinary request.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(&mut self, mut request: Box<Request<Upload>>) -> Result<Response<Incoming>, SendError> {
-        if request.body().is_end_stream() {
-            self.spare = Some(Box::new(again(&request)));
-        }
+        self.spare = Some(Box::new(again(&request)));
+        let body = std::mem::replace(request.body_mut(), Upload::Empty);
+        (*request.body_mut(), self.loan) = body.lend();
         address(&mut request, &self.connection.scheme);
         if !matches!(request.body(), Upload::Upgrade) {
             let sending = self.connection.sender.borrow_mut().try_send_request(*request);
@@ -234,9 +236,22 @@ impl Lease {
         }
     }
 
-    /// The request once more, if it had no body.
+    /// The head of the answer has come: nobody will want the body back.
+    pub fn answered(&mut self, now: Instant) {
+        self.answered = Some(now);
+        if let Some(loan) = self.loan.take() {
+            loan.settle();
+            self.spare = None;
+        }
+    }
+
+    /// The request once more, if nothing of its body is lost.
     pub fn sent(&mut self) -> Option<Request<Upload>> {
-        self.spare.take().map(|request| *request)
+        let mut request = *self.spare.take()?;
+        if let Some(loan) = self.loan.take() {
+            *request.body_mut() = loan.take_back()?;
+        }
+        Some(request)
     }
 }
 

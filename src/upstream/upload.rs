@@ -11,6 +11,7 @@ use http_body::{Body, Frame, SizeHint};
 
 use super::bounds::{Bounds, Breach};
 use super::inbound::Inbound;
+use super::loan::{Kept, Loan};
 use crate::http::fault::Fault;
 use crate::http::fields;
 
@@ -44,6 +45,8 @@ pub enum Upload {
     /// Nothing either: the request asks for another protocol.
     Upgrade,
     Client(Box<Sending>),
+    /// The same, and it can be had back.
+    Lent(Loan),
 }
 
 /// A body that a client sends.
@@ -51,6 +54,8 @@ pub struct Sending {
     body: Inbound,
     progress: Rc<Progress>,
     bounds: Bounds,
+    /// What was taken of it, once it has been lent.
+    pub kept: Option<Box<Kept>>,
 }
 
 impl Upload {
@@ -59,25 +64,32 @@ impl Upload {
         if body.is_end_stream() {
             return Upload::Empty;
         }
-        Upload::Client(Box::new(Sending { body, progress: Rc::default(), bounds: bounds() }))
+        Upload::Client(Box::new(Sending { body, progress: Rc::default(), bounds: bounds(), kept: None }))
     }
 
     /// How far it has come; `None` where there is nothing to send.
     pub fn progress(&self) -> Option<Rc<Progress>> {
         match self {
-            Upload::Empty | Upload::Upgrade => None,
+            Upload::Empty | Upload::Upgrade | Upload::Lent(_) => None,
             Upload::Client(sending) => Some(Rc::clone(&sending.progress)),
         }
     }
+
+    /// The body for a stream that may not be looked at, and who can have it back then.
+    pub fn lend(self) -> (Upload, Option<Loan>) {
+        let loan = match self {
+            Upload::Empty | Upload::Upgrade => return (self, None),
+            Upload::Client(sending) => Loan::of(sending),
+            Upload::Lent(loan) => loan,
+        };
+        (Upload::Lent(loan.clone()), Some(loan))
+    }
 }
 
-impl Body for Upload {
-    type Data = Bytes;
-    type Error = Broken;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
-        let Upload::Client(sending) = self.get_mut() else { return Poll::Ready(None) };
-        let Sending { body, progress, bounds } = &mut **sending;
+impl Sending {
+    /// The next piece, as the client sends it.
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let Sending { body, progress, bounds, .. } = self;
         let mut frame = Pin::new(body).poll_frame(cx);
         progress.starved.set(frame.is_pending());
         match &mut frame {
@@ -104,17 +116,64 @@ impl Body for Upload {
         frame.map_err(Broken::from)
     }
 
+    /// The same where it may have been lent: first what a stream has taken in vain.
+    pub fn poll_kept(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let Some(mut kept) = self.kept.take() else { return self.poll_frame(cx) };
+        let frame = if let Some(due) = kept.take_due() {
+            Poll::Ready(Some(Ok(Frame::data(due))))
+        } else if kept.has_ended() {
+            Poll::Ready(None)
+        } else {
+            let frame = self.poll_frame(cx);
+            if let Poll::Ready(frame) = &frame {
+                kept.pass(frame.as_ref());
+            }
+            frame
+        };
+        self.kept = Some(kept);
+        frame
+    }
+
+    pub fn is_end_stream(&self) -> bool {
+        self.kept.as_ref().is_none_or(|kept| kept.due().is_empty()) && self.body.is_end_stream()
+    }
+
+    pub fn size_hint(&self) -> SizeHint {
+        let mut hint = self.body.size_hint();
+        let due = self.kept.as_ref().map_or(0, |kept| kept.due().len() as u64);
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper + due);
+        }
+        hint.set_lower(hint.lower() + due);
+        hint
+    }
+}
+
+impl Body for Upload {
+    type Data = Bytes;
+    type Error = Broken;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        match self.get_mut() {
+            Upload::Empty | Upload::Upgrade => Poll::Ready(None),
+            Upload::Client(sending) => sending.poll_kept(cx),
+            Upload::Lent(loan) => loan.poll_frame(cx),
+        }
+    }
+
     fn is_end_stream(&self) -> bool {
         match self {
             Upload::Empty | Upload::Upgrade => true,
-            Upload::Client(sending) => sending.body.is_end_stream(),
+            Upload::Client(sending) => sending.is_end_stream(),
+            Upload::Lent(loan) => loan.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Upload::Empty | Upload::Upgrade => SizeHint::with_exact(0),
-            Upload::Client(sending) => sending.body.size_hint(),
+            Upload::Client(sending) => sending.size_hint(),
+            Upload::Lent(loan) => loan.size_hint(),
         }
     }
 }

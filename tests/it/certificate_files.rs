@@ -77,6 +77,49 @@ fn a_certificate_that_has_ended_is_told_of_and_served() {
 }
 
 #[test]
+fn a_revocation_list_is_replaced_while_clients_are_connected() {
+    let (servers, clients) = (Authority::new(), Authority::new());
+    let scratch = Scratch::new();
+    place(&scratch, &servers.issue(&["a.test"]));
+    scratch.write("clients.pem", &clients.pem);
+    scratch.write("list.pem", clients.revoke(&[], 4000));
+    let more = "private_key = \"server.key\"\nclient_ca = \"clients.pem\"\nclient_crl = \"list.pem\"";
+    let toml = toml().replace("private_key = \"server.key\"", more);
+    let process = Process::spawn_by(std::process::Command::new(crate::world::process::BINARY), &toml, scratch);
+    let ends = || process.metrics().sum("transom_revocation_list_expiry_timestamp_seconds", &[]);
+    assert_eq!(ends(), 64_060_588_800);
+
+    let own = clients.issue(&["client"]);
+    let tls = Tls::showing(&servers, &own);
+    let is_let_in = || {
+        let Ok(mut client) = tls.try_connect(process.https.unwrap(), "a.test") else { return false };
+        // With TLS 1.3 a client only hears afterwards that it is not.
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).is_ok()
+    };
+    let mut kept = tls.connect(process.https.unwrap(), "a.test");
+    kept.get("/a").expect(200);
+    assert!(is_let_in());
+
+    process.rewrite_file("list.pem", "no list\n");
+    process.reloaded("refused", 1);
+    eventually("it is told", || process.stderr().contains("there is no revocation list in `list.pem`"));
+    assert!(is_let_in());
+
+    // Also a session from before is not let in again.
+    process.rewrite_file("list.pem", &clients.revoke(&[&own], 4000));
+    process.reloaded("applied", 1);
+    eventually("it is taken back", || (0..4).all(|_| !is_let_in()));
+    kept.get("/a").expect(200);
+
+    process.rewrite_file("list.pem", &clients.revoke(&[], 2021));
+    eventually("it is told", || {
+        process.stderr().contains("the revocation list in `list.pem` ended on 2021-01-01T00:00:00Z")
+    });
+    assert_eq!(ends(), 1_609_459_200);
+    assert!(!is_let_in());
+}
+
+#[test]
 fn what_files_hold_is_never_shown() {
     let scratch = Scratch::new();
     let issued = Authority::new().issue(&["a.test"]);

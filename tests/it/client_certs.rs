@@ -54,6 +54,40 @@ fn only_clients_with_a_certificate_are_let_in() {
 }
 
 #[test]
+fn a_certificate_that_was_taken_back_is_not_let_in() {
+    let world = World::new();
+    let (good, bad) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let file = world.scratch.write("lists.pem", world.clients.revoke(&[&bad], 4000));
+    for auth in ["", "client_auth = \"optional\"\n"] {
+        let more = format!("{auth}client_crl = \"{}\"", file.display());
+        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(world.status(&gateway, Some(&good)), Some(200));
+        assert_eq!(world.status(&gateway, Some(&bad)), None);
+        let without = (!auth.is_empty()).then_some(200);
+        assert_eq!(world.status(&gateway, None), without);
+        let old = Tls::new(&world.servers, Some(&bad), &[&rustls::version::TLS12]);
+        assert!(old.try_connect(gateway.https()[0], "a.test").is_err());
+    }
+}
+
+#[test]
+fn whose_issuer_has_no_list_that_is_valid_is_not_let_in() {
+    let world = World::new();
+    let own = world.clients.issue(&["client"]);
+    // One that has ended; one that somebody else has signed in its issuer's name, for all here are called alike.
+    for (list, is_let_in) in [
+        (world.clients.revoke(&[], 2021), false),
+        (world.servers.revoke(&[], 4000), false),
+        (world.clients.revoke(&[], 4000), true),
+    ] {
+        let file = world.scratch.write("lists.pem", &list);
+        let more = format!("client_crl = [\"{}\"]", file.display());
+        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(world.status(&gateway, Some(&own)).is_some(), is_let_in, "{list}");
+    }
+}
+
+#[test]
 fn an_optional_certificate_is_verified_where_there_is_one() {
     let world = World::new();
     let rule = format!("{PER_CERT}on_missing_key = \"skip\"");

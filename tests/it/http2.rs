@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame};
 use crate::world::client::{Client, HOST};
 use crate::world::gateway::Gateway;
 use crate::world::h2::{CANCEL, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400};
-use crate::world::h2::{END_HEADERS, block, frame, request};
+use crate::world::h2::{END_HEADERS, END_STREAM, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
 use crate::world::quota::remaining;
@@ -223,6 +223,21 @@ fn a_reset_gives_up_the_place_of_a_request_that_waits() {
     eventually("another waits", || gateway.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 2);
     gateway.advance_s(60);
     assert_eq!(raw.status(5), STATUS_200);
+}
+
+#[test]
+fn a_refused_upload_is_not_reset_while_its_client_gets_no_time() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
+    gateway.get("/a").expect(200);
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, &[b'x'; 1000]));
+    raw.until(HEADERS);
+    // That nothing happens meanwhile is what this is about: the reset would be found together with the answer.
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(PING, 0, 0, b"together"));
+    let seen: Vec<u8> =
+        std::iter::from_fn(|| raw.next()).map(|frame| frame.kind).take_while(|kind| *kind != PING).collect();
+    assert!(!seen.contains(&RST_STREAM), "{seen:?}");
 }
 
 #[test]

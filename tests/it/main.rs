@@ -85,6 +85,7 @@ mod surprises;
 mod tls;
 mod tokens;
 mod unix;
+mod unprocessed;
 mod upgrade;
 mod upgrade_load;
 mod upstream_http2;

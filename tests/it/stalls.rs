@@ -2,6 +2,8 @@
 
 use std::io::Read;
 
+use socket2::{Domain, Socket, Type};
+
 use crate::world::gateway::Gateway;
 use crate::world::upstream::{Talk, Upstream};
 use crate::world::{one_rule, pass_all};
@@ -49,6 +51,41 @@ fn a_body_that_does_not_come_is_408() {
         client.answer_to("POST").expect(408).problem();
         client.expect_closed();
     }
+}
+
+#[test]
+fn what_waits_for_a_reader_in_the_kernel_is_bounded() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while talk.send([b'x'; 65536]) {}
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let client = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    client.set_recv_buffer_size(4096).unwrap();
+    client.connect(&gateway.http.into()).unwrap();
+    client.send(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+    let port = client.local_addr().unwrap().as_socket_ipv4().unwrap().port();
+    let mut before = 0;
+    let mut same = 0;
+    crate::world::eventually("nothing more is taken", || {
+        let now = unsent(gateway.http.port(), port);
+        same = if now == before && now > 0 { same + 1 } else { 0 };
+        before = now;
+        same == 20
+    });
+    // What may wait, and as much as one packet of this machine to itself.
+    assert!(before <= 256 * 1024, "{before}");
+}
+
+/// Bytes that the kernel has yet to deliver on a connection of this machine, as /proc/net/tcp has it.
+fn unsent(from: u16, to: u16) -> u64 {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let of = table
+        .lines()
+        .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
+        .find(|fields| fields[1].ends_with(&format!(":{from:04X}")) && fields[2].ends_with(&format!(":{to:04X}")));
+    of.map_or(0, |fields| u64::from_str_radix(fields[4].split(':').next().unwrap(), 16).unwrap())
 }
 
 #[test]

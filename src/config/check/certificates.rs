@@ -1,4 +1,4 @@
-//! Certificates, private keys and issuers: the files that hold them, read and tried.
+//! Certificates, private keys, issuers and revocation lists: the files that hold them, read and tried.
 //!
 //! What a file holds is never shown, only what is wrong with it.
 
@@ -10,6 +10,7 @@ use crate::config::Files;
 use crate::config::certificate::{self, Certificate, Flaw};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
+use crate::config::revocation::RevocationList;
 
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
@@ -47,6 +48,27 @@ pub fn authorities(item: &Item, files: Files, report: &mut Report) -> Option<Vec
     certificate::authorities(&text).map_err(|flaw| complain(&flaw, &word, report)).ok()
 }
 
+/// What a file, or several, say about certificates that were taken back.
+pub fn revoked(item: &Item, files: Files, report: &mut Report) -> Vec<RevocationList> {
+    let words = item.texts("\"FILE\"", report);
+    if words.as_ref().is_some_and(Vec::is_empty) {
+        let fix = format!("{}, or leave it out: nothing is taken back then", item.write("\"FILE\""));
+        report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
+    }
+    let mut lists = Vec::new();
+    for word in words.into_iter().flatten() {
+        let Some(text) = contents(item, &word, files, report) else { continue };
+        match RevocationList::read(word.text, &text) {
+            Ok(read) => lists.extend(read),
+            Err(flaw) => {
+                let (message, fix) = flaw.explain(&shown(word.text));
+                report.problem(word.span, message, fix);
+            }
+        }
+    }
+    lists
+}
+
 fn complain(flaw: &Flaw, word: &Word, report: &mut Report) {
     let (message, fix) = flaw.explain(&shown(word.text));
     report.problem(word.span.clone(), message, fix);
@@ -54,20 +76,22 @@ fn complain(flaw: &Flaw, word: &Word, report: &mut Report) {
 
 fn file<'d>(item: &Item<'d>, files: Files, report: &mut Report) -> Option<(Word<'d>, Vec<u8>)> {
     let word = item.text("\"FILE\"", report)?;
+    let bytes = contents(item, &word, files, report)?;
+    Some((word, bytes))
+}
+
+/// What is in a file that one of an item's words names.
+fn contents(item: &Item, word: &Word, files: Files, report: &mut Report) -> Option<Vec<u8>> {
     if word.text.is_empty() {
-        report.problem(word.span, format!("`{}` is empty", item.key), item.write("\"FILE\""));
+        report.problem(word.span.clone(), format!("`{}` is empty", item.key), item.write("\"FILE\""));
         return None;
     }
     if word.text.trim_start().starts_with("-----BEGIN ") {
         let message = format!("`{}` names a file, and this is what such a file holds", item.key);
-        report.problem(word.span, message, "put it into a file, and name that");
+        report.problem(word.span.clone(), message, "put it into a file, and name that");
         return None;
     }
-    match files(Path::new(word.text)) {
-        Ok(bytes) => Some((word, bytes)),
-        Err(error) => {
-            report.problem(word.span, format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
-            None
-        }
-    }
+    let complain =
+        |error| report.problem(word.span.clone(), format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+    files(Path::new(word.text)).map_err(complain).ok()
 }

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use toml::de::DeValue;
 
-use super::certificates::{Pair, authorities};
+use super::certificates::{Pair, authorities, revoked};
 use super::{exceptions, proxies, section};
 use crate::config::certificate::Certificate;
 use crate::config::document::{Item, Word};
@@ -88,7 +88,8 @@ fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> O
     let address = table.require("address", format!("write `address = {HTTPS_EXAMPLE}`"));
     let main = Pair::required(&mut table);
     let others = table.get("certificates");
-    let (client_ca, client_auth) = (table.get("client_ca"), table.get("client_auth"));
+    let client_ca = table.get("client_ca");
+    let auth = Auth { word: table.get("client_auth"), lists: table.get("client_crl") };
     let versions = [("1.2", TlsVersion::V1_2), ("1.3", TlsVersion::V1_3)];
     let min_version = table.get("min_version").and_then(|item| item.choice(&versions, report));
     let misspelt = table.finish(report);
@@ -100,7 +101,7 @@ fn https(item: &Item, files: Files, taken: &mut Taken, report: &mut Report) -> O
         more(&item, files, &mut certificates, report);
     }
     let is_misspelt = misspelt.contains(&"client_ca");
-    let client_auth = auth(client_ca, client_auth, is_misspelt, files, report);
+    let client_auth = auth.read(client_ca, is_misspelt, files, report);
     let min_version = min_version.unwrap_or(TlsVersion::V1_2);
     Some(Https { addresses, tls: Tls { certificates, client_auth, min_version } })
 }
@@ -137,26 +138,27 @@ fn more(item: &Item, files: Files, certificates: &mut Vec<Certificate>, report: 
     }
 }
 
-fn auth(
-    ca: Option<Item>,
-    word: Option<Item>,
-    is_misspelt: bool,
-    files: Files,
-    report: &mut Report,
-) -> Option<ClientAuth> {
-    let words = [("required", true), ("optional", false)];
-    let required = word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
-    match (ca, word) {
-        (Some(ca), _) => {
-            Some(ClientAuth { authorities: authorities(&ca, files, report).unwrap_or_default(), required })
+/// What is said about the certificates of clients, beside who issues them.
+struct Auth<'d> {
+    word: Option<Item<'d>>,
+    lists: Option<Item<'d>>,
+}
+
+impl Auth<'_> {
+    fn read(self, ca: Option<Item>, is_misspelt: bool, files: Files, report: &mut Report) -> Option<ClientAuth> {
+        let words = [("required", true), ("optional", false)];
+        let required = self.word.as_ref().and_then(|item| item.choice(&words, report)).unwrap_or(true);
+        let revoked = self.lists.as_ref().map(|item| revoked(item, files, report)).unwrap_or_default();
+        if let Some(ca) = ca {
+            let authorities = authorities(&ca, files, report).unwrap_or_default();
+            return Some(ClientAuth { authorities, required, revoked });
         }
-        (None, Some(word)) if !is_misspelt => {
-            let message = "`client_auth` has no effect: nobody's certificates are believed";
+        for item in [self.word, self.lists].into_iter().flatten().filter(|_| !is_misspelt) {
+            let message = format!("`{}` has no effect: nobody's certificates are believed", item.key);
             let fix = "name who issues them: `client_ca = \"FILE\"`, or remove it";
-            report.unless_broken(word.key_span, message, fix);
-            None
+            report.unless_broken(item.key_span, message, fix);
         }
-        (None, _) => None,
+        None
     }
 }
 

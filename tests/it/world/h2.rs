@@ -114,6 +114,15 @@ impl Raw {
         Raw { stream, received: Vec::new() }
     }
 
+    /// What a client has connected to, on which nothing was read yet: its preface is passed over, and it is greeted.
+    pub fn accepted(stream: TcpStream) -> Raw {
+        let mut raw = Raw { stream, received: Vec::new() };
+        let mut preface = [0; 24];
+        raw.stream.read_exact(&mut preface).unwrap();
+        raw.send(frame(SETTINGS, 0, 0, b""));
+        raw
+    }
+
     /// Connects, and sends the preface and settings of its own.
     pub fn with(address: SocketAddr, settings: &[(u16, u32)]) -> Raw {
         let mut raw = Raw::silent(address);

@@ -9,7 +9,10 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 
 use aws_lc_rs::digest;
-use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, IsCa, Issuer, KeyIdMethod, KeyPair,
+    PublicKeyData, RevokedCertParams, SerialNumber, date_time_ymd,
+};
 use rustls::client::Resumption;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
@@ -31,6 +34,7 @@ pub struct Issued {
     pub key_pem: String,
     pub der: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
+    serial: SerialNumber,
 }
 
 impl Authority {
@@ -54,6 +58,10 @@ impl Authority {
         let mut params = CertificateParams::new(names).unwrap();
         // Named alike, a certificate would look as if it had issued itself.
         params.distinguished_name.push(DnType::CommonName, "issued in a test");
+        // Two of one issuer are never alike.
+        let print = digest::digest(&digest::SHA256, key.der_bytes());
+        let serial = SerialNumber::from_slice(&[&[1], &print.as_ref()[..15]].concat());
+        params.serial_number = Some(serial.clone());
         change(&mut params);
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         Issued {
@@ -61,7 +69,27 @@ impl Authority {
             key_pem: key.serialize_pem(),
             der: certificate.der().clone(),
             key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+            serial,
         }
+    }
+
+    /// A list of certificates that are taken back, in PEM, which is valid until a year begins.
+    pub fn revoke(&self, revoked: &[&Issued], until_year: i32) -> String {
+        let revoked_certs = revoked.iter().map(|issued| RevokedCertParams {
+            serial_number: issued.serial.clone(),
+            revocation_time: date_time_ymd(2020, 1, 1),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2020, 1, 1),
+            next_update: date_time_ymd(until_year, 1, 1),
+            crl_number: SerialNumber::from(1),
+            issuing_distribution_point: None,
+            revoked_certs: revoked_certs.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        list.signed_by(&self.issuer).unwrap().pem().unwrap()
     }
 }
 
