@@ -113,7 +113,7 @@ fn beside_governor(keys: &[IpAddr]) {
     println!("| --- | --: | --: | --: | --: | --: | --: | --: | --: | --- |");
     let hot = vec![keys[0]; KEYS];
     let (handed, reading) = (Transom::new(&WIDE, CAPACITY), Transom::new(&WIDE, CAPACITY));
-    // The gateway's own clock: it reads the wall clock and the monotonic one.
+    // The gateway's own clock: it reads the monotonic clock, and the wall clock once in a millisecond.
     let clock = Clock::system();
     let (still, own) = (Governor::<FakeRelativeClock>::new(), Governor::<QuantaClock>::new());
     for (name, threads, keys) in [

@@ -6,6 +6,9 @@
 //! clock has caught up. After a wrong step forward windows go on opening and closing at their usual
 //! pace, so nobody waits longer than one period.
 //!
+//! The wall clock is looked at again only once the gateway's time has gone on by a millisecond, which the monotonic clock tells:
+//! under load a look at the time is one clock's and not two. A step of the wall clock is seen with the next millisecond.
+//!
 //! Where gateways share counters, their store's clock decides which window is open. Time follows that clock then, as far as its
 //! answers tell: it is never ahead of it, but for what the clocks drift apart in some seconds.
 
@@ -22,6 +25,7 @@ const SETBACK_MS: u64 = 1000;
 const HEARSAY: Duration = Duration::from_secs(10);
 /// 2100-01-01: what is later is no time that a clock shows.
 const CREDIBLE_MAX_MS: u64 = 4_102_444_800_000;
+const MS_NS: u64 = 1_000_000;
 
 /// A point in time, in the two ways it is needed.
 #[derive(Clone, Copy, Debug)]
@@ -45,9 +49,9 @@ enum Source {
 #[derive(Debug)]
 struct System {
     origin: Instant,
-    /// What to add to the milliseconds since `origin`.
-    offset_ms: AtomicU64,
-    /// The latest time that was told.
+    /// What to add to the nanoseconds since `origin`.
+    offset_ns: AtomicU64,
+    /// The latest time that was told. Whoever comes to a later one looks at the wall clock.
     latest_ms: AtomicU64,
     /// What to add instead, where another clock is followed; 0 where none is.
     guide_ms: AtomicU64,
@@ -66,13 +70,16 @@ struct Heard {
 impl Clock {
     pub fn system() -> Clock {
         let origin = Instant::now();
-        Clock(Arc::new(Source::System(System {
+        let system = System {
             origin,
-            offset_ms: AtomicU64::new(0),
+            offset_ns: AtomicU64::new(0),
             latest_ms: AtomicU64::new(0),
             guide_ms: AtomicU64::new(0),
             heard: Mutex::new(Heard { since: origin, now_ms: 0, before_ms: 0 }),
-        })))
+        };
+        // Nothing was told yet, and nothing is to be told before the wall clock was looked at.
+        system.look();
+        Clock(Arc::new(Source::System(system)))
     }
 
     /// A clock that stands still until it is told to move, for tests.
@@ -121,7 +128,34 @@ impl Clock {
 }
 
 impl System {
+    #[inline]
     fn now(&self) -> Moment {
+        let instant = Instant::now();
+        let unix_ms = self.unix_ms(self.steady_ns(instant));
+        // Ordering: relaxed; a number that means something by itself. A time that was told before is one at which
+        // somebody has looked at the wall clock, or that another process has told.
+        if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Moment { unix_ms, instant } } else { self.look() }
+    }
+
+    /// The time by what is known of the wall clock, or of the clock that is followed.
+    #[inline]
+    fn unix_ms(&self, steady_ns: u64) -> u64 {
+        // Ordering: relaxed; numbers that mean something by themselves.
+        match self.guide_ms.load(Ordering::Relaxed) {
+            0 => (steady_ns + self.offset_ns.load(Ordering::Relaxed)) / MS_NS,
+            guide_ms => steady_ns / MS_NS + guide_ms,
+        }
+    }
+
+    /// Nanoseconds since the origin, which are enough for centuries.
+    #[inline]
+    fn steady_ns(&self, instant: Instant) -> u64 {
+        whole_ns(instant.saturating_duration_since(self.origin))
+    }
+
+    /// The time after a look at the wall clock.
+    #[cold]
+    fn look(&self) -> Moment {
         let (mut moment, _) = self.read();
         // Ordering: relaxed; each of the two numbers only grows and means something by itself.
         let latest_ms = self.latest_ms.load(Ordering::Relaxed);
@@ -133,11 +167,11 @@ impl System {
             }
             if latest_ms - moment.unix_ms > SETBACK_MS {
                 // Read again: this thread may have been asleep since it read the clocks.
-                let steady_ms;
-                (moment, steady_ms) = self.read();
+                let steady_ns;
+                (moment, steady_ns) = self.read();
                 let latest_ms = self.latest_ms.load(Ordering::Relaxed);
                 if latest_ms.saturating_sub(moment.unix_ms) > SETBACK_MS {
-                    self.offset_ms.fetch_max(latest_ms - steady_ms, Ordering::Relaxed);
+                    self.offset_ns.fetch_max((latest_ms * MS_NS).saturating_sub(steady_ns), Ordering::Relaxed);
                 }
             }
             moment.unix_ms = moment.unix_ms.max(latest_ms);
@@ -148,7 +182,7 @@ impl System {
     }
 
     fn follow(&self, unix_ms: u64, instant: Instant) {
-        let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
+        let steady_ms = self.steady_ns(instant) / MS_NS;
         let ahead_ms = unix_ms.saturating_sub(steady_ms);
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let most_ms = heard.now_ms.max(heard.before_ms);
@@ -165,31 +199,30 @@ impl System {
     }
 
     fn read(&self) -> (Moment, u64) {
+        let wall_ns = if self.guide_ms.load(Ordering::Relaxed) > 0 { 0 } else { wall_ns() };
+        // Read afterwards: a thread that falls asleep in between takes the wall clock to be less ahead than it is, which
+        // the next look mends. The other way round it would be ahead of it for ever.
         let instant = Instant::now();
-        let guide_ms = self.guide_ms.load(Ordering::Relaxed);
-        if guide_ms > 0 {
-            let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
-            return (Moment { unix_ms: steady_ms + guide_ms, instant }, steady_ms);
+        let steady_ns = self.steady_ns(instant);
+        let offset_ns = wall_ns.saturating_sub(steady_ns);
+        if offset_ns > self.offset_ns.load(Ordering::Relaxed) {
+            self.offset_ns.fetch_max(offset_ns, Ordering::Relaxed);
         }
-        // A wall clock before 1970 is one that has not been set yet.
-        let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, whole_ms);
-        // And one in a year that counters can not name is wrong; following it could not be undone.
-        let wall_ms = if wall_ms > CREDIBLE_MAX_MS { 0 } else { wall_ms };
-        let steady_ms = whole_ms(instant.saturating_duration_since(self.origin));
-        let offset_ms = wall_ms.saturating_sub(steady_ms);
-        let known_ms = self.offset_ms.load(Ordering::Relaxed);
-        let offset_ms = if offset_ms > known_ms {
-            self.offset_ms.fetch_max(offset_ms, Ordering::Relaxed).max(offset_ms)
-        } else {
-            known_ms
-        };
-        (Moment { unix_ms: steady_ms + offset_ms, instant }, steady_ms)
+        (Moment { unix_ms: self.unix_ms(steady_ns), instant }, steady_ns)
     }
 }
 
-/// Milliseconds without the detour over 128 bits.
-fn whole_ms(duration: Duration) -> u64 {
-    duration.as_secs() * 1000 + u64::from(duration.subsec_millis())
+/// What the wall clock shows, Unix nanoseconds. One before 1970 has not been set yet; and one in a year that
+/// counters can not name is wrong, and following it could not be undone.
+fn wall_ns() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    if since > Duration::from_millis(CREDIBLE_MAX_MS) { 0 } else { whole_ns(since) }
+}
+
+/// Nanoseconds without the detour over 128 bits.
+#[inline]
+fn whole_ns(duration: Duration) -> u64 {
+    duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos())
 }
 
 #[cfg(test)]
@@ -205,13 +238,35 @@ mod tests {
     }
 
     #[test]
+    fn time_is_never_ahead_of_a_wall_clock_that_is_not_stepped() {
+        let clock = Clock::system();
+        for _ in 0..100_000 {
+            let told_ms = clock.now().unix_ms;
+            assert!(told_ms <= wall_ns() / MS_NS);
+        }
+    }
+
+    #[test]
+    fn a_step_forward_is_seen_with_the_next_millisecond() {
+        let clock = Clock::system();
+        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let before_ms = clock.now().unix_ms;
+        // As if the wall clock had been an hour behind until now.
+        system.offset_ns.fetch_sub(3_600_000 * MS_NS, Ordering::Relaxed);
+        system.latest_ms.fetch_sub(3_600_000, Ordering::Relaxed);
+        let stepped = clock.now().instant;
+        while clock.instant() - stepped < Duration::from_millis(1) {}
+        assert!(clock.now().unix_ms >= before_ms);
+    }
+
+    #[test]
     fn time_goes_on_when_the_wall_clock_is_behind() {
         let ahead_ms = 3_600_000;
         let clock = Clock::system();
         let before_ms = clock.now().unix_ms;
         let Source::System(system) = &*clock.0 else { unreachable!("made above") };
         // As if the wall clock had been an hour ahead once.
-        system.offset_ms.fetch_add(ahead_ms, Ordering::Relaxed);
+        system.offset_ns.fetch_add(ahead_ms * MS_NS, Ordering::Relaxed);
         let first_ms = clock.now().unix_ms;
         assert!(first_ms >= before_ms + ahead_ms);
         assert!(clock.now().unix_ms >= first_ms);

@@ -57,6 +57,8 @@ impl Faked {
         let new = self.file.with_extension("new");
         fs::write(&new, offset_text(self.offset_ms)).unwrap();
         fs::rename(&new, &self.file).unwrap();
+        // A step is seen with the next millisecond.
+        thread::sleep(Duration::from_millis(2));
     }
 
     /// Lets four clients ask over and over while the clock is stepped, with `between` requests or more
