@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a request costs in Transom, beside nginx and HAProxy: CPU time per request, same machine, same run.
 
-    python3 benches/beside.py                       # about three minutes
+    python3 benches/beside.py                       # about four minutes
     python3 benches/beside.py --rounds 3 --seconds 3 --scenario refusing
     python3 benches/beside.py --results table.md    # the same figures as markdown
 

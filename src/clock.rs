@@ -121,6 +121,14 @@ impl Clock {
         }
     }
 
+    /// What the wall clock shows, Unix milliseconds: for those who compare it with theirs, and not for windows.
+    pub fn wall_ms(&self) -> u64 {
+        match &*self.0 {
+            Source::System(_) => wall_ns() / MS_NS,
+            Source::Manual(unix_ms) => unix_ms.load(Ordering::SeqCst),
+        }
+    }
+
     /// For durations only.
     pub fn instant(&self) -> Instant {
         Instant::now()

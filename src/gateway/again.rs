@@ -1,13 +1,14 @@
 //! A request that was refused, and is asked again as it was.
 //!
 //! A client over its limits hardly ever changes what it asks. Who asks, on which route and by which rules, follows from the
-//! head of a request, from its connection and from the configuration; where all three are what they were, none of it is worked out
-//! once more. What is left to do is to look whether its windows are still full. This file does not compare heads: `listen`
-//! does, and never reads one that is refused here.
+//! head of a request, from its connection and from the configuration. Where all three are what they were, it is enough to
+//! look whether the windows are still full. This file does not compare heads: `listen` does, and has none of those parsed
+//! that are refused here.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
+use bytes::Bytes;
 use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
 
@@ -41,7 +42,7 @@ impl Again {
             options.all(|options| options.as_bytes().eq_ignore_ascii_case(b"keep-alive"))
         };
         let is_usual = peer.repeats.get()
-            && slate.repeats
+            && slate.is_repeatable
             // Of every request a line is to be written, with what its head says.
             && view.access.is_none()
             && parts.version == Version::HTTP_11
@@ -52,18 +53,18 @@ impl Again {
         is_usual.then(|| Again { view: Rc::clone(view), lane, askers: desk.askers.as_slice().into() })
     }
 
-    /// Refuses the request, if it is to be refused now; `send` is given the answer in bytes of HTTP/1.1. If not, nothing was charged or
-    /// counted, and the request can be taken as any other.
-    pub fn refuse(&self, hall: &Hall, send: impl FnOnce(&[u8])) -> bool {
-        let refused = catch_unwind(AssertUnwindSafe(|| self.is_still_refused(hall, send)));
+    /// Refuses the request, if it is to be refused now: its answer, as it is sent over HTTP/1.1. `None`: nothing was charged or counted,
+    /// and the request can be taken as any other.
+    pub fn refuse(&self, hall: &Hall) -> Option<Bytes> {
+        let refused = catch_unwind(AssertUnwindSafe(|| self.refused(hall)));
         // Whatever it was, it is met with once more on the way of any other request, and answered there.
-        refused.unwrap_or(false)
+        refused.unwrap_or(None)
     }
 
-    fn is_still_refused(&self, hall: &Hall, send: impl FnOnce(&[u8])) -> bool {
+    fn refused(&self, hall: &Hall) -> Option<Bytes> {
         let view = &*self.view;
         if !hall.has_view(&self.view) {
-            return false;
+            return None;
         }
         let snapshot = &*view.snapshot;
         let position = snapshot.lanes[self.lane].slate as usize;
@@ -74,16 +75,14 @@ impl Again {
         desk.askers.clear();
         desk.askers.extend_from_slice(&self.askers);
         if snapshot.book.look(&slate.roster, &hall.table, now.unix_ms, desk) {
-            return false;
+            return None;
         }
         let took = hall.clock.instant().duration_since(now.instant);
         hall.meter.decided(took);
         record::refused(view, Some(self.lane), position, desk);
-        let work_out = || view.refusal(position, desk, now.unix_ms, text, HeaderMap::new());
-        let date = || hall.date(now.unix_ms);
-        let (status, bytes) = last.in_bytes(position, now.unix_ms, desk, work_out, date);
-        send(bytes);
+        let work_out = || view.refusal(position, desk, now.unix_ms, hall.date(), text, HeaderMap::new());
+        let (status, answer) = last.written(position, now.unix_ms, desk, work_out);
         view.meters[self.lane].answered(status.as_u16(), took);
-        true
+        Some(answer)
     }
 }

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::header::DATE;
 use http::{HeaderMap, HeaderValue};
 
 use super::again::Again;
@@ -52,7 +53,8 @@ pub struct Hall {
     pub shared: Option<Rc<Shared>>,
     owner: LoopId,
     registry: Arc<Registry>,
-    date: RefCell<Date>,
+    /// The Date of answers, and the tick at which it was looked up.
+    date: RefCell<(Option<u64>, Date)>,
     view: RefCell<Rc<View>>,
 }
 
@@ -207,9 +209,14 @@ impl Hall {
         Rc::clone(&self.view.borrow())
     }
 
-    /// The Date of answers at a moment.
-    pub fn date(&self, unix_ms: u64) -> HeaderValue {
-        self.date.borrow_mut().at(unix_ms)
+    /// The Date of answers. The wall clock is looked at ten times a second: what tells seconds need not be asked more often.
+    pub fn date(&self) -> HeaderValue {
+        let (looked_up, date) = &mut *self.date.borrow_mut();
+        let tick = Some(self.timers.tick());
+        if std::mem::replace(looked_up, tick) != tick {
+            date.look_up(self.clock.wall_ms());
+        }
+        date.value()
     }
 
     /// Whether this is the view that requests get now.
@@ -313,11 +320,22 @@ impl View {
     }
 
     /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.
-    pub fn refusal(&self, slate: usize, desk: &Desk, now_ms: u64, text: &mut Vec<u8>, headers: HeaderMap) -> Refused {
+    pub fn refusal(
+        &self,
+        slate: usize,
+        desk: &Desk,
+        now_ms: u64,
+        date: HeaderValue,
+        text: &mut Vec<u8>,
+        headers: HeaderMap,
+    ) -> Refused {
         let Snapshot { book, forms, slates, .. } = &*self.snapshot;
         let Slate { roster, sheet, .. } = &slates[slate];
         let stamp = sheet.render(desk, self.policies[slate].as_ref(), now_ms, text);
-        reply::refusal(book, roster, desk, forms, now_ms, stamp, text, headers)
+        let mut refused = reply::refusal(book, roster, desk, forms, now_ms, stamp, text, headers);
+        // At once: copies of it are sent.
+        refused.reply.headers_mut().insert(DATE, date);
+        refused
     }
 
     /// The buffers; to be given back before anything is waited for.

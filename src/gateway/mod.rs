@@ -1,8 +1,7 @@
 //! The hallway: the whole life of one request.
 //!
 //! `passing` is a request on its way, `snapshot` the configuration made ready, `hall` what an event loop keeps between
-//! requests, `turn`
-//! the wait for a window to come, `again` a request that was refused and is asked once more,
+//! requests, `turn` the wait for a window to come, `again` a request that was refused and is asked once more,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
 //! `question` what the store of shared counters is asked,
@@ -236,7 +235,7 @@ fn decide(
                 visitor.peer.again.replace(again);
                 let headers = std::mem::take(&mut parts.headers);
                 let slate = lane.slate as usize;
-                let work_out = || view.refusal(slate, desk, now.unix_ms, text, headers);
+                let work_out = || view.refusal(slate, desk, now.unix_ms, hall.date(), text, headers);
                 return Ok(Decision::Refuse(last.refusal(slate, now.unix_ms, desk, work_out)));
             }
             let policy = view.policies[lane.slate as usize].as_ref();

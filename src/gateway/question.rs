@@ -104,7 +104,7 @@ impl Question {
         record.decision(self.slate, &ruling.desk, &ruling.judgement);
         let mut text = Vec::new();
         if let Judgement::Refused = ruling.judgement {
-            let refused = view.refusal(self.slate, &ruling.desk, now_ms, &mut text, HeaderMap::new());
+            let refused = view.refusal(self.slate, &ruling.desk, now_ms, hall.date(), &mut text, HeaderMap::new());
             return Err(Denial::Refused(refused.reply));
         }
         let stamp = slate.sheet.render(&ruling.desk, view.policies[self.slate].as_ref(), now_ms, &mut text);

@@ -82,9 +82,9 @@ pub struct Slate {
     pub sheet: Sheet,
     /// The rules whose cost the answer tells.
     pub terms: Vec<Term>,
-    /// Whether a request that was refused can be refused again by looking at its counters alone: nothing passes for another reason than
-    /// that they have room, a refusal leaves nothing behind, and no token that names the client ends.
-    pub repeats: bool,
+    /// Whether a request that was refused can be refused again by a look at its counters: nothing passes for another reason than that
+    /// they have room, a refusal leaves nothing behind, and no client is known by a token, which may end.
+    pub is_repeatable: bool,
 }
 
 impl Snapshot {
@@ -177,8 +177,8 @@ impl Slate {
         let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
         let terms = Term::of(config, &route.rules);
-        let repeats = roster.is_plain() && roster.shadows().is_empty() && config.jwt.is_none();
-        Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms, repeats }
+        let is_repeatable = roster.is_plain() && roster.shadows().is_empty() && config.jwt.is_none();
+        Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms, is_repeatable }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The Date field of answers (RFC 9110, section 6.6.1), written once a second.
+//! The Date field of answers (RFC 9110, section 6.6.1), written once a second. It does not know what time it is.
 
 use http::HeaderValue;
 use jiff::Timestamp;
@@ -18,19 +18,23 @@ impl Default for Date {
 }
 
 impl Date {
-    /// The field's value at a moment, in Unix milliseconds.
-    pub fn at(&mut self, unix_ms: u64) -> HeaderValue {
+    /// Says what time it is, in Unix milliseconds.
+    pub fn look_up(&mut self, unix_ms: u64) {
         let second = unix_ms / 1000;
-        if second != self.second {
-            let text = i64::try_from(second).ok().and_then(|second| {
-                let moment = Timestamp::from_second(second).ok()?;
-                DateTimePrinter::new().timestamp_to_rfc9110_string(&moment).ok()
-            });
-            // A second that no date names is none that a clock shows; the value stays what it was.
-            if let Some(value) = text.and_then(|text| HeaderValue::try_from(text).ok()) {
-                *self = Date { second, value };
-            }
+        if second == self.second {
+            return;
         }
+        let text = i64::try_from(second).ok().and_then(|second| {
+            let moment = Timestamp::from_second(second).ok()?;
+            DateTimePrinter::new().timestamp_to_rfc9110_string(&moment).ok()
+        });
+        // A second that no date names is none that a clock shows; the value stays what it was.
+        if let Some(value) = text.and_then(|text| HeaderValue::try_from(text).ok()) {
+            *self = Date { second, value };
+        }
+    }
+
+    pub fn value(&self) -> HeaderValue {
         self.value.clone()
     }
 }
@@ -49,7 +53,8 @@ mod tests {
             (784_111_777_000, "Sun, 06 Nov 1994 08:49:37 GMT"),
             (u64::MAX, "Sun, 06 Nov 1994 08:49:37 GMT"),
         ] {
-            assert_eq!(date.at(unix_ms), text);
+            date.look_up(unix_ms);
+            assert_eq!(date.value(), text);
         }
     }
 }

@@ -4,8 +4,8 @@
 //! time, to the letter. So what a refusal says is not worked out again as long as all that it depends on is as it was. This
 //! file does not know what that is made of: `reply` does.
 
-use http::header::DATE;
-use http::{HeaderValue, StatusCode};
+use bytes::Bytes;
+use http::StatusCode;
 
 use super::reply::{self, Refused, Reply};
 use crate::count::charge::Charge;
@@ -19,10 +19,10 @@ pub struct Last {
     slate: usize,
     now_ms: u64,
     facts: Vec<Fact>,
-    /// None before the first.
+    /// `None` before the first.
     refused: Option<Refused>,
     /// The same as it is sent over HTTP/1.1; empty until it is asked for.
-    bytes: Vec<u8>,
+    bytes: Bytes,
 }
 
 /// What was found of one layer. Nothing here tells one client from another.
@@ -47,22 +47,19 @@ impl Last {
         self.renew(slate, now_ms, desk, work_out).0.clone()
     }
 
-    /// As [`Last::refusal`], but with a `date` and as it is sent over HTTP/1.1; and its status.
-    pub fn in_bytes(
+    /// As [`Last::refusal`], as it is sent over HTTP/1.1; and its status.
+    pub fn written(
         &mut self,
         slate: usize,
         now_ms: u64,
         desk: &Desk,
         work_out: impl FnOnce() -> Refused,
-        date: impl FnOnce() -> HeaderValue,
-    ) -> (StatusCode, &[u8]) {
+    ) -> (StatusCode, Bytes) {
         let (reply, bytes) = self.renew(slate, now_ms, desk, work_out);
         if bytes.is_empty() {
-            let mut reply = reply.clone();
-            reply.headers_mut().insert(DATE, date());
-            reply::write(&reply, bytes);
+            *bytes = reply::written(reply);
         }
-        (reply.status(), bytes)
+        (reply.status(), bytes.clone())
     }
 
     fn renew(
@@ -71,7 +68,7 @@ impl Last {
         now_ms: u64,
         desk: &Desk,
         work_out: impl FnOnce() -> Refused,
-    ) -> (&Reply, &mut Vec<u8>) {
+    ) -> (&Reply, &mut Bytes) {
         let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
         let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
         // Where chance has a part in it, the next is told something else.
@@ -79,7 +76,7 @@ impl Last {
             (self.slate, self.now_ms) = (slate, now_ms);
             self.facts.clear();
             self.facts.extend(facts());
-            self.bytes.clear();
+            self.bytes = Bytes::new();
             self.refused = None;
         }
         let refused = self.refused.get_or_insert_with(|| {

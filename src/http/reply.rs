@@ -369,18 +369,13 @@ pub fn not_ready(body: String) -> Reply {
 
 /// An answer as it is sent over HTTP/1.1.
 pub fn written(reply: &Reply) -> Bytes {
-    let mut bytes = Vec::with_capacity(512);
-    write(reply, &mut bytes);
-    Bytes::from(bytes)
-}
-
-/// Writes an answer as it is sent over HTTP/1.1.
-pub fn write(reply: &Reply, out: &mut Vec<u8>) {
+    let mut out = Vec::with_capacity(512 + reply.body().len());
     let status = reply.status();
     out.extend_from_slice(b"HTTP/1.1 ");
-    push_number(u64::from(status.as_u16()), out);
+    push_number(u64::from(status.as_u16()), &mut out);
     out.push(b' ');
-    out.extend_from_slice(status.canonical_reason().unwrap_or_default().as_bytes());
+    // As hyper has it, where there is none.
+    out.extend_from_slice(status.canonical_reason().unwrap_or("<none>").as_bytes());
     out.extend_from_slice(b"\r\n");
     for (name, value) in reply.headers() {
         for piece in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
@@ -389,6 +384,7 @@ pub fn write(reply: &Reply, out: &mut Vec<u8>) {
     }
     out.extend_from_slice(b"\r\n");
     out.extend_from_slice(reply.body());
+    Bytes::from(out)
 }
 
 fn answer(status: StatusCode, content_type: HeaderValue, body: impl Into<Bytes>) -> Reply {

@@ -1,9 +1,9 @@
 //! Stands between hyper and a client's socket, for what hyper does not do.
 //!
 //! A request that is refused as the one before, and the same to the byte, is answered here, and hyper never sees it.
-//! When hyper can not read a request's head it answers by itself, with an empty body; here that
-//! becomes a problem document. A head that takes too long is answered too. And a connection that is closed while the client still sends is not reset under the answer: what comes is read and
-//! thrown away for a moment, as RFC 9112, section 9.6 advises.
+//! When hyper can not read a request's head it answers by itself, with an empty body; here that becomes a problem
+//! document. A head that takes too long is answered too. And a connection that is closed while the client still sends is
+//! not reset under the answer: what comes is read and thrown away for a moment, as RFC 9112, section 9.6 advises.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -101,45 +101,26 @@ impl Guard {
     }
 
     /// Answers what has just come, if that is a request that is refused as the one before.
-    fn refuses_again(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
+    fn refuses_again(&mut self) -> bool {
         let mut again = self.peer.again.borrow_mut();
-        let Some(known) = &*again else { return Ok(false) };
-        if !self.stage.repeats() {
+        let Some(known) = &*again else { return false };
+        // The last answer of a connection says so, and hyper sees to it.
+        let may_be = self.stage.repeats() && !self.stage.is_last();
+        let Some(answer) = may_be.then(|| known.refuse(&self.hall)).flatten() else {
+            // It would keep the configuration of its time.
             *again = None;
-            return Ok(false);
-        }
-        // The last answer of a connection says so.
-        if self.stage.is_last() {
-            return Ok(false);
-        }
-        let (mut sent, mut rest) = (Poll::Pending, Bytes::new());
-        let refused = known.refuse(&self.hall, |answer| {
-            sent = Pin::new(&mut self.stream).poll_write(cx, answer);
-            let bytes = if let Poll::Ready(Ok(bytes)) = &sent { *bytes } else { 0 };
-            if bytes < answer.len() {
-                rest = Bytes::copy_from_slice(&answer[bytes..]);
-            }
-        });
-        if refused {
-            self.stage.begin(Some(0));
-            self.stage.moved();
-            self.stage.sent(&sent);
-            self.stage.end();
-            (self.owing, self.ahead) = (true, rest);
-            if let Poll::Ready(sent) = sent {
-                sent?;
-            }
-        }
-        Ok(refused)
+            return false;
+        };
+        self.stage.begin(Some(0));
+        self.stage.moved();
+        self.stage.end();
+        (self.ahead, self.owing) = (answer, true);
+        true
     }
 
     /// Sends what is left of an answer to a request that was refused again.
     fn poll_owed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while !self.ahead.is_empty() {
-            let sent = Pin::new(&mut self.stream).poll_write(cx, &self.ahead);
-            self.stage.sent(&sent);
-            self.ahead.advance(ready!(sent)?);
-        }
+        ready!(self.poll_ahead(cx))?;
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
         self.stage.flushed();
         self.owing = false;
@@ -153,8 +134,12 @@ impl Guard {
             self.ahead = hints;
         }
         while !self.ahead.is_empty() {
-            let n = ready!(Pin::new(&mut self.stream).poll_write(cx, &self.ahead))?;
-            self.ahead.advance(n);
+            let sent = Pin::new(&mut self.stream).poll_write(cx, &self.ahead);
+            self.stage.sent(&sent);
+            match ready!(sent)? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                bytes => self.ahead.advance(bytes),
+            }
         }
         Poll::Ready(Ok(()))
     }
@@ -250,7 +235,7 @@ impl AsyncRead for Guard {
             this.ending = None;
             if came {
                 this.stage.receive(&buffer.filled()[before..]);
-                if this.refuses_again(cx)? {
+                if this.refuses_again() {
                     buffer.set_filled(before);
                     continue;
                 }

@@ -63,6 +63,7 @@ impl Head {
     /// Bytes have come: what is left of the request's body and, behind it, what may be another head. Returns
     /// whether there is any of that; `busy`: a request is under way.
     pub fn receive(&mut self, bytes: &[u8], busy: bool) -> bool {
+        self.repeats = false;
         let of_body = self.body.pass(bytes);
         let rest = &bytes[of_body..];
         if rest.is_empty() {
@@ -82,11 +83,6 @@ impl Head {
     /// Whether what has come is one head, and the same to the byte as that of the request before.
     pub fn repeats(&self) -> bool {
         self.repeats
-    }
-
-    /// As [`Head::repeats`], of the request just begun; told once.
-    pub fn has_repeated(&mut self) -> bool {
-        std::mem::take(&mut self.repeats)
     }
 
     /// Lets go of the request that has begun.
@@ -189,6 +185,29 @@ mod tests {
                 assert_eq!(head.has_bare_line_end(), bare, "{text:?} {at}");
             }
         }
+    }
+
+    #[test]
+    fn the_same_head_again_is_known_by_its_bytes() {
+        const GET: &[u8] = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
+        const OTHER: &[u8] = b"GET /b HTTP/1.1\r\nHost: a\r\n\r\n";
+        let mut head = Head::default();
+        let mut next = |pieces: &[&[u8]], bodies: &[u64]| {
+            for piece in pieces {
+                head.receive(piece, false);
+            }
+            let repeats = head.repeats();
+            bodies.iter().for_each(|body| head.begin(Some(*body)));
+            repeats
+        };
+        assert_eq!([(); 3].map(|()| next(&[GET], &[0])), [false, true, true]);
+        assert_eq!([OTHER, OTHER, GET].map(|bytes| next(&[bytes], &[0])), [false, true, false]);
+        // In pieces, behind an empty line, two at once: what is not plainly the same is another.
+        assert!(!next(&[&GET[..9], &GET[9..]], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
+        assert!(!next(&[&[b"\r\n", GET].concat()], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
+        assert!(!next(&[&GET.repeat(2)], &[0, 0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
+        // A body may look like a head.
+        assert!(next(&[GET], &[GET.len() as u64]) && !next(&[GET], &[]) && next(&[GET], &[0]));
     }
 
     #[test]

@@ -216,8 +216,8 @@ impl Service<Request<Incoming>> for Door {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
+        self.peer.repeats.set(self.stage.repeats());
         self.stage.begin(request.body().size_hint().exact());
-        self.peer.repeats.set(self.stage.has_repeated());
         // What only the bytes of the head tell.
         let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
         let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
@@ -241,10 +241,8 @@ impl Future for Answering {
         let stage = Rc::clone(&this.stage);
         stage.moved();
         let mut answer = answer.map(|body| Staged { body, stage });
-        // hyper would look at the clock for each answer, whether or not it has a date.
         if !answer.headers().keys().any(|name| *name == DATE) {
-            let date = this.hall.date(this.hall.clock.now().unix_ms);
-            answer.headers_mut().insert(DATE, date);
+            answer.headers_mut().insert(DATE, this.hall.date());
         }
         if this.stage.is_last() && !answer.status().is_informational() {
             // hyper closes the connection behind an answer that says so.

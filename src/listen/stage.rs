@@ -126,13 +126,8 @@ impl Stage {
     }
 
     /// Whether one head has come where a request is awaited, the same to the byte as that of the request before.
-    pub(super) fn repeats(&self) -> bool {
+    pub fn repeats(&self) -> bool {
         self.phase.get() == Phase::Head && self.is_quiet() && self.head.borrow().repeats()
-    }
-
-    /// Whether the head of the request just begun is the same to the byte as that of the one before. Told once.
-    pub fn has_repeated(&self) -> bool {
-        self.head.borrow_mut().has_repeated()
     }
 
     /// Bytes have come.
