@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 
@@ -15,6 +15,7 @@ use super::abandoned::Abandoned;
 use super::complaints::Complaints;
 use super::passage::Passage;
 use super::snapshot::{Lane, Slate, Snapshot};
+use super::today::Today;
 use crate::access::Sink;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, Upstream, Way};
@@ -45,6 +46,9 @@ pub struct Hall {
     pub timers: Rc<Timers>,
     pub complaints: Complaints,
     pub abandoned: Abandoned,
+    pub today: Today,
+    /// When several requests end at once: then each looks here instead of at the clock.
+    end: Cell<Option<Instant>>,
     /// Where gateways share counters.
     pub shared: Option<Rc<Shared>>,
     owner: LoopId,
@@ -176,12 +180,26 @@ impl Hall {
             timers: Rc::default(),
             complaints: Complaints::default(),
             abandoned: Abandoned::default(),
+            today: Today::default(),
+            end: Cell::default(),
             view: RefCell::new(Rc::new(view)),
             table,
             clock,
             owner,
             registry,
         }
+    }
+
+    /// Lets all requests that end in `ending` end at one time.
+    pub fn end_together(&self, ending: impl FnOnce()) {
+        self.end.set(Some(self.clock.instant()));
+        ending();
+        self.end.set(None);
+    }
+
+    /// When a request ends that ends now.
+    pub fn end(&self) -> Instant {
+        self.end.get().unwrap_or_else(|| self.clock.instant())
     }
 
     pub fn view(&self) -> Rc<View> {

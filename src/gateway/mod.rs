@@ -5,7 +5,7 @@
 //! the wait for a window to come, `abandoned` the places of those who did not wait for theirs,
 //! `allowance` how large a body may be, `settlement` a cost that the answer tells, `record` what is written down of a
 //! request, `complaints` how often the operator is told of failures, `body` the body of an answer on its way out,
-//! `question` what the store of shared counters is asked,
+//! `question` what the store of shared counters is asked, `today` the date that answers tell,
 //! `opening` the end of a handshake, `passage` the tunnel behind an answer that opens one.
 
 use std::cell::OnceCell;
@@ -16,7 +16,7 @@ use std::rc::Rc;
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
-use hyper::body::{Body as _, Incoming};
+use http_body::Body as _;
 
 pub mod abandoned;
 mod allowance;
@@ -30,6 +30,7 @@ mod question;
 pub mod record;
 pub mod settlement;
 pub mod snapshot;
+pub mod today;
 pub mod turn;
 
 use crate::clock::Moment;
@@ -48,7 +49,7 @@ use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::balance::Asked;
 use crate::upstream::echo;
-use crate::upstream::inbound::Inbound;
+use crate::upstream::inbound::{Inbound, Source};
 use crate::upstream::upload::Upload;
 use body::{Body, Content};
 use hall::{Hall, Origin, Peer, Scratch, Target, View};
@@ -93,14 +94,14 @@ struct Visitor<'a> {
 pub fn pass(
     hall: &Rc<Hall>,
     peer: &Rc<Peer>,
-    request: Request<Incoming>,
+    request: Request<impl Into<Source>>,
     doubts: impl FnOnce(Marks) -> Option<Fault>,
 ) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     peer.body_limit.set(view.snapshot.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
-    let body = Inbound::new(body, peer.unwanted.as_ref());
+    let body = Inbound::new(body, &parts.headers, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);
@@ -232,11 +233,11 @@ fn decide(
             record.decision(lane.slate as usize, desk, &judgement);
             let policy = view.policies[lane.slate as usize].as_ref();
             if let Judgement::Refused = judgement {
-                let headers = std::mem::take(&mut parts.headers);
                 return Ok(Decision::Refuse(last.refusal(lane.slate as usize, now.unix_ms, desk, || {
                     let (book, forms) = (&snapshot.book, &snapshot.forms);
                     let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
-                    reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers)
+                    let (date, headers) = (hall.today.of(parts.version, now), std::mem::take(&mut parts.headers));
+                    reply::refusal(book, &slate.roster, desk, forms, now.unix_ms, stamp, text, headers).on(date)
                 })));
             }
             let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);

@@ -170,6 +170,36 @@ pub fn forward_response(headers: &mut HeaderMap) {
     strip(headers, marks, &[]);
 }
 
+static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+
+/// Fields that no message of HTTP/2 may have (RFC 9113, section 8.2.2).
+static NOT_ON_STREAMS: [HeaderName; 4] = [header::CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE, header::TE];
+
+/// Takes out of an answer what can not be said on a stream of HTTP/2; whether it tells the date.
+pub fn answer_on_stream(headers: &mut HeaderMap) -> bool {
+    let (mut is_dated, mut is_about_connection) = (false, false);
+    for name in headers.keys() {
+        match *name {
+            header::DATE => is_dated = true,
+            header::CONNECTION | header::TRANSFER_ENCODING | header::UPGRADE | header::TE => is_about_connection = true,
+            _ => is_about_connection |= *name == KEEP_ALIVE || *name == PROXY_CONNECTION,
+        }
+    }
+    if is_about_connection {
+        let names = NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]);
+        names.for_each(|name| drop(headers.remove(name)));
+    }
+    is_dated
+}
+
+/// A moment as Date tells it (RFC 9110, section 5.6.7).
+pub fn date(unix_s: u64) -> Option<HeaderValue> {
+    let time = jiff::Timestamp::from_second(i64::try_from(unix_s).ok()?).ok()?;
+    let text = jiff::fmt::rfc2822::DateTimePrinter::new().timestamp_to_rfc9110_string(&time).ok()?;
+    HeaderValue::from_str(&text).ok()
+}
+
 fn lists_trailers(headers: &HeaderMap) -> bool {
     let codings = headers.get_all(header::TE).iter().filter_map(|te| te.to_str().ok());
     codings.flat_map(|te| te.split(',')).any(|coding| coding.trim().eq_ignore_ascii_case("trailers"))
@@ -256,6 +286,26 @@ mod tests {
             headers.append(*name, HeaderValue::from_static(value));
         }
         headers
+    }
+
+    #[test]
+    fn an_answer_on_a_stream_has_nothing_about_a_connection() {
+        let mut answer = headers(&[("connection", "close"), ("keep-alive", "timeout=5"), ("upgrade", "a"), ("x", "y")]);
+        assert!(!answer_on_stream(&mut answer));
+        assert_eq!(answer, headers(&[("x", "y")]));
+        for name in NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]) {
+            let mut answer = HeaderMap::from_iter([(name.clone(), HeaderValue::from_static("z"))]);
+            answer.insert(header::DATE, HeaderValue::from_static("today"));
+            assert!(answer_on_stream(&mut answer));
+            assert_eq!(answer.len(), 1, "{name}");
+        }
+    }
+
+    #[test]
+    fn dates_are_told_as_http_has_them() {
+        // The example of RFC 9110, section 5.6.7.
+        assert_eq!(date(784_111_777).unwrap(), "Sun, 06 Nov 1994 08:49:37 GMT");
+        assert_eq!(date(u64::MAX), None);
     }
 
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {

@@ -82,6 +82,16 @@ pub struct Refused {
     pub is_random: bool,
 }
 
+impl Refused {
+    /// The same, told on this date; `None`: whoever sends it tells the date.
+    pub fn on(mut self, date: Option<HeaderValue>) -> Refused {
+        if let Some(date) = date {
+            self.reply.headers_mut().insert(header::DATE, date);
+        }
+        self
+    }
+}
+
 /// What a refusal says: which layers were full, and when the last of them opens again. Written by
 /// hand, since a gateway under attack does little else: `text` is a buffer to work in, `headers` the
 /// request's map, used again. `forms` has one for each rule

@@ -101,7 +101,7 @@ impl Body for Upload {
             progress.breach.set(Some(breach));
             return Poll::Ready(Some(Err(breach.into())));
         }
-        frame.map_err(Broken::from)
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

@@ -100,7 +100,15 @@ fn what_only_frames_can_say_is_refused_as_well() {
     }
     let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80")]));
     assert_ne!(raw.status(stream), STATUS_200);
-    assert_eq!(upstream.received().len(), 1);
+    // A CONNECT can not have a body; whoever shares the connection does not suffer.
+    let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
+    assert_ne!(raw.status(stream), STATUS_200);
+    let connect = block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
+    raw.send(frame(HEADERS, END_HEADERS, stream + 2, &connect));
+    assert_eq!(raw.until(RST_STREAM).stream, stream + 2);
+    raw.send(frame(HEADERS, END_HEADERS | 1, stream + 4, &head(&[(":path", "/a"), (":authority", "a")])));
+    assert_eq!(raw.status(stream + 4), STATUS_200);
+    assert_eq!(upstream.received().len(), 2);
 }
 
 #[test]
@@ -145,6 +153,30 @@ fn an_answer_to_head_has_a_length_and_no_body() {
     let length = client.get("/b").expect(404).body.len().to_string();
     let answer = client.ask("HEAD", "/b", &[], b"").expect(404);
     assert_eq!((answer.field("content-length"), answer.body.len()), (Some(length.as_str()), 0));
+}
+
+#[test]
+fn every_answer_tells_one_date() {
+    let upstream = Upstream::answering(|received| {
+        let date = [("Date", "Sun, 06 Nov 1994 08:49:37 GMT")];
+        reply(200, &date[..usize::from(received.target == "/dated")], b"")
+    });
+    let rule = "[rules.few]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]\nrules = [\"few\"]"));
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
+    let mut client = Calm::connect(gateway.http);
+    assert_eq!(client.get("/dated").expect(200).all("date"), ["Sun, 06 Nov 1994 08:49:37 GMT"]);
+    let mut answers = vec![client.get("/a").expect(200)];
+    // Some are the copy of one that went to a client of the other protocol.
+    for _ in 0..20 {
+        answers.extend(client.gets("/a", 5));
+        answers.push(Client::connect(gateway.http).get("/a"));
+    }
+    answers.push(client.ask("TRACE", "/a", &[], b"").expect(405));
+    for answer in answers {
+        let dates = answer.all("date");
+        assert!(dates.len() == 1 && dates[0].len() == 29 && dates[0].ends_with(" GMT"), "{answer:?}");
+    }
 }
 
 #[test]
