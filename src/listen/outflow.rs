@@ -38,8 +38,10 @@ impl Outflow {
     /// An error: the stream is gone.
     fn poll_sent(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
-            if let Some((_, is_last)) = self.held {
-                while self.sending.capacity() == 0 {
+            if let Some((piece, is_last)) = &self.held {
+                let is_last = *is_last;
+                // An empty one, with which many servers end their streams, needs no window, and is never given any.
+                while !piece.is_empty() && self.sending.capacity() == 0 {
                     match ready!(self.sending.poll_capacity(cx)) {
                         Some(capacity) => capacity?,
                         None => return Poll::Ready(Ok(())),

@@ -18,6 +18,7 @@ use crate::world::h2::{END_HEADERS, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
 use crate::world::quota::remaining;
+use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::{Talk, Upstream, reply};
 use crate::world::{Scratch, eventually, one_rule, pass_all};
 
@@ -177,6 +178,26 @@ fn every_answer_tells_one_date() {
         let dates = answer.all("date");
         assert!(dates.len() == 1 && dates[0].len() == 29 && dates[0].ends_with(" GMT"), "{answer:?}");
     }
+}
+
+/// As many servers end their streams. Such a frame is nothing that a window is needed for.
+#[test]
+fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let is_empty = stream.head.uri.ends_with("/empty");
+        let mut answer = stream.begin(http::Response::new(()));
+        if !is_empty {
+            answer.send_data(Bytes::from("some"), false).unwrap();
+        }
+        answer.send_data(Bytes::new(), true).unwrap();
+    });
+    // It would be given up as one that stands still, which is seen as a reset.
+    let timeouts = "[timeouts]\nbody = \"1s\"\n";
+    let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    let gateway = Gateway::start(&format!("{timeouts}{}{route}", upstream.toml("u")));
+    let mut client = Calm::connect(gateway.http);
+    assert_eq!(client.get("/some").expect(200).text(), "some");
+    assert_eq!(client.get("/empty").expect(200).text(), "");
 }
 
 #[test]
