@@ -110,8 +110,10 @@ impl Shared {
     }
 
     fn give_back(&self, peer: Rc<Peer>) {
+        // A body that somebody still has would be left with a stream to come. So it is let go of with the peer.
+        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1);
         let mut free = self.free.borrow_mut();
-        if free.len() < FREE_MAX {
+        if is_free && free.len() < FREE_MAX {
             free.push(peer);
         }
     }

@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame};
 use crate::world::client::{Client, HOST};
 use crate::world::gateway::Gateway;
 use crate::world::h2::{CANCEL, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400};
-use crate::world::h2::{END_HEADERS, block, frame, request};
+use crate::world::h2::{END_HEADERS, END_STREAM, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
 use crate::world::quota::remaining;
@@ -198,6 +198,28 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
     let mut client = Calm::connect(gateway.http);
     assert_eq!(client.get("/some").expect(200).text(), "some");
     assert_eq!(client.get("/empty").expect(200).text(), "");
+}
+
+/// The answer may be over before the upstream stops to take the body. That nobody wants any more then.
+#[test]
+fn a_body_that_is_given_up_after_the_answer_ends_its_stream() {
+    let stop = Arc::new(tokio::sync::Notify::new());
+    let stopped = Arc::clone(&stop);
+    let upstream = Streams::with(Setup::default(), move |mut stream| {
+        let stopped = Arc::clone(&stopped);
+        async move {
+            stream.reply("enough");
+            stopped.notified().await;
+        }
+    });
+    let gateway =
+        Gateway::start(&format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u")));
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    assert_eq!(raw.status(1), STATUS_200);
+    while raw.until(DATA).flags & END_STREAM == 0 {}
+    stop.notify_one();
+    assert_eq!(raw.until(RST_STREAM).stream, 1);
 }
 
 #[test]
