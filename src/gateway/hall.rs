@@ -192,9 +192,17 @@ impl Hall {
 
     /// Lets all requests that end in `ending` end at one time.
     pub fn end_together(&self, ending: impl FnOnce()) {
+        /// Whether or not one of them panics, time goes on for those after them.
+        struct Together<'a>(&'a Cell<Option<Instant>>);
+        impl Drop for Together<'_> {
+            fn drop(&mut self) {
+                self.0.set(None);
+            }
+        }
         self.end.set(Some(self.clock.instant()));
+        let together = Together(&self.end);
         ending();
-        self.end.set(None);
+        drop(together);
     }
 
     /// When a request ends that ends now.
