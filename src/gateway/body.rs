@@ -49,6 +49,16 @@ impl Body {
         self.0.content = Content::Own(None);
     }
 
+    /// Takes the content as a whole, where it is the gateway's own: there is nothing to wait for.
+    pub fn take_own(&mut self) -> Option<Bytes> {
+        let Content::Own(bytes) = &mut self.0.content else { return None };
+        let bytes = bytes.take()?;
+        if let Some(record) = &mut self.0.record {
+            record.sent(bytes.len());
+        }
+        Some(bytes)
+    }
+
     /// For an answer to a request whose record was lost in a panic.
     pub fn unrecorded(content: Content) -> Body {
         Body(Box::new(Outgoing { content, record: None, broken: None }))

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::header::DATE;
 use http::{HeaderMap, HeaderValue};
@@ -49,6 +49,8 @@ pub struct Hall {
     pub timers: Rc<Timers>,
     pub complaints: Complaints,
     pub abandoned: Abandoned,
+    /// When several requests end at once: then each looks here instead of at the clock.
+    end: Cell<Option<Instant>>,
     /// Where gateways share counters.
     pub shared: Option<Rc<Shared>>,
     owner: LoopId,
@@ -197,12 +199,33 @@ impl Hall {
             complaints: Complaints::default(),
             abandoned: Abandoned::default(),
             date: RefCell::default(),
+            end: Cell::default(),
             view: RefCell::new(Rc::new(view)),
             table,
             clock,
             owner,
             registry,
         }
+    }
+
+    /// Lets all requests that end in `ending` end at one time.
+    pub fn end_together(&self, ending: impl FnOnce()) {
+        /// Whether or not one of them panics, time goes on for those after them.
+        struct Together<'a>(&'a Cell<Option<Instant>>);
+        impl Drop for Together<'_> {
+            fn drop(&mut self) {
+                self.0.set(None);
+            }
+        }
+        self.end.set(Some(self.clock.instant()));
+        let together = Together(&self.end);
+        ending();
+        drop(together);
+    }
+
+    /// When a request ends that ends now.
+    pub fn end(&self) -> Instant {
+        self.end.get().unwrap_or_else(|| self.clock.instant())
     }
 
     pub fn view(&self) -> Rc<View> {

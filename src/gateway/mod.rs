@@ -15,7 +15,7 @@ use std::rc::Rc;
 use http::request::Parts;
 use http::uri::{PathAndQuery, Uri};
 use http::{Request, Response, Version, header};
-use hyper::body::{Body as _, Incoming};
+use http_body::Body as _;
 
 pub mod again;
 mod allowance;
@@ -47,7 +47,7 @@ use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::balance::Asked;
 use crate::upstream::echo;
-use crate::upstream::inbound::Inbound;
+use crate::upstream::inbound::{Inbound, Source};
 use crate::upstream::upload::Upload;
 use again::Again;
 use body::{Body, Content};
@@ -93,14 +93,14 @@ struct Visitor<'a> {
 pub fn pass(
     hall: &Rc<Hall>,
     peer: &Rc<Peer>,
-    request: Request<Incoming>,
+    request: Request<impl Into<Source>>,
     doubts: impl FnOnce(Marks) -> Option<Fault>,
 ) -> Passing {
     let now = hall.clock.now();
     let view = hall.view();
     peer.body_limit.set(view.snapshot.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
-    let body = Inbound::new(body, peer.unwanted.as_ref());
+    let body = Inbound::new(body, &parts.headers, peer.unwanted.as_ref());
     let dialect = Dialect::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
     let mut record = Record::new(hall, &view, client.address, &parts, now);

@@ -25,9 +25,12 @@ impl Passing {
         passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())))
     }
 
-    /// Whether nothing need be waited for.
-    pub fn is_answered(&self) -> bool {
-        matches!(self, Passing::Done(_))
+    /// The answer, if there is nothing to wait for.
+    pub fn at_once(&mut self) -> Option<Response<Body>> {
+        match self {
+            Passing::Done(answer) => Some(answer.take().unwrap_or_else(after_panic)),
+            Passing::Forward(_) => None,
+        }
     }
 
     pub fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<Response<Body>> {

@@ -158,7 +158,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        let took = self.hall.clock.instant().duration_since(self.started.instant);
+        let took = self.hall.end().duration_since(self.started.instant);
         self.meter().answered(self.status, took);
         if let (Some(mut line), Some(access)) = (self.line.take(), &self.view.access) {
             let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));

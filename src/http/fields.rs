@@ -170,6 +170,29 @@ pub fn forward_response(headers: &mut HeaderMap) {
     strip(headers, marks, &[]);
 }
 
+static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+
+/// Fields that no message of HTTP/2 may have (RFC 9113, section 8.2.2).
+static NOT_ON_STREAMS: [HeaderName; 4] = [header::CONNECTION, header::TRANSFER_ENCODING, header::UPGRADE, header::TE];
+
+/// Takes out of an answer what can not be said on a stream of HTTP/2; whether it tells the date.
+pub fn answer_on_stream(headers: &mut HeaderMap) -> bool {
+    let (mut is_dated, mut is_about_connection) = (false, false);
+    for name in headers.keys() {
+        match *name {
+            header::DATE => is_dated = true,
+            header::CONNECTION | header::TRANSFER_ENCODING | header::UPGRADE | header::TE => is_about_connection = true,
+            _ => is_about_connection |= *name == KEEP_ALIVE || *name == PROXY_CONNECTION,
+        }
+    }
+    if is_about_connection {
+        let names = NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]);
+        names.for_each(|name| drop(headers.remove(name)));
+    }
+    is_dated
+}
+
 fn lists_trailers(headers: &HeaderMap) -> bool {
     let codings = headers.get_all(header::TE).iter().filter_map(|te| te.to_str().ok());
     codings.flat_map(|te| te.split(',')).any(|coding| coding.trim().eq_ignore_ascii_case("trailers"))
@@ -256,6 +279,19 @@ mod tests {
             headers.append(*name, HeaderValue::from_static(value));
         }
         headers
+    }
+
+    #[test]
+    fn an_answer_on_a_stream_has_nothing_about_a_connection() {
+        let mut answer = headers(&[("connection", "close"), ("keep-alive", "timeout=5"), ("upgrade", "a"), ("x", "y")]);
+        assert!(!answer_on_stream(&mut answer));
+        assert_eq!(answer, headers(&[("x", "y")]));
+        for name in NOT_ON_STREAMS.iter().chain([&KEEP_ALIVE, &PROXY_CONNECTION]) {
+            let mut answer = HeaderMap::from_iter([(name.clone(), HeaderValue::from_static("z"))]);
+            answer.insert(header::DATE, HeaderValue::from_static("today"));
+            assert!(answer_on_stream(&mut answer));
+            assert_eq!(answer.len(), 1, "{name}");
+        }
     }
 
     fn forwarded(fields: &[(&'static str, &'static str)]) -> HeaderMap {

@@ -2,7 +2,7 @@
 //! them are unanswered.
 //!
 //! A frame that asks for no answer costs its sender next to nothing, and the gateway the work of
-//! reading it; PING and SETTINGS are even answered. hyper limits some of that and answers the rest for
+//! reading it; PING and SETTINGS are even answered. h2 limits some of that and answers the rest for
 //! ever. So such frames are counted here, second by second. Requests are not: rules count those. This file reads no clock; time is handed in as
 //! ticks.
 
@@ -16,7 +16,7 @@ const SECOND: u64 = 10;
 const EARNED_BY_STREAM: u32 = 8;
 const BYTES_FOR_ONE: u32 = 1024;
 
-/// Of a header block that is not complete. What it may be when it is, hyper decides.
+/// Of a header block that is not complete. What it may be when it is, h2 decides.
 const BLOCK_MAX_BYTES: u32 = 64 * 1024;
 
 /// What a client did too often.
@@ -149,7 +149,7 @@ impl Conduct {
                 self.resets += 1;
                 (self.resets > self.budget.resets).then_some(Abuse::Reset)
             }
-            // hyper takes as many as were asked for.
+            // h2 takes as many as were asked for.
             Frame::SETTINGS if frame.is_acknowledgement() => None,
             // It takes any number of answers to a PING that was never sent.
             Frame::PING => self.control(Abuse::Ping),

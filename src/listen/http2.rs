@@ -1,22 +1,26 @@
-//! One client connection that speaks HTTP/2: hyper's settings, the limits on the connection as a whole,
+//! One client connection that speaks HTTP/2: h2's settings, the limits on the connection as a whole,
 //! and its end.
 
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use hyper::server::conn::http2;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use bytes::Bytes;
+use h2::Reason;
+use h2::server::{Builder, Connection, Handshake};
 
 use super::conduct::Budget;
 use super::drain::Guest;
+use super::pulse::Pulse;
 use super::session::{Late, Limits, Session, Watched};
 use super::stream::Streams;
 use crate::config::Config;
 use crate::gateway::hall::{Hall, Origin};
 use crate::gateway::record;
 use crate::http::fault::Fault;
+use crate::timer::Timer;
 use crate::wire::Wire;
 
 /// What is read of a body before the one who wants it takes it; of one stream, and of all.
@@ -26,8 +30,8 @@ const CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
 /// Of a request's head, as RFC 9113, section 6.5.2 counts: 32 bytes a field more than it has.
 const HEAD_MAX_BYTES: u32 = 64 * 1024;
-/// How long the answer to a PING may take.
-const PONG: Duration = Duration::from_secs(20);
+/// Of a frame's payload, as most peers have it.
+const FRAME_MAX_BYTES: u32 = 16 * 1024;
 
 /// How long things may take on a connection.
 fn limits(config: &Config) -> Limits {
@@ -35,6 +39,69 @@ fn limits(config: &Config) -> Limits {
     let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
     let least = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
     Limits { head: timeouts.request_head, idle, body: timeouts.body, least }
+}
+
+/// A connection that speaks, or is about to.
+enum Talk {
+    Greeting(Handshake<Watched, Bytes>),
+    Open(Connection<Watched, Bytes>, Option<Pulse>),
+}
+
+/// A connection and all that happens on it.
+struct Serving {
+    talk: Talk,
+    streams: Streams,
+    session: Rc<Session>,
+    /// What asks a client that says nothing whether it is there; `None` where nothing does.
+    pulse: Option<(Duration, Rc<Timer>)>,
+    /// The client has been told that the connection ends, or will be when it is open.
+    is_leaving: bool,
+    /// The client did not answer a PING.
+    is_lost: bool,
+}
+
+impl Serving {
+    /// Takes what requests there are, and answers those that can be answered at once; ready at the connection's end.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
+        loop {
+            match &mut self.talk {
+                Talk::Greeting(handshake) => {
+                    let mut connection = ready!(Pin::new(handshake).poll(cx))?;
+                    if self.is_leaving {
+                        connection.graceful_shutdown();
+                    }
+                    let pings = self.pulse.take().zip(connection.ping_pong());
+                    let pulse = pings.map(|((every, timer), pings)| Pulse::new(pings, &self.session, every, timer));
+                    self.talk = Talk::Open(connection, pulse);
+                }
+                Talk::Open(connection, pulse) => {
+                    if let Some(pulse) = pulse
+                        && pulse.poll_lost(cx).is_ready()
+                    {
+                        self.is_lost = true;
+                        connection.abrupt_shutdown(Reason::NO_ERROR);
+                    }
+                    match connection.poll_accept(cx) {
+                        Poll::Ready(Some(request)) => {
+                            let (request, respond) = request?;
+                            self.streams.take(request, respond);
+                        }
+                        Poll::Ready(None) => return Poll::Ready(Ok(())),
+                        Poll::Pending if self.streams.hand_over() => {}
+                        Poll::Pending => return Poll::Pending,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tells the client that no more requests are taken.
+    fn leave(&mut self) {
+        self.is_leaving = true;
+        if let Talk::Open(connection, _) = &mut self.talk {
+            connection.graceful_shutdown();
+        }
+    }
 }
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
@@ -45,37 +112,24 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let http2 = &config.http2;
     let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
     let session = Session::new(&hall.timers, limits(config), budget);
-    let (streams, at_hand) = Streams::new(Rc::clone(&hall), origin, Rc::clone(&session));
-    let mut builder = http2::Builder::new(streams.clone());
-    if config.routes.iter().any(|route| route.websocket) {
-        // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
-        builder.enable_connect_protocol();
-    }
-    let connection = builder
-        .timer(TokioTimer::new())
-        .max_concurrent_streams(http2.max_concurrent_streams)
-        // Streams that are refused because there are too many count as well.
-        .max_local_error_reset_streams(http2.max_concurrent_streams as usize * 4)
-        .max_header_list_size(HEAD_MAX_BYTES)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-        .max_send_buf_size(SEND_BUFFER_BYTES)
-        .keep_alive_interval(http2.ping)
-        .keep_alive_timeout(PONG)
-        .serve_connection(TokioIo::new(Watched::new(wire, Rc::clone(&session))), streams);
+    let handshake = builder(config).handshake(Watched::new(wire, Rc::clone(&session)));
+    let mut serving = Serving {
+        talk: Talk::Greeting(handshake),
+        streams: Streams::new(Rc::clone(&hall), origin, Rc::clone(&session)),
+        session: Rc::clone(&session),
+        pulse: http2.ping.map(|every| (every, hall.timers.timer())),
+        is_leaving: false,
+        is_lost: false,
+    };
     // The configuration may change while the connection lasts.
     drop(view);
-    let mut connection = std::pin::pin!(connection);
     let mut told = false;
     let ended = poll_fn(|cx| {
         loop {
-            if let Poll::Ready(ended) = connection.as_mut().poll(cx) {
+            if let Poll::Ready(ended) = serving.poll(cx) {
                 return Poll::Ready(ended);
             }
-            if at_hand.hand_over() {
-                continue;
-            }
-            // Polled first: a request that has already come is answered before hyper is told to close.
+            // Polled first: a request that has already come is answered before h2 is told to close.
             if !told && guest.poll_begun(cx) {
                 told = true;
             } else {
@@ -91,19 +145,37 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                 }
             }
             session.is_ending();
-            connection.as_mut().graceful_shutdown();
+            serving.leave();
         }
     });
-    let mut is_silent = false;
     if let Err(error) = ended.await {
-        // The client did not answer a PING; hyper says farewell to it all the same.
-        is_silent = error.is_timeout();
         tracing::debug!(%address, %error, "a client connection broke off");
     }
     if let Some(abuse) = session.abuse() {
         hall.meter.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
-    } else if session.is_broken() && !is_silent {
+    } else if session.is_broken() && !serving.is_lost {
+        // h2 says farewell to one that does not answer a PING all the same.
         hall.meter.http2_abuse("protocol_error");
     }
+}
+
+/// What h2 is told of a connection.
+fn builder(config: &Config) -> Builder {
+    let streams = config.http2.max_concurrent_streams;
+    let mut builder = Builder::new();
+    if config.routes.iter().any(|route| route.websocket) {
+        // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
+        builder.enable_connect_protocol();
+    }
+    builder
+        .max_concurrent_streams(streams)
+        // Streams that are refused because there are too many count as well.
+        .max_local_error_reset_streams(Some(streams as usize * 4))
+        .max_header_list_size(HEAD_MAX_BYTES)
+        .initial_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .max_frame_size(FRAME_MAX_BYTES)
+        .max_send_buffer_size(SEND_BUFFER_BYTES);
+    builder
 }

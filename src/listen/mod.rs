@@ -5,8 +5,8 @@
 //! stands between hyper and a client's socket, `stage` is what both sides of hyper know, `head` keeps what only the bytes of a head tell, and `chunks` finds where a
 //! body before it ends; `drain` ends the connections of a loop.
 //!
-//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it, `strand` a tunnel on one; `session`
-//! stands between hyper and the socket, `frames` reads what passes there, `conduct` judges it.
+//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it, `outflow` sends the answer's body,
+//! `strand` is a tunnel on one; `pulse` asks whether anybody is there, `session` stands between h2 and the socket, `frames` reads what passes there, `conduct` judges it.
 
 pub mod arrival;
 pub mod capacity;
@@ -19,8 +19,10 @@ pub mod guard;
 pub mod head;
 pub mod http2;
 pub mod lobby;
+mod outflow;
 pub mod preface;
 pub mod proxy_header;
+mod pulse;
 pub mod serve;
 pub mod session;
 pub mod socket;

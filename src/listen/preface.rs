@@ -21,7 +21,7 @@ use crate::wire::Wire;
 /// How long a preface may take from its first byte to its last: it is one packet.
 const PREFACE_MAX: Duration = Duration::from_secs(3);
 
-/// What hyper would read at first; by whether that is filled it finds out how much to read next.
+/// What hyper would read at first of HTTP/1.1; by whether that is filled it finds out how much to read next.
 const FIRST_BYTES: usize = 8192;
 
 /// What is spoken on a connection.

@@ -1,7 +1,7 @@
-//! One HTTP/2 connection below hyper: the frames that pass, how the client behaves, and what the
+//! One HTTP/2 connection below h2: the frames that pass, how the client behaves, and what the
 //! connection waits for.
 //!
-//! hyper has no idle timeout for HTTP/2, none for a header block that does not end, and none for a client that does
+//! h2 has no idle timeout, none for a header block that does not end, and none for a client that does
 //! not read; and it answers PING and SETTINGS for ever. All of that is seen here, from the heads of the
 //! frames alone. This file knows nothing of requests: `stream` does.
 
@@ -52,7 +52,7 @@ enum Phase {
     Idle,
     /// Answers are made, or sent; each stream has limits of its own.
     Busy,
-    /// All that is left to do is to send what hyper holds, and the client does not let it.
+    /// All that is left to do is to send what h2 holds, and the client does not let it.
     Sending,
     /// Told to end, with nothing left to answer.
     Parting,
@@ -67,14 +67,14 @@ pub enum Late {
     Close { in_head: bool },
 }
 
-/// What hyper's two sides know together.
+/// What h2's two sides know together.
 #[derive(Debug)]
 pub struct Session {
     timers: Rc<Timers>,
     limits: Limits,
     conduct: RefCell<Conduct>,
     abuse: Cell<Option<Abuse>>,
-    /// hyper has told the client of an error of the connection.
+    /// h2 has told the client of an error of the connection.
     is_broken: Cell<bool>,
     /// Somebody works at so many streams.
     attended: Cell<usize>,
@@ -83,6 +83,8 @@ pub struct Session {
     is_leaving: Cell<bool>,
     phase: Cell<Phase>,
     timer: Rc<Timer>,
+    /// The tick at which the client was last heard.
+    heard: Cell<u64>,
     /// Armed while bytes wait to be sent.
     stall: Rc<Timer>,
     is_stalled: Cell<bool>,
@@ -106,6 +108,7 @@ impl Session {
             is_leaving: Cell::default(),
             phase: Cell::new(Phase::Opening),
             timer,
+            heard: Cell::new(timers.tick()),
             stall: timers.timer(),
             is_stalled: Cell::default(),
             is_given_up: Cell::default(),
@@ -148,7 +151,7 @@ impl Session {
         self.abuse.get()
     }
 
-    /// Whether hyper gave up on what it read.
+    /// Whether h2 gave up on what it read.
     pub fn is_broken(&self) -> bool {
         self.is_broken.get()
     }
@@ -194,8 +197,14 @@ impl Session {
         }
     }
 
+    /// How long the client has said nothing.
+    pub fn silence(&self) -> Duration {
+        Duration::from_millis(self.timers.tick().saturating_sub(self.heard.get()).saturating_mul(100))
+    }
+
     fn heard(&self, frames: &mut Frames, bytes: &[u8]) {
         let tick = self.timers.tick();
+        self.heard.set(tick);
         let mut conduct = self.conduct.borrow_mut();
         let mut abuse = None;
         frames.pass(bytes, |frame| abuse = abuse.or(conduct.heard(frame, tick)));
@@ -258,7 +267,7 @@ impl AsyncRead for Watched {
         let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
         this.session.heard(&mut this.inbound, &buffer.filled()[before..]);
         if this.session.abuse.get().is_some() {
-            // Nothing of it reaches hyper.
+            // Nothing of it reaches h2.
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         Poll::Ready(read)

@@ -1,130 +1,137 @@
 //! A tunnel on one stream of HTTP/2, behind an extended CONNECT (RFC 8441): the client's end of it.
 //!
-//! hyper moves what is sent in a future of its own, which it would have run as a task. Here it is polled by whoever
-//! works at the stream, together with the tunnel: so it is seen when the client resets the stream, even if nobody has
-//! anything to send, or the upstream takes nothing; and the end of the one is the end of the other. What waits for the
-//! client's window is a piece or two, and then the upstream is not read any more.
+//! It is seen when the client resets the stream, even if nobody has anything to send, or the upstream takes nothing; and
+//! the end of the one is the end of the other. Nothing waits for the client's window here: the upstream is not read any
+//! more until it opens.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
-use bytes::Bytes;
-use http::Request;
-use hyper::body::Incoming;
-use hyper::ext::Protocol;
-use hyper::upgrade::{OnUpgrade, Upgraded};
-use hyper_util::rt::TokioIo;
+use bytes::{Buf, Bytes};
+use h2::ext::Protocol;
+use h2::{Reason, RecvStream, SendStream};
+use http::{Request, header};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::gateway::hall::Peer;
 use crate::gateway::passage::Passage;
 use crate::http::upgrade;
 
-/// What hyper does to send what the tunnel brings.
-pub type Sending = Pin<Box<dyn Future<Output = ()>>>;
-
-/// Takes note of what a CONNECT asks for; `None` if it names no protocol, and so can not be granted.
-pub fn asked(request: &mut Request<Incoming>) -> Option<OnUpgrade> {
-    let protocol = request.extensions_mut().remove::<Protocol>()?;
-    let granted = hyper::upgrade::on(&mut *request);
-    upgrade::extend(request, protocol.as_str());
-    Some(granted)
+/// Takes note of what a CONNECT asks for; `false` if it can not be answered, since it would have a body.
+pub fn asked(request: &mut Request<RecvStream>) -> bool {
+    let length = request.headers().get(header::CONTENT_LENGTH);
+    if length.is_some_and(|length| length.as_bytes().iter().any(|digit| *digit != b'0')) {
+        return false;
+    }
+    if let Some(protocol) = request.extensions_mut().remove::<Protocol>() {
+        upgrade::extend(request, protocol.as_str());
+    }
+    true
 }
 
 /// A tunnel, to its end. Dropped before, it resets the stream.
 pub struct Strand {
-    /// `None` once everything has been sent, or the client has reset the stream.
-    sending: Option<Sending>,
-    /// Tells whether the tunnel ended in order; `None` once it has.
-    passing: Option<Pin<Box<dyn Future<Output = bool>>>>,
+    outward: Rc<Outward>,
+    /// Tells whether the tunnel ended in order.
+    passing: Pin<Box<dyn Future<Output = bool>>>,
+}
+
+/// What goes to the client.
+struct Outward {
+    sending: RefCell<SendStream<Bytes>>,
     /// There is nothing more to send.
-    is_shut: Rc<Cell<bool>>,
-    peer: Rc<Peer>,
+    is_shut: Cell<bool>,
+}
+
+impl Outward {
+    fn shut(&self) -> io::Result<()> {
+        if self.is_shut.replace(true) {
+            return Ok(());
+        }
+        self.sending.borrow_mut().send_data(Bytes::new(), true).map_err(io::Error::other)
+    }
 }
 
 impl Strand {
-    pub fn new(sending: Sending, granted: OnUpgrade, passage: Passage, peer: &Rc<Peer>) -> Strand {
-        let (is_shut, peer) = (Rc::<Cell<bool>>::default(), Rc::clone(peer));
-        let passing = {
-            let (is_shut, peer) = (Rc::clone(&is_shut), Rc::clone(&peer));
-            async move {
-                // hyper has kept its promise by now.
-                let Ok(stream) = granted.await else { return false };
-                passage.open(Client { stream: TokioIo::new(stream), is_shut }, Bytes::new(), &peer.timer).await
-            }
-        };
-        Strand { sending: Some(sending), passing: Some(Box::pin(passing)), is_shut, peer }
+    pub fn new(sending: SendStream<Bytes>, inward: RecvStream, passage: Passage, peer: &Rc<Peer>) -> Strand {
+        let outward = Rc::new(Outward { sending: RefCell::new(sending), is_shut: Cell::default() });
+        let client = Client { outward: Rc::clone(&outward), inward, early: Bytes::new() };
+        let peer = Rc::clone(peer);
+        let passing = Box::pin(async move { passage.open(client, Bytes::new(), &peer.timer).await });
+        Strand { outward, passing }
     }
 
     pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.poll_sending(cx);
-        let Some(passing) = &mut self.passing else { return self.poll_rest(cx) };
-        if self.sending.is_none() && !self.is_shut.get() {
+        if !self.outward.is_shut.get() && self.outward.sending.borrow_mut().poll_reset(cx).is_ready() {
             // The client has reset the stream, or its connection is gone. The tunnel would not find out while the upstream
             // takes nothing, since nothing is read from the client then; and some codes of a reset look like an ordinary end.
             return Poll::Ready(());
         }
-        match passing.as_mut().poll(cx) {
-            Poll::Pending => Poll::Pending,
-            Poll::Ready(false) => Poll::Ready(()),
-            Poll::Ready(true) => {
-                self.passing = None;
-                self.peer.timer.arm(self.peer.body_limit.get());
-                self.poll_sending(cx);
-                self.poll_rest(cx)
-            }
+        if ready!(self.passing.as_mut().poll(cx)) {
+            // One that was silent for too long ends in order as well.
+            let _ = self.outward.shut();
         }
-    }
-
-    fn poll_sending(&mut self, cx: &mut Context<'_>) {
-        if let Some(sending) = &mut self.sending
-            && sending.as_mut().poll(cx).is_ready()
-        {
-            self.sending = None;
-        }
-    }
-
-    /// The tunnel is over, and its last bytes may still wait for the client's window.
-    fn poll_rest(&self, cx: &Context<'_>) -> Poll<()> {
-        if self.sending.is_none() || self.peer.timer.poll_up(cx) { Poll::Ready(()) } else { Poll::Pending }
-    }
-}
-
-impl Drop for Strand {
-    /// In this order: without the tunnel, hyper would take the stream for one that has ended well.
-    fn drop(&mut self) {
-        self.sending = None;
-        self.passing = None;
+        Poll::Ready(())
     }
 }
 
 /// The stream, as bytes.
 struct Client {
-    stream: TokioIo<Upgraded>,
-    is_shut: Rc<Cell<bool>>,
+    outward: Rc<Outward>,
+    inward: RecvStream,
+    /// What has come and was not read yet.
+    early: Bytes,
 }
 
 impl AsyncRead for Client {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_read(cx, buffer)
+        let this = self.get_mut();
+        while this.early.is_empty() {
+            match ready!(this.inward.poll_data(cx)) {
+                Some(Ok(bytes)) => this.early = bytes,
+                None => return Poll::Ready(Ok(())),
+                Some(Err(error)) => {
+                    let is_end = matches!(error.reason(), Some(Reason::NO_ERROR | Reason::CANCEL));
+                    return Poll::Ready(if is_end { Ok(()) } else { Err(io::Error::other(error)) });
+                }
+            }
+        }
+        let bytes = this.early.len().min(buffer.remaining());
+        buffer.put_slice(&this.early[..bytes]);
+        this.early.advance(bytes);
+        // Fails where the stream is gone, which is told elsewhere.
+        let _ = this.inward.flow_control().release_capacity(bytes);
+        Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Client {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.get_mut().stream).poll_write(cx, bytes)
+        let mut sending = self.outward.sending.borrow_mut();
+        if bytes.is_empty() {
+            return Poll::Ready(Ok(0));
+        }
+        sending.reserve_capacity(bytes.len());
+        while sending.capacity() == 0 {
+            match ready!(sending.poll_capacity(cx)) {
+                Some(capacity) => capacity.map_err(io::Error::other)?,
+                None => return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
+            };
+        }
+        let bytes = &bytes[..bytes.len().min(sending.capacity())];
+        sending.send_data(Bytes::copy_from_slice(bytes), false).map_err(io::Error::other)?;
+        Poll::Ready(Ok(bytes.len()))
     }
 
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    /// What was sent leaves with the connection.
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        this.is_shut.set(true);
-        Pin::new(&mut this.stream).poll_shutdown(cx)
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.outward.shut())
     }
 }

@@ -1,27 +1,26 @@
-//! One HTTP/2 stream above hyper: the request on it, the answer, and what is left of the request's body
+//! One HTTP/2 stream above h2: the request on it, the answer, and what is left of the request's body
 //! when the answer is over.
 //!
 //! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests that
 //! have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
 //! client that is told to stop in the middle of sending may drop the answer with the rest.
 
-use std::cell::{Cell, RefCell};
-use std::convert::Infallible;
+use std::cell::RefCell;
 use std::pin::Pin;
-use std::rc::{Rc, Weak};
-use std::task::{Context, Poll, Waker, ready};
+use std::rc::Rc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, header};
-use http_body::{Body as HttpBody, Frame, SizeHint};
-use hyper::body::Incoming;
-use hyper::rt::Executor;
-use hyper::service::Service;
-use hyper::upgrade::OnUpgrade;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::header;
+use http::{Method, Request, Response};
+use http_body::Body as _;
 
+use super::outflow::Outflow;
 use super::session::Session;
-use super::strand::{self, Sending, Strand};
+use super::strand::{self, Strand};
 use crate::gateway::body::Body;
 use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::pass;
@@ -34,293 +33,282 @@ use crate::http::fields;
 const UNWANTED_MAX_BYTES: usize = 256 * 1024;
 const UNWANTED_MAX: Duration = Duration::from_secs(10);
 
-/// Seats that a connection keeps for streams to come.
+/// What streams need that a connection keeps for those to come.
 const FREE_MAX: usize = 32;
 
-/// What a stream needs while there is a request on it; used again by the next.
-struct Seat {
-    peer: Rc<Peer>,
-    /// The head of the answer is there.
-    is_answering: Cell<bool>,
-    is_head: Cell<bool>,
-    /// What becomes of the stream if a CONNECT is granted.
-    upgrade: Cell<Option<OnUpgrade>>,
-}
+/// What takes an answer to its client.
+type Respond = SendResponse<Bytes>;
 
-/// All streams of a connection: what hyper calls with every request, and what it gives the answers to.
-#[derive(Clone)]
+/// All streams of a connection.
 pub struct Streams {
     shared: Rc<Shared>,
-    /// The answers have streams of their own kind, so these do not have the answers.
-    at_hand: Weak<Queue>,
+    /// Answers that are there, and not sent yet.
+    at_hand: Vec<(Response<Body>, Respond)>,
 }
-
-/// Answers that are there, and not sent yet. Dropped with the connection.
-pub struct AtHand(Rc<Queue>);
-
-type Queue = RefCell<Vec<Pin<Box<dyn Future<Output = ()>>>>>;
 
 struct Shared {
     hall: Rc<Hall>,
     /// The connection as a whole.
     whole: Peer,
     session: Rc<Session>,
-    /// Seats that nobody has.
-    free: RefCell<Vec<Rc<Seat>>>,
-    /// Of the request that hyper asked last, until it hands over what became of it; and whether it is answered already.
-    next: RefCell<Option<(Rc<Seat>, bool)>>,
-    /// hyper's part of the tunnel that an answer has just opened.
-    sending: Cell<Option<Sending>>,
-}
-
-impl Seat {
-    /// Whether a piece of the request's body has been taken since this was last asked.
-    fn has_moved(&self) -> bool {
-        self.peer.unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved())
-    }
-
-    /// The tunnel that the answer has opened, if it has.
-    fn strand(&self, sending: Option<Sending>) -> Option<Box<Strand>> {
-        let (sending, upgrade, passage) = (sending?, self.upgrade.take()?, self.peer.passage.take()?);
-        Some(Box::new(Strand::new(sending, upgrade, passage, &self.peer)))
-    }
+    /// For streams to come.
+    free: RefCell<Vec<Rc<Peer>>>,
 }
 
 impl Streams {
-    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> (Streams, AtHand) {
-        let (free, next) = (RefCell::default(), RefCell::default());
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
         let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        let (shared, at_hand) =
-            (Rc::new(Shared { hall, whole, session, free, next, sending: Cell::default() }), Rc::default());
-        (Streams { shared, at_hand: Rc::downgrade(&at_hand) }, AtHand(at_hand))
+        let shared = Shared { hall, whole, session, free: RefCell::default() };
+        Streams { shared: Rc::new(shared), at_hand: Vec::new() }
     }
-}
 
-impl AtHand {
-    /// Hands over the answers that are there; `false` if there are none. hyper would send each by itself if it were given
-    /// them one by one, with a system call for each.
-    pub fn hand_over(&self) -> bool {
-        let mut at_hand = self.0.take();
-        let any = !at_hand.is_empty();
-        let at_once = &mut Context::from_waker(Waker::noop());
-        for mut work in at_hand.drain(..) {
-            if work.as_mut().poll(at_once).is_pending() {
-                tokio::task::spawn_local(work);
-            }
+    /// Takes a request.
+    pub fn take(&mut self, mut request: Request<RecvStream>, mut respond: Respond) {
+        let mut tunnel = None;
+        let is_connect = request.method() == Method::CONNECT;
+        if is_connect && !strand::asked(&mut request) {
+            // It had a body, where none can be.
+            return respond.send_reset(Reason::INTERNAL_ERROR);
         }
-        // Its room is used again.
-        self.0.replace(at_hand);
-        any
+        let is_head = request.method() == Method::HEAD;
+        let (parts, stream) = request.into_parts();
+        let mut body = None;
+        if is_connect {
+            tunnel = Some(stream);
+        } else if !stream.is_end_stream() {
+            body = Some(stream);
+        }
+        let (peer, is_bare) = (self.shared.peer(), body.is_none());
+        let request = Request::from_parts(parts, body);
+        // Chunks are unknown here, and so is a length beside them.
+        let mut passing = Passing::begin(|| pass(&self.shared.hall, &peer, request, |_marks| None));
+        if is_bare && let Some(mut answer) = passing.at_once() {
+            self.shared.give_back(peer);
+            if is_head {
+                leave_out_body(&mut answer);
+            }
+            return self.at_hand.push((answer, respond));
+        }
+        self.shared.work(Stage::Passing { passing, is_head, tunnel }, respond, peer);
+    }
+
+    /// Hands over the answers that are there; `false` if there are none. h2 would send each by itself if it were given
+    /// them one by one, with a system call for each.
+    pub fn hand_over(&mut self) -> bool {
+        if self.at_hand.is_empty() {
+            return false;
+        }
+        let Streams { shared, at_hand } = self;
+        shared.hall.end_together(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
+        true
     }
 }
 
 impl Shared {
-    fn seat(&self) -> Rc<Seat> {
+    fn peer(&self) -> Rc<Peer> {
         let free = self.free.borrow_mut().pop();
-        free.unwrap_or_else(|| {
-            let peer = Peer::of_stream(&self.whole, self.hall.timers.timer());
-            Rc::new(Seat {
-                peer: Rc::new(peer),
-                is_answering: Cell::default(),
-                is_head: Cell::default(),
-                upgrade: Cell::default(),
-            })
-        })
+        free.unwrap_or_else(|| Rc::new(Peer::of_stream(&self.whole, self.hall.timers.timer())))
     }
 
-    fn give_back(&self, seat: Rc<Seat>) {
-        seat.is_answering.set(false);
-        if seat.upgrade.take().is_some() {
-            // A stream may be reset between the answer that opens a tunnel and the tunnel.
-            drop(seat.peer.passage.take());
-        }
-        // What a task has of memory lasts as long as anybody could wake it.
-        seat.peer.timer.hand_over();
-        if let Some(unwanted) = &seat.peer.unwanted {
-            drop(unwanted.take());
-        }
+    fn give_back(&self, peer: Rc<Peer>) {
+        // A body that somebody still has would be left with a stream to come. So it is let go of with the peer.
+        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1);
         let mut free = self.free.borrow_mut();
-        if free.len() < FREE_MAX {
-            free.push(seat);
+        if is_free && free.len() < FREE_MAX {
+            free.push(peer);
         }
     }
-}
 
-impl Service<Request<Incoming>> for Streams {
-    type Response = Response<Staged>;
-    type Error = Infallible;
-    type Future = Answering;
-
-    fn call(&self, mut request: Request<Incoming>) -> Answering {
-        let Shared { hall, next, .. } = &*self.shared;
-        let seat = self.shared.seat();
-        if request.method() == Method::CONNECT {
-            seat.upgrade.set(strand::asked(&mut request));
-        }
-        seat.is_head.set(request.method() == Method::HEAD);
-        // Chunks are unknown here, and so is a length beside them.
-        let passing = Passing::begin(|| pass(hall, &seat.peer, request, |_marks| None));
-        next.replace(Some((Rc::clone(&seat), passing.is_answered())));
-        Answering { passing, seat }
+    /// Lets a task look after a stream.
+    fn work(self: &Rc<Self>, stage: Stage, respond: Respond, peer: Rc<Peer>) {
+        self.session.attend();
+        let work = Work { stage, respond, peer, shared: Rc::clone(self) };
+        drop(tokio::task::spawn_local(work));
     }
-}
 
-impl<F: Future<Output = ()> + Unpin + 'static> Executor<F> for Streams {
-    fn execute(&self, future: F) {
-        let Some((seat, is_answered)) = self.shared.next.take() else {
-            // No request, so the other thing that hyper has to do: whoever is polling it will look here.
-            self.shared.sending.set(Some(Box::pin(future)));
+    /// Gives an answer of the gateway's own.
+    fn answer(self: &Rc<Self>, answer: Response<Body>, mut respond: Respond) {
+        let Some((mut sending, mut body)) = self.send_head(answer, &mut respond, false) else { return };
+        // Some of the client's window at least must be open: else the stream is looked after.
+        sending.reserve_capacity(1);
+        if sending.capacity() > 0
+            && let Some(bytes) = body.take_own()
+        {
+            // Fails if the client has reset the stream meanwhile.
+            let _ = sending.send_data(bytes, true);
             return;
-        };
-        self.shared.session.attend();
-        let shared = Rc::clone(&self.shared);
-        let work = Work { future: Some(future), strand: None, seat, shared, unwanted: None, read: 0 };
-        match self.at_hand.upgrade().filter(|_| is_answered) {
-            Some(at_hand) => at_hand.borrow_mut().push(Box::pin(work)),
-            None => drop(tokio::task::spawn_local(work)),
+        }
+        let peer = self.peer();
+        peer.body_limit.set(self.hall.view().snapshot.config.timeouts.body);
+        peer.timer.arm(peer.body_limit.get());
+        self.work(Stage::Body(Outflow::new(body, sending)), respond, peer);
+    }
+
+    /// Sends the head of an answer; `None` if nothing follows. A stream that `stays_open` does not end with it.
+    fn send_head(
+        &self,
+        answer: Response<Body>,
+        respond: &mut Respond,
+        stays_open: bool,
+    ) -> Option<(SendStream<Bytes>, Body)> {
+        let (mut head, body) = answer.into_parts();
+        if !fields::answer_on_stream(&mut head.headers) {
+            head.headers.insert(header::DATE, self.hall.date());
+        }
+        let is_all = !stays_open && body.is_end_stream();
+        match respond.send_response(Response::from_parts(head, ()), is_all) {
+            Ok(sending) => (!is_all).then_some((sending, body)),
+            Err(error) => {
+                // The client has reset the stream; nothing else is wrong with answers.
+                tracing::debug!(%error, "an answer could not be given");
+                respond.send_reset(Reason::INTERNAL_ERROR);
+                None
+            }
         }
     }
 }
 
 /// All that is to be done for a stream. Dropped, it resets a stream that is not at its end.
-struct Work<F> {
-    /// hyper's part; `None` once the answer has been handed over.
-    future: Option<F>,
-    /// The tunnel that was opened.
-    strand: Option<Box<Strand>>,
-    seat: Rc<Seat>,
+struct Work {
+    stage: Stage,
+    respond: Respond,
+    peer: Rc<Peer>,
     shared: Rc<Shared>,
-    /// The rest of the request's body.
-    unwanted: Option<Incoming>,
-    read: usize,
 }
 
-impl<F: Future<Output = ()> + Unpin> Future for Work<F> {
+enum Stage {
+    /// There is no answer yet; `tunnel` is what the client sends if a CONNECT is granted.
+    Passing {
+        passing: Passing,
+        is_head: bool,
+        tunnel: Option<RecvStream>,
+    },
+    Body(Outflow),
+    Tunnel(Box<Strand>),
+    /// What is left is the rest of the request's body, of which so many bytes have been read.
+    Rest(usize),
+}
+
+impl Future for Work {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        if let Some(strand) = &mut this.strand {
-            return strand.poll(cx);
-        }
-        let timer = &this.seat.peer.timer;
-        if let Some(future) = &mut this.future {
-            if Pin::new(future).poll(cx).is_pending() {
-                if !this.seat.is_answering.get() || !timer.poll_up(cx) {
-                    return Poll::Pending;
+        loop {
+            match &mut this.stage {
+                Stage::Passing { passing, is_head, tunnel } => {
+                    let Poll::Ready(mut answer) = passing.poll_answer(cx) else {
+                        // The client may have changed its mind.
+                        return this.respond.poll_reset(cx).map(drop);
+                    };
+                    if *is_head {
+                        leave_out_body(&mut answer);
+                    }
+                    let tunnel = tunnel.take();
+                    this.stage = this.begin_answer(answer, tunnel);
                 }
-                if !this.seat.has_moved() {
-                    return Poll::Ready(());
+                Stage::Body(outflow) => {
+                    if outflow.poll(&this.peer, cx).is_pending() {
+                        return this.poll_stalled(cx);
+                    }
+                    this.stage = this.rest();
                 }
-                timer.arm(this.seat.peer.body_limit.get());
-                let _ = timer.poll_up(cx);
-                return Poll::Pending;
+                Stage::Tunnel(strand) => return strand.poll(cx),
+                Stage::Rest(read) => return poll_rest(&this.peer, read, cx),
             }
-            this.future = None;
-            this.strand = this.seat.strand(this.shared.sending.take());
-            if let Some(strand) = &mut this.strand {
-                this.shared.session.tunnel_opened();
-                return strand.poll(cx);
-            }
-            this.unwanted = this.seat.peer.unwanted.as_ref().and_then(|unwanted| unwanted.take());
-            timer.arm(UNWANTED_MAX);
         }
-        this.poll_unwanted(cx)
     }
 }
 
-impl<F> Work<F> {
-    fn poll_unwanted(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Some(body) = &mut self.unwanted else { return Poll::Ready(()) };
-        while self.read < UNWANTED_MAX_BYTES {
-            match Pin::new(&mut *body).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => self.read += frame.data_ref().map_or(0, Bytes::len),
-                Poll::Ready(Some(Err(_)) | None) => return Poll::Ready(()),
-                Poll::Pending => break,
-            }
+impl Work {
+    /// Sends the head of an answer; what is to be done next.
+    fn begin_answer(&mut self, mut answer: Response<Body>, tunnel: Option<RecvStream>) -> Stage {
+        let (shared, peer) = (&self.shared, &self.peer);
+        peer.timer.arm(peer.body_limit.get());
+        if let Some((inward, passage)) = tunnel.zip(peer.passage.take()) {
+            let Some((outward, _)) = shared.send_head(answer, &mut self.respond, true) else { return self.rest() };
+            shared.session.tunnel_opened();
+            return Stage::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
         }
-        if self.seat.peer.timer.poll_up(cx) { Poll::Ready(()) } else { Poll::Pending }
+        if !answer.body().is_end_stream() {
+            tell_length(&mut answer);
+        }
+        match shared.send_head(answer, &mut self.respond, false) {
+            Some((sending, body)) => Stage::Body(Outflow::new(body, sending)),
+            None => self.rest(),
+        }
+    }
+
+    /// The answer is over.
+    fn rest(&mut self) -> Stage {
+        // What belongs to the request goes first: only then it is known what nobody wants.
+        self.stage = Stage::Rest(0);
+        self.peer.timer.arm(UNWANTED_MAX);
+        Stage::Rest(0)
+    }
+
+    /// Nothing more of the answer leaves for now.
+    fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+        let Peer { timer, unwanted, body_limit, .. } = &*self.peer;
+        if !timer.poll_up(cx) {
+            return Poll::Pending;
+        }
+        // It waits for as long as the request's body moves.
+        if !unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved()) {
+            return Poll::Ready(());
+        }
+        timer.arm(body_limit.get());
+        let _ = timer.poll_up(cx);
+        Poll::Pending
     }
 }
 
-impl<F> Drop for Work<F> {
+fn poll_rest(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
+    let Some(unwanted) = peer.unwanted.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
+    while *read < UNWANTED_MAX_BYTES {
+        match unwanted.poll_piece(cx) {
+            Poll::Ready(Some(bytes)) => *read += bytes,
+            Poll::Ready(None) => return Poll::Ready(()),
+            Poll::Pending => break,
+        }
+    }
+    if peer.timer.poll_up(cx) { Poll::Ready(()) } else { Poll::Pending }
+}
+
+impl Drop for Work {
     fn drop(&mut self) {
-        // What belongs to the request first: it gives up its seat.
-        self.future = None;
-        self.unwanted = None;
-        if self.strand.take().is_some() {
+        // What belongs to the request first: it gives up its place.
+        let stage = std::mem::replace(&mut self.stage, Stage::Rest(0));
+        if let Stage::Tunnel(_) = stage {
             self.shared.session.tunnel_ended();
         }
-        self.shared.give_back(Rc::clone(&self.seat));
+        drop(stage);
+        let Peer { timer, unwanted, passage, .. } = &*self.peer;
+        if let Some(unwanted) = unwanted {
+            unwanted.clear();
+        }
+        // A stream may be reset between the answer that opens a tunnel and the tunnel.
+        drop(passage.take());
+        // What a task has of memory lasts as long as anybody could wake it.
+        timer.hand_over();
+        self.shared.give_back(Rc::clone(&self.peer));
         self.shared.session.leave();
     }
 }
 
-/// An answer that is there, or under way.
-pub struct Answering {
-    passing: Passing,
-    seat: Rc<Seat>,
-}
-
-impl Future for Answering {
-    type Output = Result<Response<Staged>, Infallible>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.get_mut();
-        let mut answer = ready!(this.passing.poll_answer(cx));
-        let seat = Rc::clone(&this.seat);
-        seat.is_answering.set(true);
-        seat.peer.timer.arm(seat.peer.body_limit.get());
-        if seat.is_head.get() {
-            leave_out_body(&mut answer);
-        }
-        Poll::Ready(Ok(answer.map(|body| Staged { body, seat })))
-    }
-}
-
-/// Makes an answer one to HEAD: of HTTP/2, hyper would send the body all the same.
+/// Makes an answer one to HEAD.
 fn leave_out_body(answer: &mut Response<Body>) {
-    if answer.body().is_end_stream() {
-        return;
+    if !answer.body().is_end_stream() {
+        tell_length(answer);
+        answer.body_mut().omit();
     }
+}
+
+/// Names the length of a body in the head, if it is known.
+fn tell_length(answer: &mut Response<Body>) {
     if let (Some(length), false) =
         (answer.body().size_hint().exact(), answer.headers().contains_key(header::CONTENT_LENGTH))
     {
         answer.headers_mut().insert(header::CONTENT_LENGTH, length.into());
-    }
-    answer.body_mut().omit();
-}
-
-/// The body of an answer, which may take as long as it likes while it moves.
-pub struct Staged {
-    body: Body,
-    seat: Rc<Seat>,
-}
-
-impl HttpBody for Staged {
-    type Data = Bytes;
-    type Error = <Body as HttpBody>::Error;
-
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let this = self.get_mut();
-        let mut frame = Pin::new(&mut this.body).poll_frame(cx);
-        if let Poll::Ready(frame) = &mut frame {
-            this.seat.peer.timer.arm(this.seat.peer.body_limit.get());
-            if let Some(Ok(frame)) = frame
-                && let Some(trailers) = frame.trailers_mut()
-            {
-                // hyper sees to that for the head only.
-                fields::forward_response(trailers);
-            }
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
     }
 }

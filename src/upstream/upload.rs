@@ -113,7 +113,7 @@ impl Sending {
             progress.breach.set(Some(breach));
             return Poll::Ready(Some(Err(breach.into())));
         }
-        frame.map_err(Broken::from)
+        frame
     }
 
     /// The same where it may have been lent: first what a stream has taken in vain.

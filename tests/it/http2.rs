@@ -18,6 +18,7 @@ use crate::world::h2::{END_HEADERS, END_STREAM, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
 use crate::world::quota::remaining;
+use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::{Talk, Upstream, reply};
 use crate::world::{Scratch, eventually, one_rule, pass_all};
 
@@ -100,7 +101,15 @@ fn what_only_frames_can_say_is_refused_as_well() {
     }
     let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80")]));
     assert_ne!(raw.status(stream), STATUS_200);
-    assert_eq!(upstream.received().len(), 1);
+    // A CONNECT can not have a body; whoever shares the connection does not suffer.
+    let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
+    assert_ne!(raw.status(stream), STATUS_200);
+    let connect = block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
+    raw.send(frame(HEADERS, END_HEADERS, stream + 2, &connect));
+    assert_eq!(raw.until(RST_STREAM).stream, stream + 2);
+    raw.send(frame(HEADERS, END_HEADERS | 1, stream + 4, &head(&[(":path", "/a"), (":authority", "a")])));
+    assert_eq!(raw.status(stream + 4), STATUS_200);
+    assert_eq!(upstream.received().len(), 2);
 }
 
 #[test]
@@ -145,6 +154,72 @@ fn an_answer_to_head_has_a_length_and_no_body() {
     let length = client.get("/b").expect(404).body.len().to_string();
     let answer = client.ask("HEAD", "/b", &[], b"").expect(404);
     assert_eq!((answer.field("content-length"), answer.body.len()), (Some(length.as_str()), 0));
+}
+
+#[test]
+fn every_answer_tells_one_date() {
+    let upstream = Upstream::answering(|received| {
+        let date = [("Date", "Sun, 06 Nov 1994 08:49:37 GMT")];
+        reply(200, &date[..usize::from(received.target == "/dated")], b"")
+    });
+    let rule = "[rules.few]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]\nrules = [\"few\"]"));
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
+    let mut client = Calm::connect(gateway.http);
+    assert_eq!(client.get("/dated").expect(200).all("date"), ["Sun, 06 Nov 1994 08:49:37 GMT"]);
+    let mut answers = vec![client.get("/a").expect(200)];
+    // Some are the copy of one that went to a client of the other protocol.
+    for _ in 0..20 {
+        answers.extend(client.gets("/a", 5));
+        answers.push(Client::connect(gateway.http).get("/a"));
+    }
+    answers.push(client.ask("TRACE", "/a", &[], b"").expect(405));
+    for answer in answers {
+        let dates = answer.all("date");
+        assert!(dates.len() == 1 && dates[0].len() == 29 && dates[0].ends_with(" GMT"), "{answer:?}");
+    }
+}
+
+/// As many servers end their streams. Such a frame is nothing that a window is needed for.
+#[test]
+fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let is_empty = stream.head.uri.ends_with("/empty");
+        let mut answer = stream.begin(http::Response::new(()));
+        if !is_empty {
+            answer.send_data(Bytes::from("some"), false).unwrap();
+        }
+        answer.send_data(Bytes::new(), true).unwrap();
+    });
+    // It would be given up as one that stands still, which is seen as a reset.
+    let timeouts = "[timeouts]\nbody = \"1s\"\n";
+    let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    let gateway = Gateway::start(&format!("{timeouts}{}{route}", upstream.toml("u")));
+    let mut client = Calm::connect(gateway.http);
+    assert_eq!(client.get("/some").expect(200).text(), "some");
+    assert_eq!(client.get("/empty").expect(200).text(), "");
+}
+
+/// The answer may be over before the upstream stops to take the body. That nobody wants any more then.
+#[test]
+fn a_body_that_is_given_up_after_the_answer_ends_its_stream() {
+    let stop = Arc::new(tokio::sync::Notify::new());
+    let stopped = Arc::clone(&stop);
+    let upstream = Streams::with(Setup::default(), move |mut stream| {
+        let stopped = Arc::clone(&stopped);
+        async move {
+            stream.reply("enough");
+            stopped.notified().await;
+        }
+    });
+    let gateway =
+        Gateway::start(&format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u")));
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    assert_eq!(raw.status(1), STATUS_200);
+    while raw.until(DATA).flags & END_STREAM == 0 {}
+    stop.notify_one();
+    assert_eq!(raw.until(RST_STREAM).stream, 1);
 }
 
 #[test]

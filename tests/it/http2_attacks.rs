@@ -283,6 +283,23 @@ fn who_does_not_open_the_window_loses_the_stream() {
 }
 
 #[test]
+fn a_refusal_waits_for_the_window_and_not_for_ever() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1/day\"]");
+    let gateway = Gateway::start(&format!("{rule}{SHORT}"));
+    Calm::connect(gateway.http).get("/a").expect(200);
+    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    raw.get(1, "/a");
+    assert_ne!(raw.status(1), STATUS_200);
+    raw.send(frame(WINDOW_UPDATE, 0, 1, &[0, 0, 64, 0]));
+    let body = raw.until(DATA);
+    assert_eq!((body.stream, body.flags & END_STREAM), (1, END_STREAM));
+    assert!(body.payload.ends_with(b"}\n"));
+    raw.get(3, "/a");
+    assert_ne!(raw.status(3), STATUS_200);
+    assert_eq!(raw.until(RST_STREAM).stream, 3);
+}
+
+#[test]
 fn pings_do_not_keep_an_answer_that_is_not_taken() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
