@@ -1,15 +1,19 @@
-//! Informational answers (1xx) of an upstream, on their way to the client past hyper, which can not
-//! send them from a service. RFC 9110, section 15.2: a proxy forwards them.
+//! Informational answers (1xx) of an upstream, on their way to the client. RFC 9110, section 15.2: a proxy forwards them.
 //!
-//! The connection to the upstream puts them in, the guard of the client's socket takes them out
-//! before it sends anything else. Both are driven by one task.
+//! The connection to the upstream puts them in. For HTTP/1.1 they go past hyper, which can not send them from a service:
+//! the guard of the client's socket takes them out before it sends anything else. Of HTTP/2 whoever looks after the stream
+//! gives them to h2. One task drives both sides.
 
 use std::cell::RefCell;
 
 use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response};
 
 /// So many bytes of heads may wait; what is beyond is dropped, for they are only hints.
-const WAITING_MAX_BYTES: usize = 16 * 1024;
+pub const WAITING_MAX_BYTES: usize = 16 * 1024;
+
+/// Fields of one head; one with more is not told on a stream.
+const FIELDS_MAX: usize = 128;
 
 /// Heads that wait for one client connection.
 #[derive(Debug, Default)]
@@ -43,6 +47,24 @@ impl Interim {
     }
 }
 
+/// Heads that were taken, one by one, for a stream of HTTP/2.
+pub fn answers(mut heads: &[u8]) -> impl Iterator<Item = Response<()>> {
+    std::iter::from_fn(move || {
+        let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
+        let mut head = httparse::Response::new(&mut fields);
+        let httparse::Status::Complete(length) = head.parse(heads).ok()? else { return None };
+        let mut answer = Response::builder().status(head.code?).body(()).ok()?;
+        for field in head.headers {
+            let (name, value) = (HeaderName::from_bytes(field.name.as_bytes()), HeaderValue::from_bytes(field.value));
+            if let (Ok(name), Ok(value)) = (name, value) {
+                answer.headers_mut().append(name, value);
+            }
+        }
+        heads = &heads[length..];
+        Some(answer)
+    })
+}
+
 /// An informational answer has no body, and its connection goes on.
 fn is_about_the_connection(name: &str) -> bool {
     ["connection", "keep-alive", "proxy-connection", "te", "transfer-encoding", "upgrade", "content-length"]
@@ -63,6 +85,17 @@ mod tests {
         interim.put(103, "Early Hints", fields.into_iter());
         assert_eq!(interim.take().unwrap(), "HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n");
         assert_eq!(interim.take(), None);
+    }
+
+    #[test]
+    fn heads_are_read_one_by_one() {
+        let interim = Interim::default();
+        interim.put(103, "Early Hints", [("Link", &b"<a>"[..]), ("Link", b"<b>")].into_iter());
+        interim.put(102, "", std::iter::empty());
+        let told: Vec<_> = answers(&interim.take().unwrap()).collect();
+        assert_eq!(told.iter().map(|answer| answer.status().as_u16()).collect::<Vec<_>>(), [103, 102]);
+        assert!(told[0].headers().get_all("link").iter().eq(["<a>", "<b>"]) && told[1].headers().is_empty());
+        assert_eq!(answers(b"").count(), 0);
     }
 
     #[test]

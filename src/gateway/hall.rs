@@ -119,12 +119,10 @@ impl Peer {
         }
     }
 
-    /// For one stream of many on a connection. Nobody looks for hints and waits there: hyper can not be passed by, and
-    /// sees by itself that a stream is reset.
+    /// For one stream of many on a connection. Nobody looks for waits there: h2 sees by itself that a stream is reset.
     pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
-        let Peer { origin, interim, waits, .. } = whole;
-        let (origin, interim, waits) = (Rc::clone(origin), Rc::clone(interim), Rc::clone(waits));
-        Peer { unwanted: Some(Rc::default()), ..Peer::new(origin, timer, interim, waits) }
+        let (origin, waits) = (Rc::clone(&whole.origin), Rc::clone(&whole.waits));
+        Peer { unwanted: Some(Rc::default()), ..Peer::new(origin, timer, Rc::default(), waits) }
     }
 }
 

@@ -364,7 +364,7 @@ async fn forward(
         Target::Echo => Box::pin(echo::answer(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
         Target::Servers(servers) => {
             // HTTP/1.0 knows no informational answers.
-            let interim = (request.version() == Version::HTTP_11).then(|| Rc::clone(&peer.interim));
+            let interim = (request.version() >= Version::HTTP_11).then(|| Rc::clone(&peer.interim));
             // Only older clients may leave Host out.
             if interim.is_none() && !request.headers().contains_key(header::HOST) {
                 request.headers_mut().insert(header::HOST, servers.authority());

@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -26,6 +26,7 @@ use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::pass;
 use crate::gateway::passing::Passing;
 use crate::http::fields;
+use crate::interim;
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
 /// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
@@ -111,8 +112,9 @@ impl Shared {
     }
 
     fn give_back(&self, peer: Rc<Peer>) {
-        // A body that somebody still has would be left with a stream to come. So it is let go of with the peer.
-        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1);
+        // A body that somebody still has would be left with a stream to come, and hints told there. So they go with the peer.
+        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1)
+            && Rc::strong_count(&peer.interim) == 1;
         let mut free = self.free.borrow_mut();
         if is_free && free.len() < FREE_MAX {
             free.push(peer);
@@ -122,7 +124,7 @@ impl Shared {
     /// Lets a task look after a stream.
     fn work(self: &Rc<Self>, stage: Stage, respond: Respond, peer: Rc<Peer>) {
         self.session.attend();
-        let work = Work { stage, respond, peer, shared: Rc::clone(self) };
+        let work = Work { stage, respond, peer, shared: Rc::clone(self), hinted: 0 };
         drop(tokio::task::spawn_local(work));
     }
 
@@ -174,6 +176,8 @@ struct Work {
     respond: Respond,
     peer: Rc<Peer>,
     shared: Rc<Shared>,
+    /// So many bytes of informational answers were told.
+    hinted: usize,
 }
 
 enum Stage {
@@ -197,10 +201,16 @@ impl Future for Work {
         loop {
             match &mut this.stage {
                 Stage::Passing { passing, is_head, tunnel } => {
-                    let Poll::Ready(mut answer) = passing.poll_answer(cx) else {
-                        // The client may have changed its mind.
-                        return this.respond.poll_reset(cx).map(drop);
-                    };
+                    let answer = passing.poll_answer(cx);
+                    let hints = this.peer.interim.take();
+                    // The client may have changed its mind.
+                    if (answer.is_pending() || hints.is_some()) && this.respond.poll_reset(cx).is_ready() {
+                        return Poll::Ready(());
+                    }
+                    if let Some(hints) = hints {
+                        tell_hints(&hints, &mut this.hinted, &mut this.respond);
+                    }
+                    let mut answer = ready!(answer);
                     if *is_head {
                         leave_out_body(&mut answer);
                     }
@@ -263,6 +273,15 @@ impl Work {
     }
 }
 
+/// Passes informational answers on. No window holds them up, so there is an end to those that one request may get.
+fn tell_hints(heads: &[u8], hinted: &mut usize, respond: &mut Respond) {
+    *hinted += heads.len();
+    if *hinted <= interim::WAITING_MAX_BYTES {
+        // One that can not be told is no more than a hint.
+        interim::answers(heads).for_each(|head| drop(respond.send_informational(head)));
+    }
+}
+
 fn poll_rest(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
     let Some(unwanted) = peer.unwanted.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
     while *read < UNWANTED_MAX_BYTES {
@@ -283,7 +302,8 @@ impl Drop for Work {
             self.shared.session.tunnel_ended();
         }
         drop(stage);
-        let Peer { timer, unwanted, passage, .. } = &*self.peer;
+        let Peer { timer, unwanted, passage, interim, .. } = &*self.peer;
+        drop(interim.take());
         if let Some(unwanted) = unwanted {
             unwanted.clear();
         }
