@@ -53,6 +53,7 @@ mod http2;
 mod http2_attacks;
 mod httpbin;
 mod identity;
+mod interim;
 mod keys;
 mod kills;
 mod limits;
