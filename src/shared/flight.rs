@@ -229,7 +229,6 @@ impl Shared {
     /// One call, with what is learnt from it about the store and the time.
     pub(super) async fn take(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
         let began = self.clock.instant();
-        let server = wants.first().map_or(Server::ONLY, |want| self.store.server_of(&want.base));
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since it was worked out what to ask for.
         if wants.iter().any(|want| want.at.is_ahead_of(now_ms)) {
@@ -248,6 +247,13 @@ impl Shared {
             arrears.await;
             return Ok(Answer::OtherWindow { time_ms: self.clock.now().unix_ms });
         }
+        self.take_as_known(wants).await
+    }
+
+    /// As [`Shared::take`], by what is known now, of whichever server it meets.
+    pub(super) async fn take_as_known(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
+        let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
+        let server = wants.first().map_or(Server::ONLY, |want| self.store.server_of(&want.base));
         let answer = self.store.take(wants, now_ms).await;
         self.met(began);
         match &answer {

@@ -326,6 +326,10 @@ impl Shared {
     /// Tells what was counted of one key; `false` if there is no answer.
     async fn tell(self: Rc<Self>, debt: Debt) -> bool {
         let Debt { book, rule, layer, asker, text } = debt;
+        // A server that is met anew may have forgotten more than this, and what is told is worked out by that.
+        let began = self.clock.instant();
+        self.store.ready(&self.base(&text, book.entries[rule].suffix(layer), 0)).await;
+        self.met(began);
         let now_ms = self.clock.now().unix_ms;
         let here = book.used_here(rule, layer, asker, &self.table, now_ms);
         if here.used == 0 {
@@ -356,7 +360,7 @@ impl Shared {
                 least: if shards == 1 { least } else { 0 },
                 ..blank
             };
-            match self.take(std::slice::from_ref(&want)).await {
+            match self.take_as_known(std::slice::from_ref(&want)).await {
                 Ok(Answer::Granted { took, .. }) => {
                     self.meter.reported(part);
                     if let (Some(took), 1) = (took.first(), shards) {

@@ -113,6 +113,21 @@ fn redis_is_killed_and_started_again() {
     }
 }
 
+/// A failure or two are no outage, so nothing waits for its end.
+#[test]
+fn what_was_counted_in_one_moment_is_told_before_anybody_asks() {
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let gateway = Process::spawn(&format!("workers = 1\n{}", policies(&redis.url(), mode)));
+        assert_eq!(ask(&gateway, "/refuse", "before"), 200);
+        redis.kill();
+        assert_eq!(ask(&gateway, "/local", "during"), 200);
+        redis.restart();
+        eventually("it is told", || redis.keys().iter().any(|name| name.starts_with("transom:{local|during}")));
+        assert!(!gateway.stderr().contains("can not be reached"), "{}", gateway.stderr());
+    }
+}
+
 #[test]
 fn a_gateway_starts_without_redis() {
     let mut redis = RedisServer::start();
