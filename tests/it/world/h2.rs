@@ -257,6 +257,11 @@ impl Calm {
     }
 
     pub fn send(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Answer {
+        self.send_unless_broken(request).expect("the answer broke off")
+    }
+
+    /// `None`: there was an answer, and it broke off.
+    pub fn send_unless_broken(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Option<Answer> {
         let Calm { runtime, sender } = self;
         runtime.block_on(async {
             let answer = tokio::time::timeout(DEADLINE, async {
@@ -277,7 +282,7 @@ impl Calm {
                 let request = Request::get(format!("http://{HOST}{path}")).body(body).unwrap();
                 sender.ready().await.unwrap();
                 let answer = sender.send_request(request);
-                tasks.push(tokio::spawn(async move { read(answer.await.unwrap()).await }));
+                tasks.push(tokio::spawn(async move { read(answer.await.unwrap()).await.unwrap() }));
             }
             let mut answers = Vec::new();
             for task in tasks {
@@ -288,18 +293,18 @@ impl Calm {
     }
 }
 
-async fn read(answer: Response<Incoming>) -> Answer {
+async fn read(answer: Response<Incoming>) -> Option<Answer> {
     let (head, body) = answer.into_parts();
     let text = |bytes: &[u8]| bytes.iter().copied().map(char::from).collect::<String>();
     let fields = |map: &http::HeaderMap| map.iter().map(|(n, v)| (n.to_string(), text(v.as_bytes()))).collect();
-    let collected = body.collect().await.unwrap();
+    let collected = body.collect().await.ok()?;
     let trailers = collected.trailers().map(fields).unwrap_or_default();
-    Answer {
+    Some(Answer {
         version: format!("{:?}", head.version),
         status: head.status.as_u16(),
         fields: fields(&head.headers),
         body: collected.to_bytes().to_vec(),
         trailers,
         ..Answer::default()
-    }
+    })
 }
