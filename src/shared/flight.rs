@@ -236,8 +236,11 @@ impl Shared {
         }
         // A server that is met anew may have forgotten what it was told, and what is asked here was worked out without that.
         let generation = self.generation.get();
-        if let Some(want) = wants.first() {
-            self.store.ready(&want.base).await;
+        if let Some(want) = wants.first()
+            && let Err(error) = self.store.ready(&want.base).await
+        {
+            self.failed(self.store.server_of(&want.base), &error);
+            return Err(error);
         }
         if generation != 0 && self.store.generation() != generation {
             self.met(began);

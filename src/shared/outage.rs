@@ -21,7 +21,8 @@ use super::link::Server;
 use super::script::{Answer, Gift, Want};
 use super::store::StoreError;
 use crate::count::shard::part;
-use crate::count::table::Counter;
+use crate::count::table::{Counter, Table};
+use crate::count::word::Use;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
 use crate::rule::desk::{Asker, Desk};
@@ -119,11 +120,14 @@ impl Breaker {
 pub struct Debts {
     /// Whose counts on this machine alone.
     counted: RefCell<HashMap<Id, Debt, RandomState>>,
+    /// Those of them that are being told.
+    underway: RefCell<HashSet<Id, RandomState>>,
     /// What is to be given back there.
     gifts: RefCell<Vec<Gift>>,
 }
 
 /// A counter that was charged on this machine alone.
+#[derive(Clone)]
 struct Debt {
     book: Arc<Book>,
     /// Position in the book.
@@ -137,6 +141,10 @@ struct Debt {
 impl Debt {
     fn counter(&self) -> Counter {
         self.book.entries[self.rule].layer(self.layer).counter(self.asker)
+    }
+
+    fn used_here(&self, table: &Table, now_ms: u64) -> Use {
+        self.book.used_here(self.rule, self.layer, self.asker, table, now_ms)
     }
 }
 
@@ -156,13 +164,6 @@ impl Debts {
         let mut kept = self.gifts.borrow_mut();
         let room = DEBTS_MAX.saturating_sub(kept.len());
         kept.extend(gifts.into_iter().take(room));
-    }
-
-    /// Takes out some of those that are asked for.
-    fn some(&self, is_asked: impl Fn(&Debt) -> bool) -> Vec<Debt> {
-        let mut debts = self.counted.borrow_mut();
-        let ids: Vec<Id> = debts.iter().filter(|(_, debt)| is_asked(debt)).map(|(id, _)| *id).take(REPORTS).collect();
-        ids.iter().filter_map(|id| debts.remove(id)).collect()
     }
 }
 
@@ -256,7 +257,8 @@ impl Shared {
         self.breaker.close(server, self.clock.instant());
         self.meter.found();
         tracing::info!("shared counters are reached again: {}", self.store.name_of(server));
-        self.report(server).await;
+        // Others may have its slots by now.
+        self.report_arrears().await;
         self.give_kept().await;
     }
 
@@ -292,18 +294,44 @@ impl Shared {
         self.store.server_of(&self.base(&debt.text, "", 0))
     }
 
+    fn base_of(&self, id: Id) -> Option<Rc<str>> {
+        self.debts.counted.borrow().get(&id).map(|debt| self.base(&debt.text, "", 0))
+    }
+
+    /// Some of the debts at a server that nobody tells yet; forgets those of windows that are over.
+    fn some_at(&self, server: Server) -> Vec<Id> {
+        let now_ms = self.clock.now().unix_ms;
+        let (mut debts, underway) = (self.debts.counted.borrow_mut(), self.debts.underway.borrow());
+        let (mut some, mut over) = (Vec::new(), Vec::new());
+        for (id, debt) in debts.iter().filter(|(id, debt)| !underway.contains(id) && self.server_of(debt) == server) {
+            let is_over = debt.used_here(&self.table, now_ms).used == 0;
+            if is_over { &mut over } else { &mut some }.push(*id);
+            if some.len() == REPORTS {
+                break;
+            }
+        }
+        for id in over {
+            debts.remove(&id);
+        }
+        some
+    }
+
     /// Tells a server what was counted without it; `false` if it is away again.
     async fn report(self: &Rc<Self>, server: Server) -> bool {
         let until = self.clock.instant() + REPORT_LIMIT;
         loop {
-            let debts = self.debts.some(|debt| self.server_of(debt) == server);
-            if debts.is_empty() || self.clock.instant() >= until {
-                debts.into_iter().for_each(|debt| self.debts.add(debt));
+            let some = self.some_at(server);
+            let Some(base) = some.first().and_then(|id| self.base_of(*id)) else { return true };
+            if self.clock.instant() >= until {
                 return true;
             }
-            // All at once, so that they go out together.
+            // One finds out for all whether anybody is there; then they go out together.
+            if let Err(error) = self.store.ready(&base).await {
+                self.failed(self.store.server_of(&base), &error);
+                return false;
+            }
             let told: Vec<JoinHandle<bool>> =
-                debts.into_iter().map(|debt| spawn_local(Rc::clone(self).tell(debt))).collect();
+                some.into_iter().filter_map(|id| Rc::clone(self).begin_to_tell(id, server)).collect();
             let mut arrives = true;
             for told in told {
                 arrives &= told.await.unwrap_or(false);
@@ -323,21 +351,68 @@ impl Shared {
         self.table.note(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
     }
 
-    /// Tells what was counted of one key; `false` if there is no answer.
-    async fn tell(self: Rc<Self>, debt: Debt) -> bool {
-        let Debt { book, rule, layer, asker, text } = debt;
-        // A server that is met anew may have forgotten more than this, and what is told is worked out by that.
+    /// Many calls can meet a server anew at the same moment, and all want the same to be told.
+    fn begin_to_tell(self: Rc<Self>, id: Id, server: Server) -> Option<JoinHandle<bool>> {
+        let is_first = self.debts.underway.borrow_mut().insert(id);
+        is_first.then(|| {
+            spawn_local(async move {
+                let arrives = self.tell(id, server).await;
+                self.debts.underway.borrow_mut().remove(&id);
+                arrives
+            })
+        })
+    }
+
+    /// The counters of a debt that can be told: without those of shards whose server is away, whose part the others take.
+    /// Empty if the server that is being told is away itself.
+    async fn shards_there(self: &Rc<Self>, debt: &Debt, server: Server) -> Vec<Rc<str>> {
+        let (entry, layer) = (&debt.book.entries[debt.rule], debt.layer);
+        let (mut there, mut away) = (Vec::new(), Vec::new());
+        for shard in 0..entry.layer(layer).shards_elsewhere {
+            let base = self.base(&debt.text, entry.suffix(layer), shard);
+            let at = self.store.server_of(&base);
+            if at != server && (self.breaker.is_open(at) || away.contains(&at)) {
+                continue;
+            }
+            match self.store.ready(&base).await {
+                Ok(()) => there.push(base),
+                Err(error) => {
+                    let at = self.store.server_of(&base);
+                    self.failed(at, &error);
+                    if at == server {
+                        return Vec::new();
+                    }
+                    away.push(at);
+                }
+            }
+        }
+        there
+    }
+
+    /// Tells what was counted of one key, at a server and wherever else it has shards; `false` if that server is away.
+    async fn tell(self: &Rc<Self>, id: Id, server: Server) -> bool {
+        let Some(debt) = self.debts.counted.borrow().get(&id).cloned() else { return true };
+        let Debt { book, rule, layer, asker, text } = &debt;
+        let (rule, layer, asker) = (*rule, *layer, *asker);
+        let shards = book.entries[rule].layer(layer).shards_elsewhere;
         let began = self.clock.instant();
-        self.store.ready(&self.base(&text, book.entries[rule].suffix(layer), 0)).await;
+        // It stays a debt until somebody is there.
+        let there = self.shards_there(&debt, server).await;
+        if there.is_empty() {
+            return false;
+        }
+        // A server that is met anew may have forgotten more than this, and what is told is worked out by that.
         self.met(began);
+        // From here on nothing waits until it is forgotten: what is counted meanwhile is a debt of its own.
+        self.debts.counted.borrow_mut().remove(&id);
         let now_ms = self.clock.now().unix_ms;
-        let here = book.used_here(rule, layer, asker, &self.table, now_ms);
+        let here = debt.used_here(&self.table, now_ms);
         if here.used == 0 {
             return true;
         }
         // What was known before is told as well, if it may have been forgotten there: this call makes the counter anew.
-        let least = self.want_of(&book, rule, layer, asker, &text, now_ms).least;
-        let counter = book.entries[rule].layer(layer).counter(asker);
+        let least = self.want_of(book, rule, layer, asker, text, now_ms).least;
+        let counter = debt.counter();
         let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
         // Before it is told, for it must not be told twice: whether it arrived is not always known, and other loops tell it too.
         let tokens = book.forget_here(rule, layer, asker, &self.table, now_ms);
@@ -346,12 +421,15 @@ impl Shared {
         }
         // Those may count alone for a while yet: to them it is used elsewhere from now on.
         self.hear(counter, here.end_ms, known + tokens, now_ms);
-        let (suffix, ready) = (book.entries[rule].suffix(layer), book.entries[rule].layer(layer));
-        let shards = ready.shards_elsewhere;
-        for shard in 0..shards {
-            let part = part(tokens, shards, shard);
-            let blank = self.want_of(&book, rule, layer, asker, &text, now_ms);
-            let base = self.base(&text, suffix, shard);
+        let mut arrives = true;
+        let parts = there.len() as u32;
+        for (base, shard) in there.into_iter().zip(0..) {
+            let part = part(tokens, parts, shard);
+            if part == 0 {
+                break;
+            }
+            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
+            let at = self.store.server_of(&base);
             let want = Want {
                 base,
                 need: part,
@@ -369,9 +447,10 @@ impl Shared {
                 }
                 // Its window is over, or nothing can be counted under its key.
                 Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
-                Err(StoreError::Unreachable(_)) => return false,
+                // Another server has a breaker of its own.
+                Err(StoreError::Unreachable(_)) => arrives &= at != server,
             }
         }
-        true
+        arrives
     }
 }

@@ -133,16 +133,10 @@ impl Store {
         timeout(2 * PATIENCE, probe).await.map_err(why)?
     }
 
-    /// Sees to it that there is a connection for a call with this base, if there can be one.
-    pub async fn ready(&self, base: &str) {
-        let link = match &self.0.servers {
-            Servers::One(link) => Ok(Rc::clone(link)),
-            Servers::Cluster(cluster) => cluster.master(slot(base)).await,
-        };
-        if let Ok(link) = link {
-            // Why there is none, the call itself will say.
-            let _ = link.line().await;
-        }
+    /// Sees to it that there is a connection for a call with this base, or tells why there is none.
+    pub async fn ready(&self, base: &str) -> Result<(), StoreError> {
+        let nothing = async |_line: &Rc<Line>, _importing: bool| Ok(());
+        self.run(base, &nothing).await.map(drop)
     }
 
     /// As [`Store::probe`], for one server; a server of a cluster that has no slots any more need not be there.

@@ -125,3 +125,40 @@ fn a_node_dies_and_the_other_slots_go_on() {
     cluster.settle();
     eventually("it is counted again", || gateway.client().get_with("/a", &[("X-Key", unknown)]).status == 200);
 }
+
+/// Its shards lie on several nodes: those that can be told take the part of one that can not.
+#[test]
+fn what_was_counted_of_a_split_counter_while_a_node_is_dead_is_told_to_the_others() {
+    let mut cluster = RedisCluster::start();
+    let rules = rule("[{ limit = 3000, period = \"30d\", shards = 3 }]", "");
+    let toml = format!("workers = 1\n{}", shared(&cluster.urls(), "on_outage = \"local\"\n", &rules));
+    // A gateway begins at a shard of its own, by lot; here it is not to be the first.
+    let (gateways, own) = (0..)
+        .find_map(|attempt| {
+            let gateways = Siblings::start(1, &toml);
+            assert_eq!(gateways.admitted(&format!("someone-{attempt}"), 1), 2);
+            let own = ["|#1", "|#2"]
+                .into_iter()
+                .find(|own| cluster.keys().iter().any(|name| name.contains(&format!("someone-{attempt}{own}}}"))))?;
+            Some((gateways, own))
+        })
+        .unwrap();
+    // And no other is to be where that is.
+    let lonely = |key: String| {
+        let owner = |shard: &str| cluster.owner(cluster.slot(&format!("transom:{{r|{key}{shard}}}")));
+        let node = owner(own);
+        let is_lonely = ["", "|#1", "|#2"].into_iter().filter(|shard| owner(shard) == node).count() == 1;
+        is_lonely.then_some((node, key))
+    };
+    let (dead, key) = (0..100).find_map(|key| lonely(format!("client-{key}"))).unwrap();
+    cluster.nodes[dead].kill();
+    assert_eq!(gateways.admitted(&key, 10), 20, "two clients");
+    let counted = || -> i64 {
+        let keys = cluster.keys().into_iter().filter(|name| name.contains(&key));
+        keys.map(|name| cluster.cli(&name, &["GET", &name]).parse::<i64>().unwrap()).sum()
+    };
+    // Tokens that nobody spends are given back.
+    eventually("all are counted where somebody is", || counted() == 20);
+    let reported = [("fate", "reported")];
+    assert!(gateways.0[0].metrics().sum("transom_shared_tokens_total", &reported) > 0, "none was counted alone");
+}
