@@ -1,12 +1,12 @@
 //! The configuration as the gateway runs it: complete, checked, with every default filled in.
 //!
-//! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way
-//! there is `document` (TOML with the place of everything), `check` (what it says becomes a value,
-//! or a problem), `problem` (what is wrong, where, and the fix) and `secret` (what of it nobody is
-//! shown). `clients` is what a second file says, `listen`, `certificate` and `revocation` what the sockets need to know, `client_tls` how
-//! the gateway is a client of TLS; `balance` what an upstream says about its servers as a group; `action` what routes change on
-//! the way; `shared` where gateways count together; `outlook` what the rules amount to. This room opens no file but what belongs to the system, the time-zone database and
-//! the roots that it trusts, and knows no socket: what other files hold is handed in.
+//! A [`Config`] can only come out of [`read`], so whoever holds one need not check again. The way there is `document`
+//! (TOML with the place of everything), `check` (what it says becomes a value, or a problem), `problem` (what is wrong,
+//! where, and the fix) and `secret` (what of it nobody is shown). `clients` is what a second file says, `listen`,
+//! `certificate` and `revocation` what the sockets need to know, `client_tls` how the gateway is a client of TLS;
+//! `balance` what an upstream says about its servers as a group; `action` what routes change on the way; `shared` where
+//! gateways count together; `outlook` what the rules amount to. This room opens no file but what belongs to the system,
+//! the time-zone database and the roots that it trusts, and knows no socket: what other files hold is handed in.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,9 @@
 //! How a client behaves on one HTTP/2 connection: what it may send beside its requests, and which of
 //! them are unanswered.
 //!
-//! A frame that asks for no answer costs its sender next to nothing, and the gateway the work of
-//! reading it; PING and SETTINGS are even answered. h2 limits some of that and answers the rest for
-//! ever. So such frames are counted here, second by second. Requests are not: rules count those. This file reads no clock; time is handed in as
-//! ticks.
+//! A frame that asks for no answer costs its sender next to nothing, and the gateway the work of reading it; PING and
+//! SETTINGS are even answered. h2 limits some of that and answers the rest for ever. So such frames are counted here,
+//! second by second. Requests are not: rules count those. This file reads no clock; time is handed in as ticks.
 
 use super::frames::Frame;
 

@@ -1,9 +1,10 @@
 //! One HTTP/2 stream above h2: the request on it, the answer, and what is left of the request's body
 //! when the answer is over.
 //!
-//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests that
-//! have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which nothing moves is reset. And a body that nobody wants any more is read on for a moment: a
-//! client that is told to stop in the middle of sending may drop the answer with the rest.
+//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests
+//! that have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which
+//! nothing moves is reset. And a body that nobody wants any more is read on for a moment: a client that is told to stop
+//! in the middle of sending may drop the answer with the rest.
 
 use std::cell::RefCell;
 use std::pin::Pin;
