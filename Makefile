@@ -7,14 +7,21 @@ KILLS = 1000
 KILLS_SHARED_S = 60
 # Virtual environments of Python, each with the packages that the file of its name lists.
 PARTS = tests/.parts
+# Where the instrumented gateway and its profile lie, and what merges profiles: the toolchain's (`rustup component add
+# llvm-tools`), or Debian's.
+TRAINING = target/training
+PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/llvm-profdata) llvm-profdata-19)
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check bench model kills kills-shared fuzz parts deny advisories
+.PHONY: help test check release bench model kills kills-shared fuzz parts deny advisories
+# Two of them would build, install or measure at once.
+.NOTPARALLEL:
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
-	@echo "make bench       CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
+	@echo "make release     target/dist/transom: optimized by a profile of itself under load; builds twice"
+	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
 	@echo "make model       the counting room's models again, with wider bounds"
 	@echo "make kills       the gateway killed KILLS times (1000) under load: nobody gets more than the limit"
 	@echo "make kills-shared  four gateways on one Redis, killed for KILLS_SHARED_S seconds (60) under load, likewise"
@@ -34,8 +41,23 @@ check: deny
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
 
-bench: $(PARTS)/envoy/installed
-	cargo build --locked --release
+# The instrumented build scripts have written profiles too: they are removed. Cargo does not see that a profile has
+# changed, so what was built by the last one is removed as well.
+release:
+	$(if $(word 2,$(CURDIR)),$(error `make release` needs a path without spaces))
+	PROFDATA=$(PROFDATA) tests/parts/debian.sh release
+	RUSTFLAGS="$$RUSTFLAGS -Cprofile-generate=$(CURDIR)/$(TRAINING)/counts" \
+		cargo build --locked --profile dist --bin transom --target-dir $(TRAINING)
+	rm -rf $(TRAINING)/counts
+	python3 benches/train.py --transom $(TRAINING)/dist/transom
+	$(PROFDATA) merge --output $(TRAINING)/profile $(TRAINING)/counts || { \
+		echo "What merges profiles must fit the compiler: rustup component add llvm-tools" >&2; exit 1; }
+	cargo clean --quiet --profile dist --target-dir target
+	RUSTFLAGS="$$RUSTFLAGS -Cprofile-use=$(CURDIR)/$(TRAINING)/profile" \
+		cargo build --locked --profile dist --bin transom --target-dir target
+
+bench: release $(PARTS)/envoy/installed
+	cargo build --locked --release --target-dir target
 	cargo bench --locked
 	python3 benches/beside.py
 	python3 benches/http2.py

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a request costs in Transom, beside nginx and HAProxy: CPU time per request, same machine, same run.
 
-    python3 benches/beside.py                       # about four minutes
+    python3 benches/beside.py                       # about six minutes
     python3 benches/beside.py --rounds 3 --seconds 3 --scenario refusing
     python3 benches/beside.py --results table.md    # the same figures as markdown
 
@@ -30,6 +30,9 @@ import machine
 from machine import Trouble
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What `make release` builds, by a profile, and what `cargo build --release` builds without one.
+OPTIMIZED, PLAIN = (os.path.join(ROOT, "target", profile, "transom") for profile in ("dist", "release"))
+BUILT_BY = {OPTIMIZED: "make release", PLAIN: "cargo build --release"}
 WARM_UP_S = 1
 # The share of answers that must have been what the scenario says.
 PURITY = 0.999
@@ -54,7 +57,7 @@ def run(measure, options):
         with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
             report = Report()
             measure(options, directory, report)
-            if options.results:
+            if getattr(options, "results", None):
                 with open(options.results, "w") as file:
                     file.write(report.markdown())
     except Trouble as trouble:
@@ -66,13 +69,18 @@ def run(measure, options):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_arguments(parser)
+    plain_argument(parser)
     parser.add_argument("--scenario", choices=contenders.SCENARIOS, action="append", help="default: all")
     parser.add_argument("--load", choices=load.GENERATORS, default="wrk", help="load generator (default wrk)")
     return checked(parser)
 
 
+def plain_argument(parser):
+    parser.add_argument("--plain", default=PLAIN, metavar="PATH", help="likewise, built without a profile")
+
+
 def common_arguments(parser):
-    parser.add_argument("--transom", default=os.path.join(ROOT, "target/release/transom"), metavar="PATH")
+    parser.add_argument("--transom", default=OPTIMIZED, metavar="PATH", help="the gateway (default: of `make release`)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each gateway per scenario (default 6)")
     parser.add_argument("--seconds", type=int, default=3, help="load per turn (default 3)")
     parser.add_argument("--server-core", type=int, default=0, help="core of the gateways (default 0)")
@@ -89,7 +97,7 @@ def checked(parser):
 
 def measure(options, directory, report):
     transom = contenders.Transom(options.transom)
-    gateways = [transom, contenders.Nginx(), contenders.Haproxy()]
+    gateways = [transom, contenders.PlainTransom(options.plain), contenders.Nginx(), contenders.Haproxy()]
     generator = load.GENERATORS[options.load](directory)
     begin(options, report, gateways, generator)
     upstream, upstream_port = load.start_upstream(directory, options.load_core)
@@ -122,7 +130,7 @@ def compare(options, directory, report, scenario, gateways, generator, upstream_
 
 
 def in_turn(gateways, number):
-    """A B C, B C A, C A B and then the same backwards: after six rounds every order was used once."""
+    """A B C, B C A, C A B and then the same backwards."""
     start = number % len(gateways)
     order = gateways[start:] + gateways[:start]
     return order[::-1] if number // len(gateways) % 2 else order
@@ -181,6 +189,8 @@ def idle_memory(transom, directory, upstream_port):
 def require_all(options, tools):
     """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
     require(options.transom, tools)
+    if "plain" in options:
+        require(options.plain, [])
     cores = {options.server_core, options.load_core}
     if len(cores) < 2 or not cores <= os.sched_getaffinity(0):
         raise Trouble("needs two cores, one for the gateways and another for the load; see --server-core, --load-core")
@@ -195,7 +205,8 @@ def require(transom, tools):
     if missing:
         raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
     if not os.access(transom, os.X_OK):
-        raise Trouble(f"`{transom}` is not there; build it with:\n    cargo build --release")
+        how = BUILT_BY.get(os.path.abspath(transom))
+        raise Trouble(f"`{transom}` is not there" + (f"; build it with:\n    {how}" if how else ""))
 
 
 class Report:

@@ -260,3 +260,9 @@ rules = ["per-client"]
 
     def version(self):
         return machine.version_of([self._binary, "--version"], r"transom (\S+)")
+
+
+class PlainTransom(Transom):
+    """Built without a profile of how it runs."""
+
+    name = "transom, plain"

@@ -44,7 +44,7 @@ SPARE = 1000
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=os.path.join(beside.ROOT, "target/release/transom"), metavar="PATH")
+    parser.add_argument("--transom", default=beside.OPTIMIZED, metavar="PATH")
     parser.add_argument("--connections", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
     beside.run(measure, parser.parse_args())
@@ -53,7 +53,7 @@ def main():
 def measure(options, directory, report):
     allow_descriptors(options.connections + SPARE)
     transom, nginx = contenders.Transom(options.transom), contenders.NginxWide()
-    beside.require(options.transom, [transom, nginx])
+    beside.require(options.transom, [transom, nginx, Openssl])
     versions = [(each.name, each.version()) for each in (transom, nginx)]
     report.facts(machine.description(versions))
     cores = os.sched_getaffinity(0)
@@ -204,6 +204,12 @@ def tls_context(protocol):
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([protocol])
     return context
+
+
+class Openssl:
+    """Makes the certificates."""
+
+    name = package = "openssl"
 
 
 def make_certificate(directory):

@@ -2,7 +2,7 @@
 """Holds the model of leases against gateways: what simulation.rs computes for few of them, counted.
 
     apt-get install -y nginx-light redis-server
-    cargo build --release
+    make release
     python3 benches/leases.py                       # about three minutes
     cargo bench --bench simulation -- --small       # what the model says
     python3 benches/leases.py --results table.md    # the same figures as markdown

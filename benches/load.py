@@ -128,11 +128,11 @@ def _url(port):
     return f"http://{machine.LOOPBACK}:{port}{PATH}"
 
 
-def probe(port):
+def probe(port, path=PATH):
     """One request on its own connection: its status."""
     connection = http.client.HTTPConnection(machine.LOOPBACK, port, timeout=5)
     try:
-        connection.request("GET", PATH)
+        connection.request("GET", path)
         answer = connection.getresponse()
         answer.read()
         return answer.status

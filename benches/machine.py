@@ -16,6 +16,8 @@ import socket
 import subprocess
 import time
 
+# Where Debian keeps servers, and only root looks.
+os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 LOOPBACK = "127.0.0.1"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PR_SET_PDEATHSIG = 1
@@ -80,7 +82,7 @@ class Server:
         self.stop()
 
     def _await(self, port):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
@@ -94,6 +96,16 @@ class Server:
     def said(self):
         with open(self._log, errors="replace") as file:
             return file.read()[-2000:].strip() or "(nothing)"
+
+    def end(self, limit_s):
+        """Has the process end by itself, as what it writes at its end is wanted."""
+        self._process.terminate()
+        try:
+            status = self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise Trouble(f"{self.name} has not ended within {limit_s} s; it said:\n{self.said()}") from None
+        if status != 0:
+            raise Trouble(f"{self.name} ended with {status}; it said:\n{self.said()}")
 
     def stop(self):
         """Ends the process and everything it started; returns when all are gone."""

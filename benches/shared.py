@@ -2,7 +2,7 @@
 """What it costs that gateways count together in leases, and how often Redis is asked.
 
     apt-get install -y nginx-light wrk redis-server
-    cargo build --release
+    make release
     python3 benches/shared.py                       # about two minutes
     python3 benches/shared.py --results table.md    # the same figures as markdown
 

@@ -51,7 +51,7 @@ upstream = "echo"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transom", default=os.path.join(beside.ROOT, "target/release/transom"), metavar="PATH")
+    parser.add_argument("--transom", default=beside.OPTIMIZED, metavar="PATH")
     parser.add_argument("--connections", type=int, default=2000, help="slow ones (default 2000)")
     parser.add_argument("--seconds", type=int, default=20, help="of either measurement (default 20)")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")

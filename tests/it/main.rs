@@ -85,6 +85,7 @@ mod startup;
 mod surprises;
 mod tls;
 mod tokens;
+mod training;
 mod unix;
 mod unprocessed;
 mod upgrade;

@@ -1,8 +1,10 @@
 #!/bin/sh
-# Installs the Debian packages whose programs the tests use, if one is missing. Without root, says
-# what to run, and fails: a test without its counterpart proves nothing.
+# Finds out whether the programs that `make test` uses are there, or those of `make release` if that is named, and
+# installs the Debian packages that are missing. Without root, and for `make release`, which may run on a machine that
+# serves, it says what to run, and fails: a test without its counterpart proves nothing.
 set -eu
 
+target=${1:-test}
 missing=
 # need PACKAGE COMMAND...: the package is missing if the command fails.
 need() {
@@ -12,27 +14,35 @@ need() {
 }
 
 PATH=$PATH:/usr/sbin:/sbin
-need chromium command -v chromium
-need curl command -v curl
 # A linker, and a compiler for what aws-lc and mimalloc have of C.
 need gcc command -v cc
-need faketime command -v faketime
 need libc6-dev test -e /usr/include/stdio.h
-need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
 need nghttp2-client command -v h2load
 need nginx-light command -v nginx
+need openssl command -v openssl
 need python3 command -v python3
-need python3-venv python3 -c 'import ensurepip'
 need redis-server command -v redis-server
-need redis-tools command -v redis-cli
-need slowhttptest command -v slowhttptest
+if [ "$target" = release ]; then
+    need llvm-19 command -v "$PROFDATA"
+else
+    need chromium command -v chromium
+    need curl command -v curl
+    need faketime command -v faketime
+    need libnss-wrapper sh -c 'ls /usr/lib/*/libnss_wrapper.so'
+    need python3-venv python3 -c 'import ensurepip'
+    need redis-tools command -v redis-cli
+    need slowhttptest command -v slowhttptest
+fi
 
 [ -n "$missing" ] || exit 0
 
 install="apt-get install --yes --no-install-recommends$missing"
-if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "The tests need programs that are not installed. As root:" >&2
+if [ "$target" = release ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "\`make $target\` needs programs that are not installed. As root:" >&2
     echo "    apt-get update && $install" >&2
+    case $missing in
+    *llvm*) echo "Instead of llvm-19, what belongs to the compiler will do: rustup component add llvm-tools" >&2 ;;
+    esac
     exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
