@@ -19,6 +19,7 @@ use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom::rule::limit::Limit;
+use transom::rule::now::Now;
 use transom::rule::terms::Rule;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
@@ -66,7 +67,7 @@ impl Transom {
     pub fn admits(&self, address: &IpAddr, now_ms: u64, desk: &mut Desk) -> bool {
         desk.askers.clear();
         desk.askers.push(Some(self.asker(address)));
-        matches!(self.book.judge(&self.roster, &self.table, now_ms, desk), Judgement::Admitted)
+        matches!(self.book.judge(&self.roster, &self.table, Now::by(&|| now_ms), desk), Judgement::Admitted)
     }
 }
 

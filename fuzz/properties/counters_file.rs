@@ -16,6 +16,7 @@ use transom::counters::{Counters, OpenError, snapshot};
 use transom::rule::book::Book;
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, Seed};
+use transom::rule::now::Now;
 
 const NOW_MS: u64 = 1_700_000_100_000;
 const CAPACITY: usize = 64;
@@ -106,7 +107,7 @@ impl Bench {
                 let key = KeyHash { place: bits, tag: bits.rotate_left(32) };
                 desk.askers = vec![Some(Asker { key, offset: bits, variant: 0, cost })];
                 desk.reserve = number == 1;
-                book.judge(&roster, &counters.table, NOW_MS, &mut desk);
+                book.judge(&roster, &counters.table, Now::by(&|| NOW_MS), &mut desk);
             }
         }
         counters.table.census(NOW_MS);

@@ -146,13 +146,13 @@ async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Repl
 /// Answers a question: by the counters of this machine, or by those that gateways share.
 async fn consider(office: &Office, counsel: &Counsel, verb: Verb, text: &[u8]) -> Result<Value, Unanswered> {
     let Some(heard) = counsel.hear(text)? else { return Ok(Counsel::uncounted()) };
+    let now_ms = || office.clock.now().unix_ms;
     let (Some(shared), Some(text)) = (&office.shared, counsel.text_of(&heard)) else {
-        return Ok(counsel.answer(verb, &heard, &office.table, office.clock.now().unix_ms));
+        return Ok(counsel.answer(verb, &heard, &office.table, &now_ms));
     };
     let (book, roster) = counsel.roster(&heard);
     let subject = Subject { book, roster, asker: heard.asker, reserve: heard.reserve, text: text.into() };
     let uncounted = |Unavailable| Unanswered::Uncounted;
-    let now_ms = || office.clock.now().unix_ms;
     let (desk, allowed, again_ms) = match verb {
         Verb::Limit => {
             let ruling = shared.limit(&subject).await.map_err(uncounted)?;

@@ -51,6 +51,11 @@ impl Charge {
         matches!(self.ask.course, Course::Floating(_))
     }
 
+    /// Whether what is used there may be owed by windows to come.
+    pub fn may_owe(&self) -> bool {
+        matches!(self.ask.course, Course::Grid(_) | Course::Floating(_))
+    }
+
     /// As [`Charge::share`], for whoever is about to give it back: from then on it counts as not charged.
     pub fn take_share(&mut self) -> Option<Share> {
         let share = self.share();

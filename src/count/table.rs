@@ -461,16 +461,16 @@ impl<const W: usize> Table<W> {
         false
     }
 
-    /// Forgets what a counter of its own has used and owes; returns how much that was. A spill counter is not one key's
-    /// to forget.
-    pub fn forget(&self, counter: Counter, ask: Ask, time: Time<'_>) -> u64 {
+    /// Forgets what a counter of its own has used and owes; returns what it was, [`Word::EMPTY`] if there is
+    /// none. A spill counter is not one key's to forget.
+    pub fn forget(&self, counter: Counter, ask: Ask, time: Time<'_>) -> Word {
         while let Found::Counter(index, word) = self.own.find(counter.key) {
             let unused = forgotten(word, ask, time);
             if word == unused || self.own.swap(index, word, unused).is_ok() {
-                return usage(word, ask, time).used;
+                return word;
             }
         }
-        0
+        Word::EMPTY
     }
 
     /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was

@@ -16,6 +16,7 @@ use super::hall::{Hall, Peer, Scratch, View};
 use super::record;
 use crate::http::fields::Marks;
 use crate::rule::desk::{Asker, Desk};
+use crate::rule::now::Now;
 
 /// Of such a request, all that its decision needs.
 pub struct Again {
@@ -74,14 +75,15 @@ impl Again {
         let Scratch { desk, text, last, .. } = &mut *scratch;
         desk.askers.clear();
         desk.askers.extend_from_slice(&self.askers);
-        if snapshot.book.look(&slate.roster, &hall.table, now.unix_ms, desk) {
+        let clock = || hall.clock.now().unix_ms;
+        if snapshot.book.look(&slate.roster, &hall.table, Now::since(now.unix_ms, &clock), desk) {
             return None;
         }
         let took = hall.clock.instant().duration_since(now.instant);
         hall.meter.decided(took);
         record::refused(view, Some(self.lane), position, desk);
-        let work_out = || view.refusal(position, desk, now.unix_ms, hall.date(), text, HeaderMap::new());
-        let (status, answer) = last.written(position, now.unix_ms, desk, work_out);
+        let work_out = || view.refusal(position, desk, desk.decided_ms, hall.date(), text, HeaderMap::new());
+        let (status, answer) = last.written(position, desk.decided_ms, desk, work_out);
         view.meters[self.lane].answered(status.as_u16(), took);
         Some(answer)
     }

@@ -33,6 +33,7 @@ use crate::metrics::upstream::{RetryMeter, UnderWay};
 use crate::metrics::{LoopId, Registry};
 use crate::rule::abandoned::Abandoned;
 use crate::rule::desk::{Asker, Desk};
+use crate::rule::now::Now;
 use crate::shared::Shared;
 use crate::timer::{Timer, Timers};
 use crate::token::checker::Checker;
@@ -330,14 +331,14 @@ impl View {
     }
 
     /// What is to be said of the limits now, to somebody who was charged before.
-    pub fn stamp(&self, slate: usize, askers: &[Option<Asker>], table: &Table, now_ms: u64) -> Stamp {
+    pub fn stamp(&self, slate: usize, askers: &[Option<Asker>], table: &Table, now: Now<'_>) -> Stamp {
         let Slate { roster, sheet, .. } = &self.snapshot.slates[slate];
         let mut scratch = self.scratch();
         let Scratch { desk, text, .. } = &mut *scratch;
         desk.askers.clear();
         desk.askers.extend_from_slice(askers);
-        self.snapshot.book.look(roster, table, now_ms, desk);
-        sheet.render(desk, self.policies[slate].as_ref(), now_ms, text)
+        self.snapshot.book.look(roster, table, now, desk);
+        sheet.render(desk, self.policies[slate].as_ref(), desk.decided_ms, text)
     }
 
     /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.

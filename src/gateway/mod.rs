@@ -235,11 +235,11 @@ fn decide(
                 visitor.peer.again.replace(again);
                 let headers = std::mem::take(&mut parts.headers);
                 let slate = lane.slate as usize;
-                let work_out = || view.refusal(slate, desk, now.unix_ms, hall.date(), text, headers);
-                return Ok(Decision::Refuse(last.refusal(slate, now.unix_ms, desk, work_out)));
+                let work_out = || view.refusal(slate, desk, desk.decided_ms, hall.date(), text, headers);
+                return Ok(Decision::Refuse(last.refusal(slate, desk.decided_ms, desk, work_out)));
             }
             let policy = view.policies[lane.slate as usize].as_ref();
-            let stamp = slate.sheet.render(desk, policy, now.unix_ms, text);
+            let stamp = slate.sheet.render(desk, policy, desk.decided_ms, text);
             let texts = || snapshot.texts_of(slate, &caller);
             (Permit::of(judgement, stamp, hall, view, visitor.peer, lane.slate as usize, desk, texts), None)
         }

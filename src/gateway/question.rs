@@ -15,6 +15,7 @@ use crate::http::quota::Stamp;
 use crate::http::reply::Reply;
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
+use crate::rule::now::Now;
 use crate::shared::inquiry::{Begun, Inquiry, Ruling, Unavailable};
 
 /// What is asked, and by whose rules.
@@ -77,7 +78,9 @@ pub fn judge(
 ) -> Result<Judged, Fault> {
     let Slate { roster, .. } = &snapshot.slates[slate];
     let Some(shared) = hall.shared.as_ref().filter(|_| roster.is_shared) else {
-        return Ok(Judged::Now(snapshot.book.judge(roster, &hall.table, now_ms, desk)));
+        let clock = || hall.clock.now().unix_ms;
+        let now = Now::since(now_ms, &clock);
+        return Ok(Judged::Now(snapshot.book.judge(roster, &hall.table, now, desk)));
     };
     let text = |position| snapshot.text_of(&snapshot.slates[slate], position, caller);
     match shared.begin(&snapshot.book, roster, desk, text) {

@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::count::shard::Share;
 use crate::http::quota::Stamp;
 use crate::rule::desk::{Asker, Desk};
+use crate::rule::now::Now;
 use crate::rule::terms::Cost;
 use crate::shared::script::Gift;
 
@@ -100,7 +101,8 @@ impl Settlement {
     pub fn settle(self, hall: &Rc<Hall>, view: &View, fields: &HeaderMap) -> Option<Stamp> {
         let snapshot = &*view.snapshot;
         let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
-        let now_ms = hall.clock.now().unix_ms;
+        let clock = || hall.clock.now().unix_ms;
+        let now_ms = clock();
         let mut settled = false;
         for (term, reserved) in slate.terms.iter().zip(&self.reserved) {
             let (Some(asker), Some(cost)) = (self.askers[term.position], term.told(fields)) else { continue };
@@ -122,6 +124,6 @@ impl Settlement {
                 hall.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
             }
         }
-        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, now_ms))
+        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, Now::by(&clock)))
     }
 }

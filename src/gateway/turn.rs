@@ -21,6 +21,7 @@ use crate::http::quota::Stamp;
 use crate::http::reply;
 use crate::rule::book::{Judgement, Line};
 use crate::rule::desk::{Asker, Desk};
+use crate::rule::now::Now;
 use crate::shared::inquiry::Unavailable;
 use crate::shared::script::Gift;
 
@@ -92,24 +93,25 @@ impl Turn {
         settlement: &mut Option<Box<Settlement>>,
     ) -> Result<Stamp, Denial> {
         loop {
-            let now_ms = self.until_open().await;
+            self.until_open().await;
             if self.again.is_empty() {
                 self.shares.clear();
                 self.placed.gifts.clear();
-                return Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, now_ms));
+                let clock = || self.hall.clock.now().unix_ms;
+                return Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, Now::by(&clock)));
             }
-            self.charge_again(now_ms, record, settlement).await?;
+            self.charge_again(record, settlement).await?;
         }
     }
 
-    async fn until_open(&self) -> u64 {
+    async fn until_open(&self) {
         self.waits.set(true);
         loop {
             let now_ms = self.hall.clock.now().unix_ms;
             let left_ms = self.until_ms.saturating_sub(now_ms);
             if left_ms == 0 {
                 self.waits.set(false);
-                return now_ms;
+                return;
             }
             tokio::time::sleep(Duration::from_millis(left_ms).min(LOOK_AGAIN)).await;
         }
@@ -119,7 +121,6 @@ impl Turn {
     /// again, but not beyond the time at which it would have been refused when it came.
     async fn charge_again(
         &mut self,
-        now_ms: u64,
         record: &mut Record,
         settlement: &mut Option<Box<Settlement>>,
     ) -> Result<(), Denial> {
@@ -128,8 +129,12 @@ impl Turn {
         let mut desk = self.view.scratch().desk.clone();
         desk.askers.clone_from(&self.askers);
         let again = std::mem::take(&mut self.again);
+        let clock = || self.hall.clock.now().unix_ms;
         let (judgement, gifts) = match self.hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
-            None => (book.charge_again(&slate.roster, &again, &self.hall.table, now_ms, &mut desk), Vec::new()),
+            None => {
+                let now = Now::by(&clock);
+                (book.charge_again(&slate.roster, &again, &self.hall.table, now, &mut desk), Vec::new())
+            }
             Some(shared) => {
                 let inquiry = shared.charge_again(book, &slate.roster, again, desk, self.placed.texts.clone());
                 let ruling = inquiry.decide(&slate.roster).await;
@@ -138,6 +143,8 @@ impl Turn {
                 (ruling.judgement, ruling.gifts)
             }
         };
+        let now = Now::by(&clock);
+        let now_ms = now.unix_ms;
         match judgement {
             Judgement::Admitted => {}
             Judgement::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
@@ -149,13 +156,13 @@ impl Turn {
                 self.shares.clear();
                 self.placed.gifts.extend(gifts);
                 // The answer tells of all layers, as they are now.
-                book.look(&slate.roster, &self.hall.table, now_ms, &mut desk);
+                book.look(&slate.roster, &self.hall.table, now, &mut desk);
                 record.decision(self.slate, &desk, &Judgement::Refused);
                 let mut text = Vec::new();
-                let stamp = slate.sheet.render(&desk, None, now_ms, &mut text);
+                let stamp = slate.sheet.render(&desk, None, desk.decided_ms, &mut text);
                 let (roster, forms) = (&slate.roster, &snapshot.forms);
                 let headers = HeaderMap::new();
-                let refused = reply::refusal(book, roster, &desk, forms, now_ms, stamp, &mut text, headers);
+                let refused = reply::refusal(book, roster, &desk, forms, desk.decided_ms, stamp, &mut text, headers);
                 return Err(Denial::Refused(refused.reply));
             }
         }

@@ -1,7 +1,7 @@
 //! Decisions for those who ask without a request: may this key pass this rule, and what has it used?
 //!
 //! The question and the answer are JSON; the counters are those of the requests. This file knows no
-//! socket: it is handed the text of a question and the time.
+//! socket: it is handed the text of a question and a clock.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use crate::count::table::Table;
 use crate::rule::book::{Book, Entry, Judgement, Line, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::key::{KeyHash, KeyHasher, Part, Seed};
+use crate::rule::now::Now;
 
 /// What is asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -115,38 +116,40 @@ impl Counsel {
     }
 
     /// Answers a question in JSON, by the counters of this machine.
-    pub fn answer(&self, verb: Verb, heard: &Heard, table: &Table, now_ms: u64) -> Value {
+    pub fn answer(&self, verb: Verb, heard: &Heard, table: &Table, clock: &dyn Fn() -> u64) -> Value {
+        let now = Now::by(clock);
         let roster = &self.rules[heard.rule].roster;
         let mut desk = Desk::default();
         desk.askers.push(Some(heard.asker));
         desk.reserve = heard.reserve;
         let (allowed, again_ms) = match verb {
             Verb::Limit => {
-                let judgement = self.book.judge(roster, table, now_ms, &mut desk);
-                self.outcome(heard, &judgement, &desk, now_ms)
+                let judgement = self.book.judge(roster, table, now, &mut desk);
+                self.outcome(heard, &judgement, &desk, desk.decided_ms)
             }
             // Whether there is a place in a window to come is found out by taking it.
-            Verb::Check if heard.reserve => match self.book.judge(roster, table, now_ms, &mut desk) {
-                Judgement::Refused => (false, self.book.again_ms(roster, &desk, now_ms)),
+            Verb::Check if heard.reserve => match self.book.judge(roster, table, now, &mut desk) {
+                Judgement::Refused => (false, self.book.again_ms(roster, &desk, desk.decided_ms)),
                 taken => {
                     let shares: Vec<_> = desk.all_shares().collect();
-                    self.book.give_back(&shares, u32::MAX, table, now_ms);
-                    let outcome = self.outcome(heard, &taken, &desk, now_ms);
-                    self.book.look(roster, table, now_ms, &mut desk);
+                    self.book.give_back(&shares, u32::MAX, table, desk.decided_ms);
+                    let outcome = self.outcome(heard, &taken, &desk, desk.decided_ms);
+                    self.book.look(roster, table, Now::by(clock), &mut desk);
                     outcome
                 }
             },
             Verb::Check | Verb::Value => {
-                let room = self.book.look(roster, table, now_ms, &mut desk);
-                (room, self.book.again_ms(roster, &desk, now_ms))
+                let room = self.book.look(roster, table, now, &mut desk);
+                (room, self.book.again_ms(roster, &desk, desk.decided_ms))
             }
             Verb::Reset => {
-                self.book.look(roster, table, now_ms, &mut desk);
-                self.book.forget(table, now_ms, &desk);
-                (self.book.look(roster, table, now_ms, &mut desk), Some(now_ms))
+                self.book.look(roster, table, now, &mut desk);
+                self.book.forget(table, desk.decided_ms, &desk);
+                let room = self.book.look(roster, table, Now::by(clock), &mut desk);
+                (room, Some(desk.decided_ms))
             }
         };
-        self.tell(heard, &desk, allowed, again_ms, now_ms)
+        self.tell(heard, &desk, allowed, again_ms, desk.decided_ms)
     }
 
     /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.

@@ -11,10 +11,11 @@ use super::desk::{Asker, Desk};
 use super::key::{Part, Seed};
 use super::lease::Stand;
 use super::limit::Limit;
+use super::now::Now;
 use super::share::Segments;
 use super::terms::{Cost, OnLimit, Rule, Sharing};
 use super::window::Windows;
-use crate::count::charge::{Charge, Verdict, decide, look};
+use crate::count::charge::{Charge, Verdict, decide};
 use crate::count::pace::{Pace, Time};
 use crate::count::queue::{Place, Queue};
 use crate::count::region::Key;
@@ -377,18 +378,18 @@ impl Book {
 
     /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
     /// `None` where the rule does not apply.
-    pub fn judge<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> Judgement {
+    pub fn judge<const W: usize>(&self, roster: &Roster, table: &Table<W>, now: Now<'_>, desk: &mut Desk) -> Judgement {
         desk.clear();
         let judgement = if desk.are_usual() {
-            self.decide(roster, &roster.enforced, table, now_ms, desk, true)
+            self.decide(roster, &roster.enforced, table, now, desk, true)
         } else {
             let lines = self.lines_of(roster, desk);
-            let judgement = self.decide(roster, &lines, table, now_ms, desk, true);
+            let judgement = self.decide(roster, &lines, table, now, desk, true);
             desk.own_lines = lines;
             judgement
         };
         if !matches!(judgement, Judgement::Refused) {
-            self.try_out(roster, table, now_ms, desk);
+            self.try_out(roster, table, now, desk);
         }
         judgement
     }
@@ -406,35 +407,14 @@ impl Book {
         lines
     }
 
-    /// Looks at the counters of the enforced rules; nothing is charged.
-    pub fn look<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) -> bool {
-        desk.clear();
-        if roster.plain && desk.are_usual() {
-            desk.put_down(self, roster, &roster.enforced, now_ms, 0);
-            return look(table, &mut desk.charges, Time::all_plain(now_ms));
-        }
-        let lines = self.lines_of(roster, desk);
-        if roster.is_shared {
-            self.look_shared(roster, &lines, table, now_ms, desk);
-        } else {
-            desk.put_down(self, roster, &lines, now_ms, 0);
-        }
-        let room = look(table, &mut desk.charges, self.time(now_ms));
-        if roster.is_shared {
-            self.tell(roster, table, now_ms, desk, 0);
-        }
-        desk.own_lines = lines;
-        room
-    }
-
     /// Lets the shadow rules decide as well.
-    fn try_out<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk) {
+    fn try_out<const W: usize>(&self, roster: &Roster, table: &Table<W>, now: Now<'_>, desk: &mut Desk) {
         for position in &roster.shadows {
             let Some(asker) = desk.askers[*position] else { continue };
             let mut lines = std::mem::take(&mut desk.own_lines);
             lines.clear();
             lines.extend(self.lines(roster, *position, asker.variant));
-            if let Judgement::Refused = self.decide(roster, &lines, table, now_ms, desk, false) {
+            if let Judgement::Refused = self.decide(roster, &lines, table, now, desk, false) {
                 desk.shadowed.push(*position);
             }
             desk.own_lines = lines;
@@ -447,12 +427,15 @@ impl Book {
         roster: &Roster,
         lines: &[Line],
         table: &Table<W>,
-        mut now_ms: u64,
+        mut now: Now<'_>,
         desk: &mut Desk,
         may_wait: bool,
     ) -> Judgement {
         let first = desk.charges.len();
+        let waits = may_wait && (roster.delays || desk.reserve);
         loop {
+            let now_ms = now.unix_ms;
+            desk.decided_ms = desk.decided_ms.max(now_ms);
             match roster.is_shared {
                 true => desk.put_down_shared(self, roster, table, lines, now_ms, first),
                 false => desk.put_down(self, roster, lines, now_ms, first),
@@ -465,17 +448,19 @@ impl Book {
             match verdict {
                 Verdict::Admitted => return Judgement::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
-                Verdict::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
+                Verdict::Late if now.not_before(table.horizon_ms()) => {}
                 // There is no later time than the last that a counter can name.
                 Verdict::Late => return Judgement::Refused,
                 Verdict::Refused if roster.plain => return Judgement::Refused,
+                Verdict::Refused if desk.meets_debts(first) && now.goes_on() => {}
                 Verdict::Refused if self.amend(roster, table, self.time(now_ms), desk, first) => {}
                 Verdict::Refused => {
-                    if may_wait
-                        && (roster.delays || desk.reserve)
-                        && let Some(delayed) = self.postpone(roster, table, self.time(now_ms), desk)
-                    {
+                    if waits && let Some(delayed) = self.postpone(roster, table, self.time(now_ms), desk) {
                         return delayed;
+                    }
+                    // Whoever looks for a place looks at the counters again, and may have found one full that was not.
+                    if waits && desk.meets_debts(first) && now.goes_on() {
+                        continue;
                     }
                     if roster.counts_refused && !roster.is_shared {
                         self.count_refusal(roster, table, self.time(now_ms), desk, first);

@@ -32,6 +32,8 @@ pub struct Desk {
     pub charges: Vec<Charge>,
     /// Which layer each of `charges` belongs to.
     pub lines: Vec<Line>,
+    /// The time of what `charges` say, Unix milliseconds.
+    pub decided_ms: u64,
     /// What was charged of counters that are split.
     pub shares: Vec<Share>,
     /// Where in `shares` those begin that belong to the rules which are decided on just now.
@@ -59,12 +61,19 @@ impl Desk {
     }
 
     pub fn clear(&mut self) {
+        self.decided_ms = 0;
         self.shadowed.clear();
         self.charges.clear();
         self.lines.clear();
         self.shares.clear();
         self.low.clear();
         self.in_hand.clear();
+    }
+
+    /// Whether a counter behind `first` has no room because of what may be owed there.
+    #[cold]
+    pub(super) fn meets_debts(&self, first: usize) -> bool {
+        self.charges[first..].iter().any(|charge| charge.full && charge.may_owe())
     }
 
     /// Whether all who ask have the windows of everyone.

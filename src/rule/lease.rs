@@ -6,12 +6,13 @@
 
 use super::book::{Book, Entry, Judgement, Layer, Line, Roster};
 use super::desk::{Asker, Desk};
+use super::now::Now;
 use super::terms::{OnLimit, OnOutage, Sharing};
 use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
 use crate::count::shard::{Share, Split};
 use crate::count::table::{Counter, Table};
-use crate::count::word::Use;
+use crate::count::word::{Use, usage};
 
 /// How the rules of a roster are counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -87,19 +88,21 @@ impl Book {
         roster: &Roster,
         lines: &[Line],
         table: &Table<W>,
-        now_ms: u64,
+        now: Now<'_>,
         desk: &mut Desk,
         may_wait: bool,
     ) -> Step {
         let first = desk.charges.len();
         desk.lacking.clear();
+        desk.decided_ms = 0;
         // Who waits for windows to come asks the store for his place; here he can not have it.
         let leases = |line: &Line| desk.stands[line.rule] == Stand::Leased && desk.askers[line.rule].is_some();
         let may_wait = may_wait && !lines.iter().any(leases);
-        let judgement = self.decide(roster, lines, table, now_ms, desk, may_wait);
+        let judgement = self.decide(roster, lines, table, now, desk, may_wait);
+        let now_ms = desk.decided_ms;
         match judgement {
             Judgement::Refused => {
-                if self.only_lacks(roster, table, now_ms, desk, first) {
+                if self.only_lacks(roster, table, now, desk, first) {
                     return Step::Lacking;
                 }
                 if roster.counts_refused() {
@@ -112,35 +115,6 @@ impl Book {
         Step::Decided(judgement)
     }
 
-    /// Puts down lines to be looked at: of those that are shared, what is known of all gateways together.
-    pub(super) fn look_shared<const W: usize>(
-        &self,
-        roster: &Roster,
-        lines: &[Line],
-        table: &Table<W>,
-        now_ms: u64,
-        desk: &mut Desk,
-    ) {
-        self.stands(roster, |_within| false, &mut desk.stands);
-        desk.stands.iter_mut().filter(|stand| **stand == Stand::Aside).for_each(|stand| *stand = Stand::Leased);
-        desk.put_down_shared(self, roster, table, lines, now_ms, 0);
-    }
-
-    /// Looks at ordinary counters, beside what is known to be used elsewhere; `true` if all have room.
-    pub fn look_alone<const W: usize>(
-        &self,
-        roster: &Roster,
-        lines: &[Line],
-        table: &Table<W>,
-        now_ms: u64,
-        desk: &mut Desk,
-    ) -> bool {
-        desk.put_down_shared(self, roster, table, lines, now_ms, 0);
-        let room = look(table, &mut desk.charges, self.time(now_ms));
-        self.tell(roster, table, now_ms, desk, 0);
-        room
-    }
-
     /// What a key has used of a layer by the counters of this machine; `rule` is a position in the book.
     pub fn used_here<const W: usize>(
         &self,
@@ -148,11 +122,15 @@ impl Book {
         layer: usize,
         asker: Asker,
         table: &Table<W>,
-        now_ms: u64,
+        mut now: Now<'_>,
     ) -> Use {
-        let mut charge = self.charge_here(rule, layer, asker, now_ms);
-        look(table, std::slice::from_mut(&mut charge), self.time(now_ms));
-        charge.usage
+        loop {
+            let mut charge = self.charge_here(rule, layer, asker, now.unix_ms);
+            look(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
+            if charge.usage.used == 0 || !charge.may_owe() || !now.goes_on() {
+                return charge.usage;
+            }
+        }
     }
 
     /// Forgets that; returns how much it was.
@@ -162,11 +140,15 @@ impl Book {
         layer: usize,
         asker: Asker,
         table: &Table<W>,
-        now_ms: u64,
+        mut now: Now<'_>,
     ) -> u64 {
-        let charge = self.charge_here(rule, layer, asker, now_ms);
+        let charge = self.charge_here(rule, layer, asker, now.unix_ms);
         let counters = charge.split.counters(charge.counter);
-        counters.map(|counter| table.forget(counter, charge.ask, self.time(now_ms))).sum()
+        let forgotten: Vec<_> =
+            counters.map(|counter| table.forget(counter, charge.ask, self.time(now.unix_ms))).collect();
+        now.goes_on();
+        let ask = self.charge_here(rule, layer, asker, now.unix_ms).ask;
+        forgotten.into_iter().map(|word| usage(word, ask, self.time(now.unix_ms)).used).sum()
     }
 
     fn charge_here(&self, rule: usize, layer: usize, asker: Asker, now_ms: u64) -> Charge {
@@ -180,16 +162,17 @@ impl Book {
         &self,
         roster: &Roster,
         table: &Table<W>,
-        now_ms: u64,
+        now: Now<'_>,
         desk: &mut Desk,
         first: usize,
     ) -> bool {
+        let now_ms = desk.decided_ms;
         let Desk { charges, lines, stands, askers, lacking, .. } = desk;
         let mut is_full = false;
         for (i, (charge, line)) in charges.iter_mut().zip(lines.iter()).enumerate().skip(first) {
             let Some(asker) = askers[line.rule].filter(|_| charge.full) else { continue };
             let layer = self.layer_of(roster, *line);
-            let here = || self.used_here(roster.rules[line.rule], line.layer, asker, table, now_ms).used;
+            let here = || self.used_here(roster.rules[line.rule], line.layer, asker, table, now).used;
             if stands[line.rule] != Stand::Leased || layer.is_used_up(table, asker, charge, here(), now_ms) {
                 is_full = true;
             } else {
@@ -291,7 +274,7 @@ impl Book {
     }
 
     /// Asks for places in the windows in which rules let a request pass; `told` is what is used of each layer. Returns
-    /// the lines, charged before `behind`, whose windows are over by then.
+    /// the lines, charged before `behind` or placed, whose windows are over by the time that the last of them lets it pass.
     #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
     pub fn ask_for_turns(
         &self,
@@ -304,17 +287,21 @@ impl Book {
         behind: usize,
     ) -> Vec<Line> {
         let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
+        let mut again = Vec::new();
         for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(behind) {
             if let Some((_, usage)) = told.iter().find(|(known, _)| known == line) {
                 charge.usage = *usage;
             }
             charge.full = !charge.usage.admits(charge.ask);
-            if turns[line.rule] > time.now_ms {
-                self.ask_for_then(charge, &self.entries[roster.rules[line.rule]], *line, turns[line.rule], time);
+            let turn_ms = turns[line.rule];
+            if turn_ms > time.now_ms {
+                let end_ms = self.ask_for_then(charge, &self.entries[roster.rules[line.rule]], *line, turn_ms, time);
+                again.extend((end_ms <= until_ms).then_some(*line));
             }
         }
         let kept = desk.charges[..behind].iter().zip(&desk.lines).skip(first);
-        kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, line)| *line).collect()
+        again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, line)| *line));
+        again
     }
 
     /// Whether a refused request could be let through in a window to come, by rules that are full.

@@ -10,6 +10,7 @@
 use super::book::{Book, Entry, Form, Judgement, Line, Roster, Wait};
 use super::desk::{Asker, Desk};
 use super::lease::Stand;
+use super::now::Now;
 use super::terms::OnLimit;
 use crate::count::charge::{Charge, Verdict, look, take};
 use crate::count::pace::Time;
@@ -85,10 +86,12 @@ impl Book {
             let entry = self.entry(roster, *line);
             let layer = entry.layer(line.layer);
             let opens_ms = self.opens_ms(charge, entry, line.layer, time.now_ms)?;
+            // What lies on the desk may say of a window that it ends when it has ended.
+            let waits_ms = opens_ms.saturating_sub(time.now_ms);
+            let may_wait = roster.delays || layer.reserve > 0;
             match entry.rule.on_limit {
                 _ if layer.is_held => return None,
-                OnLimit::Delay { max_delay_ms, .. }
-                    if (roster.delays || layer.reserve > 0) && opens_ms - time.now_ms <= max_delay_ms => {}
+                OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
                 OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
             }
@@ -129,11 +132,11 @@ impl Book {
         roster: &Roster,
         lines: &[Line],
         table: &Table<W>,
-        now_ms: u64,
+        now: Now<'_>,
         desk: &mut Desk,
     ) -> Judgement {
         desk.clear();
-        self.decide(roster, lines, table, now_ms, desk, true)
+        self.decide(roster, lines, table, now, desk, true)
     }
 
     /// The longest that any rule of a roster lets a request wait.

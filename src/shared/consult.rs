@@ -14,6 +14,7 @@ use super::script::{Answer, Gift, TOKENS_MAX, Want};
 use crate::rule::book::{Book, Judgement, Line, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
+use crate::rule::now::Now;
 
 /// A question about one key under one rule, which is the only one of its roster.
 pub struct Subject<'a> {
@@ -70,14 +71,15 @@ impl Shared {
         if inquiry.progress.beyond.contains(&true) {
             let Subject { book, roster, .. } = subject;
             let desk = &mut inquiry.desk;
-            book.look(roster, &self.table, self.clock.now().unix_ms, desk);
+            let clock = || self.clock.now().unix_ms;
+            book.look(roster, &self.table, Now::by(&clock), desk);
             // What is known of the others, and beside it what was counted here.
             let lines = desk.lines.clone();
             book.stands(roster, |_beyond| true, &mut desk.stands);
             if desk.stands.contains(&Stand::Aside) {
                 return Err(Unavailable);
             }
-            let room = book.look_alone(roster, &lines, &self.table, self.clock.now().unix_ms, desk);
+            let room = book.look_alone(roster, &lines, &self.table, Now::by(&clock), desk);
             return Ok(Standing { desk: take(&mut inquiry.desk), room });
         }
         let room = inquiry.desk.charges.iter().all(|charge| charge.usage.admits(charge.ask));

@@ -8,9 +8,11 @@ use super::inquiry::Progress;
 use super::leases::id;
 use super::script::{At, Want};
 use crate::count::table::Counter;
+use crate::count::word::Use;
 use crate::rule::book::{Book, Form, Line, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
+use crate::rule::now::Now;
 use crate::rule::share::{Span, span};
 use crate::rule::terms::Sharing;
 
@@ -128,7 +130,7 @@ impl Shared {
     ) -> Want {
         let entry = &book.entries[rule];
         // What was counted here alone and is not told yet is not to be handed out.
-        let here = book.used_here(rule, layer, asker, &self.table, now_ms).used;
+        let here = self.used_here(book, rule, layer, asker).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
         let windows = &book.timelines[layer.timeline];
         let at = match (layer.form, span(windows, now_ms, asker.offset)) {
@@ -140,6 +142,11 @@ impl Shared {
         let ceiling = u64::from(layer.capacity).saturating_sub(here);
         let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
         Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
+    }
+
+    /// What a key has used of a layer by the counters of this machine.
+    pub(super) fn used_here(&self, book: &Book, rule: usize, layer: usize, asker: Asker) -> Use {
+        book.used_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms))
     }
 
     /// What is certainly used of a counter, if the store may not know it any more.

@@ -20,6 +20,7 @@ use crate::metrics::shared::Without;
 use crate::rule::book::{Book, Judgement, Line, Roster};
 use crate::rule::desk::Desk;
 use crate::rule::lease::{Stand, Step};
+use crate::rule::now::Now;
 use crate::rule::terms::{OnOutage, Sharing};
 
 /// So often a request asks in vain, as when others take the tokens that it fetches before it can.
@@ -105,6 +106,16 @@ impl Progress {
         let beyond = SmallVec::from_elem(false, rules);
         Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
     }
+
+    /// Puts down how each rule of the roster is counted in the next step.
+    fn settle_stands(&self, book: &Book, roster: &Roster, desk: &mut Desk) {
+        book.stands(roster, |position| self.beyond[position], &mut desk.stands);
+        for (stand, rule) in desk.stands.iter_mut().zip(&roster.rules).filter(|_| self.asks) {
+            if *stand == Stand::Leased && !book.entries[*rule].is_split() {
+                *stand = Stand::Aside;
+            }
+        }
+    }
 }
 
 impl Shared {
@@ -183,20 +194,15 @@ impl Shared {
                     None => Vec::new(),
                 },
             };
-            let beyond = &progress.beyond;
-            book.stands(roster, |position| beyond[position], &mut desk.stands);
-            for (stand, rule) in desk.stands.iter_mut().zip(&roster.rules).filter(|_| progress.asks) {
-                if *stand == Stand::Leased && !book.entries[*rule].is_split() {
-                    *stand = Stand::Aside;
-                }
-            }
+            progress.settle_stands(book, roster, desk);
             if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
                 self.meter.did_without(Without::Refused);
                 return Next::Unavailable;
             }
             let first = desk.charges.len();
             desk.first_share = desk.shares.len();
-            let step = book.step(roster, &lines, &self.table, self.clock.now().unix_ms, desk, shadow.is_none());
+            let clock = || self.clock.now().unix_ms;
+            let step = book.step(roster, &lines, &self.table, Now::by(&clock), desk, shadow.is_none());
             let judgement = match step {
                 Step::Lacking => {
                     desk.put_back(lines);
@@ -313,6 +319,7 @@ impl Inquiry {
             return Some(Next::Done(Judgement::Refused));
         }
         let lines = self.progress.again.clone().unwrap_or_else(|| book.enforced(roster, &mut self.desk));
+        self.desk.decided_ms = self.shared.clock.now().unix_ms;
         Some(Next::Place { first, lines })
     }
 

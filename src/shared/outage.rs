@@ -21,12 +21,12 @@ use super::link::Server;
 use super::script::{Answer, Gift, Want};
 use super::store::StoreError;
 use crate::count::shard::part;
-use crate::count::table::{Counter, Table};
-use crate::count::word::Use;
+use crate::count::table::Counter;
 use crate::metrics::shared::Outcome;
 use crate::rule::book::{Book, Roster};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::Stand;
+use crate::rule::now::Now;
 
 /// So many failures in a row open the breaker, each at least as long after the one before as a request waits.
 const FAILURES_MAX: u32 = 3;
@@ -141,10 +141,6 @@ struct Debt {
 impl Debt {
     fn counter(&self) -> Counter {
         self.book.entries[self.rule].layer(self.layer).counter(self.asker)
-    }
-
-    fn used_here(&self, table: &Table, now_ms: u64) -> Use {
-        self.book.used_here(self.rule, self.layer, self.asker, table, now_ms)
     }
 }
 
@@ -300,11 +296,10 @@ impl Shared {
 
     /// Some of the debts at a server that nobody tells yet; forgets those of windows that are over.
     fn some_at(&self, server: Server) -> Vec<Id> {
-        let now_ms = self.clock.now().unix_ms;
         let (mut debts, underway) = (self.debts.counted.borrow_mut(), self.debts.underway.borrow());
         let (mut some, mut over) = (Vec::new(), Vec::new());
         for (id, debt) in debts.iter().filter(|(id, debt)| !underway.contains(id) && self.server_of(debt) == server) {
-            let is_over = debt.used_here(&self.table, now_ms).used == 0;
+            let is_over = self.used_here(&debt.book, debt.rule, debt.layer, debt.asker).used == 0;
             if is_over { &mut over } else { &mut some }.push(*id);
             if some.len() == REPORTS {
                 break;
@@ -405,8 +400,8 @@ impl Shared {
         self.met(began);
         // From here on nothing waits until it is forgotten: what is counted meanwhile is a debt of its own.
         self.debts.counted.borrow_mut().remove(&id);
+        let here = self.used_here(book, rule, layer, asker);
         let now_ms = self.clock.now().unix_ms;
-        let here = debt.used_here(&self.table, now_ms);
         if here.used == 0 {
             return true;
         }
@@ -415,7 +410,7 @@ impl Shared {
         let counter = debt.counter();
         let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
         // Before it is told, for it must not be told twice: whether it arrived is not always known, and other loops tell it too.
-        let tokens = book.forget_here(rule, layer, asker, &self.table, now_ms);
+        let tokens = book.forget_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms));
         if tokens == 0 {
             return true;
         }

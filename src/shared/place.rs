@@ -15,6 +15,7 @@ use super::script::{Answer, Gift, Took, Want, gifts};
 use crate::rule::book::{Book, Judgement, Line, Roster, Wait};
 use crate::rule::desk::{Asker, Desk};
 use crate::rule::lease::{Stand, Step};
+use crate::rule::now::Now;
 use crate::rule::terms::OnOutage;
 
 /// How often a request tries to take a place that another one took in between.
@@ -224,7 +225,7 @@ impl Inquiry {
             let Some(asker) = askers[line.rule] else { continue };
             let layer = book.layer_of(roster, *line);
             let tally = shared.table.tally(layer.counter(asker), now_ms);
-            let here = book.used_here(roster.rules[line.rule], line.layer, asker, &shared.table, now_ms).used;
+            let here = shared.used_here(book, roster.rules[line.rule], line.layer, asker).used;
             charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
             charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
             charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
@@ -247,7 +248,9 @@ impl Inquiry {
         let mut wait: Option<Wait> = None;
         let Parts { placed, here, kept } = self.parts(book, roster, first, lines);
         for _ in 0..TRIES {
-            let now_ms = shared.clock.now().unix_ms;
+            let clock = || shared.clock.now().unix_ms;
+            let now = Now::by(&clock);
+            let now_ms = now.unix_ms;
             let time = book.time(now_ms);
             let Some(turns) = book.turns(roster, time, &self.desk) else { break };
             if wait.is_none() {
@@ -259,7 +262,7 @@ impl Inquiry {
             let told: Vec<_> =
                 self.desk.charges.iter().zip(&self.desk.lines).map(|(charge, line)| (*line, charge.usage)).collect();
             self.desk.rewind(first);
-            match book.step(roster, &kept, &shared.table, now_ms, &mut self.desk, false) {
+            match book.step(roster, &kept, &shared.table, now, &mut self.desk, false) {
                 Step::Decided(Judgement::Admitted) => {}
                 Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => return Next::Done(Judgement::Refused),
                 Step::Lacking => return Next::Fetch { first },
@@ -285,7 +288,7 @@ impl Inquiry {
                     self.progress.group = 1;
                     return self.go_on(book, roster);
                 }
-                Sent::Refused => book.measure(roster, &shared.table, now_ms, &mut self.desk, behind),
+                Sent::Refused => book.measure(roster, &shared.table, clock(), &mut self.desk, behind),
                 Sent::OtherWindow | Sent::Failed => {
                     self.desk.rewind(first);
                     return self.go_on(book, roster);

@@ -16,6 +16,7 @@ use transom::counters::header::Header;
 use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::{KeyHash, Seed};
+use transom::rule::now::Now;
 
 use crate::world::Scratch;
 use crate::world::gateway::{Gateway, START_S, with_listen};
@@ -107,11 +108,11 @@ fn ask_everything(book: &Book, position: usize, roster: &Roster, table: &Table, 
     desk.askers = vec![Some(asker)];
     desk.reserve = rng.bool();
     let later_ms = NOW_MS + rng.u64(..5000);
-    match book.judge(roster, table, NOW_MS, &mut desk) {
+    match book.judge(roster, table, Now::by(&|| NOW_MS), &mut desk) {
         Judgement::Admitted => {}
         Judgement::Delayed { until_ms, again, .. } => {
             assert!(until_ms >= NOW_MS);
-            book.charge_again(roster, &again, table, until_ms, &mut desk);
+            book.charge_again(roster, &again, table, Now::by(&|| until_ms), &mut desk);
         }
         Judgement::Refused => assert!(book.again_ms(roster, &desk, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS)),
     }
@@ -121,7 +122,7 @@ fn ask_everything(book: &Book, position: usize, roster: &Roster, table: &Table, 
         1 => shares.iter().for_each(|share| _ = book.give_up(*share, table, later_ms)),
         2 => book.overdraw(position, asker, table, later_ms),
         3 => book.forget(table, later_ms, &desk),
-        _ => _ = book.look(roster, table, later_ms, &mut desk),
+        _ => _ = book.look(roster, table, Now::by(&|| later_ms), &mut desk),
     }
 }
 

@@ -17,6 +17,7 @@ use transom::counters::header::Header;
 use transom::http::caller::Starts;
 use transom::rule::book::Book;
 use transom::rule::desk::{Asker, Desk};
+use transom::rule::now::Now;
 
 use crate::world::gateway::with_listen;
 use crate::world::judge::{KEYS, Layer, Load, now_ms};
@@ -168,7 +169,7 @@ fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
         let mut hasher = start.own.clone();
         hasher.part(HEADER_PART, key.to_string().as_bytes());
         desk.askers = vec![Some(Asker { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];
-        book.look(&roster, &table, now_ms(), &mut desk);
+        book.look(&roster, &table, Now::by(&now_ms), &mut desk);
         tags.extend(desk.charges.iter().zip(&desk.lines).map(|(charge, line)| (charge.counter.key.tag, line.layer)));
     }
     tags.sort_unstable();

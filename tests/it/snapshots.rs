@@ -25,6 +25,7 @@ use transom::metrics::meter::SnapshotMeter;
 use transom::rule::book::{Book, Judgement, Roster};
 use transom::rule::desk::{Asker, Desk};
 use transom::rule::key::KeyHash;
+use transom::rule::now::Now;
 
 use crate::world::gateway::{START_S, with_listen};
 use crate::world::process::{BINARY, Process, run};
@@ -178,7 +179,7 @@ impl Counted {
         let mut desk = Desk::default();
         desk.reserve = true;
         desk.askers = vec![Some(Asker { key, offset: 0, variant: 0, cost: 1 })];
-        let judgement = self.book.judge(&self.rosters[rule], &self.counters.table, now_ms, &mut desk);
+        let judgement = self.book.judge(&self.rosters[rule], &self.counters.table, Now::by(&|| now_ms), &mut desk);
         !matches!(judgement, Judgement::Refused)
     }
 }

@@ -2,6 +2,7 @@
 //! of the operator's choice, at midnight somewhere on earth, at random; rolled over, or split.
 
 use std::collections::BTreeSet;
+use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,37 @@ fn the_binary_opens_windows_by_a_first_request() {
     assert_eq!(t(&ask("bob").expect(200)), 2);
     eventually("the window is over", || ask("bob").status == 200);
     assert!(start.elapsed() >= Duration::from_millis(1990), "{:?}", start.elapsed());
+}
+
+/// Between the moment in which a request learns the time and that in which it is counted, another may open the window: by
+/// the older time that is yet to begin, and it is no debt. They meet so some times in many.
+#[test]
+fn a_request_that_was_slow_finds_the_window_that_another_opened() {
+    let window = "limit = 2, period = \"1d\", start = \"first-request\"";
+    let process = Process::spawn(&format!("workers = 2\n{}", per_user(window)));
+    let long = format!("/{}a", "./".repeat(7000));
+    // On several connections each, which the kernel gives to both loops.
+    let connect = || [(); 4].map(|()| process.client());
+    let ask = |clients: &mut [Client; 4], target: &str, user: usize| {
+        clients[user / 16 % 4].get_with(target, &[("X-User", &user.to_string())]).expect(200);
+    };
+    let (both, go) = sync_channel(0);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut clients = connect();
+            while let Ok(user) = go.recv() {
+                ask(&mut clients, &long, user);
+            }
+        });
+        let mut clients = connect();
+        for user in 0..640 {
+            both.send(user).expect("the other is well");
+            // As many others first as let it come into the midst of the slow one, some time.
+            (0..user % 16).for_each(|other| ask(&mut clients, "/a", 1000 + user * 16 + other));
+            ask(&mut clients, "/a", user);
+        }
+        drop(both);
+    });
 }
 
 /// 2024-01-01T00:00:00Z.

@@ -13,6 +13,7 @@ use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::lease::Step;
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::{Rule, Sharing};
 use transom_model::rule::window::Windows;
 
@@ -117,7 +118,7 @@ impl House {
         let lines = book.enforced(roster, desk);
         desk.in_hand.extend(lines.iter().filter(|line| hand[line.rule]));
         book.stands(roster, |_beyond| false, &mut desk.stands);
-        let said = match book.step(roster, &lines, table, now_ms, desk, true) {
+        let said = match book.step(roster, &lines, table, Now::by(&|| now_ms), desk, true) {
             Step::Decided(Judgement::Admitted) => Said::Paid,
             Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => Said::Refused,
             Step::Lacking => {

@@ -9,6 +9,7 @@ use transom_model::count::shard::Share;
 use transom_model::count::table::Table;
 use transom_model::rule::book::Judgement;
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::{Cost, Rule};
 use transom_model::rule::window::Windows;
 
@@ -79,7 +80,9 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
         match &event.what {
             What::Ask { costs, .. } => {
                 let costs = &costs[..rules.len()];
-                let judgement = gateway.judge(event.client, costs, now_ms);
+                // Who asks for the time again hears of the later clock, or of a clock that stays behind.
+                let again_ms = if event.moves_ms % 2 == 0 { clocks[0].max(clocks[1]) } else { now_ms };
+                let judgement = gateway.judge_late(event.client, costs, Now::since(now_ms, &|| again_ms));
                 if let Judgement::Refused = judgement {
                     continue;
                 }

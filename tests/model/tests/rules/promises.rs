@@ -2,6 +2,7 @@
 
 use transom_model::rule::key::Part;
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::Rule;
 use transom_model::rule::window::Windows;
 
@@ -19,7 +20,7 @@ fn only(layer: Limit) -> Gateway<8> {
 /// What is left in the only layer, and when its window ends, without asking for anything.
 fn value(gateway: &mut Gateway<8>, client: u64, now_ms: u64) -> (i64, u64) {
     gateway.desk.askers = vec![Some(gateway.asker(0, client, 0))];
-    gateway.book.look(&gateway.roster, &gateway.table, now_ms, &mut gateway.desk);
+    gateway.book.look(&gateway.roster, &gateway.table, Now::by(&|| now_ms), &mut gateway.desk);
     gateway.left()
 }
 

@@ -10,6 +10,7 @@ use transom_model::rule::book::{Book, Judgement, Line, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::{Cost, OnLimit, Override, Plan, Rule, Value};
 use transom_model::rule::window::{Calendar, Windows};
 
@@ -83,10 +84,15 @@ impl<const W: usize> Gateway<W> {
 
     /// Decides a request of a client, which costs so much under each of its rules.
     pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Judgement {
+        self.judge_late(client, costs, Now::by(&|| now_ms))
+    }
+
+    /// As [`Gateway::judge`], for a request that may have been held up since it learned the time.
+    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: Now<'_>) -> Judgement {
         let asker = |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.asker(rule, client, cost));
         let askers = costs.iter().enumerate().map(asker).collect();
         self.desk.askers = askers;
-        self.book.judge(&self.roster, &self.table, now_ms, &mut self.desk)
+        self.book.judge(&self.roster, &self.table, now, &mut self.desk)
     }
 
     /// As [`Gateway::judge`], for one token under every rule.

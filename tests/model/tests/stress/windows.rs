@@ -15,6 +15,7 @@ use transom_model::rule::book::{Book, Judgement, Roster};
 use transom_model::rule::desk::{Asker, Desk};
 use transom_model::rule::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
 use transom_model::rule::window::Windows;
 
@@ -69,7 +70,10 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
         let mut hasher = KeyHasher::new(SEED, scene.book.entries[0].identity);
         hasher.part(1, &client.to_le_bytes());
         desk.askers = vec![Some(Asker { key: hasher.finish(), offset: mixed(client), variant: 0, cost })];
-        let until_ms = match scene.book.judge(scene.roster, scene.table, now_ms, &mut desk) {
+        // Who asks for the time again hears what it is, or of a clock that stays behind.
+        let (is_behind, heard_ms) = (dice >> 58 & 1 == 1, now_ms);
+        let clock = || if is_behind { heard_ms } else { scene.clock.load(Ordering::Relaxed).max(heard_ms) };
+        let until_ms = match scene.book.judge(scene.roster, scene.table, Now::since(now_ms, &clock), &mut desk) {
             Judgement::Refused => continue,
             Judgement::Admitted => None,
             Judgement::Delayed { until_ms, .. } => Some(until_ms),
