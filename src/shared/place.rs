@@ -129,24 +129,39 @@ impl Shared {
     /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; on
     /// this machine, if nobody else can be told.
     pub fn overdraw(self: &Rc<Self>, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
-        let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
-        let entry = &book.entries[rule];
         if self.is_beyond(&self.base(text, "", 0)) {
-            if entry.rule.on_outage == OnOutage::Local {
-                book.overdraw(rule, asker, &self.table, now_ms);
-                entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
-            }
-            return;
+            return self.overdraw_alone(book, rule, asker, text);
         }
+        let (shared, book, text) = (Rc::clone(self), Arc::clone(book), Rc::clone(text));
+        tokio::task::spawn_local(async move {
+            for _ in 0..TRIES {
+                let wants = shared.wants_beyond(&book, rule, asker, &text);
+                match shared.charge_calls(&wants, &Cell::new(0)).await {
+                    Outcome::Granted(_) | Outcome::Refused(_) => return,
+                    Outcome::OtherWindow => {}
+                    Outcome::Failed => break,
+                }
+            }
+            shared.overdraw_alone(&book, rule, asker, &text);
+        });
+    }
+
+    /// What is asked of the store for tokens that were used already.
+    fn wants_beyond(&self, book: &Book, rule: usize, asker: Asker, text: &str) -> Vec<Want> {
+        let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
         let want = |layer| {
             let blank = self.want_of(book, rule, layer, asker, text, now_ms);
             Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
         };
-        let wants: Vec<Want> = entry.variant(asker.variant).map(want).collect();
-        let shared = Rc::clone(self);
-        tokio::task::spawn_local(async move {
-            shared.charge_calls(&wants, &Cell::new(0)).await;
-        });
+        book.entries[rule].variant(asker.variant).map(want).collect()
+    }
+
+    fn overdraw_alone(&self, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
+        let entry = &book.entries[rule];
+        if entry.rule.on_outage == OnOutage::Local {
+            book.overdraw(rule, asker, &self.table, self.clock.now().unix_ms);
+            entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
+        }
     }
 }
 
@@ -247,9 +262,10 @@ impl Inquiry {
         let shared = Rc::clone(&self.shared);
         let mut wait: Option<Wait> = None;
         let Parts { placed, here, kept } = self.parts(book, roster, first, lines);
+        let clock = || shared.clock.now().unix_ms;
+        // Places are counted from the windows that were open when it was found that there is no room.
+        let mut now = Now::since(self.desk.decided_ms, &clock);
         for _ in 0..TRIES {
-            let clock = || shared.clock.now().unix_ms;
-            let now = Now::by(&clock);
             let now_ms = now.unix_ms;
             let time = book.time(now_ms);
             let Some(turns) = book.turns(roster, time, &self.desk) else { break };
@@ -288,7 +304,10 @@ impl Inquiry {
                     self.progress.group = 1;
                     return self.go_on(book, roster);
                 }
-                Sent::Refused => book.measure(roster, &shared.table, clock(), &mut self.desk, behind),
+                Sent::Refused => {
+                    now = Now::by(&clock);
+                    book.measure(roster, &shared.table, now.unix_ms, &mut self.desk, behind);
+                }
                 Sent::OtherWindow | Sent::Failed => {
                     self.desk.rewind(first);
                     return self.go_on(book, roster);

@@ -1,13 +1,16 @@
 //! Redis stands still, is killed, is not there, forgets, refuses: rules do what was configured, requests are answered soon,
 //! and counting goes on together by itself.
 
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::world::eventually;
 use crate::world::process::Process;
 use crate::world::redis::{RedisServer, free_port};
 use crate::world::siblings::{rule, shared};
-use crate::world::upstream::{Talk, Upstream};
+use crate::world::upstream::{Talk, Upstream, reply};
+use crate::world::{eventually, pass_all};
 
 /// Much longer than the store's timeout, and much shorter than any other in the gateway.
 const SOON: Duration = Duration::from_secs(5);
@@ -127,6 +130,40 @@ fn what_was_counted_in_one_moment_is_told_before_anybody_asks() {
         eventually("it is tried", || gateway.metrics().sum("transom_shared_requests_total", &unreachable) >= 2);
         redis.restart();
         eventually("it is told", || redis.keys().iter().any(|name| name.starts_with("transom:{local|during}")));
+        is_calm(&gateway);
+    }
+}
+
+/// What an answer says to have cost is counted here then, and told to Redis when it is back.
+#[test]
+fn a_cost_that_is_told_while_redis_is_away_is_not_lost() {
+    for mode in ["lease", "exact"] {
+        let (answer, told) = channel::<()>();
+        let told = Mutex::new(told);
+        let upstream = Upstream::answering(move |_request| {
+            told.lock().unwrap().recv().unwrap();
+            reply(200, &[("X-Cost", "5")], b"")
+        });
+        let mut redis = RedisServer::start();
+        let rule = "[rules.r]\nkey = \"global\"\nwindows = [\"100/30d\"]\non_outage = \"local\"\n\
+                    cost = { response-header = \"x-cost\", reserve = 1, max = 10 }\n";
+        let toml = format!(
+            "workers = 1\n[counters.shared]\nredis = \"{}\"\nmode = \"{mode}\"\n{}rules = [\"r\"]\n{rule}",
+            redis.url(),
+            pass_all(&upstream)
+        );
+        let gateway = Process::spawn(&toml);
+        thread::scope(|scope| {
+            let client = scope.spawn(|| gateway.get("/a").expect(200));
+            eventually("it waits for the answer", || upstream.received().len() == 1);
+            redis.kill();
+            answer.send(()).unwrap();
+            client.join().unwrap();
+        });
+        redis.restart();
+        // Tokens that nobody spends are given back.
+        let used = |name: &String| redis.cli(&["HGET", name, "used"]);
+        eventually("all of it is counted", || redis.keys().iter().map(used).collect::<Vec<_>>() == ["5"]);
         is_calm(&gateway);
     }
 }
