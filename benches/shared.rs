@@ -136,7 +136,7 @@ fn wants(key: usize) -> [Want; 3] {
         let number = now_ms / period_ms;
         let at = At::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
         let base = format!("transom:{{bench|{key}}}:{name}").into();
-        Want { base, at, limit: u32::MAX, ceiling: u64::from(u32::MAX), need: 1, want: 1, least: 0 }
+        Want { base, at, limit: u32::MAX, ceiling: u64::from(u32::MAX), need: 1, want: 1, least: 0, asked_ms: 0 }
     };
     // Periods that do not end while it runs, but once in a long while.
     [window(86_400_000, "day"), window(7 * 86_400_000, "week"), window(30 * 86_400_000, "month")]

@@ -141,7 +141,7 @@ impl Shared {
         let base = self.base(text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(here);
         let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
-        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least }
+        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least, asked_ms: now_ms }
     }
 
     /// What a key has used of a layer by the counters of this machine.

@@ -146,6 +146,9 @@ pub struct Want {
     pub want: u64,
     /// What counts as used at least.
     pub least: u64,
+    /// The gateway's time when this was worked out. It may have been set back since, to the server's: by that time `at` is
+    /// a window to come.
+    pub asked_ms: u64,
 }
 
 /// What came of it.
@@ -396,7 +399,7 @@ mod tests {
     use super::*;
 
     fn asked(at: At, need: u64, want: u64) -> Ask {
-        let want = Want { base: Rc::from("t:{r|a}"), at, limit: 5, ceiling: 5, need, want, least: 0 };
+        let want = Want { base: Rc::from("t:{r|a}"), at, limit: 5, ceiling: 5, need, want, least: 0, asked_ms: 900 };
         Ask { wants: vec![want], floor_ms: 900, at_ms: 900 }
     }
 

@@ -77,6 +77,7 @@ impl Store {
     /// [`Store::is_one_call`]. `floor_ms` is the gateway's time.
     pub async fn take(&self, wants: &[Want], floor_ms: u64) -> Result<Answer, StoreError> {
         let base = wants.first().map_or("", |want| &*want.base);
+        let floor_ms = wants.iter().map(|want| want.asked_ms).fold(floor_ms, u64::max);
         let mut at_ms = floor_ms;
         for _ in 0..2 {
             let ask = Ask { wants: wants.to_vec(), floor_ms, at_ms };
@@ -212,7 +213,8 @@ impl Store {
 
     async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
         let at = At::Floating { period_ms: PROBE_PERIOD_MS };
-        let want = Want { base: base.into(), at, limit: u32::MAX, ceiling: TOKENS_MAX, need: 1, want: 1, least: 0 };
+        let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
+        let want = Want { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
         match self.take(&[want], 0).await? {
             Answer::Granted { time_ms, .. } | Answer::Refused { time_ms, .. } | Answer::OtherWindow { time_ms } => {
                 Ok(time_ms)

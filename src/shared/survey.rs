@@ -261,7 +261,8 @@ impl Survey<'_> {
         let number = server_ms;
         let end_ms = server_ms + WINDOW_MS;
         let next_end_ms = end_ms + WINDOW_MS;
-        let want = |at| Want { base: base.into(), at, limit: 1000, ceiling: TOKENS_MAX, need: 1, want: 1, least: 0 };
+        let (limit, ceiling) = (1000, TOKENS_MAX);
+        let want = |at| Want { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
         let wants = [
             want(At::Plain { number, end_ms, next_end_ms }),
             want(At::Grid { number, end_ms, next_end_ms }),

@@ -43,7 +43,7 @@ pub fn floating(base: &str, period_ms: u64, limit: u32) -> Want {
 }
 
 fn want(base: &str, at: At, limit: u32) -> Want {
-    Want { base: Rc::from(base), at, limit, ceiling: u64::from(limit), need: 1, want: 1, least: 0 }
+    Want { base: Rc::from(base), at, limit, ceiling: u64::from(limit), need: 1, want: 1, least: 0, asked_ms: 0 }
 }
 
 /// How it went for each counter: granted or refused.
