@@ -72,7 +72,7 @@ impl Upstream {
                     stream.set_read_timeout(Some(DEADLINE)).unwrap();
                     state.open.lock().unwrap().push(stream.try_clone().unwrap());
                     let number = state.connections.fetch_add(1, Ordering::SeqCst);
-                    let mut talk = Talk { number, stream, state: Arc::clone(&state), buffer: Vec::new() };
+                    let mut talk = Talk { number, stream, state: Arc::clone(&state), buffer: Vec::new(), place: 0 };
                     let script = Arc::clone(&script);
                     let thread = thread::spawn(move || {
                         script(&mut talk);
@@ -159,6 +159,8 @@ pub struct Talk {
     stream: TcpStream,
     state: Arc<State>,
     buffer: Vec<u8>,
+    /// Where the request that was read last stands among all.
+    place: usize,
 }
 
 impl Talk {
@@ -166,7 +168,8 @@ impl Talk {
     pub fn request(&mut self) -> Option<Received> {
         let mut received = self.head()?;
         self.body_of(&mut received)?;
-        *self.state.received.lock().unwrap().last_mut()? = received.clone();
+        // Another connection may have put down a request since.
+        self.state.received.lock().unwrap()[self.place] = received.clone();
         Some(received)
     }
 
@@ -182,7 +185,9 @@ impl Talk {
             ..Received::default()
         };
         received.fields = self.fields()?;
-        self.state.received.lock().unwrap().push(received.clone());
+        let mut all = self.state.received.lock().unwrap();
+        self.place = all.len();
+        all.push(received.clone());
         Some(received)
     }
 
