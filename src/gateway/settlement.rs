@@ -124,6 +124,6 @@ impl Settlement {
                 hall.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
             }
         }
-        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, Now::by(&clock)))
+        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, Now::since(now_ms, &clock)))
     }
 }

@@ -21,6 +21,7 @@ impl Book {
     }
 
     /// As [`Book::look`], whatever the counters are.
+    // Apart from it, for the plain way is that of clients who are refused again and again.
     #[inline(never)]
     fn look_at_all<const W: usize>(&self, roster: &Roster, table: &Table<W>, now: Now<'_>, desk: &mut Desk) -> bool {
         let lines = self.lines_of(roster, desk);

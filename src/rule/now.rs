@@ -1,6 +1,6 @@
 //! The time of a decision, which goes on while it is made.
 
-/// How often it is asked again; a clock may have gone on each time.
+/// How often it is asked again at most: a clock may have gone on each time.
 const LOOKS: u32 = 16;
 
 /// What time it is, and a way to ask again.
