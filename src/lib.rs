@@ -12,6 +12,8 @@
 //! The way of a request: `listen::serve` → `gateway` → `upstream` → out. Everything else is a call
 //! that returns a value.
 
+#![warn(clippy::too_many_lines)]
+
 pub mod access;
 pub mod admin;
 pub mod cli;

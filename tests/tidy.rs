@@ -69,12 +69,6 @@ const ATOMICS: [(&str, &str); 11] = [
 const MEMORY: &str = "src/count/memory.rs";
 const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only room that reads time")];
 
-/// Lines of a file, and of a function.
-const FILE_MAX: usize = 500;
-const FUNCTION_MAX: usize = 70;
-/// Functions that may be longer, and why.
-const LONG: [(&str, &str, &str); 0] = [];
-
 const NO_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
 
 struct Source {
@@ -95,30 +89,9 @@ impl Source {
         self.code().filter(|(_, line)| line.contains(word)).map(|(n, _)| format!("{}:{n}: {word}", self.name)).collect()
     }
 
-    /// Every function, with the number of its first line and how many it has. It ends with the first line that stands no
-    /// further to the right and closes something.
-    fn functions(&self) -> Vec<(usize, &str, usize)> {
-        let lines: Vec<&str> = self.text.lines().collect();
-        let named = lines.iter().enumerate().filter_map(|(first, line)| Some((first, function(line)?)));
-        let long = |first: usize| {
-            let depth = |line: &str| line.len() - line.trim_start().len();
-            let ends = |line: &&str| depth(line) == depth(lines[first]) && line.ends_with(['}', ';']);
-            lines[first..].iter().position(ends).unwrap() + 1
-        };
-        named.map(|(first, name)| (first + 1, name, long(first))).collect()
-    }
-
     fn room(&self) -> &str {
         self.name.split('/').next().unwrap().trim_end_matches(".rs")
     }
-}
-
-/// The name of the function that begins on a line, if one does.
-fn function(line: &str) -> Option<&str> {
-    let (before, rest) = line.split_once("fn ")?;
-    let is_said_before = |word: &str| ["pub", "const", "async", "unsafe"].contains(&word) || word.starts_with("pub(");
-    let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next()?;
-    (before.split_whitespace().all(is_said_before) && !name.is_empty()).then_some(name)
 }
 
 fn sources(folder: &str) -> Vec<Source> {
@@ -302,35 +275,10 @@ fn every_exception_to_a_lint_gives_its_reason() {
 }
 
 #[test]
-fn every_file_says_what_it_is_and_none_is_long() {
-    let mut found = Vec::new();
-    for source in everything() {
-        if !source.text.starts_with("//! ") {
-            found.push(format!("{} does not open with what it is", source.name));
-        }
-        let lines = source.text.lines().count();
-        if lines > FILE_MAX {
-            found.push(format!("{} has {lines} lines", source.name));
-        }
-    }
-    none("not how files are written here", found);
-}
-
-#[test]
-fn no_function_is_long() {
-    let (mut found, mut excepted) = (Vec::new(), Vec::new());
-    for source in everything() {
-        for (n, name, lines) in source.functions().into_iter().filter(|(_, _, lines)| *lines > FUNCTION_MAX) {
-            match LONG.iter().find(|(file, function, _)| (*file, *function) == (&source.name, name)) {
-                Some(exception) => excepted.push(exception),
-                None => found.push(format!("{}:{n}: {name} has {lines} lines", source.name)),
-            }
-        }
-    }
-    none("longer than a function is here", found);
-    for exception in &LONG {
-        assert!(excepted.contains(&exception), "{exception:?} is needed no more");
-    }
+fn every_file_opens_with_a_description() {
+    let sources = everything();
+    let undescribed = sources.iter().filter(|source| !source.text.starts_with("//! "));
+    none("files without a `//!` header", undescribed.map(|source| source.name.clone()).collect());
 }
 
 #[test]
