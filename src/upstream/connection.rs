@@ -13,7 +13,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{HeaderValue, Request, Response, header};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
@@ -145,12 +145,16 @@ impl Connection {
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
-        request: Box<Request<Upload>>,
+        mut request: Box<Request<Upload>>,
         keeps: bool,
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Incoming>, SendError> {
         self.hearsay.listen(keeps, interim);
         self.plain = request.body().is_end_stream();
+        if !self.plain && request.body().size_hint().exact().is_none() {
+            // Without this field hyper sends a GET or HEAD without its body.
+            request.headers_mut().insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+        }
         if !self.sender.is_ready() {
             self.drive(Waker::noop());
         }

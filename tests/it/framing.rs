@@ -4,6 +4,8 @@ use std::sync::mpsc;
 
 use crate::world::client::{HOST, request};
 use crate::world::gateway::Gateway;
+use crate::world::h2::{self, Raw};
+use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::{Upstream, reply};
 use crate::world::{one_rule, pass_all};
 
@@ -86,6 +88,70 @@ fn chunked_bodies_pass_in_both_directions_with_their_trailers() {
     // Who does not ask for trailers does not get any (RFC 9110, section 6.5.1).
     let answer = client.post("/a", "hello, world").expect(200);
     assert_eq!((answer.body.as_slice(), answer.trailers.len()), (b"abcde".as_slice(), 0));
+}
+
+/// Requests whose method usually has no body, with one of unknown length.
+const CHUNKED_BODY: &str = "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n";
+
+#[test]
+fn a_body_of_unknown_length_is_forwarded_whatever_the_method() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    for method in ["GET", "HEAD", "OPTIONS", "DELETE"] {
+        client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\n{CHUNKED_BODY}"));
+        client.answer_to(method).expect(200);
+    }
+    for received in upstream.received() {
+        assert_eq!(received.all("transfer-encoding"), ["chunked"], "{}", received.method);
+        assert_eq!(received.body, b"hello", "{}", received.method);
+    }
+    assert_eq!(upstream.received().len(), 4);
+}
+
+#[test]
+fn a_body_of_unknown_length_is_forwarded_from_http_2_whatever_the_method() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = Raw::connect(gateway.http);
+    for (stream, method) in [(1, "GET"), (3, "HEAD")] {
+        client.send(h2::frame(h2::HEADERS, h2::END_HEADERS, stream, &h2::request(method, "/a")));
+        client.send(h2::frame(h2::DATA, 0, stream, b"hel")).send(h2::frame(h2::DATA, h2::END_STREAM, stream, b"lo"));
+        assert_eq!(client.status(stream), h2::STATUS_200, "{method}");
+    }
+    for received in upstream.received() {
+        assert_eq!(received.body, b"hello", "{}", received.method);
+    }
+    assert_eq!(upstream.received().len(), 2);
+}
+
+#[test]
+fn a_body_of_unknown_length_is_forwarded_over_http_2_whatever_the_method() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let length = stream.whole_body().await;
+        stream.reply(&format!("{length}"));
+    });
+    let gateway =
+        Gateway::start(&format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u")));
+    let mut client = gateway.client();
+    for method in ["GET", "OPTIONS"] {
+        client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\n{CHUNKED_BODY}"));
+        assert_eq!(client.answer_to(method).expect(200).text(), "5", "{method}");
+    }
+    assert!(upstream.heads().iter().all(|head| !head.fields.contains_key("transfer-encoding")));
+}
+
+#[test]
+fn malformed_chunks_are_refused_whatever_the_method() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    for method in ["GET", "HEAD", "OPTIONS", "POST"] {
+        let mut client = gateway.client();
+        client.send(format!("{method} /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"));
+        let answer = client.answer_to(method).expect(400);
+        assert_eq!(answer.field("connection"), Some("close"), "{method}");
+        client.finish().expect_closed();
+    }
 }
 
 #[test]
