@@ -12,6 +12,7 @@ use toml::de::{DeInteger, DeTable, DeValue};
 use super::problem::{Report, Span, listed, shown};
 
 pub mod syntax;
+mod yaml;
 
 /// A table that is being read.
 pub struct Table<'d> {
@@ -178,9 +179,10 @@ impl<'d> Item<'d> {
     pub fn flag(&self, report: &mut Report) -> Option<bool> {
         match self.value {
             DeValue::Boolean(flag) => Some(*flag),
-            DeValue::String(text) if ["true", "false"].contains(&text.as_ref()) => {
-                self.wrong_type("a boolean", &format!("write `{text}` without quotes"), report)
-            }
+            DeValue::String(text) => match boolean(text) {
+                Some(meant) => self.wrong_type("a boolean", &format!("write `{meant}` without quotes"), report),
+                None => self.wrong_type("a boolean", "write `true` or `false`", report),
+            },
             _ => self.wrong_type("a boolean", "write `true` or `false`", report),
         }
     }
@@ -239,6 +241,15 @@ impl<'d> Item<'d> {
             ..self.clone()
         };
         array.iter().map(item).collect()
+    }
+}
+
+/// The boolean that a word means, as other formats write it.
+fn boolean(word: &str) -> Option<bool> {
+    match word.trim().to_ascii_lowercase().as_str() {
+        "true" | "yes" | "on" | "1" => Some(true),
+        "false" | "no" | "off" | "0" => Some(false),
+        _ => None,
     }
 }
 

@@ -74,6 +74,9 @@ fn find(name: &str) -> Option<TimeZone> {
 
 /// What to write instead of a zone that there is none of.
 fn meant(text: &str) -> String {
+    if let Some(offset) = offset(text) {
+        return offset_fix(offset);
+    }
     let known: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
     // Who writes `Paris` means the last part of a name.
     let place = |name: &&String| name.rsplit('/').next().is_some_and(|place| place.eq_ignore_ascii_case(text.trim()));
@@ -85,6 +88,29 @@ fn meant(text: &str) -> String {
     match guess {
         Some(guess) => format!("did you mean `\"{guess}\"`?"),
         None => String::from("write a name of the IANA database, such as `\"Europe/Paris\"`, or `\"UTC\"`"),
+    }
+}
+
+/// What follows `GMT`, `UTC` or nothing where a zone was written as an offset from UTC: `+2`, `-05:30`.
+fn offset(text: &str) -> Option<&str> {
+    let text = text.trim();
+    let named = text.get(..3).filter(|name| ["GMT", "UTC"].iter().any(|known| name.eq_ignore_ascii_case(known)));
+    let offset = text[named.map_or(0, str::len)..].trim_start();
+    offset.starts_with(['+', '-']).then_some(offset)
+}
+
+/// The zone with an offset from UTC. The names in `Etc` count hours westwards, so their sign is the opposite one: two hours ahead
+/// of UTC is `Etc/GMT-2`.
+fn offset_fix(offset: &str) -> String {
+    let place = "a place, such as `\"Europe/Paris\"`, which knows summer time";
+    let digits = offset[1..].trim_start().trim_end_matches(":00");
+    let digits = if digits.len() == 4 { digits.strip_suffix("00").unwrap_or(digits) } else { digits };
+    let sign = if offset.starts_with('+') { '-' } else { '+' };
+    match digits.parse::<u8>().map(|hours| format!("Etc/GMT{sign}{hours}")) {
+        Ok(name) if find(&name).is_some() => {
+            format!("write {place}, or `\"{name}\"`: names in `Etc` have the opposite sign")
+        }
+        _ => format!("write {place}"),
     }
 }
 
@@ -153,6 +179,26 @@ const DAYS_MAX: i64 = 1_000_000;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_offset_is_answered_with_the_zone_that_has_it() {
+        for (text, name) in [
+            ("GMT+2", "Etc/GMT-2"),
+            ("UTC+02:00", "Etc/GMT-2"),
+            ("+0200", "Etc/GMT-2"),
+            ("utc -5", "Etc/GMT+5"),
+            ("GMT+14", "Etc/GMT-14"),
+        ] {
+            assert!(meant(text).contains(&format!("or `\"{name}\"`: ")), "{text}: {}", meant(text));
+            let hours =
+                TimeZoneDatabase::bundled().get(name).unwrap().to_offset(Timestamp::UNIX_EPOCH).seconds() / 3600;
+            assert_eq!(hours < 0, text.contains('-'), "{text} is {hours} hours from UTC");
+        }
+        // No zone in `Etc` has half hours, nor is one so far from UTC.
+        for text in ["UTC+5:30", "GMT+20", "GMT+", "+x", "-é"] {
+            assert!(!meant(text).contains("Etc"), "{text}: {}", meant(text));
+        }
+    }
 
     fn ms(text: &str) -> u64 {
         text.parse::<Timestamp>().unwrap().as_millisecond() as u64

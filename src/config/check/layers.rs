@@ -107,20 +107,44 @@ pub fn pointless(item: &Item, layers: &[Limit], report: &mut Report) {
 
 /// What to write instead of a text that is no limit.
 fn fix(text: &str, error: LimitError) -> String {
-    let plain: String = text.to_lowercase().replace("per", "/").split_whitespace().collect();
-    let meant = match plain.split_once('/') {
-        Some((tokens, period)) => {
-            let tokens = tokens.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-            period_meant(period).map_or(plain.clone(), |period| format!("{tokens}/{period}"))
-        }
-        None => format!("{plain}/minute"),
+    let plain: String = text.split_whitespace().collect();
+    // ASCII letters alone change, so places are the same in both.
+    let lower = plain.to_ascii_lowercase();
+    let separator = lower.find('/').map(|at| at..at + 1).or(lower.find("per").map(|at| at..at + 3));
+    let (amount, period) = match &separator {
+        Some(separator) => (&plain[..separator.start], period_meant(&plain[separator.end..])),
+        None => (plain.as_str(), Some("minute".to_owned())),
     };
-    match error {
-        LimitError::Form | LimitError::Period(PeriodError::Form) if Limit::parse(&meant).is_ok() => {
+    let meant = tokens_meant(amount).zip(period).map(|(tokens, period)| format!("{tokens}/{period}"));
+    match (error, meant) {
+        (LimitError::Form | LimitError::Period(PeriodError::Form), Some(meant)) if Limit::parse(&meant).is_ok() => {
             format!("write `\"{meant}\"`")
         }
-        error => error.to_string(),
+        (error, _) => error.to_string(),
     }
+}
+
+/// The number of tokens that was likely meant: `2k` is 2000, `1.5M` is 1500000, `33r` (as in nginx) is 33. `None` where a unit
+/// is unknown, because dropping the unit would change the limit. A small `m` is ambiguous: nginx writes `30r/m` for minutes.
+fn tokens_meant(text: &str) -> Option<u64> {
+    let unit_at = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(unit_at);
+    let (factor, decimals): (u64, u32) = match unit {
+        "k" | "K" => (1000, 3),
+        "M" => (1_000_000, 6),
+        "" | "r" | "req" | "reqs" | "request" | "requests" | "token" | "tokens" => (1, 0),
+        _ => return None,
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let is_grouped = whole.split(',').skip(1).all(|group| group.len() == 3);
+    let is_number = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit());
+    let whole = whole.replace([',', '_'], "");
+    if !is_grouped || !is_number(&whole) || !is_number(fraction) || fraction.len() > decimals as usize {
+        return None;
+    }
+    let padded = format!("{fraction:0<width$}", width = decimals as usize);
+    let fraction = if padded.is_empty() { 0 } else { padded.parse().ok()? };
+    whole.parse::<u64>().ok()?.checked_mul(factor)?.checked_add(fraction)
 }
 
 /// The period that was likely meant by something that is none.
@@ -162,6 +186,18 @@ mod tests {
             ("100/5min", "write `\"100/5m\"`"),
             ("100/5 hours", "write `\"100/5h\"`"),
             ("33", "write `\"33/minute\"`"),
+            ("2k/hour", "write `\"2000/hour\"`"),
+            ("2K per hour", "write `\"2000/hour\"`"),
+            ("1.5k/hour", "write `\"1500/hour\"`"),
+            ("2M/day", "write `\"2000000/day\"`"),
+            ("2k", "write `\"2000/minute\"`"),
+            ("2,000/day", "write `\"2000/day\"`"),
+            ("3 requests per minute", "write `\"3/minute\"`"),
+            ("2x/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            ("2m/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            ("1,5k/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            ("1.5/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            ("9999999k/hour", "write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
             ("0/minute", "a limit is at least `1`"),
             ("5/1ms", "the shortest period is `10ms`"),
         ] {

@@ -9,10 +9,15 @@ use std::borrow::Cow;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue, Error};
 
+use super::yaml;
 use crate::config::problem::{Report, Span, shown};
+use crate::config::secret::Secrets;
 
 /// A text that stumbles more often is no gateway.toml; the rest of it is not read.
 const ROUNDS: usize = 50;
+
+/// Quotes of word processors and of Markdown, which TOML does not know.
+const FOREIGN_QUOTES: [char; 13] = ['“', '”', '„', '‟', '″', '«', '»', '‘', '’', '‚', '‛', '´', '`'];
 
 /// How the parser begins to say that a line is no setting.
 const NO_SETTING: [&str; 3] = ["key with no value", "invalid key-value pair", "invalid unquoted key"];
@@ -30,7 +35,7 @@ pub fn sound<'t>(text: &'t str, report: &mut Report) -> Cow<'t, str> {
         };
         let flaw = Flaw::find(&sound, document.get_ref(), first, &errors);
         report.broken = true;
-        let (message, fix) = flaw.explain(&sound, first.message());
+        let (message, fix) = flaw.explain(&sound, first.message(), text);
         report.problem(flaw.shown_at(&sound, first.message()), message, fix);
         if sound[flaw.statement.clone()].trim().is_empty() {
             break;
@@ -95,7 +100,21 @@ impl Flaw {
             let indent = text[line.clone()].len() - text[line.clone()].trim_start().len();
             return line.start + indent..line.start + text[line.clone()].trim_end().len();
         }
-        if NUMBERS.iter().any(|what| parser.contains(what)) { self.written(text) } else { self.at.clone() }
+        if NUMBERS.iter().any(|what| parser.contains(what)) {
+            return self.written(text);
+        }
+        self.foreign_quotes(text).map_or(self.at.clone(), |(span, _)| span)
+    }
+
+    /// A text in quotes that TOML does not know, with the quotes, and what stands between them.
+    fn foreign_quotes<'t>(&self, text: &'t str) -> Option<(Span, &'t str)> {
+        let line = &text[self.at.start..line_end(text, self.at.start)];
+        let inner = line.strip_prefix(FOREIGN_QUOTES)?;
+        let begin = line.len() - inner.len();
+        let quote = |c: char| c == '"' || c == '\'' || FOREIGN_QUOTES.contains(&c);
+        let length = inner.find(quote).or(inner.find([',', ']', '#'])).unwrap_or(inner.len());
+        let closing = inner[length..].chars().next().filter(|c| quote(*c)).map_or(0, char::len_utf8);
+        Some((self.at.start..self.at.start + begin + length + closing, inner[..length].trim()))
     }
 
     /// All that was written for the value that the parser stopped in.
@@ -106,8 +125,8 @@ impl Flaw {
         from..from + length
     }
 
-    /// Message and fix.
-    fn explain(&self, text: &str, parser: &str) -> (String, String) {
+    /// Message and fix. `original` is the whole text, of which `text` lacks what was explained before.
+    fn explain(&self, text: &str, parser: &str, original: &str) -> (String, String) {
         let line = text[line_start(text, self.at.start)..line_end(text, self.at.start)].trim();
         let value = &text[self.at.clone()];
         let has = |what: &str| parser.starts_with(what);
@@ -120,21 +139,22 @@ impl Flaw {
             }
         } else if has("string values must be quoted") && value.is_empty() {
             said("there is no value after `=`", "write a value, or remove the line")
+        } else if let (true, Some((span, inner))) = (has("string values must be quoted"), self.foreign_quotes(text)) {
+            let fix = format!("write straight quotes: `\"{}\"`", plain(inner));
+            (format!("{} has quotes that TOML does not know", shown(&text[span])), fix)
         } else if has("string values must be quoted") || has("invalid boolean") {
-            if let Some(word) = ["true", "false"].into_iter().find(|word| value.eq_ignore_ascii_case(word)) {
-                return (format!("{} is no value", shown(value)), format!("write `{word}`, in lower case"));
-            }
-            (format!("{} is no value", shown(value)), format!("in quotes it is one: write `\"{}\"`", plain(value)))
+            no_value(value)
         } else if lost_bracket(line) {
             header(line, "this header does not begin with `[`")
         } else if NO_SETTING.iter().any(|what| has(what)) {
-            let fix = match line.trim_start_matches("- ").split_once(':') {
-                Some((key, "")) if is_name(key) => format!("this is TOML, not YAML: write `[{key}]`"),
-                Some((key, _)) if is_name(key) => format!("this is TOML, not YAML: write `{key} = …`"),
-                _ if line.starts_with('{') => {
+            let number = text[..self.at.start].matches('\n').count();
+            // A fix never repeats a secret.
+            let fix = match yaml::fix(&Secrets::find(original).covered(), number) {
+                Some(fix) => format!("this is TOML, not YAML: {fix}"),
+                None if line.starts_with('{') => {
                     String::from("this is TOML, not JSON: write `[table]`, then `key = value`")
                 }
-                _ => String::from("write `key = value`; a key has letters, digits, `_` and `-`"),
+                None => String::from("write `key = value`; a key has letters, digits, `_` and `-`"),
             };
             (format!("{} is no setting", shown(line)), fix)
         } else if has("unclosed table") || has("unclosed array table") {
@@ -144,9 +164,14 @@ impl Flaw {
         } else if has("extra comma") {
             said("there is a comma too many", "remove it")
         } else if has("invalid basic string") || has("invalid literal string") {
-            match value.is_empty() {
-                true => said("a text is not closed on its line", "write the quote at its end"),
-                false => said("a text has a character that must not be in it", "remove it, or write it as `\\u….`"),
+            match line.chars().rfind(|c| FOREIGN_QUOTES.contains(c)).filter(|_| value.is_empty()) {
+                Some(quote) => {
+                    let fix =
+                        format!("end it with the quote that it began with, instead of {}", shown(&quote.to_string()));
+                    (String::from("a text is not closed on its line"), fix)
+                }
+                None if value.is_empty() => said("a text is not closed on its line", "write the quote at its end"),
+                None => said("a text has a character that must not be in it", "remove it, or write it as `\\u….`"),
             }
         } else if has("missing escaped value") || has("too few unicode value digits") {
             said(
@@ -181,7 +206,7 @@ impl Flaw {
             (format!("{} is no number", shown(written)), fix.to_owned())
         } else if NUMBERS.iter().any(|what| parser.contains(what)) {
             // It begins like `inf` or `nan`.
-            (format!("{} is no value", shown(written)), format!("in quotes it is one: write `\"{}\"`", plain(written)))
+            no_value(written)
         } else {
             let fix = "a line is `key = value` or `[table]`; texts go in quotes";
             (format!("this is no TOML: {parser}"), fix.to_owned())
@@ -276,6 +301,19 @@ fn is_setting(text: &str) -> bool {
 fn is_name(key: &str) -> bool {
     let key = key.trim();
     !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
+}
+
+/// A word without quotes.
+fn no_value(word: &str) -> (String, String) {
+    let fix = match word.to_ascii_lowercase().as_str() {
+        word @ ("true" | "false") => format!("write `{word}`, in lower case"),
+        "yes" | "on" => "write `true`".to_owned(),
+        "no" => "write `false`".to_owned(),
+        // Some settings have it as a word.
+        "off" => "write `false`, or `\"off\"` where one of several words is meant".to_owned(),
+        _ => format!("in quotes it is one: write `\"{}\"`", plain(word)),
+    };
+    (format!("{} is no value", shown(word)), fix)
 }
 
 /// What can be put in quotes as it is, and short enough to be read.
