@@ -5,6 +5,7 @@ MODEL = tests/model/Cargo.toml
 FUZZ_SECONDS = 60
 KILLS = 1000
 KILLS_SHARED_S = 60
+FAILOVER_S = 600
 # Virtual environments of Python, each with the packages that the file of its name lists.
 PARTS = tests/.parts
 # Where the instrumented gateway and its profile lie, and what merges profiles: the toolchain's (`rustup component add
@@ -13,7 +14,7 @@ TRAINING = target/training
 PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/llvm-profdata) llvm-profdata-19)
 DENY = cargo deny --version >/dev/null 2>&1
 
-.PHONY: help test check release bench model kills kills-shared fuzz parts deny advisories
+.PHONY: help test check release bench model kills kills-shared failover fuzz parts deny advisories
 # Two of them would build, install or measure at once.
 .NOTPARALLEL:
 
@@ -25,6 +26,7 @@ help:
 	@echo "make model       the counting room's models again, with wider bounds"
 	@echo "make kills       the gateway killed KILLS times (1000) under load: nobody gets more than the limit"
 	@echo "make kills-shared  four gateways on one Redis, killed for KILLS_SHARED_S seconds (60) under load, likewise"
+	@echo "make failover    one of two upstream servers killed again and again for FAILOVER_S seconds (600) under load: no request is lost"
 	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
 	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
 
@@ -75,6 +77,11 @@ kills:
 # Four gateways on one Redis, killed under load.
 kills-shared:
 	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test it -- shared_kills:: --nocapture --test-threads=1
+
+# Two upstream servers killed and started again under 2,000 requests a second, with the default settings. A release build,
+# for the load.
+failover:
+	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test it -- failover:: under_load --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs. Where there is none, the one that builds everything else is told
 # to take the flags of one: that holds for this build alone, which nobody ships. Inputs are long from the first:

@@ -3,7 +3,7 @@
 //! Every loop chooses by itself, from the same standings. An ordinary choice looks at one number, which
 //! says that no server has changed; only where one is away or growing, each is looked at, and the
 //! clock read. A server whose ejection is over gets one request, if it can be made again: nobody
-//! should pay for the trial.
+//! should pay for the trial. Ejected servers are also asked where no other is known to work.
 
 use std::cell::{Cell, RefCell};
 use std::num::NonZeroU64;
@@ -14,7 +14,7 @@ use std::time::Instant;
 use http::{Method, Request};
 use smallvec::SmallVec;
 
-use super::fleet::{Fleet, State};
+use super::fleet::{Chosen, Fleet, State};
 use super::pick;
 use super::place::Place;
 use super::upload::Upload;
@@ -42,12 +42,23 @@ struct Sight {
     turns: Vec<i64>,
 }
 
+impl Sight {
+    fn choice(&self, server: usize) -> Choice {
+        let is_ejected = matches!(self.states[server], State::Out(_));
+        Choice { server, chosen: if is_ejected { Chosen::Ejected } else { Chosen::InUse } }
+    }
+}
+
+/// Whether a server is in use and not failing.
+fn works(state: State) -> bool {
+    matches!(state, State::In(_) | State::Growing(_))
+}
+
 /// What is chosen.
 #[derive(Clone, Copy)]
 pub struct Choice {
     pub server: usize,
-    /// Whether it is to be found out if an ejected server works again.
-    pub is_trial: bool,
+    pub chosen: Chosen,
 }
 
 /// The servers that a request has been to.
@@ -100,38 +111,45 @@ impl Balancer {
     /// The server for a request that has been nowhere yet.
     pub fn first(&self, fleet: &Arc<Fleet>, asked: Asked, clock: &Clock) -> Choice {
         if self.places.len() == 1 {
-            return Choice { server: 0, is_trial: false };
+            return Choice { server: 0, chosen: Chosen::InUse };
         }
         let mut sight = self.view.borrow_mut();
         if !(self.is_settled.get() && self.seen.get() == fleet.changes()) {
             let now_ms = fleet.ms(clock.instant());
             self.look(fleet, &mut sight, now_ms);
             if let Some(server) = self.trial(fleet, &mut sight, asked, now_ms) {
-                return Choice { server, is_trial: true };
+                return Choice { server, chosen: Chosen::Trial };
             }
         }
-        let server = self.pick(fleet, &mut sight, asked.key).unwrap_or_else(|| {
-            // All are away: rather ask one of them than nobody.
-            self.pick_where(fleet, &mut sight, asked.key, |_, _| true).unwrap_or(0)
-        });
-        Choice { server, is_trial: false }
+        let server = self.pick(fleet, &mut sight, asked.key).unwrap_or(0);
+        sight.choice(server)
     }
 
-    /// The server for a further try: one that works and was not tried; else one that is ejected, which
-    /// may be back; else one that works; else any.
+    /// The server for a further try. In this order: one that was not tried and works, those before that did not fail
+    /// last; one that was not tried and is ejected, which may be back; one that was not tried and is failing; one that
+    /// was tried and is in use; any.
     pub fn next(&self, fleet: &Arc<Fleet>, asked: Asked, tried: &Tried, now: Instant) -> Choice {
         let mut sight = self.view.borrow_mut();
         self.look(fleet, &mut sight, fleet.ms(now));
         let fresh = |server: usize| !tried.contains(&(server as u32));
-        let works = |state: State| matches!(state, State::In(_) | State::Growing(_));
-        let ejected = |state: State| matches!(state, State::Out(_));
         let mut pick = |may: &dyn Fn(usize, State) -> bool| self.pick_where(fleet, &mut sight, asked.key, may);
-        let server = pick(&|server, state| fresh(server) && works(state))
-            .or_else(|| pick(&|server, state| fresh(server) && ejected(state)))
-            .or_else(|| pick(&|_, state| works(state)))
+        let server = pick(&|server, state| fresh(server) && works(state) && !fleet.failed_last(server))
+            .or_else(|| pick(&|server, state| fresh(server) && works(state)))
+            .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Out(_))))
+            .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Failing(_))))
+            .or_else(|| pick(&|_, state| works(state) || matches!(state, State::Failing(_))))
             .or_else(|| pick(&|server, _| fresh(server)))
             .or_else(|| pick(&|_, _| true));
-        Choice { server: server.unwrap_or(0), is_trial: false }
+        sight.choice(server.unwrap_or(0))
+    }
+
+    /// Whether there is a server that works, did not fail last, and is neither `server` nor one of those that were
+    /// tried.
+    pub fn has_other(&self, fleet: &Fleet, server: usize, tried: &Tried, now: Instant) -> bool {
+        let now_ms = fleet.ms(now);
+        let is_other = |other: &usize| *other != server && !tried.contains(&(*other as u32));
+        let mut others = (0..self.places.len()).filter(is_other);
+        others.any(|other| works(fleet.state(other, now_ms)) && !fleet.failed_last(other))
     }
 
     /// Looks at all servers anew.
@@ -142,18 +160,20 @@ impl Balancer {
         for server in 0..self.places.len() {
             let state = fleet.state(server, now_ms);
             sight.states[server] = state;
+            settled &= matches!(state, State::In(_) | State::Down);
             sight.weights[server] = match state {
-                State::In(weight) => weight,
-                State::Growing(weight) => {
-                    settled = false;
-                    weight
-                }
-                State::Out(_) => {
-                    settled = false;
-                    0
-                }
-                State::Down => 0,
+                State::In(weight) | State::Growing(weight) | State::Failing(weight) => weight,
+                State::Out(_) | State::Down => 0,
             };
+        }
+        if !sight.states.iter().any(|state| works(*state)) {
+            // None is known to work. Ejected servers may; where all are unhealthy, any of them may.
+            let all_down = sight.states.iter().all(|state| *state == State::Down);
+            for (server, state) in sight.states.iter().enumerate() {
+                if matches!(state, State::Out(_)) || all_down {
+                    sight.weights[server] = fleet.full_weight(server);
+                }
+            }
         }
         self.is_settled.set(settled);
     }
@@ -167,8 +187,8 @@ impl Balancer {
         }
         if let (Balance::Hash(_), Some(_)) = (&fleet.policy.balance, asked.key) {
             // A key that belongs elsewhere stays there.
-            let works = |server, state| server == due || matches!(state, State::In(_) | State::Growing(_));
-            if self.pick_where(fleet, sight, asked.key, works) != Some(due) {
+            let may = |server, state| server == due || !matches!(state, State::Out(_) | State::Down);
+            if self.pick_where(fleet, sight, asked.key, may) != Some(due) {
                 return None;
             }
         }
@@ -190,7 +210,7 @@ impl Balancer {
     ) -> Option<usize> {
         let weight = |server: usize| match sight.states[server] {
             state if !may(server, state) => 0,
-            State::In(weight) | State::Growing(weight) => weight,
+            State::In(weight) | State::Growing(weight) | State::Failing(weight) => weight,
             State::Out(_) | State::Down => fleet.full_weight(server),
         };
         let weights: SmallVec<[u32; 16]> = (0..self.places.len()).map(weight).collect();

@@ -3,7 +3,9 @@
 //! Trying again must be safe: none of the request was sent (RFC 9110, section 9.2.2 allows that for
 //! any method), or it is idempotent and has no body; and nothing of an answer was passed on. A
 //! connection that had been idle may have been closed by its server just then: that is repeated at
-//! once, on a new connection, and is nobody's failure. Every other further try is paid for.
+//! once, on a new connection, and is nobody's failure. A try that follows a failure to connect costs nothing where
+//! another server works: that server gets the request once, as if it had been chosen first. Every other further try is
+//! paid for.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -82,7 +84,7 @@ impl Drop for Attempt<'_> {
         if let Some(outcome) = self.outcome {
             servers.meter.ended(server, outcome);
         }
-        servers.fleet.report(server, self.sign, self.choice.is_trial, || servers.clock.instant());
+        servers.fleet.report(server, self.sign, self.choice.chosen, || servers.clock.instant());
     }
 }
 
@@ -96,7 +98,10 @@ impl Attempt<'_> {
 /// Why something may be tried again.
 #[derive(Clone, Copy)]
 enum Cause {
-    Connect,
+    /// `is_free`: a server that works is left, and gets the request as if it had been chosen first.
+    Connect {
+        is_free: bool,
+    },
     Reset,
     Timeout,
     Status(StatusCode),
@@ -278,7 +283,9 @@ impl Servers {
             return Err(fault);
         }
         attempt.ended(UpstreamOutcome::ConnectFailed, Sign::Bad);
-        if self.may_try_again(course, Cause::Connect) { Ok(self.next(course, attempt)) } else { Err(fault) }
+        let server = attempt.choice.server;
+        let is_free = self.balancer.has_other(&self.fleet, server, &course.tried, self.clock.instant());
+        if self.may_try_again(course, Cause::Connect { is_free }) { Ok(self.next(course, attempt)) } else { Err(fault) }
     }
 
     fn answered(
@@ -385,11 +392,11 @@ impl Servers {
         }
     }
 
-    /// Whether there is another try; if so, it is paid for.
+    /// Whether there is another try; if so, it is paid for, unless it is free.
     fn may_try_again(&self, course: &mut Course, cause: Cause) -> bool {
         let retries = &self.fleet.policy.retries;
         let is_cause = match cause {
-            Cause::Connect => retries.on_connect_failure,
+            Cause::Connect { .. } => retries.on_connect_failure,
             Cause::Reset => retries.on_reset,
             Cause::Timeout => retries.on_timeout,
             Cause::Status(status) => retries.on_statuses.contains(&status.as_u16()),
@@ -401,7 +408,7 @@ impl Servers {
         if course.ends.is_some_and(|ends| ends <= now) {
             return false;
         }
-        if !self.budget.spend(now) {
+        if !matches!(cause, Cause::Connect { is_free: true }) && !self.budget.spend(now) {
             self.retries.over_budget();
             return false;
         }

@@ -62,10 +62,23 @@ pub enum State {
     In(u32),
     /// As `In`, but growing.
     Growing(u32),
+    /// As `In`, but with so many failures in a row that only `max_ejected` protects it from ejection.
+    Failing(u32),
     /// For so many milliseconds more; 0: somebody should try it.
     Out(u64),
     /// Unhealthy by the active checks.
     Down,
+}
+
+/// Why a server was chosen for a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Chosen {
+    /// It was in use.
+    InUse,
+    /// It was ejected, but no better server was left.
+    Ejected,
+    /// Its ejection time was over: this request decides whether it is ejected again.
+    Trial,
 }
 
 /// What a request met with at a server.
@@ -172,6 +185,9 @@ impl Fleet {
             until_ms => return State::Out(until_ms.saturating_sub(now_ms)),
         }
         let full = self.full_weight(server);
+        if self.ejection().is_some_and(|ejection| standing.failures.load(Relaxed) >= ejection.failures) {
+            return State::Failing(full);
+        }
         let (back_ms, ramp_ms) = (standing.back_ms.load(Relaxed), self.policy.slow_start.as_millis() as u64);
         let passed_ms = now_ms.saturating_sub(back_ms);
         if back_ms == 0 || passed_ms >= ramp_ms {
@@ -179,6 +195,11 @@ impl Fleet {
         }
         let part = RAMP_FROM + (1.0 - RAMP_FROM) * passed_ms as f64 / ramp_ms as f64;
         State::Growing((f64::from(full) * part) as u32)
+    }
+
+    /// Whether the last answer of a server was a failure.
+    pub fn failed_last(&self, server: usize) -> bool {
+        self.standings[server].failures.load(Relaxed) != 0
     }
 
     pub fn full_weight(&self, server: usize) -> u32 {
@@ -204,11 +225,12 @@ impl Fleet {
                 .is_ok()
     }
 
-    /// What became of a request at a server; `is_trial` if it was made to try an ejected one.
-    pub fn report(&self, server: usize, sign: Sign, is_trial: bool, now: impl FnOnce() -> Instant) {
-        let (Some(ejection), standing) = (self.ejection(), &self.standings[server]) else { return };
+    /// What became of a request at a server. A good answer ends an ejection, unless the request was sent before it.
+    pub fn report(&self, server: usize, sign: Sign, chosen: Chosen, now: impl FnOnce() -> Instant) {
+        let standing = &self.standings[server];
+        let is_trial = chosen == Chosen::Trial;
         match sign {
-            Sign::Good if is_trial => self.take_back(server, self.ms(now()), "a request succeeded"),
+            Sign::Good if chosen != Chosen::InUse => self.end_ejection(server, now(), "a request succeeded"),
             Sign::Good => {
                 if standing.failures.load(Relaxed) != 0 {
                     standing.failures.store(0, Relaxed);
@@ -216,14 +238,16 @@ impl Fleet {
             }
             Sign::Bad => {
                 let failures = standing.failures.fetch_add(1, Relaxed) + 1;
-                if is_trial || failures >= ejection.failures {
+                if let Some(ejection) = self.ejection()
+                    && (is_trial || failures >= ejection.failures)
+                {
                     self.eject(server, ejection, self.ms(now()), failures, is_trial);
                 }
             }
             // It is for somebody else to try.
             Sign::None if is_trial => {
                 let now_ms = self.ms(now());
-                // Unless it was taken back meanwhile, because a check found it healthy.
+                // Unless the ejection has ended meanwhile.
                 let again = |until_ms| (until_ms != 0).then_some(now_ms);
                 let _ = standing.out_until_ms.fetch_update(Relaxed, Relaxed, again);
             }
@@ -263,11 +287,12 @@ impl Fleet {
         }
     }
 
-    fn take_back(&self, server: usize, now_ms: u64, why: &str) {
+    /// Ends the ejection of a server, if it is ejected.
+    pub fn end_ejection(&self, server: usize, now: Instant, why: &str) {
         let _held = self.tally.lock();
         let standing = &self.standings[server];
         if standing.out_until_ms.swap(0, Relaxed) != 0 {
-            standing.back_ms.store(now_ms, Relaxed);
+            standing.back_ms.store(self.ms(now), Relaxed);
             standing.failures.store(0, Relaxed);
             standing.meter.is_ejected(false);
             self.tally.changes.fetch_add(1, Relaxed);
@@ -277,7 +302,7 @@ impl Fleet {
 
     /// What the active checks say of a server, when that changes.
     pub fn set_up(&self, server: usize, up: bool, now: Instant, why: &str) {
-        let held = self.tally.lock();
+        let _held = self.tally.lock();
         let standing = &self.standings[server];
         if standing.up.swap(up, Relaxed) == up {
             return;
@@ -291,10 +316,6 @@ impl Fleet {
             tracing::warn!(upstream, server = url, "the server is unhealthy: {why}");
         }
         self.tally.changes.fetch_add(1, Relaxed);
-        drop(held);
-        if up {
-            self.take_back(server, self.ms(now), "it is healthy");
-        }
     }
 
     pub fn is_up(&self, server: usize) -> bool {
@@ -314,6 +335,7 @@ impl Fleet {
             let (state, weight) = match self.state(position, now_ms) {
                 State::In(weight) => ("in", weight),
                 State::Growing(weight) => ("slow-start", weight),
+                State::Failing(weight) => ("failing", weight),
                 State::Out(_) => ("ejected", 0),
                 State::Down => ("unhealthy", 0),
             };
@@ -376,7 +398,7 @@ mod tests {
     }
 
     fn fail(fleet: &Fleet, server: usize, times: u32, now: Instant) {
-        (0..times).for_each(|_| fleet.report(server, Sign::Bad, false, || now));
+        (0..times).for_each(|_| fleet.report(server, Sign::Bad, Chosen::InUse, || now));
     }
 
     fn is_out(fleet: &Fleet, server: usize, now: Instant) -> bool {
@@ -389,7 +411,7 @@ mod tests {
         let fleet = fleet(2, ejection(50), None, now);
         for _ in 0..5 {
             fail(&fleet, 0, 2, now);
-            fleet.report(0, Sign::Good, false, || now);
+            fleet.report(0, Sign::Good, Chosen::InUse, || now);
         }
         assert!(!is_out(&fleet, 0, now));
         let changes = fleet.changes();
@@ -422,17 +444,17 @@ mod tests {
             assert!(!fleet.claim(1, fleet.ms(now + (lasts as u32 - 1) * MS)));
             now += lasts as u32 * MS;
             assert!(fleet.claim(1, fleet.ms(now)) && !fleet.claim(1, fleet.ms(now)), "one only");
-            fleet.report(1, Sign::Bad, true, || now);
+            fleet.report(1, Sign::Bad, Chosen::Trial, || now);
             assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(next));
         }
         // A trial that was given up is for the next.
         now += 350 * MS;
         assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::None, true, || now);
+        fleet.report(1, Sign::None, Chosen::Trial, || now);
         assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::Good, true, || now);
+        fleet.report(1, Sign::Good, Chosen::Trial, || now);
         // Who gives up a trial of it now says nothing.
-        fleet.report(1, Sign::None, true, || now);
+        fleet.report(1, Sign::None, Chosen::Trial, || now);
         // It is back, and grows from a tenth of its weight.
         let weight = |after: u32| fleet.state(1, fleet.ms(now + after * MS));
         assert_eq!((weight(0), weight(50)), (State::Growing(204), State::Growing(1126)));
@@ -442,10 +464,44 @@ mod tests {
         assert_eq!(fleet.state(1, fleet.ms(now + 10 * MS)), State::Out(350));
         now += 360 * MS;
         assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::Good, true, || now);
+        fleet.report(1, Sign::Good, Chosen::Trial, || now);
         now += 351 * MS;
         fail(&fleet, 1, 3, now);
         assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(100));
+    }
+
+    #[test]
+    fn an_answer_or_a_passed_check_ends_an_ejection() {
+        let now = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, now);
+        fail(&fleet, 0, 3, now);
+        // An answer to a request that was sent before says nothing, and a failure of one sent since does not prolong it.
+        fleet.report(0, Sign::Good, Chosen::InUse, || now);
+        fleet.report(0, Sign::Bad, Chosen::Ejected, || now + 50 * MS);
+        assert_eq!(fleet.state(0, fleet.ms(now)), State::Out(100));
+        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&fleet, 0, now) && !fleet.failed_last(0));
+        fail(&fleet, 0, 3, now);
+        assert!(is_out(&fleet, 0, now));
+        fleet.end_ejection(0, now, "");
+        assert!(!is_out(&fleet, 0, now));
+    }
+
+    #[test]
+    fn a_server_that_max_ejected_protects_is_failing_until_it_answers() {
+        let now = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, now);
+        fail(&fleet, 0, 3, now);
+        fail(&fleet, 1, 3, now);
+        assert_eq!(fleet.state(1, fleet.ms(now)), State::Failing(2048));
+        fleet.report(1, Sign::Good, Chosen::InUse, || now);
+        assert_eq!(fleet.state(1, fleet.ms(now)), State::In(2048));
+        // It is ejected at its next failure once the other is back.
+        fail(&fleet, 1, 3, now);
+        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&fleet, 1, now));
+        fail(&fleet, 1, 1, now);
+        assert!(is_out(&fleet, 1, now));
     }
 
     #[test]

@@ -109,6 +109,9 @@ async fn checks(server: Server, way: Way, health: Health, told: Rc<RefCell<(Arc<
             let why = result.as_ref().err().map_or("", String::as_str);
             fleet.set_up(position, result.is_ok(), clock.instant(), why);
         }
+        if result.is_ok() && fleet.is_up(position) {
+            fleet.end_ejection(position, clock.instant(), "it passed a health check");
+        }
         sleep(pause(health.interval)).await;
     }
 }

@@ -41,6 +41,7 @@ mod delay;
 mod drain;
 mod event_stream;
 mod exactness;
+mod failover;
 mod faults;
 mod files;
 mod first_minutes;

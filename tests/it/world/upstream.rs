@@ -57,7 +57,12 @@ impl Received {
 impl Upstream {
     /// Follows a script on every connection.
     pub fn with(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Upstream::at(SocketAddr::from(([127, 0, 0, 1], 0)), script)
+    }
+
+    /// Like `with`, at an address of the test's choice.
+    pub fn at(address: SocketAddr, script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
+        let listener = TcpListener::bind(address).unwrap();
         let address = listener.local_addr().unwrap();
         let state = Arc::new(State::default());
         let acceptor = thread::spawn({
