@@ -89,7 +89,7 @@ struct Visitor<'a> {
 }
 
 /// Takes a request from its head to the head of its answer. `doubts` are told the marks of its fields, and say what
-/// is wrong with it that only the bytes of its head tell.
+/// is wrong with it that only its bytes tell.
 pub fn pass(
     hall: &Rc<Hall>,
     peer: &Rc<Peer>,

@@ -93,10 +93,11 @@ pub enum Fault {
 impl Fault {
     /// The head may give two ends to the body.
     pub const DOUBTFUL_LENGTH: Fault = Fault::Framing("both Transfer-Encoding and Content-Length are given");
+    pub const REPEATED_LENGTH: Fault = Fault::Framing("Content-Length is given more than once");
     pub const UNKNOWN_PROTOCOL: Fault = Fault::Protocol("the only protocol that CONNECT opens here is `websocket`");
     pub const NO_WEBSOCKET: Fault = Fault::Protocol("no WebSocket is served here");
     /// Others may not take it for the end of a line.
-    pub const BARE_LINE_FEED: Fault = Fault::Framing("a line of the head ends in a line feed alone");
+    pub const BARE_LINE_FEED: Fault = Fault::Framing("a line ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
     pub const KINDS: [&str; 32] = [

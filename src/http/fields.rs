@@ -56,6 +56,7 @@ impl Marks {
     /// What proxies say of the one they were asked by, and anybody can write.
     const CLAIMS: Marks = Marks(1 << 9);
     pub const UPGRADE: Marks = Marks(1 << 8);
+    pub const CONTENT_LENGTH: Marks = Marks(1 << 10);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
@@ -69,6 +70,7 @@ impl Marks {
             "transfer-encoding" => Marks::TRANSFER_ENCODING,
             "expect" => Marks::EXPECT,
             "upgrade" => Marks::UPGRADE,
+            "content-length" => Marks::CONTENT_LENGTH,
             "forwarded" | "keep-alive" | "proxy-connection" | "proxy-authorization" | "proxy-authenticate" => {
                 Marks::DROPPED
             }

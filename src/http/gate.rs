@@ -40,6 +40,9 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     if marks.has(Marks::TRANSFER_ENCODING) {
         framing(&parts.headers)?;
     }
+    if marks.has(Marks::CONTENT_LENGTH) {
+        length(&parts.headers)?;
+    }
     if marks.has(Marks::EXPECT) {
         expectation(&parts.headers)?;
     }
@@ -76,7 +79,7 @@ pub fn translate(parts: &mut Parts) -> Result<(), Fault> {
         }
     }
     if lengths > 1 {
-        return Err(Fault::Framing("Content-Length is given more than once"));
+        return Err(Fault::REPEATED_LENGTH);
     }
     if cookies > 1 {
         let joined = parts.headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>();
@@ -120,6 +123,17 @@ fn framing(headers: &HeaderMap) -> Result<(), Fault> {
         }
         (Some(_), _) => Err(Fault::Framing("the only transfer coding understood is `chunked`, given once")),
     }
+}
+
+/// Content-Length as every server reads it. Some take a leading zero for octal, and some count in 63 bits.
+fn length(headers: &HeaderMap) -> Result<(), Fault> {
+    let is_clear = |length: &HeaderValue| match length.as_bytes() {
+        b"0" => true,
+        [b'1'..=b'9', ..] => length.to_str().is_ok_and(|digits| digits.parse::<i64>().is_ok()),
+        _ => false,
+    };
+    let are_clear = headers.get_all(header::CONTENT_LENGTH).iter().all(is_clear);
+    are_clear.then_some(()).ok_or(Fault::Framing("Content-Length is not one number of bytes"))
 }
 
 fn expectation(headers: &HeaderMap) -> Result<(), Fault> {
@@ -166,12 +180,25 @@ fn valid_host(host: &HeaderValue) -> Option<Host<'_>> {
     let authority = host.to_str().ok()?;
     let (name, port) = split_port(authority);
     let class = name.bytes().fold(0, |class, byte| class | REG_NAME[usize::from(byte)]);
-    let port_is_fine = port.is_none_or(|port| port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()));
+    let port_is_fine = port.is_none_or(is_port);
     let name_is_fine = match name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
         Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !name.is_empty() && class & OTHER == 0,
+        None => class & OTHER == 0 && !has_empty_label(name.as_bytes()),
     };
     (port_is_fine && name_is_fine).then_some(Host { authority, name, is_mixed: class & CAPITAL != 0 })
+}
+
+/// Whether this is the number of a port, or nothing, which stands for the usual one.
+fn is_port(port: &str) -> bool {
+    port.is_empty() || port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok()
+}
+
+/// Whether nothing stands before a dot; behind the last one that is fine. All bytes are looked at, without a branch: so
+/// the compiler takes many at a time.
+fn has_empty_label(name: &[u8]) -> bool {
+    let pairs = name.iter().zip(name.iter().skip(1));
+    matches!(name.first(), None | Some(b'.'))
+        || pairs.fold(false, |found, (first, second)| found | (*first == b'.') & (*second == b'.'))
 }
 
 /// What a byte may be in a name: a capital letter, or nothing that belongs there. Classes are bits, so
@@ -249,6 +276,8 @@ mod tests {
             ("/", "[::1]:8080", "[::1]"),
             ("http://example.com/a", "example.com", "example.com"),
             ("http://EXAMPLE.com:80/a", "example.com", "example.com"),
+            ("/", "a.b.c.:65535", "a.b.c"),
+            ("/", "a:", "a"),
         ] {
             assert_eq!(pass(Request::get(uri).header("host", host)).as_deref(), Ok(name), "{uri} {host}");
         }
@@ -262,9 +291,10 @@ mod tests {
     fn ambiguous_hosts_are_refused() {
         assert!(matches!(pass(Request::get("/")), Err(Fault::Host(_))));
         assert!(matches!(pass(Request::get("/").header("host", "a").header("host", "a")), Err(Fault::Host(_))));
-        for host in
-            ["", "a b", "u@a", "a/b", "a:80:80", "a:x", "a:123456", "[::1", "[x]", ":80", "a\u{e9}", "a?b", "a#b"]
-        {
+        for host in [
+            "", "a b", "u@a", "a/b", "a:80:80", "a:x", "a:123456", "a:65536", "a:+80", "[::1", "[x]", ":80", "a\u{e9}",
+            "a?b", "a#b", ".", ".a", "a..b", "a..", "..:80",
+        ] {
             let value = HeaderValue::from_bytes(host.as_bytes()).unwrap();
             assert!(matches!(pass(Request::get("/").header("host", value)), Err(Fault::Host(_))), "{host}");
         }
@@ -329,6 +359,14 @@ mod tests {
             let request =
                 codings.iter().fold(Request::post("/").header("host", "a"), |r, c| r.header("transfer-encoding", *c));
             assert!(matches!(pass(request), Err(Fault::Framing(_))), "{codings:?}");
+        }
+        for length in ["", "00", "010", "+1", "-1", "1,1", "1 ", "0x1", "9223372036854775808", "99999999999999999999"] {
+            let request = Request::post("/").header("host", "a").header("content-length", length);
+            assert!(matches!(pass(request), Err(Fault::Framing(_))), "{length:?}");
+        }
+        for length in ["0", "1", "10", "9223372036854775807"] {
+            let request = Request::post("/").header("host", "a").header("content-length", length);
+            assert!(pass(request).is_ok(), "{length:?}");
         }
         let both =
             Request::post("/").header("host", "a").header("transfer-encoding", "chunked").header("content-length", "3");

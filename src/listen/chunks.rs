@@ -1,5 +1,7 @@
-//! Where a body in chunks ends (RFC 9112, section 7.1), as its bytes pass by. What the chunks say is nobody's business
-//! here; whether they are well-formed is hyper's, which ends the connection where they are not.
+//! Where a body in chunks ends (RFC 9112, section 7.1), as its bytes pass by.
+//!
+//! hyper checks the chunks themselves and ends the connection where they are malformed. Trailer lines are checked here:
+//! hyper takes a line feed without a carriage return for a part of the line, other parsers for its end.
 
 #[derive(Debug)]
 pub struct Chunks(At);
@@ -19,9 +21,17 @@ enum At {
     Extension(u64),
     /// A chunk with its line end: so many bytes.
     Chunk(u64),
-    /// Fields behind the last chunk; whether something stands in this line.
-    Trailer(bool),
+    /// The first byte of a line behind the last chunk: of a field, or of the empty line at the end.
+    LineStart,
+    /// The rest of a field line.
+    Line,
+    /// The line feed of a field line.
+    LineFeed,
+    /// The line feed of the empty line.
+    LastLineFeed,
     End,
+    /// A trailer line did not end in CR LF, so parsers disagree about where the body ends.
+    Malformed,
 }
 
 impl Chunks {
@@ -41,23 +51,30 @@ impl Chunks {
         }
         at
     }
+
+    /// Whether a trailer line did not end in CR LF.
+    pub fn is_malformed(&self) -> bool {
+        matches!(self.0, At::Malformed)
+    }
 }
 
 impl At {
     fn behind(self, byte: u8) -> At {
         let digit = char::from(byte).to_digit(16).map(u64::from);
         match (self, byte) {
-            (At::Size(0) | At::Extension(0), b'\n') => At::Trailer(false),
+            (At::Size(0) | At::Extension(0), b'\n') => At::LineStart,
             (At::Size(size) | At::Extension(size), b'\n') => At::Chunk(size.saturating_add(2)),
             (At::Size(size), _) => match digit {
                 Some(digit) => At::Size(size.saturating_mul(16).saturating_add(digit)),
                 None => At::Extension(size),
             },
-            (At::Trailer(false), b'\n') => At::End,
-            (At::Trailer(true), b'\n') => At::Trailer(false),
-            (At::Trailer(false), b'\r') => self,
-            (At::Trailer(_), _) => At::Trailer(true),
-            (At::Extension(_) | At::Chunk(_) | At::End, _) => self,
+            (At::LineStart, b'\r') => At::LastLineFeed,
+            (At::Line, b'\r') => At::LineFeed,
+            (At::LineFeed, b'\n') => At::LineStart,
+            (At::LastLineFeed, b'\n') => At::End,
+            (At::LineStart | At::Line, b'\n') | (At::LineFeed | At::LastLineFeed, _) => At::Malformed,
+            (At::LineStart | At::Line, _) => At::Line,
+            (At::Extension(_) | At::Chunk(_) | At::End | At::Malformed, _) => self,
         }
     }
 }
@@ -79,6 +96,19 @@ mod tests {
                 let mut chunks = Chunks::default();
                 let (first, second) = all.as_bytes().split_at(cut);
                 assert_eq!(chunks.pass(first) + chunks.pass(second), body.len(), "{body:?} {cut}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_trailer_line_that_does_not_end_in_cr_lf_is_malformed() {
+        for body in ["0\r\n\n", "0\r\nX: y\n\r\n\r\n", "0\r\nX: y\r\nZ: w\n\r\n", "0\r\n\rX", "0\r\nX: \ry\r\n\r\n"] {
+            let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
+            for cut in 0..all.len() {
+                let mut chunks = Chunks::default();
+                let (first, second) = all.as_bytes().split_at(cut);
+                assert_eq!(chunks.pass(first) + chunks.pass(second), all.len(), "{body:?} {cut}");
+                assert!(chunks.is_malformed(), "{body:?}");
             }
         }
     }

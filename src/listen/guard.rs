@@ -76,6 +76,7 @@ impl Guard {
 
     /// Takes back bytes that were read from it, to be read again.
     pub fn put_back(&mut self, early: Bytes) {
+        self.stage.forget_received();
         self.stream.put_back(early);
     }
 
@@ -234,7 +235,7 @@ impl AsyncRead for Guard {
             this.ahead_of_turn = false;
             this.ending = None;
             if came {
-                this.stage.receive(&buffer.filled()[before..]);
+                this.stage.receive(&buffer.filled()[before..])?;
                 if this.refuses_again() {
                     buffer.set_filled(before);
                     continue;

@@ -118,16 +118,18 @@ impl Head {
         !self.alone && first().is_some_and(|line| line.contains(&b'#'))
     }
 
-    /// Whether the head of the request just begun gives both chunks and a length for its body. hyper
-    /// leaves the length out, so only the bytes can tell.
-    pub fn gives_length_beside_chunks(&self) -> bool {
-        let (mut chunks, mut length) = (false, false);
-        for line in self.lines() {
-            let name = line.split(|byte| *byte == b':').next().unwrap_or_default();
-            chunks |= name.eq_ignore_ascii_case(b"transfer-encoding");
-            length |= name.eq_ignore_ascii_case(b"content-length");
-        }
-        chunks && length
+    /// The number of field lines in the head of the request just begun, including those that hyper drops.
+    pub fn fields(&self) -> usize {
+        let head = &self.bytes[..self.head];
+        let begin = head.iter().position(|byte| !matches!(byte, b'\r' | b'\n')).unwrap_or(head.len());
+        let lines = head[begin..].iter().filter(|byte| **byte == b'\n').count();
+        // The request line and the empty line at the end are not fields.
+        lines.saturating_sub(2)
+    }
+
+    /// Whether the body of the request just begun has a trailer line that does not end in CR LF.
+    pub fn has_malformed_trailers(&self) -> bool {
+        matches!(&self.body, Body::Chunks(chunks) if chunks.is_malformed())
     }
 }
 
@@ -149,6 +151,9 @@ fn end_of_head(bytes: &[u8]) -> usize {
 /// return before it, and none before one but at the end; and no byte is a `#`. All bytes are looked at, without a branch: so the compiler
 /// takes many at a time.
 fn is_alone(bytes: &[u8]) -> bool {
+    if bytes.first() == Some(&b'\n') {
+        return false;
+    }
     let inside = bytes.len().saturating_sub(2);
     let pairs = bytes[..inside].iter().zip(bytes[..inside].iter().skip(1));
     let doubt = pairs.fold(0, |doubt, (first, second)| {
@@ -176,13 +181,15 @@ mod tests {
             ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false),
             ("\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\nbody\nbody", false),
             ("GET / HTTP/1.1\nHost: a\r\n\r\n", true),
+            ("\nGET / HTTP/1.1\r\nHost: a\r\n\r\n", true),
             ("GET / HTTP/1.1\r\nHost: a\n\r\n", true),
             ("GET / HTTP/1.1\r\nHost: a\r\n\n", true),
         ] {
-            for at in 1..text.len() {
-                let mut head = heard(&[&text[..at], &text[at..]]);
+            let whole = std::iter::once(vec![text]);
+            for pieces in whole.chain((1..text.len()).map(|at| vec![&text[..at], &text[at..]])) {
+                let mut head = heard(&pieces);
                 head.begin(Some(0));
-                assert_eq!(head.has_bare_line_end(), bare, "{text:?} {at}");
+                assert_eq!(head.has_bare_line_end(), bare, "{pieces:?}");
             }
         }
     }
@@ -248,22 +255,23 @@ mod tests {
             (format!("{CHUNKED}3;x=\"y\r\na\n\n\r\n0C\r\n0\r\n\r\nGET /\n\r\n0\r\nX: y\r\n\r\n"), None),
         ];
         for (first, length) in &bodies {
-            for (second, bare, both) in [
-                ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false, false),
-                ("\r\n\r\nGET / HTTP/1.1\r\nHost: a\nX: y\r\n\r\n", true, false),
-                ("GET / HTTP/1.1\nHost: a\n\n", true, false),
-                ("GET / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", false, true),
+            for (second, bare, fields) in [
+                ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false, 1),
+                ("\r\n\r\nGET / HTTP/1.1\r\nHost: a\nX: y\r\n\r\n", true, 2),
+                ("GET / HTTP/1.1\nHost: a\n\n", true, 1),
+                ("GET / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", false, 2),
             ] {
                 let all = format!("{first}{second}");
                 let end = end_of_head(first.as_bytes());
                 for cut in end..all.len() {
                     let mut head = heard(&[&all[..cut]]);
                     head.begin(*length);
-                    assert!(!head.has_bare_line_end() && !head.gives_length_beside_chunks(), "{all:?}");
+                    assert!(!head.has_bare_line_end() && !head.has_malformed_trailers(), "{all:?}");
+                    assert_eq!(head.fields(), usize::from(*length != Some(0)), "{all:?}");
                     head.receive(&all.as_bytes()[cut..], false);
                     head.begin(Some(0));
                     assert_eq!(head.has_bare_line_end(), bare, "{all:?} {cut}");
-                    assert_eq!(head.gives_length_beside_chunks(), both, "{all:?} {cut}");
+                    assert_eq!(head.fields(), fields, "{all:?} {cut}");
                 }
             }
         }

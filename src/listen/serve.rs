@@ -218,8 +218,9 @@ impl Service<Request<Incoming>> for Door {
     fn call(&self, request: Request<Incoming>) -> Answering {
         self.peer.repeats.set(self.stage.repeats());
         self.stage.begin(request.body().size_hint().exact());
-        // What only the bytes of the head tell.
-        let doubts = |marks: Marks| self.stage.doubt(marks.has(Marks::TRANSFER_ENCODING));
+        // What only the bytes tell.
+        let fields = request.headers().len();
+        let doubts = |marks: Marks| self.stage.doubt(marks, fields);
         let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
         Answering { passing, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
     }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::drain::Drain;
 use super::head::Head;
 use crate::http::fault::Fault;
+use crate::http::fields::Marks;
 use crate::interim::Interim;
 use crate::timer::Timer;
 
@@ -130,24 +131,37 @@ impl Stage {
         self.phase.get() == Phase::Head && self.is_quiet() && self.head.borrow().repeats()
     }
 
-    /// Bytes have come.
-    pub(super) fn receive(&self, bytes: &[u8]) {
-        if self.head.borrow_mut().receive(bytes, self.busy.get()) {
+    /// Bytes have come. Fails where the trailers of a request are malformed: its end is not known.
+    pub(super) fn receive(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut head = self.head.borrow_mut();
+        if head.receive(bytes, self.busy.get()) {
             self.heard.set(true);
         }
+        if head.has_malformed_trailers() { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
     }
 
-    /// What is wrong with the head of the request just begun that only its bytes tell. `chunked`: it
-    /// gives a transfer coding.
-    pub fn doubt(&self, chunked: bool) -> Option<Fault> {
+    /// Forgets the bytes received since the last request: they are read once more.
+    pub(super) fn forget_received(&self) {
+        self.head.take();
+    }
+
+    /// What is wrong with the request just begun that only its bytes tell. `marks` are those of its fields, `fields` is the
+    /// number of them that hyper has kept.
+    pub fn doubt(&self, marks: Marks, fields: usize) -> Option<Fault> {
         let head = self.head.borrow();
-        if head.has_bare_line_end() {
+        if head.has_bare_line_end() || head.has_malformed_trailers() {
             return Some(Fault::BARE_LINE_FEED);
         }
         if head.has_fragment() {
             return Some(Fault::Target("the request target has a fragment"));
         }
-        (chunked && head.gives_length_beside_chunks()).then_some(Fault::DOUBTFUL_LENGTH)
+        let is_chunked = marks.has(Marks::TRANSFER_ENCODING);
+        if !is_chunked && !marks.has(Marks::CONTENT_LENGTH) {
+            return None;
+        }
+        // The only fields that hyper drops are a Content-Length beside chunks, and all but one of several equal ones.
+        let doubt = if is_chunked { Fault::DOUBTFUL_LENGTH } else { Fault::REPEATED_LENGTH };
+        (head.fields() != fields).then_some(doubt)
     }
 
     /// The head of its answer is there, or another piece of either body has moved.

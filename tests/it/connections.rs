@@ -120,6 +120,9 @@ fn one_that_lay_idle_for_a_while_is_served_as_before() {
     let mut process = Process::spawn(&pass_all(&upstream));
     let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
     let (mut idle, mut untidy, mut chunked) = (process.client(), process.client(), process.client());
+    // Behind its request it has sent the beginning of another.
+    let mut hasty = process.client();
+    hasty.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).answer().expect(200);
     for pauses in 0..3 {
         idle.get("/a").expect(200);
         // An empty line is no request, nor is it the beginning of one that comes much later.
@@ -127,7 +130,7 @@ fn one_that_lay_idle_for_a_while_is_served_as_before() {
         untidy.send("\r\n");
         chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
         chunked.answer().expect(200);
-        assert_eq!(upstream.received().len(), 3 * (pauses + 1));
+        assert_eq!(upstream.received().len(), 3 * (pauses + 1) + 1);
         // The time that passes is what the test is about.
         std::thread::sleep(std::time::Duration::from_millis(1400));
     }
@@ -135,10 +138,11 @@ fn one_that_lay_idle_for_a_while_is_served_as_before() {
     idle.answer().expect(200);
     idle.answer().expect(200);
     untidy.send(&get[..9]).send(&get[9..]).answer().expect(200);
+    hasty.send("ngth: 3\r\n\r\nabc").answer().expect(200);
     std::thread::sleep(std::time::Duration::from_millis(1400));
     process.signal("TERM");
     assert_eq!(process.wait().code(), Some(0));
-    for client in [&mut idle, &mut untidy, &mut chunked] {
+    for client in [&mut idle, &mut untidy, &mut chunked, &mut hasty] {
         assert!(client.rest().is_empty());
     }
 }
