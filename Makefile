@@ -34,6 +34,8 @@ help:
 test: parts
 	cargo test --locked --no-fail-fast
 	cargo test --locked --no-fail-fast --release --manifest-path $(MODEL)
+	@! ls -l /proc/[0-9]*/exe 2>/dev/null | grep -F ' $(CURDIR)/target/debug/transom' || { \
+		echo "The tests have left a gateway running." >&2; exit 1; }
 
 check: deny
 	cargo fmt --check

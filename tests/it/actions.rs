@@ -1,10 +1,13 @@
 //! What routes change on the way, and what they answer by themselves.
 
+use std::time::Duration;
+
 use crate::world::client::HOST;
 use crate::world::gateway::Gateway;
 use crate::world::h2::{RST_STREAM, Raw};
 use crate::world::quota::remaining;
 use crate::world::upstream::{Talk, Upstream, reply};
+use crate::world::within;
 
 fn route(upstream: &Upstream, settings: &str) -> String {
     format!("{}\n[[routes]]\nupstream = \"u\"\n{settings}", upstream.toml("u"))
@@ -177,12 +180,13 @@ upstream = \"u\"
 
 #[test]
 fn a_route_waits_as_long_as_it_says() {
+    const WAIT: Duration = Duration::from_millis(200);
     let silent = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.closed();
     });
     let gateway = Gateway::start(&route(&silent, "path = \"/a\"\ntimeouts = { response_head = \"200ms\" }"));
-    gateway.get("/a").expect(504).problem();
+    within(WAIT, || gateway.get("/a").expect(504).problem());
 
     let stalling = Upstream::with(|talk: &mut Talk| {
         talk.head();
@@ -193,9 +197,9 @@ fn a_route_waits_as_long_as_it_says() {
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
-    assert_eq!(client.rest(), b"abc");
+    assert_eq!(within(WAIT, || client.rest()), b"abc");
     // A stream of HTTP/2 is reset.
     let mut raw = Raw::connect(gateway.http);
     raw.get(1, "/a");
-    raw.until(RST_STREAM);
+    within(WAIT, || raw.until(RST_STREAM));
 }

@@ -2,11 +2,12 @@
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use crate::world::client::{Client, request};
 use crate::world::gateway::Gateway;
 use crate::world::upstream::Upstream;
-use crate::world::{eventually, pass_to};
+use crate::world::{eventually, pass_to, within};
 
 /// Answers each request when it is told to.
 struct Held {
@@ -135,7 +136,7 @@ fn nobody_waits_in_line_for_ever() {
     let gateway = Gateway::start(&format!("workers = 1\n{toml}\n[timeouts]\nconnect = \"50ms\"\n"));
     let mut first = ask(&gateway);
     held.arrived(1);
-    gateway.get("/a").expect(503).problem();
+    within(Duration::from_millis(50), || gateway.get("/a").expect(503).problem());
     assert_eq!(refused(&gateway, "connect"), 1);
     held.release();
     first.answer().expect(200);

@@ -1,9 +1,7 @@
 //! Windows and a wall clock that is stepped: the real binary under libfaketime.
 //!
 //! The wall clock is faked, the monotonic clock is the machine's. The offset between the two is read
-//! from a file at every look at the clock, so that it can be stepped while the gateway runs. libfaketime
-//! reads it into memory that threads share, and tells the true time now and then if several ask at once: so
-//! the gateway has one loop where it is asked under load.
+//! from a file at every look at the clock, so that it can be stepped while the gateway runs.
 
 use std::fs;
 use std::path::PathBuf;
@@ -217,11 +215,6 @@ fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
 /// An hour forth and back, at most an hour ahead of the start: behind midnight in Berlin, and no further.
 const HOURS_S: [i64; 7] = [3600, -7200, 7200, -3600, -3600, 3600, 3600];
 
-/// A gateway with this rule, and one event loop.
-fn alone(rule: &str) -> String {
-    format!("workers = 1\n{}", one_rule(rule))
-}
-
 #[test]
 fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
     for (window, granted) in [
@@ -232,7 +225,7 @@ fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
         ("{ limit = 30, period = \"2h\", start = \"first-request\" }", 30),
         ("{ limit = 30, period = \"month\", timezone = \"Europe/Berlin\" }", 30),
     ] {
-        let mut gateway = Faked::start(&alone(&format!("key = \"global\"\nwindows = [{window}]")), MINUTE_MS);
+        let mut gateway = Faked::start(&one_rule(&format!("key = \"global\"\nwindows = [{window}]")), MINUTE_MS);
         assert_eq!(gateway.admitted_under_load(&HOURS_S, 60), granted, "{window}");
     }
 }
@@ -240,7 +233,7 @@ fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
 #[test]
 fn who_waits_while_the_clock_is_stepped_passes_in_a_window_that_grants_it() {
     let rule = "key = \"ip\"\nwindows = [\"20/2s\"]\non_limit = \"delay\"\nmax_delay = \"2s\"";
-    let mut gateway = Faked::start(&alone(rule), MINUTE_MS);
+    let mut gateway = Faked::start(&one_rule(rule), MINUTE_MS);
     let start = Instant::now();
     let admitted = gateway.admitted_under_load(&[1, -1, 2, -3, 1, 1, -2, 2], 10);
     // The furthest of these steps is two seconds ahead.

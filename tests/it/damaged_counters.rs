@@ -16,7 +16,7 @@ use transom::counters::{Counters, OpenError};
 
 use crate::world::gateway::with_listen;
 use crate::world::judge::now_ms;
-use crate::world::process::{BINARY, Process};
+use crate::world::process::{BINARY, Owned, Process};
 use crate::world::quota::remaining;
 use crate::world::{Scratch, eventually, one_rule};
 
@@ -124,14 +124,9 @@ fn another_capacity_begins_anew_unless_the_file_is_in_use() {
 fn refused(scratch: &Scratch, file: &Path, capacity: usize) -> String {
     let config = scratch.write("refused.toml", with_listen(&toml(file, capacity)));
     let log = scratch.path().join("refused.log");
-    let mut child = Command::new(BINARY)
-        .arg("--config")
-        .arg(config)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(fs::File::create(&log).unwrap())
-        .spawn()
-        .unwrap();
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut child = Owned::spawn(command.stderr(fs::File::create(&log).unwrap()));
     let mut status = None;
     eventually("the process ends", || {
         status = child.try_wait().unwrap();
@@ -155,7 +150,7 @@ fn what_is_no_file_is_refused_with_its_name() {
     // A program that runs can not be written to, whoever asks; nothing can be made under `/proc`.
     let program = at("program");
     fs::copy("/bin/sleep", &program).unwrap();
-    let mut running = Command::new(&program).arg("600").spawn().unwrap();
+    let mut running = Owned::spawn(Command::new(&program).arg("600"));
     for (file, says) in [
         (at("folder"), "it is a directory: name a file"),
         (at("link"), "it is a symbolic link"),
@@ -207,20 +202,26 @@ fn a_file_in_use_by_another_version_is_refused_with_what_to_do() {
     assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 8);
 }
 
-/// No file system of memory is as large as the largest table where this is tested; where one is, a limit on the
-/// size of files stands in.
 #[test]
 fn where_there_is_no_room_the_start_says_so() {
     let scratch = Scratch::in_memory();
+    let small = scratch.path().join("small");
+    fs::create_dir(&small).unwrap();
+    let config = scratch.write("full.toml", with_listen(&toml(&small.join("counters"), 1_000_000)));
+    // A file system of one MiB that only this process sees.
+    let script = "mount -t tmpfs -o size=1m tmpfs \"$0\" || exit 99
+        \"$@\"; code=$?; ls -A \"$0\" | grep -v lock; exit $code";
+    let mut mounted = Command::new("unshare");
+    mounted.args(["--map-root-user", "--mount", "sh", "-c", script]).arg(&small);
+    let output = mounted.args([BINARY, "--config"]).arg(&config).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("there is no room for") && said.contains("No space left"), "{said}");
+    assert!(said.contains("enlarge that file system, or lower `counters.capacity`"), "{said}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "", "nothing is left behind but the lock");
+    // A limit on the size of files is another error.
     let file = scratch.path().join("counters");
-    let free = rustix::fs::statvfs(scratch.path()).unwrap();
-    let most = 1_000_000_000;
-    if free.f_bavail * free.f_frsize < 32 * most as u64 && scratch.path().starts_with("/dev/shm") {
-        let said = refused(&scratch, &file, most);
-        assert!(said.contains("there is no room for") && said.contains("No space left"), "{said}");
-        assert!(said.contains("enlarge that file system, or lower `counters.capacity`"), "{said}");
-    }
-    let config = scratch.write("small.toml", with_listen(&toml(&file, 1_000_000)));
+    let config = scratch.write("limited.toml", with_listen(&toml(&file, 1_000_000)));
     let script = "trap '' XFSZ; ulimit -f 2000; exec \"$@\"";
     let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(&config).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();

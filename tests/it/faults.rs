@@ -1,11 +1,12 @@
 //! What a client is told when the upstream fails.
 
 use std::sync::mpsc;
+use std::time::Duration;
 
 use crate::world::client::{Client, HOST, request};
 use crate::world::gateway::Gateway;
 use crate::world::upstream::{Upstream, reply};
-use crate::world::{eventually, pass_all};
+use crate::world::{eventually, pass_all, within};
 
 fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
@@ -106,7 +107,7 @@ fn a_server_that_does_not_answer_is_504() {
     });
     let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
     let mut client = gateway.client();
-    client.get("/a").expect(504).problem();
+    within(Duration::from_millis(50), || client.get("/a").expect(504).problem());
     // The server is told, by the end of the connection, that nobody waits any longer.
     assert!(seen.recv().unwrap());
     client.post("/a", "body").expect(504).problem();
@@ -120,7 +121,7 @@ fn a_client_that_stops_in_the_middle_of_its_upload_is_told_so() {
     let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 10\r\n\r\nabc"));
-    client.answer().expect(408).problem();
+    within(Duration::from_millis(50), || client.answer().expect(408).problem());
     client.expect_closed();
     // A body whose chunks make no sense is the client's fault as well.
     let mut client = gateway.client();

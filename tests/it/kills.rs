@@ -9,7 +9,6 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fastrand::Rng;
 use transom::config;
 use transom::count::table::Table;
 use transom::count::word::Word;
@@ -22,7 +21,7 @@ use transom::rule::now::Now;
 use crate::world::gateway::with_listen;
 use crate::world::judge::{KEYS, Layer, Load, now_ms};
 use crate::world::process::{BINARY, Process};
-use crate::world::{Scratch, one_rule};
+use crate::world::{Scratch, one_rule, seeded_rng};
 
 /// Lengths that have no multiple in common for a while, so that windows of both end during the run.
 const LAYERS: [Layer; 2] = [Layer { limit: 3, period_ms: 2000 }, Layer { limit: 6, period_ms: 7000 }];
@@ -86,7 +85,7 @@ fn nobody_gets_more_than_the_limit_from_a_gateway_that_is_killed() {
     let config = scratch.write("gateway.toml", with_listen(&toml));
     let (mut kills, mut starts) = (0, Vec::new());
     let tally = Load::default().while_under_way(&LAYERS, |load| {
-        let mut rng = Rng::new();
+        let mut rng = seeded_rng();
         while goes_on(load, &mut kills, times(25)) {
             if rng.u8(..5) == 0 {
                 kill_early(&config, Duration::from_micros(rng.u64(..60_000)));
@@ -114,7 +113,7 @@ fn two_gateways_on_one_file_count_as_one_though_either_is_killed() {
     let toml = toml(&file);
     let (mut kills, mut starts) = (0, Vec::new());
     let tally = Load::default().while_under_way(&LAYERS, |load| {
-        let mut rng = Rng::new();
+        let mut rng = seeded_rng();
         let mut both = [start(&toml, &mut starts), start(&toml, &mut starts)];
         load.ask(&both.each_ref().map(|process| process.http));
         while goes_on(load, &mut kills, times(50) / 5) {

@@ -8,7 +8,7 @@ use crate::world::client::{HOST, request};
 use crate::world::gateway::Gateway;
 use crate::world::h2::{END_HEADERS, HEADERS, Raw, block, frame};
 use crate::world::upstream::{Talk, Upstream};
-use crate::world::{eventually, one_rule, pass_all};
+use crate::world::{eventually, one_rule, pass_all, within};
 
 const CHUNKED: &str = "POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
 
@@ -91,7 +91,7 @@ fn a_body_that_trickles_in_is_given_up() {
                 thread::sleep(Duration::from_millis(20));
             }
         });
-        client.answer_to("POST").expect(408).problem();
+        within(Duration::from_millis(300), || client.answer_to("POST").expect(408).problem());
         client.expect_closed();
         assert_eq!(faults(&gateway, "body_too_slow"), 1);
         drop(client);
@@ -168,7 +168,9 @@ fn an_answer_that_is_taken_too_slowly_is_given_up() {
             thread::sleep(Duration::from_millis(10));
         }
     });
-    eventually("the connection is dropped", || faults(&gateway, "stalled") == 1);
+    within(Duration::from_millis(500), || {
+        eventually("the connection is dropped", || faults(&gateway, "stalled") == 1);
+    });
     trickle.join().unwrap();
 }
 

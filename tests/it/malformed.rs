@@ -2,6 +2,7 @@
 //! is closed, and not one byte of it reaches the upstream.
 
 use std::io::Write;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -9,7 +10,7 @@ use proptest::test_runner::{Config, TestRunner};
 use crate::world::client::{Client, request};
 use crate::world::gateway::Gateway;
 use crate::world::upstream::Upstream;
-use crate::world::{eventually, pass_all};
+use crate::world::{eventually, pass_all, within};
 
 /// Sends bytes to a gateway with this configuration's addition; expects this status, a problem
 /// document, the end of the connection, and an upstream that was not even connected to.
@@ -288,10 +289,11 @@ fn a_head_that_does_not_come_to_its_end() {
 fn whoever_says_nothing_is_let_go_without_a_word() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"100ms\"\n", pass_all(&upstream)));
-    gateway.client().expect_closed();
+    let head = Duration::from_millis(100);
+    within(head, || gateway.client().expect_closed());
     let mut client = gateway.client();
     client.get("/a").expect(200);
-    client.expect_closed();
+    within(head, || client.expect_closed());
 }
 
 #[test]

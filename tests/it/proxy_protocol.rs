@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::world::client::{Client, request};
 use crate::world::gateway::Gateway;
 use crate::world::tls::{Authority, Tls, listen};
-use crate::world::{Scratch, eventually, one_rule};
+use crate::world::{Scratch, eventually, one_rule, within};
 
 const LINE: &str = "PROXY TCP4 192.0.2.7 198.51.100.1 4711 443\r\n";
 
@@ -123,7 +123,7 @@ fn a_proxy_that_stands_still_is_turned_away() {
         let before = refused(&gateway, "proxy_protocol_timeout");
         let mut client = gateway.client();
         client.send(start);
-        client.expect_closed();
+        within(Duration::from_millis(200), || client.expect_closed());
         eventually("it is counted", || refused(&gateway, "proxy_protocol_timeout") == before + 1);
     }
 }

@@ -2,13 +2,13 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::world::client::{Client, request};
 use crate::world::gateway::Gateway;
 use crate::world::process::Process;
 use crate::world::upstream::Upstream;
-use crate::world::{eventually, pass_to};
+use crate::world::{eventually, pass_to, within};
 
 fn retries(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
@@ -180,7 +180,7 @@ fn a_try_that_takes_too_long_is_made_elsewhere() {
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[silent.address, good.address], settings)));
     let mut client = gateway.client();
     for _ in 0..4 {
-        client.get("/a").expect(200);
+        within(Duration::from_millis(50), || client.get("/a").expect(200));
     }
     assert_eq!(silent.received().len(), retries(&gateway, "retried") as usize);
     assert!(!silent.received().is_empty());
@@ -206,13 +206,14 @@ fn the_whole_request_has_an_end() {
     });
     let toml = pass_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"50ms\" }");
     let gateway = Gateway::start(&format!("{toml}\n[timeouts]\nrequest = \"400ms\"\n"));
-    gateway.get("/silent").expect(504).problem();
+    let whole = Duration::from_millis(400);
+    within(whole, || gateway.get("/silent").expect(504).problem());
     // Tries in between are bounded by it as well.
     assert!((2..=6).contains(&upstream.received().len()), "{}", upstream.received().len());
-    gateway.client().post("/silent", "body").expect(504).problem();
+    within(whole, || gateway.client().post("/silent", "body").expect(504).problem());
     let mut client = Client::connect(gateway.http);
     client.send(request("GET", "/endless", &[], b""));
     client.head().unwrap().expect(200);
-    assert!(client.rest().len() < 1_000_000);
+    assert!(within(whole, || client.rest()).len() < 1_000_000);
     gateway.get("/quick").expect(200);
 }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 
 use crate::world::client::Client;
-use crate::world::eventually;
 use crate::world::judge::now_ms;
 use crate::world::process::Process;
 use crate::world::redis::RedisServer;
 use crate::world::siblings::{PATIENT, Siblings, admitted, decide, rule, shared};
+use crate::world::{eventually, within};
 
 const LOCAL: &str = "timeout = \"10s\"\non_outage = \"local\"\n";
 
@@ -80,9 +80,8 @@ fn a_rule_that_waits_holds_nobody_up_in_an_outage() {
         let waiting: Vec<_> = (0..5).map(|_| scope.spawn(|| status(&gateway, "alice"))).collect();
         let until = Instant::now() + Duration::from_secs(3);
         while Instant::now() < until {
-            let began = Instant::now();
-            gateway.client().get_with("/alone", &[("X-Key", "alice")]).expect(200);
-            assert!(began.elapsed() < Duration::from_secs(2), "the loop stands still: {:?}", began.elapsed());
+            // A request that needs no store is answered at once.
+            within(Duration::ZERO, || gateway.client().get_with("/alone", &[("X-Key", "alice")]).expect(200));
             thread::sleep(Duration::from_millis(20));
         }
         waiting.into_iter().for_each(|waiting| assert_eq!(waiting.join().unwrap(), 200));
@@ -141,29 +140,24 @@ fn what_was_returned_can_be_fetched_again() {
 
 #[test]
 fn what_is_counted_in_an_outage_is_reported_of_the_window_that_is_open() {
-    const PERIOD_MS: u64 = 3000;
+    // Long enough that the report arrives in the window that is open, also on a busy machine.
+    const PERIOD_MS: u64 = 6000;
     let mut redis = RedisServer::start();
-    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"100/3s\"]", ""));
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"100/6s\"]", ""));
     let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
-    for attempt in 0.. {
-        redis.kill();
-        assert_eq!(admitted(&gateway, "alice", 1), 1);
-        let first = now_ms() / PERIOD_MS;
-        // Longer than the store can be told of the window in which the outage began.
-        eventually("a window has just begun", || now_ms() / PERIOD_MS > first + 2 && now_ms() % PERIOD_MS < 300);
-        let window = now_ms() / PERIOD_MS;
-        assert_eq!(admitted(&gateway, "alice", 40), 40);
-        redis.restart();
-        let key = format!("transom:{{r|alice}}:{window}");
-        let mut counted = 0;
-        while counted < 40 && now_ms() / PERIOD_MS == window {
-            counted = redis.number(&["GET", &key]);
-        }
-        if counted >= 40 {
-            return;
-        }
-        assert!(attempt < 3, "{counted} of 40 were reported");
+    redis.kill();
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    let first = now_ms() / PERIOD_MS;
+    eventually("another window has just begun", || now_ms() / PERIOD_MS > first && now_ms() % PERIOD_MS < 300);
+    let window = now_ms() / PERIOD_MS;
+    assert_eq!(admitted(&gateway, "alice", 40), 40);
+    redis.restart();
+    let key = format!("transom:{{r|alice}}:{window}");
+    let mut counted = 0;
+    while counted < 40 && now_ms() / PERIOD_MS == window {
+        counted = redis.number(&["GET", &key]);
     }
+    assert_eq!(counted, 40, "in the window in which they were admitted");
 }
 
 #[test]
@@ -224,10 +218,13 @@ fn who_goes_away_while_he_waits_has_consumed_nothing() {
     let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
     assert_eq!(admitted(&gateway, "alice", 1), 1);
     redis.stop();
-    for _ in 0..5 {
-        let mut gone = TcpStream::connect(gateway.http).unwrap();
-        gone.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
-        thread::sleep(Duration::from_millis(50));
+    for gone in 1..=5 {
+        let mut client = TcpStream::connect(gateway.http).unwrap();
+        client.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
+        drop(client);
+        eventually("its request is given up", || {
+            gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == gone
+        });
     }
     redis.cont();
     for rule in ["here", "exact"] {

@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::task::spawn_local;
 use transom::shared::script::Want;
@@ -16,10 +16,12 @@ use crate::world::redis::RedisServer;
 use crate::world::shared::{granted, on_loop, plain, single};
 use crate::world::siblings::{rule, shared};
 use crate::world::upstream::{Talk, Upstream};
-use crate::world::{DEADLINE, eventually};
+use crate::world::{eventually, within};
 
-/// Much longer than the store's timeout, and much shorter than any other in the gateway.
-const SOON: Duration = Duration::from_secs(5);
+/// How long a request waits for the store, unless the configuration says otherwise.
+const STORE_TIMEOUT: Duration = Duration::from_millis(50);
+/// A drain waits for so long at most for what a store that hangs could be told.
+const LAST_CALLS: Duration = Duration::from_secs(1);
 const BACK: &str = "shared counters are reached again";
 
 fn gateway(redis: &str, settings: &str, windows: &str) -> Process {
@@ -28,10 +30,7 @@ fn gateway(redis: &str, settings: &str, windows: &str) -> Process {
 
 #[track_caller]
 fn ask(gateway: &Process, key: &str) -> u16 {
-    let began = Instant::now();
-    let status = gateway.client().get_with("/a", &[("X-Key", key)]).status;
-    assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-    status
+    within(STORE_TIMEOUT, || gateway.client().get_with("/a", &[("X-Key", key)]).status)
 }
 
 fn reported(gateway: &Process) -> u64 {
@@ -81,27 +80,23 @@ fn an_outage_ends_although_requests_go_on() {
 
 #[test]
 fn what_was_counted_meanwhile_is_told_of_the_window_that_is_open() {
-    const PERIOD_MS: u64 = 1000;
+    const PERIOD_MS: u64 = 5000;
     let redis = RedisServer::start();
-    let gateway = gateway(&redis.url(), "", "[\"100000/1s\"]");
+    let gateway = gateway(&redis.url(), "", "[\"1000000/5s\"]");
     assert_eq!(ask(&gateway, "alice"), 200);
     under_load(
         &gateway,
         |_| "alice".to_owned(),
         |_| {
-            // If it is told just as a window begins, there is nothing to tell yet.
-            for _ in 0..5 {
-                redis.stop();
-                let began_ms = now_ms();
-                eventually("windows come and go", || now_ms() / PERIOD_MS > began_ms / PERIOD_MS + 2);
-                let times = gateway.stderr().matches(BACK).count();
-                redis.cont();
-                eventually("it counts together again", || gateway.stderr().matches(BACK).count() > times);
-                if reported(&gateway) > 0 {
-                    return;
-                }
-            }
-            panic!("nothing is told");
+            redis.stop();
+            let began = now_ms() / PERIOD_MS;
+            // Well within another window, so that something was counted in it when Redis returns.
+            eventually("another window is open", || {
+                now_ms() / PERIOD_MS > began && (500..1500).contains(&(now_ms() % PERIOD_MS))
+            });
+            redis.cont();
+            gateway.says(BACK);
+            assert!(reported(&gateway) > 0, "nothing is told");
         },
     );
 }
@@ -146,10 +141,8 @@ fn it_ends_soon_while_redis_hangs() {
             assert_eq!(client.get_with("/a", &[("X-Key", &key.to_string())]).status, 200);
         }
         redis.stop();
-        let began = Instant::now();
         gateway.signal("TERM");
-        assert!(gateway.wait().success());
-        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        assert!(within(LAST_CALLS, || gateway.wait()).success());
     }
 }
 
@@ -196,10 +189,9 @@ fn an_answer_without_end_is_not_kept() {
         let gateway = gateway(&format!("redis://{}", redis.address), "", "[\"100/30d\"]");
         assert_eq!(ask(&gateway, "alice"), 200);
         gateway.says("shared counters can not be reached");
-        let began = Instant::now();
-        while began.elapsed() < Duration::from_secs(1) {
-            assert!([200, 429].contains(&ask(&gateway, "alice")));
-        }
+        // One was admitted before; the limit is 100.
+        let answers: Vec<u16> = (0..110).map(|_| ask(&gateway, "alice")).collect();
+        assert_eq!(answers, [[200; 99].as_slice(), &[429; 11]].concat());
         assert!(gateway.memory_kb("VmHWM") < 400_000, "{} kB", gateway.memory_kb("VmHWM"));
         assert!(gateway.stderr().lines().all(|line| line.len() < 1000));
     }
@@ -226,9 +218,7 @@ fn a_counter_that_somebody_else_made_too_large_harms_no_other() {
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
     redis.cli(&["SET", &key, "99999999999999999999"]);
     let returned = || gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "returned")]);
-    let began = Instant::now();
     eventually("what bob does not need is returned", || returned() > 0);
-    assert!(began.elapsed() < DEADLINE);
     assert_eq!(redis.cli(&["GET", &key]), "99999999999999999999");
     assert_eq!(gateway.metrics().sum("transom_shared_requests_total", &[("outcome", "unreachable")]), 0);
 }

@@ -6,11 +6,10 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fastrand::Rng;
-
 use crate::world::judge::{Layer, Load, now_ms};
 use crate::world::process::Process;
 use crate::world::redis::{RedisServer, free_port};
+use crate::world::seeded_rng;
 use crate::world::siblings::{rule, shared};
 
 const KEYS: u32 = 200;
@@ -62,7 +61,7 @@ fn killed(mode: &str) {
     let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
     let (mut kills, end) = (0, Instant::now() + length());
     let tally = Load::of(KEYS).while_under_way(&LAYERS, |load| {
-        let mut rng = Rng::new();
+        let mut rng = seeded_rng();
         let mut gateways: Vec<Process> = tomls.iter().map(|toml| Process::spawn(toml)).collect();
         load.ask(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
         while Instant::now() < end || (!load.has_reached(&LAYERS[..2]) && kills < 1000) {

@@ -10,7 +10,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use fastrand::Rng;
 use transom::clock::Clock;
 use transom::config;
 use transom::count::ledger::Ways;
@@ -30,7 +29,7 @@ use transom::rule::now::Now;
 use crate::world::gateway::{START_S, with_listen};
 use crate::world::process::{BINARY, Process, run};
 use crate::world::quota::remaining;
-use crate::world::{Scratch, eventually, one_rule};
+use crate::world::{Scratch, eventually, one_rule, seeded_rng};
 
 const NOW_MS: u64 = START_S * 1000;
 const HEAD_BYTES: u64 = 112;
@@ -294,9 +293,13 @@ fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
     let (capacity, clock) = (100_000, Clock::system());
     write(&many(capacity, &clock), &place, &clock);
     let config = place.scratch.write("gateway.toml", with_listen(&place.toml(capacity)));
-    let (mut rng, mut within) = (Rng::new(), 0);
+    let mut rng = seeded_rng();
     let new = place.scratch.path().join("counters.new");
-    for _ in 0..times(10) {
+    // As often as asked for, and until a kill came before the file was in its place.
+    let (mut kills, mut within) = (0, 0);
+    while kills < times(10) || within == 0 {
+        kills += 1;
+        assert!(kills <= 50 * times(10), "no kill came before the file was in its place");
         let mut command = Command::new(BINARY);
         command.arg("--config").arg(&config).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut child = command.spawn().unwrap();
@@ -314,7 +317,6 @@ fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
         assert_eq!(counters, capacity);
         fs::remove_file(place.file()).unwrap();
     }
-    println!("{} kills, {within} of them before the file was in its place", times(10));
 }
 
 #[test]
@@ -323,9 +325,12 @@ fn one_who_is_killed_while_writing_leaves_the_former_snapshot_whole() {
     let (capacity, clock) = (100_000, Clock::system());
     let now_ms = clock.now().unix_ms;
     write(&many(capacity, &clock), &place, &clock);
-    let (mut rng, kills) = (Rng::new(), times(4));
-    let (mut within, mut latest_ms) = (0, now_ms);
-    for _ in 0..kills {
+    let mut rng = seeded_rng();
+    // As often as asked for, and until a kill came while a snapshot was being written.
+    let (mut kills, mut within, mut latest_ms) = (0, 0, now_ms);
+    while kills < times(4) || within == 0 {
+        kills += 1;
+        assert!(kills <= 50 * times(4), "no kill came while a snapshot was being written");
         let process = Process::spawn(&place.toml(capacity));
         // Written every second; at any moment of that.
         let new = place.scratch.path().join("snapshot.new");
@@ -341,7 +346,6 @@ fn one_who_is_killed_while_writing_leaves_the_former_snapshot_whole() {
         // What is there is written to again; what is not yet moved is nobody's.
         let _ = fs::remove_file(&new);
     }
-    println!("{kills} kills, {within} of them while a snapshot was being written");
 }
 
 fn told(process: &Process, outcome: &str) -> u64 {
@@ -450,8 +454,9 @@ fn the_last_snapshot_waits_for_one_that_is_being_written() {
     process.signal("TERM");
     let admin = process.admin;
     eventually("it has drained", || TcpStream::connect(admin).is_err());
-    // Were it not to wait, it would end now.
+    // The time that passes is what the test is about: without a wait, the process would end now.
     thread::sleep(Duration::from_millis(300));
+    assert!(process.is_running());
     drop(held);
     assert!(process.wait().success());
     fs::remove_file(place.file()).unwrap();

@@ -1,14 +1,16 @@
 //! Nothing may stand still for ever once an answer has begun, in either direction.
 
 use std::io::Read;
+use std::time::Duration;
 
 use socket2::{Domain, Socket, Type};
 
 use crate::world::gateway::Gateway;
 use crate::world::upstream::{Talk, Upstream};
-use crate::world::{one_rule, pass_all};
+use crate::world::{eventually, one_rule, pass_all, within};
 
 const LIMITS: &str = "[timeouts]\nbody = \"300ms\"\nresponse_head = \"300ms\"\n";
+const LIMIT: Duration = Duration::from_millis(300);
 
 #[test]
 fn an_answer_that_stands_still_is_given_up_on_both_sides() {
@@ -21,7 +23,7 @@ fn an_answer_that_stands_still_is_given_up_on_both_sides() {
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
-    assert_eq!(client.rest(), b"abc");
+    assert_eq!(within(LIMIT, || client.rest()), b"abc");
     assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "response_timeout")]), 1);
 }
 
@@ -48,7 +50,7 @@ fn a_body_that_does_not_come_is_408() {
     for gateway in [&echo, &passing] {
         let mut client = gateway.client();
         client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nab");
-        client.answer_to("POST").expect(408).problem();
+        within(LIMIT, || client.answer_to("POST").expect(408).problem());
         client.expect_closed();
     }
 }
@@ -68,7 +70,7 @@ fn what_waits_for_a_reader_in_the_kernel_is_bounded() {
     let port = client.local_addr().unwrap().as_socket_ipv4().unwrap().port();
     let mut before = 0;
     let mut same = 0;
-    crate::world::eventually("nothing more is taken", || {
+    eventually("nothing more is taken", || {
         let now = unsent(gateway.http.port(), port);
         same = if now == before && now > 0 { same + 1 } else { 0 };
         before = now;
@@ -98,9 +100,11 @@ fn a_reader_that_does_not_read_is_let_go() {
     let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-    crate::world::eventually("the connection is dropped", || {
-        gateway.metrics().sum("transom_requests_total", &[("code", "200")]) == 1
-            && gateway.metrics().sum("transom_connections", &[]) == 0
+    within(LIMIT, || {
+        eventually("the connection is dropped", || {
+            gateway.metrics().sum("transom_requests_total", &[("code", "200")]) == 1
+                && gateway.metrics().sum("transom_connections", &[]) == 0
+        });
     });
     assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
     // What the kernel held for it is gone as well.

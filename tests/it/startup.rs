@@ -4,7 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
-use crate::world::process::{BINARY, Process, run};
+use crate::world::process::{BINARY, Owned, Process, run};
 use crate::world::{Scratch, one_rule};
 
 const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
@@ -134,7 +134,7 @@ fn every_address_is_printed_and_served() {
     let scratch = Scratch::new();
     let text = format!("listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\" }}\n{GOOD}");
     let file = scratch.write("gateway.toml", text);
-    let mut child = Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = Owned::spawn(Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()));
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
     let printed: Vec<String> = lines.by_ref().take(3).map(Result::unwrap).collect();
     let address = |n: usize, prefix: &str| printed[n].strip_prefix(prefix).unwrap().parse().unwrap();
@@ -153,13 +153,9 @@ fn without_an_admin_address_none_is_opened() {
     let log = scratch.path().join("log");
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     let file = scratch.write("gateway.toml", text);
-    let mut child = Command::new(BINARY)
-        .arg("--config")
-        .arg(file)
-        .stdout(Stdio::piped())
-        .stderr(fs::File::create(log).unwrap())
-        .spawn()
-        .unwrap();
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(log).unwrap());
+    let mut child = Owned::spawn(&mut command);
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
     let first = lines.next().unwrap().unwrap();
     let address = first.strip_prefix("listening on http://").unwrap().parse().unwrap();

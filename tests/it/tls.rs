@@ -14,7 +14,7 @@ use crate::world::gateway::Gateway;
 use crate::world::parts::program;
 use crate::world::tls::{Authority, Issued, Secure, Tls, listen};
 use crate::world::upstream::Upstream;
-use crate::world::{DEADLINE, Scratch, eventually, pass_all};
+use crate::world::{DEADLINE, Scratch, eventually, pass_all, within};
 
 const ECHO: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
@@ -195,7 +195,7 @@ fn a_handshake_that_stands_still_is_closed() {
         let mut client = Client::connect(gateway.https()[0]);
         client.send(sent);
         Tls::trusting(&authority).connect(gateway.https()[0], "a.test").get("/a").expect(200);
-        client.expect_closed();
+        within(Duration::from_millis(300), || client.expect_closed());
         eventually("it is counted", || refused(&gateway, "tls_handshake_timeout") == before + 1);
     }
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);

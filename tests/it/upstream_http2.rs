@@ -4,15 +4,16 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::sync::{Arc, Barrier};
 use std::thread;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response};
 
 use crate::world::client::{HOST, request};
-use crate::world::eventually;
 use crate::world::gateway::Gateway;
 use crate::world::h2::Calm;
 use crate::world::streams::{After, Setup, Streams};
+use crate::world::{eventually, within};
 
 fn toml(upstream: &Streams) -> String {
     format!("workers = 1\n{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
@@ -340,7 +341,7 @@ fn a_stream_that_is_silent_is_504_and_reset() {
         }
     });
     let gateway = Gateway::start(&format!("{}[timeouts]\nresponse_head = \"200ms\"\n", toml(&upstream)));
-    gateway.get("/a").expect(504).problem();
+    within(Duration::from_millis(200), || gateway.get("/a").expect(504).problem());
     assert_eq!(told.recv().unwrap(), h2::Reason::CANCEL);
 }
 
@@ -370,7 +371,8 @@ fn a_server_that_does_not_even_answer_a_ping_is_left() {
         quiet.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    gateway.get("/a").expect(502).problem();
+    // PING is sent after half the time for which a stream may be silent, and has the other half for its answer.
+    within(Duration::from_secs(2), || gateway.get("/a").expect(502).problem());
 }
 
 #[test]

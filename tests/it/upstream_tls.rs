@@ -2,14 +2,15 @@
 
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use crate::world::eventually;
 use crate::world::gateway::Gateway;
 use crate::world::notary::{Identity, Notary};
 use crate::world::parts;
 use crate::world::process::Process;
 use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::Upstream;
+use crate::world::{eventually, within};
 
 const ROUTE: &str = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
@@ -137,7 +138,8 @@ fn a_handshake_that_stands_still_is_504() {
         "[upstreams.u]\nservers = [\"https://{}\"]\n[timeouts]\nconnect = \"200ms\"\n{ROUTE}",
         silent.local_addr().unwrap()
     );
-    Gateway::start(&toml).get("/a").expect(504).problem();
+    let gateway = Gateway::start(&toml);
+    within(Duration::from_millis(200), || gateway.get("/a").expect(504).problem());
 }
 
 #[test]

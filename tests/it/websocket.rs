@@ -9,7 +9,7 @@ use crate::world::gateway::Gateway;
 use crate::world::process::Process;
 use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::{Talk, Upstream};
-use crate::world::{eventually, pass_all};
+use crate::world::{eventually, pass_all, within};
 
 const HANDSHAKE: [(&str, &str); 4] = [
     ("Connection", "keep-alive, Upgrade"),
@@ -276,7 +276,7 @@ fn a_silent_tunnel_is_closed_and_one_that_speaks_is_not() {
         client.send("x");
         assert_eq!(client.exactly(1), b"x");
     }
-    client.expect_closed();
+    within(Duration::from_millis(400), || client.expect_closed());
 }
 
 /// Sends until nothing more is taken.
@@ -376,6 +376,6 @@ fn a_drain_ends_at_its_deadline() {
     let mut client = process.client();
     ask(&mut client).expect(101);
     process.signal("TERM");
-    client.expect_closed();
+    within(Duration::from_millis(300), || client.expect_closed());
     assert!(process.wait().success());
 }

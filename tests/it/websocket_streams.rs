@@ -18,7 +18,7 @@ use crate::world::process::Process;
 use crate::world::scripts::{self, Script};
 use crate::world::streams::{Setup, Streams};
 use crate::world::upstream::{Talk, Upstream};
-use crate::world::{Scratch, eventually, pass_all, pass_to};
+use crate::world::{Scratch, eventually, pass_all, pass_to, within};
 
 fn upstream(server: &Script) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
@@ -253,7 +253,7 @@ fn silence_ends_it() {
     let upstream = switching(|talk| while talk.exactly(1).is_some() {});
     let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", pass_all(&upstream)));
     let mut client = opened(&gateway);
-    let end = client.until(DATA);
+    let end = within(Duration::from_millis(300), || client.until(DATA));
     assert_eq!((end.stream, end.flags & END_STREAM), (1, END_STREAM));
     eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
 }
@@ -287,7 +287,7 @@ fn a_drain_leaves_it_until_the_deadline() {
     assert_eq!(client.until(GOAWAY).code(), 0);
     client.send(frame(DATA, 0, 1, b"x"));
     assert_eq!(client.until(DATA).payload, b"x");
-    client.rest();
+    within(Duration::from_secs(1), || client.rest());
     assert!(process.wait().success());
 }
 

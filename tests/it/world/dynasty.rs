@@ -94,12 +94,3 @@ pub fn is_alive(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(" Z"))
 }
-
-impl Drop for Dynasty {
-    fn drop(&mut self) {
-        // The first one is looked after by itself. What serves last, nobody is the parent of.
-        if let Some(pid) = self.pid().filter(|pid| *pid != self.first.id()) {
-            let _ = Command::new("kill").arg("-KILL").arg(pid.to_string()).status();
-        }
-    }
-}

@@ -13,10 +13,8 @@ use std::sync::{Mutex, RwLock};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use fastrand::Rng;
-
-use super::DEADLINE;
 use super::client::request;
+use super::{DEADLINE, seeded_rng};
 
 /// Keys that are asked with.
 pub const KEYS: u32 = 10_000;
@@ -142,7 +140,7 @@ impl Load {
     }
 
     fn client(&self, number: usize, layers: &[Layer]) {
-        let mut rng = Rng::new();
+        let mut rng = seeded_rng();
         let mut connection: Option<(SocketAddr, TcpStream)> = None;
         while !self.stopped.load(Ordering::Relaxed) {
             let address = {

@@ -43,6 +43,29 @@ use std::time::{Duration, Instant};
 /// How long anything may take before the test gives up on it. Generous: machines are busy.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
+/// What the product promises in time is tested with this much more: on a busy machine the threads of the test and of
+/// the gateway may each wait for a core.
+const BUSY_FACTOR: u32 = 4;
+const BUSY_PAUSE: Duration = Duration::from_secs(1);
+
+/// The result of an action that must end within the time that the product promises, widened for a busy machine.
+#[track_caller]
+pub fn within<T>(promised: Duration, action: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let result = action();
+    let took = start.elapsed();
+    assert!(took <= promised * BUSY_FACTOR + BUSY_PAUSE, "promised within {promised:?}, took {took:?}");
+    result
+}
+
+/// A random generator whose seed is printed, so that a failed test shows it. `TRANSOM_SEED` sets the seed.
+pub fn seeded_rng() -> fastrand::Rng {
+    let text = std::env::var("TRANSOM_SEED");
+    let seed = text.map_or_else(|_unset| fastrand::u64(..), |text| text.parse().expect("`TRANSOM_SEED` is a number"));
+    println!("TRANSOM_SEED={seed}");
+    fastrand::Rng::with_seed(seed)
+}
+
 /// Waits until something holds, and fails if it does not within the deadline.
 pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
@@ -84,10 +107,9 @@ impl Scratch {
         Scratch::under(std::env::temp_dir())
     }
 
-    /// In memory, where there is such a file system.
+    /// In memory, as counters files should be: on tmpfs.
     pub fn in_memory() -> Scratch {
-        let shared = PathBuf::from("/dev/shm");
-        Scratch::under(if shared.is_dir() { shared } else { std::env::temp_dir() })
+        Scratch::under(PathBuf::from("/dev/shm"))
     }
 
     fn under(folder: PathBuf) -> Scratch {

@@ -50,10 +50,11 @@ pub fn program(name: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
 }
 
-/// The library that fakes clocks, where Debian's package puts it.
+/// The library that fakes clocks, where Debian's package puts it: its build for programs with several threads. The other
+/// one mixes up readings that threads make at the same time.
 pub fn faketime() -> PathBuf {
     let architectures = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
-    let mut libraries = architectures.map(|path| path.join("faketime/libfaketime.so.1"));
+    let mut libraries = architectures.map(|path| path.join("faketime/libfaketimeMT.so.1"));
     libraries.find(|library| library.exists()).expect("`faketime` is missing; `make parts` installs it")
 }
 

@@ -2,10 +2,14 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::ops::{Deref, DerefMut};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::{fs, thread};
+
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::client::{Answer, Client};
 use super::gateway::with_listen;
@@ -14,8 +18,41 @@ use super::{Scratch, eventually};
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
+/// A process in a group of its own. The whole group is killed when it is dropped: also processes that it has started, such
+/// as those of an upgrade, and also if the test fails.
+pub struct Owned(Child);
+
+impl Owned {
+    pub fn spawn(command: &mut Command) -> Owned {
+        Owned(command.process_group(0).spawn().unwrap())
+    }
+}
+
+impl Deref for Owned {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Owned {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        let group = Pid::from_raw(self.0.id().cast_signed()).unwrap();
+        // Nothing is left of the group if all have ended.
+        let _ = kill_process_group(group, Signal::KILL);
+        let _ = self.0.wait();
+    }
+}
+
 pub struct Process {
-    child: Child,
+    child: Owned,
     printed: Arc<Mutex<Vec<String>>>,
     pub http: SocketAddr,
     pub https: Option<SocketAddr>,
@@ -40,7 +77,7 @@ impl Process {
         let file = scratch.write("gateway.toml", with_listen(toml));
         let log = fs::File::create(scratch.path().join("stderr")).unwrap();
         command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
-        let mut child = command.spawn().unwrap();
+        let mut child = Owned::spawn(&mut command);
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut address = |prefix: &str| {
             let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
@@ -111,6 +148,10 @@ impl Process {
         eventually("the reload is counted", || {
             self.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]) >= times
         });
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
     }
 
     pub fn wait(&mut self) -> ExitStatus {

@@ -27,15 +27,13 @@ pub const NOT_FOR_EVER: &str = "once all is given back, nobody is refused who ha
 /// All orders of a scene, and no property is broken.
 fn holds(scene: Scene) {
     let Found { states, broken, trace } = explore(scene, None);
-    println!("{:?}, together {}: {states} states", scene.sharing, scene.together);
-    assert_eq!(broken, None, "{scene:?}\n{trace}");
+    assert_eq!(broken, None, "{scene:?}, after {states} states\n{trace}");
 }
 
 /// A mistake breaks one property.
 fn breaks(scene: Scene, mistake: Mistake, property: &str) {
     let Found { states, broken, trace } = explore(scene.by_mistake(mistake), Some(property));
-    println!("{mistake:?}: {states} states\n{trace}");
-    assert_eq!(broken, Some(property), "{mistake:?}\n{trace}");
+    assert_eq!(broken, Some(property), "{mistake:?}, after {states} states\n{trace}");
 }
 
 fn all() -> [Scene; 6] {
