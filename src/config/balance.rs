@@ -85,6 +85,8 @@ pub struct Retries {
 pub struct Circuit {
     /// To each server, in the whole process.
     pub max_connections: Option<u32>,
+    /// Connections without a request that are kept to each server, in the whole process.
+    pub max_idle_connections: u32,
     /// Requests that wait for a connection, in the whole process.
     pub max_pending: u32,
     /// Requests under way, in the whole process.
@@ -155,6 +157,6 @@ impl Retries {
 
 impl Default for Circuit {
     fn default() -> Circuit {
-        Circuit { max_connections: None, max_pending: 1024, max_requests: None }
+        Circuit { max_connections: None, max_idle_connections: 10_000, max_pending: 1024, max_requests: None }
     }
 }

@@ -304,7 +304,7 @@ impl View {
                         },
                         |(.., place)| Rc::clone(place),
                     );
-                    place.limit(upstream.policy.circuit.max_connections, owner, fleet.loops);
+                    place.limit(&upstream.policy.circuit, owner, fleet.loops);
                     places.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&place)));
                     place
                 };

@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 
 use super::carrier::Carrier;
 use super::pool::Pool;
+use crate::config::balance::Circuit;
 use crate::metrics::upstream::UnderWay;
 
 pub struct Place {
@@ -57,9 +58,10 @@ impl Place {
         })
     }
 
-    /// Takes over this loop's part of a limit, of so many loops.
-    pub fn limit(&self, max: Option<u32>, owner: usize, loops: usize) {
-        self.most.set(max.map(|max| part(max, owner, loops)));
+    /// Takes over this loop's part of the limits, of so many loops.
+    pub fn limit(&self, circuit: &Circuit, owner: usize, loops: usize) {
+        self.most.set(circuit.max_connections.map(|max| part(max, owner, loops)));
+        self.pool.idle_max.set(part(circuit.max_idle_connections, owner, loops) as usize);
     }
 
     pub fn under_way(&self) -> u32 {
@@ -157,10 +159,10 @@ impl Drop for Slot {
     }
 }
 
-/// One loop's part of a number; all parts together are the number, or one each if that is more.
+/// One loop's part of a number; all parts together are the number, or one each if that is more. Of 0 it is 0.
 fn part(max: u32, owner: usize, loops: usize) -> u32 {
     let (each, rest) = (max as usize / loops.max(1), max as usize % loops.max(1));
-    u32::try_from(each + usize::from(owner < rest)).unwrap_or(u32::MAX).max(1)
+    u32::try_from(each + usize::from(owner < rest)).unwrap_or(u32::MAX).max(max.min(1))
 }
 
 #[cfg(test)]
@@ -173,6 +175,6 @@ mod tests {
         for (max, loops) in [(1, 1), (4, 4), (10, 4), (7, 2), (1_000_000, 7)] {
             assert_eq!(sum(max, loops), max);
         }
-        assert_eq!(sum(2, 8), 8);
+        assert_eq!((sum(2, 8), sum(0, 8)), (8, 0));
     }
 }

@@ -19,8 +19,6 @@ use crate::clock::Clock;
 use crate::config::{HostField, Scheme, Server, Way};
 use crate::http::fault::Fault;
 
-/// Idle connections that a loop keeps to one server.
-const IDLE_MAX: usize = 256;
 /// Shared connections to one server; beyond, requests wait for each other.
 const SHARED_MAX: usize = 64;
 /// The least time in which a server is expected to say something.
@@ -34,6 +32,8 @@ pub struct Pool {
     /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
     idle: RefCell<Vec<Box<Connection>>>,
+    /// How many of them are kept. Set with the configuration.
+    pub idle_max: Cell<usize>,
     shared: RefCell<Vec<Rc<Multiplex>>>,
     /// The server has chosen HTTP/2, and probably will again.
     shares: Cell<bool>,
@@ -53,6 +53,7 @@ impl Pool {
         Rc::new(Pool {
             host,
             idle: RefCell::default(),
+            idle_max: Cell::new(0),
             shared: RefCell::default(),
             shares: Cell::new(dial.is_http2()),
             opening: Semaphore::new(1),
@@ -109,7 +110,7 @@ impl Pool {
     /// when there is one; but one that still sends a body is not kept.
     pub fn put(&self, mut connection: Box<Connection>) {
         let mut idle = self.idle.borrow_mut();
-        if idle.len() < IDLE_MAX && self.is_known(&mut connection.bearing) && connection.is_done() {
+        if idle.len() < self.idle_max.get() && self.is_known(&mut connection.bearing) && connection.is_done() {
             connection.idle_since.get_or_insert_with(|| self.clock.instant());
             idle.push(connection);
         }

@@ -1,5 +1,7 @@
 //! What is too much for an upstream is refused at once, or waits in a line that has an end.
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,13 +16,16 @@ struct Held {
     upstream: Upstream,
     /// `None` once nobody is held any more.
     waiting: Arc<Mutex<Option<Vec<Sender<()>>>>>,
+    /// Connections that have ended.
+    ended: Arc<AtomicUsize>,
 }
 
 impl Held {
     fn new() -> Held {
         let waiting = Arc::new(Mutex::new(Some(Vec::new())));
+        let ended = Arc::new(AtomicUsize::new(0));
         let upstream = Upstream::with({
-            let waiting = Arc::clone(&waiting);
+            let (waiting, ended) = (Arc::clone(&waiting), Arc::clone(&ended));
             move |talk| {
                 while talk.request().is_some() {
                     let (go, gone) = channel::<()>();
@@ -28,9 +33,10 @@ impl Held {
                     let _ = gone.recv();
                     talk.reply(200, &[], b"held\n");
                 }
+                ended.fetch_add(1, Ordering::SeqCst);
             }
         });
-        Held { upstream, waiting }
+        Held { upstream, waiting, ended }
     }
 
     fn arrived(&self, count: usize) {
@@ -140,4 +146,53 @@ fn nobody_waits_in_line_for_ever() {
     assert_eq!(refused(&gateway, "connect"), 1);
     held.release();
     first.answer().expect(200);
+}
+
+/// Sends one request of each client at the same time, and lets the server answer them.
+fn round(held: &Held, clients: &mut [Client]) {
+    for client in clients.iter_mut() {
+        client.send(request("GET", "/a", &[], b""));
+    }
+    held.arrived(clients.len());
+    held.release();
+    clients.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+}
+
+#[test]
+fn connections_of_many_clients_are_kept_for_their_next_requests() {
+    let held = Held::new();
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], "")));
+    let mut clients: Vec<Client> = (0..300).map(|_| gateway.client()).collect();
+    (0..3).for_each(|_| round(&held, &mut clients));
+    assert_eq!(held.upstream.connections(), 300);
+}
+
+#[test]
+fn no_more_idle_connections_are_kept_than_the_configuration_says() {
+    for (kept, opened) in [(10, 30 + 20 + 20), (0, 90)] {
+        let held = Held::new();
+        let settings = format!("max_idle_connections = {kept}");
+        let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], &settings)));
+        let mut clients: Vec<Client> = (0..30).map(|_| gateway.client()).collect();
+        (0..3).for_each(|_| round(&held, &mut clients));
+        assert_eq!(held.upstream.connections(), opened, "{kept} kept");
+    }
+}
+
+#[test]
+fn connections_that_a_peak_has_left_are_not_used_and_closed_when_they_are_old() {
+    let toml = |held: &Held, timeouts| format!("workers = 1\n{}{timeouts}", pass_to(&[held.upstream.address], ""));
+    let held = Held::new();
+    let gateway = Gateway::start(&toml(&held, ""));
+    let mut clients: Vec<Client> = (0..10).map(|_| gateway.client()).collect();
+    round(&held, &mut clients);
+    (0..20).for_each(|_| round(&held, &mut clients[..1]));
+    let used: HashSet<usize> = held.upstream.received()[10..].iter().map(|request| request.connection).collect();
+    assert_eq!(used.len(), 1);
+    let held = Held::new();
+    let gateway = Gateway::start(&toml(&held, "[timeouts]\nupstream_idle = \"100ms\"\n"));
+    let mut clients: Vec<Client> = (0..10).map(|_| gateway.client()).collect();
+    round(&held, &mut clients);
+    // They are looked through every five seconds.
+    eventually("all are closed", || held.ended.load(Ordering::SeqCst) == 10);
 }

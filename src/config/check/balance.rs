@@ -25,6 +25,7 @@ pub struct Settings<'d> {
     ejection: Option<Item<'d>>,
     retries: Option<Item<'d>>,
     max_connections: Option<Item<'d>>,
+    max_idle_connections: Option<Item<'d>>,
     max_pending: Option<Item<'d>>,
     max_requests: Option<Item<'d>>,
 }
@@ -38,6 +39,7 @@ impl<'d> Settings<'d> {
             ejection: table.get("ejection"),
             retries: table.get("retries"),
             max_connections: table.get("max_connections"),
+            max_idle_connections: table.get("max_idle_connections"),
             max_pending: table.get("max_pending"),
             max_requests: table.get("max_requests"),
         }
@@ -52,6 +54,7 @@ impl<'d> Settings<'d> {
             self.ejection,
             self.retries,
             self.max_connections,
+            self.max_idle_connections,
             self.max_pending,
             self.max_requests,
         ];
@@ -71,6 +74,7 @@ impl<'d> Settings<'d> {
             report.unless_broken(item.key_span.clone(), message, "add `max_connections`, or remove it");
         }
         let max_pending = self.max_pending.and_then(|item| number(&item, 0..=COUNT_MAX, report));
+        let max_idle = self.max_idle_connections.and_then(|item| number(&item, 0..=COUNT_MAX, report));
         let default = Policy::default();
         let slow_start = self.slow_start.and_then(|item| time(&item, 0..=DAY_MS, Duration::from_secs(30), report));
         Policy {
@@ -81,6 +85,7 @@ impl<'d> Settings<'d> {
             retries: self.retries.map_or(default.retries, |item| retries(&item, report)),
             circuit: Circuit {
                 max_connections,
+                max_idle_connections: max_idle.unwrap_or(default.circuit.max_idle_connections),
                 max_pending: max_pending.unwrap_or(default.circuit.max_pending),
                 max_requests,
             },
