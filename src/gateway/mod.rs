@@ -191,7 +191,7 @@ fn decide(
     record: &mut Record,
 ) -> Result<Decision, Fault> {
     let (snapshot, now) = (&*view.snapshot, visitor.now);
-    if parts.version == Version::HTTP_2 {
+    if parts.version != Version::HTTP_11 {
         gate::translate(parts)?;
     }
     let clear = gate::check(parts)?;

@@ -2,7 +2,7 @@
 //!
 //! hyper has parsed the head, so syntax is settled; what is decided here is what hyper leaves to a
 //! proxy: the form of the target (RFC 9112, section 3.2), Host (RFC 9110, section 7.2), message
-//! framing (RFC 9112, section 6.1) and expectations (RFC 9110, section 10.1.1). Requests of HTTP/2 are
+//! framing (RFC 9112, section 6.1) and expectations (RFC 9110, section 10.1.1). Requests of HTTP/2 and HTTP/1.0 are
 //! translated first, so that behind it there is one kind of request only.
 
 use std::borrow::Cow;
@@ -49,17 +49,34 @@ pub fn check(parts: &Parts) -> Result<Clear<'_>, Fault> {
     let websocket = upgrade::way(parts, marks.has(Marks::UPGRADE))?;
     let host = host_field(parts)?;
     target(parts, host.map(|host| host.authority))?;
-    // HTTP/1.0 may name the host in the target alone; `target` has seen to it that they agree.
-    let authority = host.or_else(|| parts.uri.authority().map(|authority| Host::of(authority.as_str())));
-    Ok(Clear { host: authority.map_or(Cow::Borrowed(""), Host::in_normal_form), marks, websocket })
+    Ok(Clear { host: host.map_or(Cow::Borrowed(""), Host::in_normal_form), marks, websocket })
 }
 
-/// Makes a request of HTTP/2 look like one of HTTP/1.1 (RFC 9113, section 8.3): Host says what
-/// `:authority` says, and cookies stand in one field.
+/// Makes a request of another version look like one of HTTP/1.1.
 pub fn translate(parts: &mut Parts) -> Result<(), Fault> {
-    if parts.method == Method::CONNECT {
-        return Ok(());
+    match parts.version {
+        _ if parts.method == Method::CONNECT => Ok(()),
+        Version::HTTP_2 => translate_2(parts),
+        Version::HTTP_10 => translate_1_0(parts),
+        _ => Ok(()),
     }
+}
+
+/// HTTP/1.0 may name the host in the target alone: then the target's authority becomes Host (RFC 9112, section 3.2.2), for
+/// routes and for the upstream.
+fn translate_1_0(parts: &mut Parts) -> Result<(), Fault> {
+    let Some(authority) = parts.uri.authority() else { return Ok(()) };
+    if !parts.headers.contains_key(header::HOST) {
+        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| Fault::Host(NO_AUTHORITY))?;
+        parts.headers.insert(header::HOST, host);
+    }
+    Ok(())
+}
+
+const NO_AUTHORITY: &str = "the authority of the request target is malformed";
+
+/// HTTP/2 (RFC 9113, section 8.3): Host says what `:authority` says, and cookies stand in one field.
+fn translate_2(parts: &mut Parts) -> Result<(), Fault> {
     let (mut hosts, mut cookies, mut lengths) = (0, 0, 0);
     for (name, value) in &parts.headers {
         if name == header::COOKIE {
@@ -165,10 +182,6 @@ struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    fn of(authority: &'a str) -> Host<'a> {
-        Host { authority, name: split_port(authority).0, is_mixed: true }
-    }
-
     fn in_normal_form(self) -> Cow<'a, str> {
         let name = self.name.strip_suffix('.').unwrap_or(self.name);
         if self.is_mixed { Cow::Owned(name.to_ascii_lowercase()) } else { Cow::Borrowed(name) }
@@ -314,8 +327,24 @@ mod tests {
         for method in ["post", "Post", "M.", &"M".repeat(33)] {
             assert_eq!(pass(Request::builder().method(method).uri("/").header("host", "a")), Err(Fault::Malformed));
         }
-        let absolute = Request::get("http://Example.com:81/").version(Version::HTTP_10);
-        assert_eq!(pass(absolute).as_deref(), Ok("example.com"));
+    }
+
+    #[test]
+    fn the_authority_of_a_target_of_http_1_0_becomes_host() {
+        let translated = |request: http::request::Builder| {
+            let (mut parts, ()) = request.version(Version::HTTP_10).body(()).unwrap().into_parts();
+            translate(&mut parts)?;
+            let host = check(&parts)?.host.into_owned();
+            Ok((host, parts.headers.get("host").map(|host| host.to_str().unwrap().to_owned())))
+        };
+        let told = |host: &str, field: &str| Ok((host.to_owned(), Some(field.to_owned())));
+        assert_eq!(translated(Request::get("http://Example.com.:81/")), told("example.com", "Example.com.:81"));
+        assert_eq!(translated(Request::get("http://a/").header("host", "a:80")), told("a", "a:80"));
+        assert_eq!(translated(Request::get("/")), Ok((String::new(), None)));
+        for request in [Request::get("http://a/").header("host", "b"), Request::get("http://u@a/")] {
+            assert!(matches!(translated(request), Err(Fault::Host(_))));
+        }
+        assert!(matches!(translated(Request::get("https://a/")), Err(Fault::Target(_))));
     }
 
     #[test]

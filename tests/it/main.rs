@@ -69,6 +69,7 @@ mod refusal_forms;
 mod reload;
 mod retries;
 mod retry;
+mod routing;
 mod shared_cluster;
 mod shared_corners;
 mod shared_counters;
