@@ -40,7 +40,7 @@ use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
 use crate::http::gate::Clear;
 use crate::http::reply::{Dialect, Reply};
-use crate::http::route;
+use crate::http::route::{self, Ambiguous};
 use crate::http::upgrade::Way;
 use crate::http::{fields, gate, path, upgrade};
 use crate::rule::book::Judgement;
@@ -265,7 +265,8 @@ fn find(
 ) -> Result<usize, Fault> {
     let (host, secure) = (&*clear.host, visitor.client.is_secure);
     let asked = route::Asked { host, method: &parts.method, headers: &parts.headers, path, secure };
-    let lane = snapshot.router.find(&asked, params).ok_or(Fault::NoRoute)?;
+    let found = snapshot.router.find(&asked, params);
+    let lane = found.map_err(|Ambiguous(field)| Fault::RouteField(field.clone()))?.ok_or(Fault::NoRoute)?;
     record.route(lane);
     if clear.websocket == Some(Way::Connect) && !snapshot.config.routes[lane].websocket {
         return Err(Fault::NO_WEBSOCKET);

@@ -25,7 +25,7 @@ use crate::http::reply::Form;
 use crate::http::route::Router;
 use crate::rule::book::{Book, Roster};
 use crate::rule::key::{KeyHasher, OnMissing, Part, Seed};
-use crate::rule::terms::Sharing;
+use crate::rule::terms::{Cost, Sharing};
 use crate::token::checker::Checker;
 use crate::upstream::fleet::Fleet;
 
@@ -58,7 +58,8 @@ pub struct Snapshot {
     pub trust: Option<Trust>,
     /// What routes change on the way; those that change something.
     actions: Vec<Action>,
-    /// Fields that some rule counts by, or that name a client: no Connection field can strip them.
+    /// Fields that some rule counts by, that tell a cost, that name a client, or that choose a route: no Connection field
+    /// can strip them.
     pub key_fields: Vec<HeaderName>,
 }
 
@@ -183,10 +184,13 @@ impl Slate {
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
-    let names = parts(config).filter_map(|part| match part {
-        Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).ok(),
-        _ => None,
+    let keys = parts(config).filter_map(|part| if let Part::Header(name) = part { Some(name) } else { None });
+    let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
+        Cost::Request { header, .. } => Some(header),
+        Cost::Fixed(_) | Cost::Response { .. } => None,
     });
+    let routes = config.routes.iter().flat_map(|route| &route.headers).map(|(name, _)| name);
+    let names = keys.chain(costs).chain(routes).filter_map(|name| HeaderName::from_bytes(name.as_bytes()).ok());
     names.collect::<HashSet<_>>().into_iter().collect()
 }
 

@@ -6,6 +6,8 @@
 
 use std::fmt;
 
+use http::HeaderName;
+
 use crate::token::Invalid;
 
 /// Whose doing a fault is.
@@ -46,6 +48,8 @@ pub enum Fault {
     Protocol(&'static str),
     Expectation,
     NoRoute,
+    /// A field by whose value routes are chosen is given more than once.
+    RouteField(HeaderName),
     /// A rule's key has a part that the request lacks.
     KeyMissing {
         rule: String,
@@ -100,7 +104,7 @@ impl Fault {
     pub const BARE_LINE_FEED: Fault = Fault::Framing("a line ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
-    pub const KINDS: [&str; 32] = [
+    pub const KINDS: [&str; 33] = [
         "target",
         "host",
         "path",
@@ -133,6 +137,7 @@ impl Fault {
         "overloaded",
         "protocol",
         "uncounted",
+        "route_field",
     ];
 
     /// The position of its name among [`Fault::KINDS`].
@@ -170,6 +175,7 @@ impl Fault {
             Fault::Overloaded => 29,
             Fault::Protocol(_) => 30,
             Fault::Uncounted => 31,
+            Fault::RouteField(_) => 32,
         }
     }
 
@@ -190,6 +196,7 @@ impl Fault {
             | Fault::Protocol(_)
             | Fault::Expectation
             | Fault::NoRoute
+            | Fault::RouteField(_)
             | Fault::KeyMissing { .. }
             | Fault::KeyAmbiguous { .. }
             | Fault::Cost { .. }
@@ -225,6 +232,7 @@ impl Fault {
             | Fault::Crowded
             | Fault::Method
             | Fault::Expectation
+            | Fault::RouteField(_)
             | Fault::KeyAmbiguous { .. }
             | Fault::Cost { .. }
             | Fault::Body
@@ -281,6 +289,7 @@ impl fmt::Display for Fault {
             Fault::Method => f.write_str("the method is not allowed here"),
             Fault::Expectation => f.write_str("the only expectation understood is `100-continue`"),
             Fault::NoRoute => f.write_str("no route matches this request"),
+            Fault::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
             Fault::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
             Fault::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
             Fault::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),

@@ -206,7 +206,9 @@ pub fn fault_status(fault: &Fault) -> StatusCode {
         | Fault::Malformed
         | Fault::Cleartext
         | Fault::Body => StatusCode::BAD_REQUEST,
-        Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => StatusCode::BAD_REQUEST,
+        Fault::RouteField(_) | Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => {
+            StatusCode::BAD_REQUEST
+        }
         Fault::Token(_) => StatusCode::UNAUTHORIZED,
         Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         Fault::TargetTooLong => StatusCode::URI_TOO_LONG,

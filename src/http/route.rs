@@ -92,6 +92,12 @@ pub struct Asked<'a> {
     pub secure: bool,
 }
 
+/// A field by whose value routes are chosen is given more than once: the upstream may go by another of its values.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Ambiguous<'r>(pub &'r HeaderName);
+
+type Found<'r> = Result<Option<usize>, Ambiguous<'r>>;
+
 impl Router {
     pub fn new(routes: &[Route]) -> Router {
         let naming = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
@@ -168,31 +174,33 @@ impl Router {
 
     /// The position of the route a request takes. `params` receives where in the path the values
     /// of its parameters stand, in the order of the pattern.
-    pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+    pub fn find(&self, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Found<'_> {
         if let Some(router) = &self.of_scheme[usize::from(asked.secure)]
-            && let Some(route) = router.find(asked, params)
+            && let Some(route) = router.find(asked, params)?
         {
-            return Some(route);
+            return Ok(Some(route));
         }
         params.clear();
         if !self.hosts.is_empty()
-            && let Some(route) = self.hosts.get(asked.host).and_then(|root| self.find_in(*root, asked, params))
+            && let Some(root) = self.hosts.get(asked.host)
+            && let Some(route) = self.find_in(*root, asked, params)?
         {
-            return Some(route);
+            return Ok(Some(route));
         }
         if !self.wildcards.is_empty() {
             // The longest suffix is the most specific; `*` stands for at least one character.
             for (dot, _) in asked.host.match_indices('.').filter(|(dot, _)| *dot > 0) {
-                let root = self.wildcards.get(&asked.host[dot..]);
-                if let Some(route) = root.and_then(|root| self.find_in(*root, asked, params)) {
-                    return Some(route);
+                if let Some(root) = self.wildcards.get(&asked.host[dot..])
+                    && let Some(route) = self.find_in(*root, asked, params)?
+                {
+                    return Ok(Some(route));
                 }
             }
         }
         self.find_in(self.any, asked, params)
     }
 
-    fn find_in(&self, root: usize, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Option<usize> {
+    fn find_in(&self, root: usize, asked: &Asked<'_>, params: &mut Vec<Range<usize>>) -> Found<'_> {
         let start = asked.path.starts_with('/').then_some(1);
         self.descend(root, asked, start, DEPTH_MAX, params)
     }
@@ -205,7 +213,7 @@ impl Router {
         start: Option<usize>,
         depth: usize,
         params: &mut Vec<Range<usize>>,
-    ) -> Option<usize> {
+    ) -> Found<'_> {
         let node = &self.nodes[node];
         let Some(start) = start else { return self.choose(node.ends, asked) };
         if depth > 0 {
@@ -213,27 +221,33 @@ impl Router {
             let end = slash.map_or(asked.path.len(), |at| start + at);
             let next = (end < asked.path.len()).then_some(end + 1);
             if let Some(child) = node.literals.get(&asked.path[start..end])
-                && let Some(route) = self.descend(child, asked, next, depth - 1, params)
+                && let Some(route) = self.descend(child, asked, next, depth - 1, params)?
             {
-                return Some(route);
+                return Ok(Some(route));
             }
             if let Some(child) = node.param.filter(|_| end > start) {
                 let known = params.len();
                 params.push(start..end);
-                if let Some(route) = self.descend(child.get() as usize, asked, next, depth - 1, params) {
-                    return Some(route);
+                if let Some(route) = self.descend(child.get() as usize, asked, next, depth - 1, params)? {
+                    return Ok(Some(route));
                 }
                 params.truncate(known);
             }
         }
         let route = self.choose(node.rests, asked)?;
-        params.push(start..asked.path.len());
-        Some(route)
+        if route.is_some() {
+            params.push(start..asked.path.len());
+        }
+        Ok(route)
     }
 
-    fn choose(&self, (start, end): (u32, u32), asked: &Asked<'_>) -> Option<usize> {
-        let candidates = &self.candidates[start as usize..end as usize];
-        candidates.iter().find(|candidate| candidate.takes(asked)).map(|candidate| candidate.route as usize)
+    fn choose(&self, (start, end): (u32, u32), asked: &Asked<'_>) -> Found<'_> {
+        for candidate in &self.candidates[start as usize..end as usize] {
+            if candidate.takes(asked)? {
+                return Ok(Some(candidate.route as usize));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -283,18 +297,26 @@ impl Candidate {
         (demands.methods.is_empty(), Reverse(demands.headers.len()), Reverse(values), by_get, self.route)
     }
 
-    fn takes(&self, asked: &Asked<'_>) -> bool {
-        self.demands.as_ref().is_none_or(|demands| demands.are_met(asked))
+    fn takes(&self, asked: &Asked<'_>) -> Result<bool, Ambiguous<'_>> {
+        self.demands.as_ref().map_or(Ok(true), |demands| demands.are_met(asked))
     }
 }
 
 impl Demands {
-    fn are_met(&self, asked: &Asked<'_>) -> bool {
-        (self.methods.is_empty() || self.methods.iter().any(|method| takes_method(method, asked.method)))
-            && self.headers.iter().all(|(name, value)| match value {
-                None => asked.headers.contains_key(name),
-                Some(value) => asked.headers.get_all(name).iter().any(|given| given == value),
-            })
+    fn are_met(&self, asked: &Asked<'_>) -> Result<bool, Ambiguous<'_>> {
+        if !self.methods.is_empty() && !self.methods.iter().any(|method| takes_method(method, asked.method)) {
+            return Ok(false);
+        }
+        let mut are_met = true;
+        for (name, value) in &self.headers {
+            let mut given = asked.headers.get_all(name).iter();
+            are_met &= match (value, given.next(), given.next()) {
+                (Some(_), _, Some(_)) => return Err(Ambiguous(name)),
+                (Some(value), first, None) => first == Some(value),
+                (None, first, _) => first.is_some(),
+            };
+        }
+        Ok(are_met)
     }
 }
 
@@ -348,7 +370,7 @@ mod tests {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
         let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
-        let route = Router::new(routes).find(&asked, &mut params)?;
+        let route = Router::new(routes).find(&asked, &mut params).unwrap()?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
 
@@ -409,7 +431,7 @@ mod tests {
         routes[2].secure = Some(true);
         let name = |host, path, secure| {
             let asked = Asked { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
-            Router::new(&routes).find(&asked, &mut Vec::new()).map(|route| routes[route].name.as_str())
+            Router::new(&routes).find(&asked, &mut Vec::new()).unwrap().map(|route| routes[route].name.as_str())
         };
         assert_eq!(name("a", "/x/y", false), Some("- - /{*all}"));
         assert_eq!(name("a", "/x/y", true), Some("- a /x/y"));
@@ -432,6 +454,31 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
         let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
-        assert_eq!(Router::new(&routes).find(&asked, &mut Vec::new()), Some(1));
+        assert_eq!(Router::new(&routes).find(&asked, &mut Vec::new()), Ok(Some(1)));
+    }
+
+    #[test]
+    fn a_field_that_routes_compare_is_given_once() {
+        let mut routes = ["- - /{*rest}", "- - /x", "POST - /x", "- - /y"].map(route);
+        let versions = [None, Some("2"), Some("3"), None];
+        for (route, version) in routes.iter_mut().zip(versions) {
+            route.headers.extend(version.map(|version| ("x-version".to_owned(), Some(version.to_owned()))));
+        }
+        routes[3].headers.push(("x-version".to_owned(), None));
+        let router = Router::new(&routes);
+        let name = HeaderName::from_static("x-version");
+        let mut twice = HeaderMap::new();
+        twice.append(&name, HeaderValue::from_static("2"));
+        let once = twice.clone();
+        twice.append(&name, HeaderValue::from_static("2"));
+        for (path, headers, found) in [
+            ("/x", &once, Ok(Some(1))),
+            ("/x", &twice, Err(Ambiguous(&name))),
+            ("/y", &twice, Ok(Some(3))),
+            ("/z", &twice, Ok(Some(0))),
+        ] {
+            let asked = Asked { host: "", method: &Method::GET, headers, path, secure: false };
+            assert_eq!(router.find(&asked, &mut Vec::new()), found, "{path}");
+        }
     }
 }

@@ -1,7 +1,7 @@
-//! Routing, rules and the upstream read a request alike.
+//! Routing, rules and the upstream read a request alike: its host, the fields that choose a route, and its path.
 
 use crate::world::gateway::Gateway;
-use crate::world::quota::items;
+use crate::world::quota::{items, remaining};
 use crate::world::upstream::Upstream;
 
 /// One rule `general` on everything, and another, with more tokens, on one route.
@@ -44,4 +44,39 @@ fn the_authority_of_an_http_1_0_target_becomes_host() {
     // A target without an authority names no host: the upstream gets the name of its server.
     gateway.client().send("GET /a HTTP/1.0\r\n\r\n").answer().expect(200);
     assert_eq!(upstream.received().pop().unwrap().all("host"), [upstream.address.to_string()]);
+}
+
+#[test]
+fn connection_does_not_remove_fields_that_choose_a_route() {
+    let upstream = Upstream::replying(200);
+    let route = "path = \"/{*rest}\"\nheaders = { x-version = \"2\", x-beta = true }";
+    let gateway = Gateway::start(&two_routes(&upstream, route));
+    let fields = [("X-Version", "2"), ("X-Beta", "1"), ("X-Other", "1"), ("Connection", "x-version, x-beta, x-other")];
+    let answer = gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(items(&answer, "ratelimit")[0].name, "loose");
+    let received = upstream.only();
+    assert_eq!((received.all("x-version"), received.all("x-beta")), (vec!["2"], vec!["1"]));
+    assert_eq!(received.field("x-other"), None);
+}
+
+#[test]
+fn a_field_that_chooses_a_route_is_given_once() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&two_routes(&upstream, "path = \"/v/{*rest}\"\nheaders = { x-version = \"2\" }"));
+    for fields in [
+        &[("X-Version", "2"), ("X-Version", "3")][..],
+        &[("X-Version", "3"), ("X-Version", "2")],
+        &[("X-Version", "2"), ("X-Version", "2")],
+        &[("X-Version", "1"), ("X-Version", "3")],
+    ] {
+        let answer = gateway.get_with("/v/a", fields).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request gives `x-version` more than once");
+        assert_eq!(answer.field("connection"), Some("close"));
+    }
+    assert_eq!(upstream.received().len(), 0);
+    // Where no route asks for its value, it is a field like any other.
+    let answer = gateway.get_with("/a", &[("X-Version", "2"), ("X-Version", "3")]).expect(200);
+    assert_eq!(remaining(&answer, "general"), 4);
+    assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2")]).expect(200), "loose"), 999);
+    assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2, 3")]).expect(200), "general"), 3);
 }
