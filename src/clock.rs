@@ -11,6 +11,9 @@
 //!
 //! Where gateways share counters, their store's clock decides which window is open. Time follows that clock then, as far as its
 //! answers tell: it is never ahead of it, but for what the clocks drift apart in some seconds.
+//!
+//! Times that others wrote down, such as the expiry of a token, are compared with the wall clock itself: the gateway's time may be
+//! far from it, after a wrong step or behind a store whose clock is wrong.
 
 #![allow(clippy::disallowed_methods, reason = "this is the room that reads the clocks")]
 
@@ -43,7 +46,14 @@ pub struct Clock(Arc<Source>);
 #[derive(Debug)]
 enum Source {
     System(System),
-    Manual(AtomicU64),
+    Manual(Manual),
+}
+
+/// Two clocks that stand still until they are told to move, Unix milliseconds.
+#[derive(Debug)]
+struct Manual {
+    unix_ms: AtomicU64,
+    wall_ms: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -84,20 +94,31 @@ impl Clock {
 
     /// A clock that stands still until it is told to move, for tests.
     pub fn manual(unix_ms: u64) -> Clock {
-        Clock(Arc::new(Source::Manual(AtomicU64::new(unix_ms))))
+        Clock(Arc::new(Source::Manual(Manual { unix_ms: AtomicU64::new(unix_ms), wall_ms: AtomicU64::new(unix_ms) })))
     }
 
     /// Moves a manual clock; the system's clock is not ours to move.
     pub fn advance(&self, by: Duration) {
-        if let Source::Manual(unix_ms) = &*self.0 {
-            unix_ms.fetch_add(by.as_millis() as u64, Ordering::SeqCst);
+        if let Source::Manual(manual) = &*self.0 {
+            for clock_ms in [&manual.unix_ms, &manual.wall_ms] {
+                clock_ms.fetch_add(by.as_millis() as u64, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Sets the wall clock of a manual clock, and leaves the gateway's time where it is.
+    pub fn set_wall_clock(&self, unix_ms: u64) {
+        if let Source::Manual(manual) = &*self.0 {
+            manual.wall_ms.store(unix_ms, Ordering::SeqCst);
         }
     }
 
     pub fn now(&self) -> Moment {
         match &*self.0 {
             Source::System(system) => system.now(),
-            Source::Manual(unix_ms) => Moment { unix_ms: unix_ms.load(Ordering::SeqCst), instant: Instant::now() },
+            Source::Manual(manual) => {
+                Moment { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: Instant::now() }
+            }
         }
     }
 
@@ -108,7 +129,7 @@ impl Clock {
         match &*self.0 {
             // Ordering: as in `System::now`.
             Source::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
-            Source::Manual(now_ms) => now_ms.fetch_max(unix_ms, Ordering::SeqCst),
+            Source::Manual(manual) => manual.unix_ms.fetch_max(unix_ms, Ordering::SeqCst),
         };
     }
 
@@ -121,12 +142,22 @@ impl Clock {
         }
     }
 
-    /// What the wall clock shows, Unix milliseconds: for those who compare it with theirs, and not for windows.
+    /// The wall clock, Unix milliseconds: for times that others wrote down or read, and not for windows. While the wall
+    /// clock shows no credible time, the gateway's time is returned.
     pub fn wall_ms(&self) -> u64 {
         match &*self.0 {
-            Source::System(_) => wall_ns() / MS_NS,
-            Source::Manual(unix_ms) => unix_ms.load(Ordering::SeqCst),
+            Source::System(system) => match wall_ns() / MS_NS {
+                0 => system.now().unix_ms,
+                wall_ms => wall_ms,
+            },
+            Source::Manual(manual) => manual.wall_ms.load(Ordering::SeqCst),
         }
+    }
+
+    /// How far the gateway's time is ahead of the wall clock, in whole seconds; negative where it is behind.
+    pub fn offset_s(&self) -> i64 {
+        let offset_ms = self.now().unix_ms as i64 - self.wall_ms() as i64;
+        (offset_ms + 500).div_euclid(1000)
     }
 
     /// For durations only.
@@ -338,6 +369,21 @@ mod tests {
         let clock = Clock::manual(1000);
         assert_eq!(clock.now().unix_ms, 1000);
         clock.advance(Duration::from_secs(2));
-        assert_eq!(clock.now().unix_ms, 3000);
+        assert_eq!((clock.now().unix_ms, clock.wall_ms(), clock.offset_s()), (3000, 3000, 0));
+        clock.set_wall_clock(8000);
+        clock.advance(Duration::from_millis(400));
+        assert_eq!((clock.now().unix_ms, clock.wall_ms(), clock.offset_s()), (3400, 8400, -5));
+        clock.not_before(11_000);
+        assert_eq!((clock.now().unix_ms, clock.wall_ms(), clock.offset_s()), (11_000, 8400, 3));
+    }
+
+    #[test]
+    fn the_wall_clock_is_told_apart_from_a_clock_that_is_followed() {
+        let clock = Clock::system();
+        let before_ms = wall_ns() / MS_NS;
+        clock.follow(before_ms - 86_400_000);
+        let wall_ms = clock.wall_ms();
+        assert!((before_ms..=wall_ns() / MS_NS).contains(&wall_ms), "{before_ms} {wall_ms}");
+        assert_eq!(clock.offset_s(), -86_400);
     }
 }

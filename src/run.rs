@@ -56,6 +56,9 @@ const LAST_ORDERS: Duration = Duration::from_secs(1);
 /// part from them in good order. Half of its time where that is less: requests may be on their way on them.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// A larger difference between the time of windows and the wall clock is worth a warning.
+const CLOCK_OFFSET_MAX_S: u64 = 5;
+
 /// How long the end waits for the last lines of the access log.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
@@ -89,6 +92,8 @@ pub struct Gateway {
     /// Who asks the servers how they are, once somebody should.
     prober: Option<JoinHandle<()>>,
     clock: Clock,
+    /// Whether the time of windows was last found to differ from the wall clock.
+    is_clock_off: bool,
     /// How many event loops there are.
     workers: usize,
     access: Option<Sink>,
@@ -146,6 +151,7 @@ impl Gateway {
             fleets: watch::Sender::default(),
             prober: None,
             clock: clock.clone(),
+            is_clock_off: false,
             workers,
             access: None,
             writers: Vec::new(),
@@ -276,13 +282,33 @@ impl Gateway {
         Ok(())
     }
 
-    /// Lets rules do what they could not while others counted in the same memory, once no other does.
+    /// Lets rules do what they could not while others counted in the same memory, once no other does, and compares the
+    /// clocks.
     pub fn catch_up(&mut self) {
+        self.compare_clocks();
         if self.is_held
             && self.counters.while_alone(|| ()).is_some()
             && let Err(error) = self.reload(self.config.clone())
         {
             tracing::error!("rules do not roll over, wait, reserve or split as they should: {error}");
+        }
+    }
+
+    /// Warns once when the time of windows begins to differ from the wall clock, and tells when it no longer does.
+    fn compare_clocks(&mut self) {
+        let offset_s = self.clock.offset_s();
+        let is_off = offset_s.unsigned_abs() > CLOCK_OFFSET_MAX_S;
+        match (std::mem::replace(&mut self.is_clock_off, is_off), is_off) {
+            (false, true) => {
+                let side = if offset_s < 0 { "behind" } else { "ahead of" };
+                let seconds = offset_s.unsigned_abs();
+                tracing::warn!(
+                    "windows follow a clock that is {seconds} s {side} this machine's: the machine's clock was stepped, or the \
+                     clock of the store is another; tokens and certificates are checked by the machine's"
+                );
+            }
+            (true, false) => tracing::info!("windows follow this machine's clock again"),
+            (true, true) | (false, false) => {}
         }
     }
 

@@ -27,7 +27,7 @@ use crate::http::decision::{Counsel, Unanswered, Verb};
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
 use crate::metrics::Registry;
-use crate::metrics::meter::{BUILD_INFO, COUNTERS, NAMES, OVERFLOW};
+use crate::metrics::meter::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::page::{Reading, render};
 use crate::shared::Shared;
 use crate::shared::consult::{Standing, Subject};
@@ -221,6 +221,7 @@ fn metrics(office: &Office) -> String {
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },
         Reading { name: &COUNTERS, labels: vec![("state", "free")], value: census.free as u64 },
         Reading { name: &OVERFLOW, labels: vec![], value: overflow },
+        Reading { name: &CLOCK_OFFSET, labels: vec![], value: office.clock.offset_s() as u64 },
         Reading { name: &BUILD_INFO, labels: vec![("version", env!("CARGO_PKG_VERSION"))], value: 1 },
     ];
     render(&office.registry, &NAMES, &readings)

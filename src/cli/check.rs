@@ -17,7 +17,7 @@ pub fn check(path: &Path, reach_out: bool) -> Exit {
             for line in outlook::lines(&config) {
                 show!("  {line}");
             }
-            let certificates = outlook::certificates(&config, Clock::system().now().unix_ms);
+            let certificates = outlook::certificates(&config, Clock::system().wall_ms());
             for line in certificates.into_iter().chain(outlook::guessable(&config)) {
                 show!("  note: {line}");
             }

@@ -296,7 +296,7 @@ fn stopped_twice() -> io::Error {
 
 /// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.
 fn warn_of_certificates(config: &Config, clock: &Clock) {
-    for line in outlook::certificates(config, clock.now().unix_ms) {
+    for line in outlook::certificates(config, clock.wall_ms()) {
         tracing::warn!("{line}");
     }
 }

@@ -218,7 +218,7 @@ fn decide(
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
         tokens: &view.tokens,
-        unix_ms: now.unix_ms,
+        wall_ms: snapshot.config.jwt.as_ref().map_or(0, |_| hall.clock.wall_ms()),
         clients: snapshot.clients.as_ref(),
         plan: OnceCell::new(),
     };

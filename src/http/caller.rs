@@ -75,7 +75,8 @@ pub struct Caller<'a> {
     pub route: &'a str,
     /// Says which tokens are genuine.
     pub tokens: &'a Checker,
-    pub unix_ms: u64,
+    /// What the wall clock shows, Unix milliseconds; only asked where tokens are.
+    pub wall_ms: u64,
     pub clients: Option<&'a Clients>,
     /// The plan that the client is on; looked up when a rule first asks for it.
     pub plan: OnceCell<Option<PlanId>>,
@@ -375,7 +376,7 @@ pub mod tests {
             headers,
             route: "route",
             tokens,
-            unix_ms: 0,
+            wall_ms: 0,
             clients: None,
             plan: OnceCell::new(),
         })

@@ -106,7 +106,7 @@ impl Source {
                 let token = bearer::token(caller.headers).map_err(|bearer::Twice| Lack::Authorizations)?;
                 let take = |value: &str| take(12, value.as_bytes());
                 let token = token.ok_or(Lack::Missing)?;
-                if !caller.tokens.claim(token, claim, caller.unix_ms, take).map_err(Lack::Token)? {
+                if !caller.tokens.claim(token, claim, caller.wall_ms, take).map_err(Lack::Token)? {
                     return Err(Lack::Missing);
                 }
             }

@@ -48,6 +48,10 @@ static ACCESS_LOG_LOST: Name =
 pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
 pub static OVERFLOW: Name =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
+pub static CLOCK_OFFSET: Name = gauge(
+    "transom_clock_offset_seconds",
+    "How far the time of windows is ahead of the machine's clock; negative: behind.",
+);
 static SNAPSHOTS: Name = counter("transom_counters_snapshots_total", "Snapshots of the counters, by what came of it.");
 static SNAPSHOT_TIME: Name = gauge(
     "transom_counters_snapshot_timestamp_seconds",
@@ -57,7 +61,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 37] = [
+pub static NAMES: [&Name; 38] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -81,6 +85,7 @@ pub static NAMES: [&Name; 37] = [
     &TUNNELS,
     &COUNTERS,
     &OVERFLOW,
+    &CLOCK_OFFSET,
     &shared::REQUESTS,
     &shared::DURATION,
     &shared::OUTSTANDING,

@@ -1,6 +1,7 @@
 //! The page that Prometheus reads: every series, added up over the loops, as exposition text.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};
 
 use indexmap::IndexMap;
@@ -16,6 +17,7 @@ use super::{Kind, Name, Registry, Series};
 pub struct Reading {
     pub name: &'static Name,
     pub labels: Vec<(&'static str, &'static str)>,
+    /// Of a gauge, in two's complement.
     pub value: u64,
 }
 
@@ -33,8 +35,8 @@ pub fn render(registry: &Registry, names: &[&'static Name], readings: &[Reading]
     let mut text = String::new();
     for name in names {
         match name.kind {
-            Kind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name)),
-            Kind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name)),
+            Kind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name), |value| value),
+            Kind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name), |value| value as i64),
             Kind::Histogram => write_histograms(&mut text, name, histograms.remove(name.name)),
         }
     }
@@ -84,11 +86,17 @@ fn write_head(text: &mut String, name: &Name, kind: &str) {
     write_type_line(text, name.name, None, None, kind);
 }
 
-fn write_counts(text: &mut String, name: &Name, kind: &str, series: Option<BTreeMap<Vec<Label>, u64>>) {
+fn write_counts<T: Display>(
+    text: &mut String,
+    name: &Name,
+    kind: &str,
+    series: Option<BTreeMap<Vec<Label>, u64>>,
+    shown: impl Fn(u64) -> T,
+) {
     let Some(series) = series else { return };
     write_head(text, name, kind);
     for (labels, value) in series {
-        write_metric_line::<&str, u64>(text, name.name, None, &label_set(labels), None, value, None);
+        write_metric_line::<&str, T>(text, name.name, None, &label_set(labels), None, shown(value), None);
     }
 }
 
@@ -127,7 +135,8 @@ mod tests {
         registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(3);
         registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(1);
         registry.histogram(&TOOK, 0, &[]).record(Duration::from_micros(3));
-        let readings = [Reading { name: &LIVE, labels: vec![("state", "up")], value: 7 }];
+        let live = |state, value: i64| Reading { name: &LIVE, labels: vec![("state", state)], value: value as u64 };
+        let readings = [live("up", 7), live("below", -7)];
         let text = render(&registry, &[&HITS, &TOOK, &LIVE], &readings);
         assert!(text.starts_with("# HELP hits_total Hits.\n# TYPE hits_total counter\n"), "{text}");
         assert!(text.contains("hits_total{route=\"a\\\"b\\\\{c}\"} 6\n"), "{text}");
@@ -135,6 +144,6 @@ mod tests {
         assert!(text.contains("took_seconds_bucket{le=\"0.000005\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_bucket{le=\"+Inf\"} 1\n"), "{text}");
         assert!(text.contains("took_seconds_sum 0.000003\ntook_seconds_count 1\n"), "{text}");
-        assert!(text.ends_with("live{state=\"up\"} 7\n"), "{text}");
+        assert!(text.ends_with("live{state=\"below\"} -7\nlive{state=\"up\"} 7\n"), "{text}");
     }
 }

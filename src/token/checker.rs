@@ -1,16 +1,16 @@
 //! Verified tokens, remembered: a signature costs more than all the rest of a decision.
 //!
 //! Each event loop has a checker of its own, made anew with every configuration, so that no token
-//! outlives the keys that it was verified with. A token is remembered by its keyed 128-bit hash, no
-//! longer than it is valid, and with the values of those claims only that some rule counts by. Tokens
-//! that were refused are not remembered: whoever makes them up never runs out of them.
+//! outlives the keys that it was verified with. A token is remembered by its keyed 128-bit hash, with the time
+//! in which it is valid, and with the values of those claims only that some rule counts by. Tokens that were
+//! refused are not remembered: whoever makes them up never runs out of them.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::mem;
 
 use super::claims::Claims;
-use super::{Invalid, Trust};
+use super::{Invalid, Lifetime, Trust};
 use crate::rule::key::KeyHasher;
 
 /// Tokens of one generation. Two are kept, so twice as many are remembered at most.
@@ -35,11 +35,11 @@ struct Known {
     old: Generation,
 }
 
-type Generation = HashMap<(u64, u64), Verified, foldhash::fast::RandomState>;
+type Hash = (u64, u64);
+type Generation = HashMap<Hash, Verified, foldhash::fast::RandomState>;
 
 struct Verified {
-    /// Unix milliseconds; `None`: it has no end.
-    ends_ms: Option<u64>,
+    lifetime: Lifetime,
     /// In the order of the checker's names.
     values: Box<[Option<Box<str>>]>,
 }
@@ -49,7 +49,8 @@ impl Checker {
         Checker { trust, claims, start, known: RefCell::default() }
     }
 
-    /// Hands the value of a claim of a valid token to `take`; `false` if the token has none.
+    /// Hands the value of a claim of a token that is valid at a time (Unix milliseconds of the wall clock) to `take`; `false`
+    /// if the token has none.
     pub fn claim(&self, token: &[u8], name: &str, now_ms: u64, take: impl FnOnce(&str)) -> Result<bool, Invalid> {
         let position = self.claims.iter().position(|known| known == name);
         let hash = self.hash(token);
@@ -58,7 +59,8 @@ impl Checker {
         let verified = match known.find(hash, now_ms) {
             Some(verified) => verified,
             None => {
-                fresh = self.read(&self.trust.verify(token, now_ms)?)?;
+                let (claims, lifetime) = self.trust.verify(token, now_ms)?;
+                fresh = self.read(&claims, lifetime);
                 if fresh.bytes() > VALUES_MAX_BYTES { &fresh } else { known.insert(hash, fresh) }
             }
         };
@@ -67,29 +69,29 @@ impl Checker {
         Ok(value.is_some())
     }
 
-    fn hash(&self, token: &[u8]) -> (u64, u64) {
+    fn hash(&self, token: &[u8]) -> Hash {
         let mut hasher = self.start.clone();
         hasher.part(0, token);
         let hash = hasher.finish();
         (hash.place, hash.tag)
     }
 
-    fn read(&self, claims: &Claims) -> Result<Verified, Invalid> {
+    fn read(&self, claims: &Claims, lifetime: Lifetime) -> Verified {
         let values = self.claims.iter().map(|name| claims.text(name).map(String::into_boxed_str)).collect();
-        Ok(Verified { ends_ms: claims.ends_ms(&self.trust)?, values })
+        Verified { lifetime, values }
     }
 }
 
 impl Known {
-    /// A token that is still valid.
-    fn find(&mut self, hash: (u64, u64), now_ms: u64) -> Option<&Verified> {
+    /// A token that is valid now. The wall clock may have been set back since it was verified.
+    fn find(&mut self, hash: Hash, now_ms: u64) -> Option<&Verified> {
         if let Some(verified) = self.old.remove(&hash) {
             self.insert(hash, verified);
         }
-        self.young.get(&hash).filter(|verified| verified.ends_ms.is_none_or(|end_ms| now_ms < end_ms))
+        self.young.get(&hash).filter(|verified| verified.lifetime.check(now_ms).is_ok())
     }
 
-    fn insert(&mut self, hash: (u64, u64), verified: Verified) -> &Verified {
+    fn insert(&mut self, hash: Hash, verified: Verified) -> &Verified {
         if self.young.len() >= GENERATION {
             self.old = mem::take(&mut self.young);
         }
@@ -158,6 +160,11 @@ mod tests {
         assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
         assert_eq!(sub(&checker, &token, 100_000), Err(Invalid::Expired));
         assert_eq!(sub(&checker, &token, 100_001), Err(Invalid::Expired));
+        // The wall clock was ahead.
+        assert_eq!(sub(&checker, &token, 99_999), Ok(Some("alice".to_owned())));
+        let later = self::token(r#"{"sub":"bob","nbf":50}"#);
+        assert_eq!(sub(&checker, &later, 50_000), Ok(Some("bob".to_owned())));
+        assert_eq!(sub(&checker, &later, 49_999), Err(Invalid::NotYetValid));
     }
 
     #[test]

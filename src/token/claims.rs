@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::{Invalid, Trust, envelope};
+use super::{Invalid, Lifetime, Trust, envelope};
 
 /// Integers beyond are not the same to everybody who reads JSON (RFC 7493, section 2.2).
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
@@ -15,26 +15,19 @@ impl Claims {
         envelope::object(payload).map(Claims)
     }
 
-    /// Whether the token is valid at a time (Unix milliseconds), and is from and for the right ones.
-    pub fn check(&self, trust: &Trust, now_ms: u64) -> Result<(), Invalid> {
-        if self.ends_ms(trust)?.is_some_and(|end_ms| now_ms >= end_ms) {
-            return Err(Invalid::Expired);
-        }
-        if self.date_ms("nbf")?.is_some_and(|start_ms| now_ms.saturating_add(trust.leeway_ms) < start_ms) {
-            return Err(Invalid::NotYetValid);
-        }
+    /// When the token is valid, if it is valid at a time (Unix milliseconds) and from and for the right ones.
+    pub fn check(&self, trust: &Trust, now_ms: u64) -> Result<Lifetime, Invalid> {
+        let begins_ms = self.date_ms("nbf")?.map_or(0, |begins_ms| begins_ms.saturating_sub(trust.leeway_ms));
+        let ends_ms = self.date_ms("exp")?.map(|ends_ms| ends_ms.saturating_add(trust.leeway_ms));
+        let lifetime = Lifetime { begins_ms, ends_ms };
+        lifetime.check(now_ms)?;
         if !trust.issuers.is_empty() && !self.names("iss", &trust.issuers) {
             return Err(Invalid::Issuer);
         }
         if !trust.audiences.is_empty() && !self.names("aud", &trust.audiences) {
             return Err(Invalid::Audience);
         }
-        Ok(())
-    }
-
-    /// From when on the token is not valid any more (Unix milliseconds), with the leeway in it.
-    pub fn ends_ms(&self, trust: &Trust) -> Result<Option<u64>, Invalid> {
-        Ok(self.date_ms("exp")?.map(|end_ms| end_ms.saturating_add(trust.leeway_ms)))
+        Ok(lifetime)
     }
 
     /// A claim's value as text; `None` if there is none that could tell callers apart. The name is
@@ -90,7 +83,7 @@ mod tests {
     }
 
     fn check(value: Value, trust: &Trust, now_ms: u64) -> Result<(), Invalid> {
-        claims(value).check(trust, now_ms)
+        claims(value).check(trust, now_ms).map(drop)
     }
 
     #[test]

@@ -60,9 +60,29 @@ impl fmt::Display for Invalid {
     }
 }
 
+/// When a token is valid, with the leeway in it (Unix milliseconds).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Lifetime {
+    pub begins_ms: u64,
+    /// The first moment at which it is not valid any more; `None`: it has no end.
+    pub ends_ms: Option<u64>,
+}
+
+impl Lifetime {
+    pub fn check(self, now_ms: u64) -> Result<(), Invalid> {
+        if self.ends_ms.is_some_and(|ends_ms| now_ms >= ends_ms) {
+            return Err(Invalid::Expired);
+        }
+        if now_ms < self.begins_ms {
+            return Err(Invalid::NotYetValid);
+        }
+        Ok(())
+    }
+}
+
 impl Trust {
-    /// What a token says, if it is genuine and valid now (Unix milliseconds).
-    pub fn verify(&self, token: &[u8], now_ms: u64) -> Result<Claims, Invalid> {
+    /// What a token says and when it is valid, if it is genuine and valid now (Unix milliseconds).
+    pub fn verify(&self, token: &[u8], now_ms: u64) -> Result<(Claims, Lifetime), Invalid> {
         let envelope = Envelope::open(token)?;
         let mut candidates = self.keys.iter().filter(|key| envelope.may_be_of(key)).peekable();
         if candidates.peek().is_none() {
@@ -73,8 +93,8 @@ impl Trust {
         }
         // Nothing the payload says is looked at before it is known whose it is.
         let claims = Claims::read(envelope.payload)?;
-        claims.check(self, now_ms)?;
-        Ok(claims)
+        let lifetime = claims.check(self, now_ms)?;
+        Ok((claims, lifetime))
     }
 }
 
@@ -119,7 +139,7 @@ mod tests {
     }
 
     fn verify(token: &str) -> Result<Option<String>, Invalid> {
-        trust().verify(token.as_bytes(), NOW_MS).map(|claims| claims.text("iss"))
+        trust().verify(token.as_bytes(), NOW_MS).map(|(claims, _)| claims.text("iss"))
     }
 
     #[test]

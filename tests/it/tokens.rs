@@ -5,11 +5,14 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::world::client::Answer;
+use crate::world::client::{Answer, Client};
 use crate::world::gateway::{Gateway, START_S};
 use crate::world::issuer::{ALGORITHMS, Issuer, encode, mac};
+use crate::world::judge::now_ms;
 use crate::world::process::{Process, run};
 use crate::world::quota::remaining;
+use crate::world::redis::RedisServer;
+use crate::world::siblings::{PATIENT, shared};
 use crate::world::{Scratch, eventually, one_rule};
 
 /// One rule of two requests a minute, and whose tokens are believed.
@@ -327,4 +330,50 @@ fn nothing_of_a_token_is_logged_or_measured() {
         assert!(!text.contains("marked") && !text.contains("eyJ") && !text.contains(&issuer.secret), "{text}");
     }
     assert!(written.contains("\"status\":401") && written.contains("\"status\":400"), "{written}");
+}
+
+#[test]
+fn times_of_tokens_go_by_the_wall_clock_and_not_by_that_of_windows() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let jwt = issuer.keys(&scratch);
+    let gateway = Gateway::start(&rule(&BY_SUBJECT.replace("sub", "jti"), &jwt).replace("2/minute", "100/day"));
+    let token = |from_s: u64, until_s: u64| {
+        issuer.token("ES256", &json!({ "jti": "a", "nbf": START_S + from_s, "exp": START_S + until_s }))
+    };
+    let (now, tomorrow) = (token(0, 60), token(86_400, 86_460));
+    ask(&gateway, &now).expect(200);
+    // The wall clock is a day ahead for a moment, and windows stay there.
+    gateway.clock.set_wall_clock((START_S + 86_400) * 1000);
+    gateway.clock.not_before((START_S + 86_400) * 1000);
+    refused(&gateway, &now, "the token has expired");
+    ask(&gateway, &tomorrow).expect(200);
+    gateway.clock.set_wall_clock(START_S * 1000);
+    ask(&gateway, &now).expect(200);
+    // It was valid a moment ago, by a clock that was wrong.
+    refused(&gateway, &tomorrow, "the token is not valid yet");
+    let page = Client::connect(gateway.admin).get("/metrics").expect(200).text();
+    assert!(page.contains("\ntransom_clock_offset_seconds 86400\n"), "{page}");
+}
+
+#[test]
+fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let redis = RedisServer::at_clock(-86_400, "");
+    let rule = "[rules.r]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"1000/day\"]\n";
+    let toml = shared(&format!("\"{}\"", redis.url()), &format!("mode = \"exact\"\n{PATIENT}"), rule);
+    let process = Process::spawn(&format!("{toml}{}", issuer.keys(&scratch)));
+    let now_s = now_ms() / 1000;
+    let status = |from_s: u64, until_s: u64| {
+        let token = issuer.token("ES256", &json!({ "sub": "alice", "nbf": from_s, "exp": until_s }));
+        process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status
+    };
+    // The store has told its time by the second.
+    for _ in 0..2 {
+        assert_eq!(status(now_s - 60, now_s + 1800), 200);
+        assert_eq!(status(now_s - 7200, now_s - 1800), 401);
+        assert_eq!(status(now_s + 1800, now_s + 7200), 401);
+    }
+    process.says("windows follow a clock that is 86400 s behind this machine's");
+    let page = process.admin_get("/metrics").expect(200).text();
+    assert!(page.contains("\ntransom_clock_offset_seconds -86400\n"), "{page}");
 }
