@@ -34,7 +34,7 @@ pub mod turn;
 use crate::clock::Moment;
 use crate::config::ForwardPath;
 use crate::http::action::{Deed, Seen};
-use crate::http::caller::Caller;
+use crate::http::caller::{Caller, Unclear};
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::http::forwarded::Client;
@@ -77,6 +77,8 @@ struct Onward {
     /// What the choice of a server goes by, where requests that belong together go to one.
     server_key: Option<NonZeroU64>,
     deed: Option<Box<Deed>>,
+    /// What it is answered with instead of being sent on: some of its rules could not be applied, and it was held to the others.
+    fault: Option<Box<Fault>>,
 }
 
 /// Who asks, and when.
@@ -222,8 +224,12 @@ fn decide(
         clients: snapshot.clients.as_ref(),
         plan: OnceCell::new(),
     };
-    identify(view, lane_index, &caller, desk)?;
-    let action = snapshot.action_of(lane);
+    let fault = match identify(view, lane_index, &caller, desk) {
+        // There is nobody to charge.
+        Some(fault) if desk.askers.iter().all(Option::is_none) => return Err(fault),
+        fault => fault.map(Box::new),
+    };
+    let action = snapshot.action_of(lane).filter(|_| fault.is_none());
     let deed = action.map(|action| action.of(&Seen::of(&caller, visitor.client.is_secure))).transpose()?;
     let (permit, question) = match question::judge(hall, snapshot, lane.slate as usize, &caller, desk, now.unix_ms)? {
         Judged::Later(question) => (Permit::default(), Some(question)),
@@ -244,11 +250,15 @@ fn decide(
             (Permit::of(judgement, stamp, hall, view, visitor.peer, lane.slate as usize, desk, texts), None)
         }
     };
+    let onward = Onward { lane: lane_index, opening: None, server_key: None, deed, fault };
+    if onward.fault.is_some() {
+        return Ok(Decision::Forward { onward, permit, question });
+    }
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
     let server_key = affinity.and_then(|affinity| affinity.of(&caller));
     let (marks, websocket) = (clear.marks, clear.websocket);
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let onward = Onward { lane: lane_index, opening: None, server_key, deed };
+    let onward = Onward { server_key, ..onward };
     let onward = onward.made_ready(view, parts, visitor, marks, websocket, normalized)?;
     Ok(Decision::Forward { onward, permit, question })
 }
@@ -308,23 +318,28 @@ impl Onward {
     }
 }
 
-/// Finds the keys that the rules of a route count a request by.
-fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> Result<(), Fault> {
+/// Finds the keys that the rules of a route count a request by. Returns what is wrong with the request if some rule could not
+/// be applied; the others are to be charged for it all the same.
+fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> Option<Fault> {
     let snapshot = &*view.snapshot;
     let slate = snapshot.slate_of(&snapshot.lanes[lane]);
+    let mut first_fault = None;
     desk.askers.clear();
     for (position, identity) in slate.identities.iter().enumerate() {
         desk.askers.push(match identity.of(caller) {
-            Ok(key) => key,
+            Ok(asker) => asker,
             // A rule that is only tried out refuses nobody, for whatever reason.
             Err(_) if snapshot.book.is_shadow(&slate.roster, position) => {
                 view.meters[lane].shadowed(position);
                 None
             }
-            Err(fault) => return Err(fault),
+            Err(Unclear { fault, asker }) => {
+                first_fault.get_or_insert(fault);
+                asker
+            }
         });
     }
-    Ok(())
+    first_fault
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.
@@ -351,6 +366,9 @@ async fn forward(
     mut request: Box<Request<Upload>>,
     record: &mut Record,
 ) -> Result<Response<Content>, Fault> {
+    if let Some(fault) = onward.fault.take() {
+        return Err(*fault);
+    }
     let snapshot = &*view.snapshot;
     let lane = &snapshot.lanes[onward.lane];
     let action = snapshot.action_of(lane);

@@ -82,6 +82,21 @@ pub struct Caller<'a> {
     pub plan: OnceCell<Option<PlanId>>,
 }
 
+/// Why a request can not be held to a rule as it should be.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Unclear {
+    pub fault: Fault,
+    /// Who is charged all the same: the key is known, and only the client's plan or the cost is not. It is the plan of everyone
+    /// and the default cost then.
+    pub asker: Option<Asker>,
+}
+
+impl From<Fault> for Unclear {
+    fn from(fault: Fault) -> Unclear {
+        Unclear { fault, asker: None }
+    }
+}
+
 /// Why a key could not be made.
 struct Unknown {
     /// Of the part.
@@ -123,19 +138,23 @@ impl Identity {
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
-    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Fault> {
+    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Unclear> {
         if self.exceptions.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
             return Ok(None);
         }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
+        let asker = |variant, cost| Asker { key, offset, variant, cost };
+        let charged = |fault, variant| Unclear { fault, asker: Some(asker(variant, self.cost.usual())) };
         let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
             None => 0,
-            Some(standing) => match standing? {
-                Standing::Exempt => return Ok(None),
-                Standing::Variant(variant) => variant,
-            },
+            Some(Ok(Standing::Exempt)) => return Ok(None),
+            Some(Ok(Standing::Variant(variant))) => variant,
+            Some(Err(fault)) => return Err(charged(fault, 0)),
         };
-        Ok(Some(Asker { key, offset, variant, cost: self.cost.of(caller.headers, &self.rule)? }))
+        match self.cost.of(caller.headers, &self.rule) {
+            Ok(cost) => Ok(Some(asker(variant, cost))),
+            Err(fault) => Err(charged(fault, variant)),
+        }
     }
 
     /// How the rule treats a key; the plan of the client matters only where the key itself does not.
@@ -302,6 +321,14 @@ impl Price {
         }
     }
 
+    /// What a request costs that does not say otherwise.
+    fn usual(&self) -> u32 {
+        match self {
+            Price::Fixed(cost) => *cost,
+            Price::Told { default, .. } => *default,
+        }
+    }
+
     fn of(&self, headers: &HeaderMap, rule: &str) -> Result<u32, Fault> {
         let (name, default, max) = match self {
             Price::Fixed(cost) => return Ok(*cost),
@@ -359,7 +386,7 @@ pub mod tests {
 
     pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
         let none = Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0));
-        asked(address, headers, &none, |caller| identity.of(caller))
+        asked(address, headers, &none, |caller| identity.of(caller)).map_err(|unclear| unclear.fault)
     }
 
     /// Hands on a request.

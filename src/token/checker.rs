@@ -2,10 +2,10 @@
 //!
 //! Each event loop has a checker of its own, made anew with every configuration, so that no token
 //! outlives the keys that it was verified with. A token is remembered by its keyed 128-bit hash, with the time
-//! in which it is valid, and with the values of those claims only that some rule counts by. Tokens that were
-//! refused are not remembered: whoever makes them up never runs out of them.
+//! in which it is valid, and with the values of those claims only that some rule counts by. Of the tokens that were
+//! refused the last one alone is remembered, for several rules of a request may ask for it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::mem;
 
@@ -25,6 +25,8 @@ pub struct Checker {
     /// The keyed hash, before a token.
     start: KeyHasher,
     known: RefCell<Known>,
+    /// The token that was refused last, when (Unix milliseconds), and why.
+    refused: Cell<Option<(Hash, u64, Invalid)>>,
 }
 
 /// When the younger generation is full it becomes the older one, and that is forgotten. What is asked
@@ -46,7 +48,7 @@ struct Verified {
 
 impl Checker {
     pub fn new(trust: Trust, claims: Vec<String>, start: KeyHasher) -> Checker {
-        Checker { trust, claims, start, known: RefCell::default() }
+        Checker { trust, claims, start, known: RefCell::default(), refused: Cell::default() }
     }
 
     /// Hands the value of a claim of a token that is valid at a time (Unix milliseconds of the wall clock) to `take`; `false`
@@ -59,14 +61,25 @@ impl Checker {
         let verified = match known.find(hash, now_ms) {
             Some(verified) => verified,
             None => {
-                let (claims, lifetime) = self.trust.verify(token, now_ms)?;
-                fresh = self.read(&claims, lifetime);
+                fresh = self.verify(token, hash, now_ms)?;
                 if fresh.bytes() > VALUES_MAX_BYTES { &fresh } else { known.insert(hash, fresh) }
             }
         };
         let value = position.and_then(|position| verified.values[position].as_deref());
         value.map(take);
         Ok(value.is_some())
+    }
+
+    #[cold]
+    fn verify(&self, token: &[u8], hash: Hash, now_ms: u64) -> Result<Verified, Invalid> {
+        match self.refused.get() {
+            Some((refused, at_ms, why)) if (refused, at_ms) == (hash, now_ms) => Err(why),
+            _ => {
+                let verified = self.trust.verify(token, now_ms);
+                let verified = verified.inspect_err(|why| self.refused.set(Some((hash, now_ms, *why))));
+                verified.map(|(claims, lifetime)| self.read(&claims, lifetime))
+            }
+        }
     }
 
     fn hash(&self, token: &[u8]) -> Hash {
@@ -165,6 +178,16 @@ mod tests {
         let later = self::token(r#"{"sub":"bob","nbf":50}"#);
         assert_eq!(sub(&checker, &later, 50_000), Ok(Some("bob".to_owned())));
         assert_eq!(sub(&checker, &later, 49_999), Err(Invalid::NotYetValid));
+    }
+
+    #[test]
+    fn the_token_refused_last_is_verified_once_for_a_moment() {
+        let mut checker = checker();
+        let forged = token(r#"{"sub":"alice"}"#).replace("eyJz", "eyJ0");
+        assert_eq!(sub(&checker, &forged, 7), Err(Invalid::Signature));
+        without_keys(&mut checker);
+        assert_eq!(sub(&checker, &forged, 7), Err(Invalid::Signature));
+        assert_eq!(sub(&checker, &forged, 8), Err(Invalid::UnknownKey));
     }
 
     #[test]

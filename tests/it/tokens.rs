@@ -10,7 +10,7 @@ use crate::world::gateway::{Gateway, START_S};
 use crate::world::issuer::{ALGORITHMS, Issuer, encode, mac};
 use crate::world::judge::now_ms;
 use crate::world::process::{Process, run};
-use crate::world::quota::remaining;
+use crate::world::quota::{items, remaining};
 use crate::world::redis::RedisServer;
 use crate::world::siblings::{PATIENT, shared};
 use crate::world::{Scratch, eventually, one_rule};
@@ -330,6 +330,105 @@ fn nothing_of_a_token_is_logged_or_measured() {
         assert!(!text.contains("marked") && !text.contains("eyJ") && !text.contains(&issuer.secret), "{text}");
     }
     assert!(written.contains("\"status\":401") && written.contains("\"status\":400"), "{written}");
+}
+
+/// Rules by the address and by the subject of a token, in this order.
+fn by_address_and_subject(settings: &str, jwt: &str) -> String {
+    format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[rules.address]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n{settings}\n\
+         [rules.subject]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"100/minute\"]\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"subject\", \"address\"]\n{jwt}"
+    )
+}
+
+#[test]
+fn a_bad_token_is_counted_by_the_rules_whose_keys_are_known() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
+    for left in [2, 1, 0] {
+        let answer = ask(&gateway, "nonsense").expect(401);
+        assert_eq!(remaining(&answer, "address"), left);
+        assert_eq!(items(&answer, "ratelimit").len(), 1);
+        assert_eq!(items(&answer, "ratelimit-policy").len(), 1);
+        assert_eq!(answer.problem()["detail"], MALFORMED);
+    }
+    // The address is over its limit, whatever the token is worth.
+    let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
+    for token in ["nonsense", "", &genuine] {
+        let answer = ask(&gateway, token).expect(429);
+        assert_eq!(answer.problem()["violated-policies"], json!(["address"]));
+        assert_eq!(answer.field("www-authenticate"), None);
+    }
+    let page = gateway.metrics();
+    let decided = |rule, outcome| page.sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)]);
+    assert_eq!((decided("address", "admitted"), decided("address", "refused")), (3, 3));
+    assert_eq!((decided("subject", "admitted"), decided("subject", "refused")), (0, 0));
+    assert_eq!(page.sum("transom_faults_total", &[("fault", "token")]), 3);
+    // All or none: a genuine token that the address refused has used nothing of its subject's windows.
+    gateway.advance_s(60);
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "subject"), 99);
+}
+
+#[test]
+fn what_a_bad_token_is_counted_by_depends_on_the_rules() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let keys = issuer.keys(&scratch);
+    // Refusals count where a rule says so.
+    let gateway = Gateway::start(&by_address_and_subject("count_refused = true", &keys));
+    (0..3).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
+    let refused = ask(&gateway, "nonsense").expect(429);
+    assert_eq!(remaining(&refused, "address"), 0);
+    // A shadow rule counts such requests, and refuses none.
+    let gateway = Gateway::start(&by_address_and_subject("on_limit = \"shadow\"", &keys));
+    (0..5).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
+    let shadowed = gateway.metrics().sum("transom_decisions_total", &[("rule", "address"), ("outcome", "shadowed")]);
+    assert_eq!(shadowed, 2);
+    // A request that lacks its token is counted alike.
+    let gateway = Gateway::start(&by_address_and_subject("", &keys));
+    (0..3).for_each(|_| drop(gateway.get("/a").expect(400)));
+    gateway.get("/a").expect(429);
+}
+
+#[test]
+fn a_bad_token_names_no_plan() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let toml = format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[clients]\nfile = \"clients.toml\"\nsubject = \"jwt:sub\"\n\
+         [rules.address]\nkey = \"ip\"\nwindows = [\"2/minute\"]\nplans.gold.windows = [\"50/minute\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"address\"]\n{}",
+        issuer.keys(&scratch)
+    );
+    let gateway = Gateway::start_with(&toml, "[clients.a]\nplan = \"gold\"\nsubjects = [\"alice\"]\n");
+    let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 49);
+    // Whoever sends it is known by the address alone, and has the windows of everyone.
+    assert_eq!(remaining(&ask(&gateway, "nonsense").expect(401), "address"), 0);
+    ask(&gateway, "nonsense").expect(429);
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 47);
+}
+
+#[test]
+fn a_token_that_names_no_key_is_tried_with_a_few() {
+    let issuers: Vec<Issuer> = (0..5).map(|_| Issuer::new()).collect();
+    let (scratch, token) = (Scratch::new(), json!({ "sub": "a" }));
+    let gateway = |named: &[Issuer]| {
+        let keys = named.iter().enumerate().map(|(i, issuer)| {
+            let file = scratch.write(&format!("{i}.pem"), issuer.pem("ES256"));
+            format!("{{ algorithm = \"ES256\", kid = \"{i}\", public_key_file = \"{}\" }}", file.display())
+        });
+        let keys: Vec<String> = keys.collect();
+        Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\nkeys = [{}]\n", keys.join(", "))))
+    };
+    let few = gateway(&issuers[..4]);
+    ask(&few, &issuers[3].token("ES256", &token)).expect(200);
+    let many = gateway(&issuers);
+    let why = "the token does not say by `kid` which of many keys it is signed with";
+    for issuer in [&issuers[0], &issuers[4]] {
+        refused(&many, &issuer.token("ES256", &token), why);
+    }
+    let header = json!({ "alg": "ES256", "kid": "4" });
+    ask(&many, &issuers[4].sign("ES256", &header, &token)).expect(200);
+    refused(&many, &issuers[3].sign("ES256", &header, &token), SIGNATURE);
 }
 
 #[test]

@@ -12,9 +12,9 @@ use super::{DAY_MS, duration, section};
 use crate::config::Files;
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
-use crate::token::Trust;
 use crate::token::jwks::{self, BadSet};
 use crate::token::key::{Algorithm, Flaw, Key};
+use crate::token::{KEYS_TRIED_MAX, Trust};
 
 const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("HS256", Algorithm::Hs256),
@@ -27,13 +27,14 @@ const NO_KEYS: &str =
     "write `keys = [{ algorithm = \"RS256\", public_key_file = \"FILE\" }]`, or `jwks_file = \"FILE\"`";
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
-/// A token that names no key is tried with all of its algorithm; more would be a burden to carry.
+/// Old and new keys of a few issuers.
 const KEYS_MAX: usize = 32;
 
 pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trust> {
     let mut table = section(item, report)?;
     let span = table.span.clone();
     let (keys, jwks) = (table.get("keys"), table.get("jwks_file"));
+    let last = jwks.as_ref().or(keys.as_ref()).map(|item| item.span.clone());
     let (issuer, audience, leeway) = (table.get("issuer"), table.get("audience"), table.get("leeway"));
     let misspelt = table.finish(report);
     let named = keys.is_some() || jwks.is_some() || misspelt.iter().any(|key| ["keys", "jwks_file"].contains(key));
@@ -58,11 +59,27 @@ pub fn jwt(item: Option<Item>, files: Files, report: &mut Report) -> Option<Trus
             add(key, &item, &mut trust, report);
         }
     }
+    if let (Some(algorithm), Some(span)) = (crowded(&trust.keys), last) {
+        let message = format!(
+            "a token could be signed with any of more than {KEYS_TRIED_MAX} keys for `{}`, and is not verified with all of them",
+            algorithm.name()
+        );
+        report.problem(span, message, "give each key a `kid` of its own, and let the issuer name it in tokens");
+    }
     trust.issuers = names(issuer, "\"https://issuer.example\"", report);
     trust.audiences = names(audience, "\"api\"", report);
     let leeway = leeway.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(0), report));
     trust.leeway_ms = leeway.unwrap_or(0);
     Some(trust)
+}
+
+/// The algorithm of a key that no token can name alone: too many others have its `kid`, or either has none.
+fn crowded(keys: &[Key]) -> Option<Algorithm> {
+    let alike = |key: &Key, other: &Key| {
+        key.algorithm == other.algorithm && (key.kid.is_none() || other.kid.is_none() || key.kid == other.kid)
+    };
+    let is_crowded = |key: &&Key| keys.iter().filter(|other| alike(key, other)).count() > KEYS_TRIED_MAX;
+    keys.iter().find(is_crowded).map(|key| key.algorithm)
 }
 
 fn add(key: Key, item: &Item, trust: &mut Trust, report: &mut Report) {
