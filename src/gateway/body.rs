@@ -4,6 +4,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use http::Response;
+use http::header::CONTENT_LENGTH;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::record::Record;
@@ -44,11 +46,6 @@ impl Body {
         Body(Box::new(Outgoing { content, record: Some(record), broken: None }))
     }
 
-    /// Leaves out the content, for an answer to HEAD.
-    pub fn omit(&mut self) {
-        self.0.content = Content::Own(None);
-    }
-
     /// Takes the content as a whole, where it is the gateway's own: there is nothing to wait for.
     pub fn take_own(&mut self) -> Option<Bytes> {
         let Content::Own(bytes) = &mut self.0.content else { return None };
@@ -62,6 +59,21 @@ impl Body {
     /// For an answer to a request whose record was lost in a panic.
     pub fn unrecorded(content: Content) -> Body {
         Body(Box::new(Outgoing { content, record: None, broken: None }))
+    }
+}
+
+/// Makes an answer one to HEAD: the length of its body stays, the body goes.
+pub fn leave_out(answer: &mut Response<Body>) {
+    if !answer.body().is_end_stream() {
+        tell_length(answer);
+        answer.body_mut().0.content = Content::Own(None);
+    }
+}
+
+/// Names the length of a body in the head, if it is known.
+pub fn tell_length(answer: &mut Response<Body>) {
+    if let (Some(length), false) = (answer.body().size_hint().exact(), answer.headers().contains_key(CONTENT_LENGTH)) {
+        answer.headers_mut().insert(CONTENT_LENGTH, length.into());
     }
 }
 

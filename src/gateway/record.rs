@@ -189,7 +189,8 @@ pub fn refused(view: &View, lane: Option<usize>, slate: usize, desk: &Desk) {
     }
 }
 
-/// A head that never became a request, and was answered all the same.
+/// An answer to what never became a request: a head that is malformed, too large or late, or a connection for which there is no
+/// room.
 pub fn refused_head(hall: &Hall, peer: IpAddr, fault: &Fault) {
     hall.meter.fault(fault.kind());
     let view = hall.view();

@@ -67,9 +67,15 @@ pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<
 }
 
 /// Says no to a connection for which there is no place, without taking it in.
-pub fn turn_away(stream: TcpStream, listener: &Listener) {
+pub fn turn_away(stream: TcpStream, peer: IpAddr, listener: &Listener) {
     listener.meter.turned_away(TurnedAway::MaxConnections);
+    say_no(stream, peer, listener);
+}
+
+/// Answers a connection for which there is no place, where that needs no TLS handshake first.
+fn say_no(stream: TcpStream, address: IpAddr, listener: &Listener) {
     if !listener.is_secure() {
+        record::refused_head(&listener.lobby.hall, address, &Fault::Crowded);
         Wire::tcp(stream).send_at_once(&reply::written(&reply::fault(&Fault::Crowded)));
     }
 }
@@ -94,9 +100,7 @@ async fn welcome(
         peer
     };
     if !place.is_free_for(address) {
-        if !listener.is_secure() {
-            Wire::tcp(stream).send_at_once(&reply::written(&reply::fault(&Fault::Crowded)));
-        }
+        say_no(stream, address, listener);
         return Err(TurnedAway::MaxConnectionsPerClient.into());
     }
     let (wire, origin) = match listener.tls() {

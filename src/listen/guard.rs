@@ -17,6 +17,8 @@ use tokio::time::Sleep;
 
 use super::stage::Stage;
 use crate::gateway::hall::{Hall, Peer};
+use crate::gateway::record;
+use crate::http::fault::Fault;
 use crate::http::reply;
 use crate::wire::{Ending, Wire};
 
@@ -95,10 +97,19 @@ impl Guard {
         if let Some(status) = status {
             let fault = reply::fault_of_parser(status);
             self.ahead = reply::written(&reply::fault(&fault));
-            self.stage.refused.replace(Some(fault));
+            record::refused_head(&self.hall, self.peer.origin.address, &fault);
             self.replaced = true;
         }
         status.is_some()
+    }
+
+    /// Answers a head that is no request, or is late, where hyper does not. The buffer of a socket on which nothing is under
+    /// way has room for the answer.
+    pub fn refuse(&mut self, fault: &Fault) {
+        if self.stage.is_quiet() && !self.replaced && !self.at_end {
+            record::refused_head(&self.hall, self.peer.origin.address, fault);
+            self.stream.send_at_once(&reply::written(&reply::fault(fault)));
+        }
     }
 
     /// Answers what has just come, if that is a request that is refused as the one before.
@@ -309,16 +320,5 @@ impl AsyncWrite for Guard {
         }
         ready!(this.poll_linger(cx));
         Poll::Ready(Ok(()))
-    }
-}
-
-impl Drop for Guard {
-    /// Where hyper says nothing, and a head that takes too long. The buffer of a socket on which
-    /// nothing is under way has room for the answer.
-    fn drop(&mut self) {
-        let parting = self.stage.parting.take();
-        if let Some(fault) = parting.filter(|_| self.stage.is_quiet() && !self.replaced && !self.at_end) {
-            self.stream.send_at_once(&reply::written(&reply::fault(&fault)));
-        }
     }
 }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::header::{CONNECTION, DATE};
-use http::{HeaderValue, Request, Response};
+use http::{HeaderValue, Method, Request, Response};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -19,10 +19,10 @@ use tokio::io::AsyncWrite;
 use super::drain::Guest;
 use super::guard::Guard;
 use super::stage::Stage;
-use crate::gateway::body::Body;
+use crate::gateway::body::{self, Body};
 use crate::gateway::hall::{Hall, Origin, Peer};
+use crate::gateway::pass;
 use crate::gateway::passing::Passing;
-use crate::gateway::{pass, record};
 use crate::http::fault::Fault;
 use crate::http::fields::Marks;
 use crate::wire::Wire;
@@ -50,15 +50,11 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let peer = Rc::new(peer);
     let mut door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
     let mut guard = Guard::new(wire, Rc::clone(&stage), Rc::clone(&hall), Rc::clone(&peer));
-    // A connection that broke off is dropped at the very end: then it says what is left to say.
-    let (late, _broken) = loop {
+    loop {
         match rest(&guard, &stage, &guest).await {
             Rest::Over => {}
-            Rest::Late => break (true, None),
-            Rest::Drained => {
-                leave(guard, Bytes::new(), &stage, &peer).await;
-                break (false, None);
-            }
+            Rest::Late => break,
+            Rest::Drained => break leave(guard, Bytes::new(), &stage, &peer).await,
         }
         let mut connection = shape.connection(guard, door);
         match attend(&mut connection, &stage, &guest).await {
@@ -76,29 +72,32 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                     let parts = connection.into_parts();
                     leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)
                 };
-                leaving.await;
-                break (false, None);
+                break leaving.await;
             }
             Ok(End::Late) => {
-                if stage.stalled() == Some(Fault::Stalled) {
-                    connection.into_parts().io.into_inner().abandon();
+                let mut guard = connection.into_parts().io.into_inner();
+                match stage.lateness() {
+                    Some(fault @ Fault::HeadTimeout) => guard.refuse(&fault),
+                    Some(fault) => {
+                        hall.meter.fault(fault.kind());
+                        if fault == Fault::Stalled {
+                            guard.abandon();
+                        }
+                    }
+                    None => {}
                 }
-                break (true, None);
+                break;
             }
             Err(error) => {
-                if error.is_parse() {
-                    stage.head_is_malformed();
-                }
                 tracing::debug!(%address, %error, "a client connection broke off");
-                break (false, Some(connection));
+                if error.is_parse() {
+                    let mut guard = connection.into_parts().io.into_inner();
+                    guard.refuse(&Fault::Malformed);
+                    leave(guard, Bytes::new(), &stage, &peer).await;
+                }
+                break;
             }
         }
-    };
-    if let Some(fault) = stage.stalled().filter(|_| late) {
-        hall.meter.fault(fault.kind());
-    }
-    if let Some(fault) = stage.refused() {
-        record::refused_head(&hall, address, &fault);
     }
 }
 
@@ -220,15 +219,17 @@ impl Service<Request<Incoming>> for Door {
         self.stage.begin(request.body().size_hint().exact());
         // What only the bytes tell.
         let fields = request.headers().len();
+        let is_head = request.method() == Method::HEAD;
         let doubts = |marks: Marks| self.stage.doubt(marks, fields);
         let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
-        Answering { passing, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
+        Answering { passing, is_head, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
     }
 }
 
 /// An answer that is there, or under way.
 struct Answering {
     passing: Passing,
+    is_head: bool,
     stage: Rc<Stage>,
     hall: Rc<Hall>,
 }
@@ -238,7 +239,10 @@ impl Future for Answering {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let answer = ready!(this.passing.poll_answer(cx));
+        let mut answer = ready!(this.passing.poll_answer(cx));
+        if this.is_head {
+            body::leave_out(&mut answer);
+        }
         let stage = Rc::clone(&this.stage);
         stage.moved();
         let mut answer = answer.map(|body| Staged { body, stage });

@@ -157,7 +157,7 @@ pub async fn accept(socket: TcpListener, listener: Rc<Listener>) {
             None => return,
             Some(Ok((stream, peer))) => {
                 let Some(place) = listener.lobby.capacity.enter() else {
-                    turn_away(stream, &listener);
+                    turn_away(stream, peer.ip(), &listener);
                     continue;
                 };
                 // An answer should not wait for the acknowledgement of the one before.

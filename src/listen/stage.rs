@@ -31,10 +31,6 @@ pub struct Stage {
     heard: Cell<bool>,
     /// The bytes of the last head.
     head: RefCell<Head>,
-    /// What to say when the connection is dropped.
-    pub(super) parting: RefCell<Option<Fault>>,
-    /// What was said instead of hyper.
-    pub(super) refused: RefCell<Option<Fault>>,
     /// Informational answers that wait to be sent.
     interim: Rc<Interim>,
     /// Whether the request waits for its turn.
@@ -80,8 +76,6 @@ impl Stage {
             unflushed: Cell::new(false),
             heard: Cell::new(false),
             head: RefCell::default(),
-            parting: RefCell::default(),
-            refused: RefCell::default(),
             interim: Rc::default(),
             waits: Rc::default(),
             phase: Cell::new(Phase::Head),
@@ -225,10 +219,15 @@ impl Stage {
         }
     }
 
-    /// Why an answer stands still, if there is one: the client does not take it, or the upstream does not go on.
-    pub fn stalled(&self) -> Option<Fault> {
-        let fault = if self.drained.get() { Fault::ResponseTimeout } else { Fault::Stalled };
-        (self.phase.get() == Phase::Answering).then_some(fault)
+    /// What a connection is late with, if anything is under way: the client does not send the rest of a head or does not
+    /// take its answer, or the upstream does not go on.
+    pub fn lateness(&self) -> Option<Fault> {
+        match self.phase.get() {
+            Phase::Answering if self.drained.get() => Some(Fault::ResponseTimeout),
+            Phase::Answering => Some(Fault::Stalled),
+            Phase::Head if self.heard.get() => Some(Fault::HeadTimeout),
+            Phase::Head | Phase::Deciding => None,
+        }
     }
 
     /// Whether a head took too long, or an answer stands still; wakes the task when it does.
@@ -238,9 +237,6 @@ impl Stage {
             self.tired.set(!self.heard.get() && !self.closing.get());
             self.timer.prolong(self.head_limit.saturating_sub(ALERT));
             late = self.timer.poll_up(cx);
-        }
-        if late && self.phase.get() == Phase::Head && self.heard.get() {
-            self.parting.replace(Some(Fault::HeadTimeout));
         }
         late
     }
@@ -253,16 +249,6 @@ impl Stage {
     /// Whether nothing of a request has come, and none was answered just now.
     pub fn is_untouched(&self) -> bool {
         self.phase.get() == Phase::Head && !self.alert.get() && !self.heard.get() && !self.closing.get()
-    }
-
-    /// What was answered to a head that never became a request, at the end of the connection.
-    pub fn refused(&self) -> Option<Fault> {
-        self.refused.take().or_else(|| self.parting.borrow().clone())
-    }
-
-    /// hyper gave up on what it read.
-    pub fn head_is_malformed(&self) {
-        self.parting.replace(Some(Fault::Malformed));
     }
 
     pub(super) fn is_quiet(&self) -> bool {

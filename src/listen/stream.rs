@@ -22,7 +22,7 @@ use http_body::Body as _;
 use super::outflow::Outflow;
 use super::session::Session;
 use super::strand::{self, Strand};
-use crate::gateway::body::Body;
+use crate::gateway::body::{self, Body};
 use crate::gateway::hall::{Hall, Origin, Peer};
 use crate::gateway::pass;
 use crate::gateway::passing::Passing;
@@ -87,7 +87,7 @@ impl Streams {
         if is_bare && let Some(mut answer) = passing.at_once() {
             self.shared.give_back(peer);
             if is_head {
-                leave_out_body(&mut answer);
+                body::leave_out(&mut answer);
             }
             return self.at_hand.push((answer, respond));
         }
@@ -213,7 +213,7 @@ impl Future for Work {
                     }
                     let mut answer = ready!(answer);
                     if *is_head {
-                        leave_out_body(&mut answer);
+                        body::leave_out(&mut answer);
                     }
                     let tunnel = tunnel.take();
                     this.stage = this.begin_answer(answer, tunnel);
@@ -242,7 +242,7 @@ impl Work {
             return Stage::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
         }
         if !answer.body().is_end_stream() {
-            tell_length(&mut answer);
+            body::tell_length(&mut answer);
         }
         match shared.send_head(answer, &mut self.respond, false) {
             Some((sending, body)) => Stage::Body(Outflow::new(body, sending)),
@@ -314,22 +314,5 @@ impl Drop for Work {
         timer.hand_over();
         self.shared.give_back(Rc::clone(&self.peer));
         self.shared.session.leave();
-    }
-}
-
-/// Makes an answer one to HEAD.
-fn leave_out_body(answer: &mut Response<Body>) {
-    if !answer.body().is_end_stream() {
-        tell_length(answer);
-        answer.body_mut().omit();
-    }
-}
-
-/// Names the length of a body in the head, if it is known.
-fn tell_length(answer: &mut Response<Body>) {
-    if let (Some(length), false) =
-        (answer.body().size_hint().exact(), answer.headers().contains_key(header::CONTENT_LENGTH))
-    {
-        answer.headers_mut().insert(header::CONTENT_LENGTH, length.into());
     }
 }

@@ -61,6 +61,97 @@ fn every_request_is_one_line() {
     }
 }
 
+/// Requests that never get as far as a route, over HTTP/1.1, with the status and the fault that are expected.
+fn answered_by_the_gateway() -> Vec<(Vec<u8>, u16, &'static str)> {
+    let get = |fields: &str| format!("GET / HTTP/1.1\r\n{fields}\r\n").into_bytes();
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    vec![
+        (b"nonsense\r\n\r\n".to_vec(), 400, "malformed"),
+        (get(""), 400, "host"),
+        (get("Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n"), 400, "framing"),
+        // Behind another request, which is one itself, the preface of HTTP/2 comes too late.
+        ([request("GET", "/a", &[], b""), preface.to_vec()].concat(), 400, "malformed"),
+        (format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(66_000)).into_bytes(), 414, "target_too_long"),
+        (get(&"X: y\r\n".repeat(200)), 431, "head_too_large"),
+        (get(&format!("Host: a\r\nX: {}\r\n", "a".repeat(200_000))), 431, "head_too_large"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX-".to_vec(), 408, "head_timeout"),
+        (b"TRACE / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec(), 405, "method"),
+    ]
+}
+
+#[test]
+fn every_answer_of_the_gateway_is_counted_and_written() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "{}[timeouts]\nrequest_head = \"200ms\"\n[limits]\nrequest_head = \"128KiB\"\n[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    for (bytes, status, fault) in answered_by_the_gateway() {
+        let before = (process.metrics(), lines(&file).len());
+        let start = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]).into_owned();
+        let mut client = process.client();
+        client.send_if_open(&bytes);
+        let mut answer = client.answer();
+        if answer.status == 200 {
+            answer = client.answer();
+        }
+        assert_eq!(answer.status, status, "{start:?}");
+        let code = status.to_string();
+        let since =
+            |name: &str, labels: &[(&str, &str)]| process.metrics().sum(name, labels) - before.0.sum(name, labels);
+        eventually(&format!("{start:?} is counted"), || since("transom_requests_total", &[("code", &code)]) == 1);
+        assert_eq!(since("transom_faults_total", &[("fault", fault)]), 1, "{start:?}");
+        eventually(&format!("{start:?} is written"), || {
+            lines(&file)[before.1..].iter().any(|line| line["status"] == status)
+        });
+    }
+    // Each once: one more for the request before the preface.
+    let statuses: Vec<u64> = lines(&file).iter().map(|line| line["status"].as_u64().unwrap()).collect();
+    assert_eq!(statuses, [400, 400, 400, 200, 400, 414, 431, 431, 408, 405]);
+}
+
+#[test]
+fn a_connection_that_is_turned_away_with_an_answer_is_counted_and_written() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmax_connections_per_client = 1\n{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut first = process.client();
+    first.get("/a").expect(200);
+    process.client().answer().expect(503);
+    assert_eq!(process.metrics().sum("transom_faults_total", &[("fault", "crowded")]), 1);
+    assert_eq!(process.metrics().sum("transom_requests_total", &[("code", "503")]), 1);
+    assert_eq!(so_many(&file, 2)[1]["status"], 503);
+}
+
+#[test]
+fn the_answer_to_head_is_not_cut_off() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1/366d\"]").replace("/{*rest}", "/api/{*rest}"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut client = process.client();
+    for (target, status) in [("/api/a", 200), ("/api/a", 429), ("/nowhere", 404)] {
+        let answer = client.ask("HEAD", target, &[], b"").expect(status);
+        assert!(answer.field("content-length").is_some_and(|length| length != "0"), "{answer:?}");
+    }
+    let lines = so_many(&file, 3);
+    assert_eq!(lines.iter().map(|line| &line["bytes"]).collect::<Vec<_>>(), [0, 0, 0]);
+    assert!(lines[..2].iter().all(|line| line.get("fault").is_none()), "{lines:#?}");
+    assert_eq!(lines[2]["fault"], "no route matches this request");
+}
+
 #[test]
 fn many_requests_at_once_are_all_written_and_none_is_torn() {
     let scratch = Scratch::new();
