@@ -181,7 +181,15 @@ impl Book {
         }
         if is_full {
             // What might have been fetched is not what refused it.
-            lacking.drain(..).for_each(|i| charges[i].full = false);
+            for i in lacking.drain(..) {
+                charges[i].full = false;
+                // That no tokens were fetched says nothing about what is left, if nothing else is known of the counter.
+                let known = askers[lines[i].rule]
+                    .and_then(|asker| table.tally(self.layer_of(roster, lines[i]).counter(asker), now_ms));
+                if known.is_none() {
+                    charges[i].usage.used = 0;
+                }
+            }
         }
         !is_full && !lacking.is_empty()
     }

@@ -175,9 +175,14 @@ impl Inquiry {
         }
         let now_ms = shared.clock.now().unix_ms;
         let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
-        for (charge, line) in self.desk.charges.iter().zip(&self.desk.lines).skip(first) {
-            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
-            let blank = shared.want(book, roster, *line, asker, &text, now_ms);
+        let Inquiry { desk, texts, .. } = self;
+        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
+            let (Some(asker), Some(Some(text))) = (desk.askers[line.rule], texts.get(line.rule)) else { continue };
+            if charge.usage.end_ms == 0 {
+                // Nothing is known of it, unless the store answers: a window of which nothing is used.
+                charge.usage.end_ms = charge.ask.end_ms;
+            }
+            let blank = shared.want(book, roster, *line, asker, text, now_ms);
             known.push(blank.least);
             let alone = u64::from(book.layer_of(roster, *line).capacity).saturating_sub(blank.ceiling);
             here.push(alone);

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::world::eventually;
 use crate::world::process::Process;
-use crate::world::quota::remaining;
+use crate::world::quota::{items, remaining};
 use crate::world::redis::RedisServer;
 use crate::world::siblings::{PATIENT, Siblings, admitted, decide, is_admitted, rule, shared};
 
@@ -112,6 +112,28 @@ fn layers_have_names_and_what_one_refuses_no_other_counts() {
     }
     let answer = gateways.0[0].client().get_with("/a", &[("X-Key", "alice")]).expect(429);
     assert_eq!((remaining(&answer, "r-week"), remaining(&answer, "r-day")), (15, 0));
+}
+
+/// While a wide rule is known to be used up, requests with new keys are refused without a call, and nothing is known of
+/// their own counters but when their windows end.
+#[test]
+fn a_layer_that_was_not_looked_up_is_told_with_the_end_of_its_window() {
+    let redis = RedisServer::start();
+    let rules = "[rules.user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"33/30d\"]\n\
+                 [rules.all]\nkey = \"global\"\nwindows = [\"1/30d\"]\n";
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, mode, rules)));
+        let ask = |user: &str| gateway.client().get_with("/a", &[("X-User", user)]);
+        assert_eq!(ask("first").status, 200);
+        for user in ["a", "b", "c"] {
+            let answer = ask(user).expect(429);
+            let told = items(&answer, "ratelimit");
+            let [of_user, of_all] = ["user", "all"].map(|name| told.iter().find(|item| item.name == name).unwrap());
+            assert_eq!((of_user.get("r"), of_all.get("r")), (33, 0), "{mode}: {answer:?}");
+            assert!(of_user.get("t").abs_diff(of_all.get("t")) <= 1, "{mode}: {answer:?}");
+        }
+    }
 }
 
 #[test]
