@@ -29,6 +29,12 @@ impl Cell {
         self.add(n.wrapping_neg());
     }
 
+    /// Sets a gauge.
+    pub fn set(&self, n: u64) {
+        // Ordering: relaxed, as in `add`.
+        self.0.store(n, Ordering::Relaxed);
+    }
+
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

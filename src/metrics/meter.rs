@@ -61,7 +61,7 @@ static FAULTS: Name = counter("transom_faults_total", "What went wrong with requ
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 38] = [
+pub static NAMES: [&Name; 39] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -91,6 +91,7 @@ pub static NAMES: [&Name; 38] = [
     &shared::OUTSTANDING,
     &shared::TOKENS,
     &shared::AWAY,
+    &shared::EVICTING,
     &shared::OUTAGES,
     &shared::WITHOUT,
     &SNAPSHOTS,

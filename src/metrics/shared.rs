@@ -20,6 +20,10 @@ pub static TOKENS: Name = counter(
 );
 pub static AWAY: Name =
     gauge("transom_shared_servers_away", "Servers of shared counters that can not be reached; each loop counts them.");
+pub static EVICTING: Name = gauge(
+    "transom_shared_servers_evicting",
+    "Connected servers of shared counters whose maxmemory-policy evicts counters; each loop counts them.",
+);
 pub static OUTAGES: Name = counter("transom_shared_outages_total", "How often a server of shared counters was lost.");
 pub static WITHOUT: Name = counter(
     "transom_shared_outage_decisions_total",
@@ -40,6 +44,7 @@ pub struct SharedMeter {
     expired: Arc<Cell>,
     reported: Arc<Cell>,
     away: Arc<Cell>,
+    evicting: Arc<Cell>,
     outages: Arc<Cell>,
     without: [Arc<Cell>; 3],
 }
@@ -77,6 +82,7 @@ impl SharedMeter {
             expired: tokens("expired"),
             reported: tokens("reported"),
             away: cell(&AWAY),
+            evicting: cell(&EVICTING),
             outages: cell(&OUTAGES),
             without: ["local", "allowed", "refused"]
                 .map(|policy| registry.cell(&WITHOUT, owner, &[("policy", policy)])),
@@ -109,7 +115,11 @@ impl SharedMeter {
     }
 
     pub fn outstanding(&self, tokens: u64) {
-        self.outstanding.add(tokens.wrapping_sub(self.outstanding.get()));
+        self.outstanding.set(tokens);
+    }
+
+    pub fn evicting(&self, servers: u64) {
+        self.evicting.set(servers);
     }
 
     /// A server can not be reached any more.

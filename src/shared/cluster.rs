@@ -79,6 +79,11 @@ impl Cluster {
         map.masters.iter().find(|(_, link)| link.server == server).map(|(node, _)| node.to_string())
     }
 
+    /// The connections to masters that stand.
+    pub fn standing(&self) -> Vec<Rc<Line>> {
+        self.map.borrow().masters.iter().filter_map(|(_, link)| link.standing()).collect()
+    }
+
     /// Every master that has slots, and a key in one of them that begins with `stem`.
     pub fn masters(&self, stem: &str) -> Vec<(Rc<Link>, String)> {
         let map = self.map.borrow();
@@ -152,10 +157,8 @@ impl Cluster {
 
     /// Asks the masters that are connected, then the nodes that are configured, until one tells.
     async fn find(&self) -> Result<(), String> {
-        let standing: Vec<Rc<Line>> =
-            self.map.borrow().masters.iter().filter_map(|(_, link)| link.standing()).collect();
         let mut why = "no node of the cluster is known".to_owned();
-        for line in standing {
+        for line in self.standing() {
             match in_time(&line.node, PATIENCE, ask(&line)).await {
                 Ok(ranges) => {
                     self.adopt(ranges);

@@ -165,17 +165,20 @@ impl<'t> Info<'t> {
         }
     }
 
+    /// The `maxmemory-policy`, if the server evicts counters of open windows by it once its memory is full. Every counter
+    /// has an expiry time, so each policy but `noeviction` does.
+    pub fn evicting_policy(&self) -> Option<&'t str> {
+        let policy = self.get("maxmemory_policy").filter(|policy| *policy != "noeviction")?;
+        (self.number("maxmemory") > 0).then_some(policy)
+    }
+
     fn memory(&self, found: &mut Vec<Finding>) {
+        if let Some(policy) = self.evicting_policy() {
+            found.push(Finding::problem(eviction(policy), NOEVICTION));
+        }
         let (used, most) = (self.number("used_memory"), self.number("maxmemory"));
-        let Some(policy) = self.get("maxmemory_policy").filter(|_| most > 0) else { return };
-        if !["noeviction", "volatile-ttl"].contains(&policy) {
-            let text = format!(
-                "`maxmemory-policy` is `{policy}`: when its memory is full, it throws counters away that still count, and \
-                 whoever they belong to has all of his limit again"
-            );
-            let fix = "`CONFIG SET maxmemory-policy noeviction`, or `volatile-ttl`, and the same in its configuration file; \
-                       counters deserve a server of their own";
-            found.push(Finding::problem(text, fix));
+        if most == 0 {
+            return;
         }
         if used.min(TOKENS_MAX).saturating_mul(100) / most >= FULL {
             let text = format!("{used} of {most} bytes of its memory are used; when it is full, it counts no more");
@@ -197,6 +200,18 @@ impl<'t> Info<'t> {
         }
     }
 }
+
+/// What an evicting `maxmemory-policy` does to limits.
+pub fn eviction(policy: &str) -> String {
+    format!(
+        "`maxmemory-policy` is `{policy}`: when its memory is full, it evicts counters of windows that are still open, and \
+         their keys get the whole limit again"
+    )
+}
+
+/// What to do about it.
+pub const NOEVICTION: &str = "`CONFIG SET maxmemory-policy noeviction`, and the same in its configuration file; counters \
+                              deserve a server of their own";
 
 /// What a clock means that was read between two times of the gateway's.
 pub fn clock(server_ms: u64, before_ms: u64, after_ms: u64) -> Option<Finding> {
@@ -345,7 +360,7 @@ mod tests {
     fn eviction_matters_where_memory_is_bounded() {
         for (policy, found) in [
             ("noeviction", vec![]),
-            ("volatile-ttl", vec![]),
+            ("volatile-ttl", vec![Weight::Problem]),
             ("allkeys-lru", vec![Weight::Problem]),
             ("volatile-lru", vec![Weight::Problem]),
         ] {

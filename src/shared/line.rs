@@ -18,6 +18,7 @@ use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
 use super::dial::Sender;
+use super::eviction::Eviction;
 use super::queue::Queue;
 use super::script::By;
 use crate::config::shared::Node;
@@ -54,6 +55,7 @@ pub struct Line {
     taught: [Cell<u32>; 2],
     /// Calls that wait to be sent together.
     pub queue: Queue,
+    pub eviction: Eviction,
 }
 
 /// Which of the scripts.
@@ -79,6 +81,7 @@ impl Line {
             wake: Rc::clone(&wake),
             taught: [Cell::new(0), Cell::new(0)],
             queue: Queue::default(),
+            eviction: Eviction::default(),
         });
         let guard = spawn_local(guard(Rc::downgrade(&line), wake));
         line.guard.replace(Some(guard.abort_handle()));

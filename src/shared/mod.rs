@@ -6,7 +6,8 @@
 //! them, `errand` works out what for, `outage` is about when nobody can be asked and what was counted meanwhile. `inquiry` is
 //! the decision about one request, as far as it has to wait for an answer, `supply` how it comes to what it lacks, `place`
 //! what the store decides for it itself, `consult` decisions for those who ask without a request. `survey` asks servers what
-//! they are before they are relied upon, and `health` says what follows from it.
+//! they are before they are relied upon, and `health` says what follows from it. `eviction` warns of servers that evict
+//! counters while the gateway runs.
 //!
 //! Each event loop has all of this for itself; what was fetched lies in the table that they have in common. This
 //! room does not know HTTP, nor what a route is.
@@ -30,6 +31,7 @@ mod cluster;
 pub mod consult;
 mod dial;
 mod errand;
+mod eviction;
 mod flight;
 pub mod health;
 pub mod inquiry;
@@ -94,13 +96,15 @@ impl Shared {
     }
 
     /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
-    /// leases that lie idle, tells what was counted without the store, and gives up abandoned places.
+    /// leases that lie idle, tells what was counted without the store, looks after servers that evict, and gives up abandoned
+    /// places.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
             tokio::time::sleep(SWEEP).await;
             self.return_idle(false).await;
             self.report_arrears().await;
+            self.watch_eviction();
             self.abandoned.give_up(&self.table, self.clock.now().unix_ms);
         }
     }

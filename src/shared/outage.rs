@@ -164,7 +164,7 @@ impl Debts {
 }
 
 /// What a server says, for the log: its beginning, in one line.
-fn short(why: &str) -> String {
+pub(super) fn short(why: &str) -> String {
     why.chars().take(TOLD_MAX).map(|char| if char.is_control() { ' ' } else { char }).collect()
 }
 

@@ -184,6 +184,14 @@ impl Store {
         self.0.opened.get()
     }
 
+    /// The connections that stand.
+    pub fn standing(&self) -> Vec<Rc<Line>> {
+        match &self.0.servers {
+            Servers::One(link) => link.standing().into_iter().collect(),
+            Servers::Cluster(cluster) => cluster.standing(),
+        }
+    }
+
     async fn probe_all(&self) -> Result<u64, StoreError> {
         let stem = format!("{}:{{#probe|", self.0.prefix);
         let bases = match &self.0.servers {

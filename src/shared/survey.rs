@@ -108,8 +108,10 @@ impl Survey<'_> {
                 }
                 if replicas.is_some_and(|replicas| replicas.of > 0 && !replicas.are_needed) {
                     let text = "cut off from its replicas it goes on counting, for as long as gateways reach it, although \
-                                another has taken its place: limits may be used twice then";
-                    let fix = "`min-replicas-to-write 1` and `min-replicas-max-lag 10` in its configuration";
+                                another has taken its place, and so it does for seconds after `SENTINEL FAILOVER`: limits \
+                                may be used twice then";
+                    let fix = "`min-replicas-to-write` with the number of replicas, and `min-replicas-max-lag 10`, in its \
+                               configuration";
                     report.findings.push(Finding::note(text, fix));
                 }
                 report.of = format!("master {}", report.of);

@@ -73,6 +73,7 @@ mod routing;
 mod shared_cluster;
 mod shared_corners;
 mod shared_counters;
+mod shared_eviction;
 mod shared_hazards;
 mod shared_kills;
 mod shared_nodes;
