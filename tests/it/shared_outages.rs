@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::world::process::Process;
 use crate::world::redis::{RedisServer, free_port};
-use crate::world::siblings::{rule, shared};
+use crate::world::siblings::{PATIENT, Siblings, admitted, rule, shared};
 use crate::world::upstream::{Talk, Upstream, reply};
 use crate::world::{eventually, pass_all, within};
 
@@ -111,6 +111,26 @@ fn redis_is_killed_and_started_again() {
         assert_eq!(ask(&gateway, "/local", "during"), 429);
         is_calm(&gateway);
     }
+}
+
+/// A gateway tells a store that lost its data what it has last heard of a counter when it next takes tokens of it. What only
+/// others have heard of may be admitted once more until they ask; see `docs/shared.md`.
+#[test]
+fn an_empty_store_is_told_what_the_gateway_that_asks_has_heard() {
+    const LIMIT: usize = 100;
+    let rest = |asks_first: usize| {
+        let mut redis = RedisServer::start();
+        let settings = format!("mode = \"exact\"\n{PATIENT}");
+        let toml = shared(&format!("\"{}\"", redis.url()), &settings, &rule("[\"100/30d\"]", ""));
+        let gateways = Siblings::start(2, &format!("workers = 1\n{toml}")).0;
+        assert_eq!((admitted(&gateways[0], "alice", 10), admitted(&gateways[1], "alice", 60)), (10, 60));
+        redis.restart();
+        let of = |gateway: usize| admitted(&gateways[gateway], "alice", LIMIT);
+        (of(asks_first), of(1 - asks_first))
+    };
+    // The second has heard of all 70. The first has heard of its own 10: 60 beyond the limit, and no more.
+    assert_eq!(rest(1), (30, 0));
+    assert_eq!(rest(0), (90, 0));
 }
 
 /// A failure or two are no outage, whose end something could wait for; and if it becomes one, it is told all the same.

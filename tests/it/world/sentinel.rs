@@ -45,6 +45,11 @@ impl Sentinels {
         of_two.next().copied().flatten()
     }
 
+    /// Orders a failover although the master is well.
+    pub fn fail_over(&self) {
+        assert_eq!(self.watchers[0].cli(&["SENTINEL", "FAILOVER", MASTER]), "OK");
+    }
+
     /// Waits until the replica has taken over.
     pub fn failed_over(&self, replica: &RedisServer) {
         eventually("the replica takes over", || {

@@ -91,7 +91,7 @@ impl World {
             _ => 0,
         });
         let told = COUNTERS.map(|counter| match gateway.tally[counter] {
-            Some((of, used)) if of == window && counters[counter] && self.scene.budget.failovers > 0 => {
+            Some((of, used)) if of == window && counters[counter] && self.scene.budget.forgets() => {
                 used.saturating_sub(gateway.since[counter])
             }
             _ => 0,

@@ -1,5 +1,5 @@
 //! The protocol by which gateways share counters, in every order in which its steps may happen: two gateways, two counters, a
-//! few tokens, the end of a window, lost calls, kills and failovers.
+//! few tokens, the end of a window, lost calls, kills, failovers and servers that start again without their data.
 //!
 //! What a gateway decides by itself is decided by its own rooms (`house`); the store does what its scripts do (`state`);
 //! what lies in between (`gateway`, `steps`) is written down here once more, without waiting. `explore` goes through all that
@@ -15,7 +15,8 @@ mod steps;
 use explore::{Found, explore};
 use scene::{Mistake, Scene};
 
-/// Without failover or reset: never over the limit. With one: over by no more than the store has forgotten.
+/// As long as the store forgets nothing: never over the limit. After a failover, a restart without data or a reset: over by
+/// no more than the store has forgotten and was not told again.
 pub const NEVER_OVER: &str = "nobody is let through beyond the limit and what the store forgot";
 pub const HANDED_OUT_ONCE: &str = "what is handed out is handed out once";
 pub const ALL_ACCOUNTED_FOR: &str = "what the store counts was admitted, is outstanding, or was lost";
@@ -74,6 +75,11 @@ fn when_a_replica_takes_over() {
 }
 
 #[test]
+fn when_a_server_starts_again_without_its_data() {
+    all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.restarts = 1)));
+}
+
+#[test]
 fn when_a_key_is_reset() {
     all().into_iter().for_each(|scene| holds(scene.plainer().with(|budget| budget.resets = 1)));
 }
@@ -99,5 +105,6 @@ fn mistakes_are_found() {
     breaks(exact.with(|budget| budget.impatient = 1), Mistake::LeavesCharges, ALL_ACCOUNTED_FOR);
     let failover = |scene: Scene| scene.with(|budget| budget.failovers = 1);
     breaks(failover(leased), Mistake::ForgetsWithTheStore, REMEMBERED);
+    breaks(exact.with(|budget| budget.restarts = 1), Mistake::ForgetsWithTheStore, REMEMBERED);
     breaks(leased, Mistake::NeverAsksAgain, NOT_FOR_EVER);
 }

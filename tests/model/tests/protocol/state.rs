@@ -40,8 +40,17 @@ pub struct Budget {
     pub refunds: u8,
     pub kills: u8,
     pub failovers: u8,
+    /// Servers that are started again without their data.
+    pub restarts: u8,
     pub resets: u8,
     pub windows: u8,
+}
+
+impl Budget {
+    /// Whether a server may forget what it has counted.
+    pub fn forgets(&self) -> bool {
+        self.failovers > 0 || self.restarts > 0
+    }
 }
 
 /// What nobody in the world knows.

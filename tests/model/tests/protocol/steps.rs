@@ -240,11 +240,21 @@ impl World {
                 });
             }
         }
-        if budget.failovers > 0 {
-            let servers = if self.scene.together { &[[true, true]][..] } else { &[[true, false], [false, true]][..] };
-            for of in servers {
-                next.step(("a replica takes over", usize::from(of[NARROW]), usize::from(of[WIDE])), |state| {
+        let servers = if self.scene.together { &[[true, true]][..] } else { &[[true, false], [false, true]][..] };
+        for of in servers {
+            let (narrow, wide) = (usize::from(of[NARROW]), usize::from(of[WIDE]));
+            if budget.failovers > 0 {
+                next.step(("a replica takes over", narrow, wide), |state| {
                     state.budget.failovers -= 1;
+                    self.fail_over(state, *of);
+                });
+            }
+            if budget.restarts > 0 {
+                next.step(("a server starts again, empty", narrow, wide), |state| {
+                    state.budget.restarts -= 1;
+                    for counter in COUNTERS.into_iter().filter(|counter| of[*counter]) {
+                        state.store.before.iter_mut().for_each(|window| window[counter] = 0);
+                    }
                     self.fail_over(state, *of);
                 });
             }
