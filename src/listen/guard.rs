@@ -95,7 +95,11 @@ impl Guard {
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
-            let fault = reply::fault_of_parser(status);
+            let mut fault = reply::fault_of_parser(status);
+            let head_bytes = || self.hall.view().snapshot.config.limits.request_head;
+            if fault == Fault::HeadTooLarge && self.stage.has_long_target(head_bytes()) {
+                fault = Fault::TargetTooLong;
+            }
             self.ahead = reply::written(&reply::fault(&fault));
             record::refused_head(&self.hall, self.peer.origin.address, &fault);
             self.replaced = true;

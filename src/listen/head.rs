@@ -118,6 +118,13 @@ impl Head {
         !self.alone && first().is_some_and(|line| line.contains(&b'#'))
     }
 
+    /// Whether the target makes the next request line at least this long, as far as that has come.
+    pub fn has_long_target(&self, bytes: usize) -> bool {
+        let mut lines = self.bytes[self.known..].split(|byte| *byte == b'\n');
+        let line = lines.find(|line| !matches!(*line, b"" | b"\r"));
+        line.is_some_and(|line| line.len() >= bytes && line.contains(&b' '))
+    }
+
     /// The number of field lines in the head of the request just begun, including those that hyper drops.
     pub fn fields(&self) -> usize {
         let head = &self.bytes[..self.head];

@@ -121,7 +121,8 @@ impl Shape {
             .auto_date_header(false)
             // The guard looks for clients that go away.
             .half_close(true)
-            // Of the read buffer, and so of a head.
+            // The read buffer may hold more than this once it has grown.
+            .max_header_size(self.head_bytes)
             .max_buf_size(self.head_bytes);
         Box::new(builder.serve_connection(TokioIo::new(guard), door))
     }

@@ -134,6 +134,11 @@ impl Stage {
         if head.has_malformed_trailers() { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
     }
 
+    /// Whether the target makes the next request line at least this long.
+    pub(super) fn has_long_target(&self, bytes: usize) -> bool {
+        self.head.borrow().has_long_target(bytes)
+    }
+
     /// Forgets the bytes received since the last request: they are read once more.
     pub(super) fn forget_received(&self) {
         self.head.take();

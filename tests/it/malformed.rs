@@ -255,6 +255,7 @@ fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
 #[test]
 fn heads_that_are_too_large() {
     let field = |bytes: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(bytes)).into_bytes();
+    let around = field(0).len();
     let target = |bytes: usize| format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(bytes)).into_bytes();
     let many = |fields: usize| {
         let fields: String = (0..fields).map(|n| format!("X-{n}: a\r\n")).collect();
@@ -267,10 +268,29 @@ fn heads_that_are_too_large() {
             ("many fields", many(1000), 431),
             ("many fields, large together", many(20_000), 431),
             ("a long target", target(70_000), 414),
-            ("a target that fills the buffer", target(200_000), 431),
+            ("a target that fills the buffer", target(200_000), 414),
+            ("a head of 100 KB in one write", field(100_000), 431),
+            ("a head of one byte too many", field(64 * 1024 + 1 - around), 431),
             ("a long method", format!("{} / HTTP/1.1\r\nHost: a\r\n\r\n", "A".repeat(200_000)).into_bytes(), 431),
         ],
     );
+}
+
+#[test]
+fn a_head_as_large_as_allowed_passes_and_is_not_taken_for_the_next() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let head = |field: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(field));
+    let most = head(64 * 1024 - head(0).len());
+    let mut client = gateway.client();
+    // Two heads at once are more than one may be.
+    client.send(most.repeat(2));
+    client.answer().expect(200);
+    client.answer().expect(200);
+    // Behind another request a target is told from other fields as well.
+    client.send(format!("{}GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", head(1), "a".repeat(66_000)));
+    client.answer().expect(200);
+    client.answer().expect(414).problem();
 }
 
 #[test]
