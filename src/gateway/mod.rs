@@ -42,7 +42,7 @@ use crate::http::gate::Clear;
 use crate::http::reply::{Dialect, Reply};
 use crate::http::route::{self, Ambiguous};
 use crate::http::upgrade::Way;
-use crate::http::{fields, gate, path, upgrade};
+use crate::http::{fields, gate, path, reply, upgrade};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::balance::Asked;
@@ -61,12 +61,9 @@ use snapshot::Snapshot;
 /// What the rules made of a request.
 enum Decision {
     /// As permitted, or by what a question comes to that has to be asked first.
-    Forward {
-        onward: Onward,
-        permit: Permit,
-        question: Option<Box<Question>>,
-    },
-    Refuse(Reply),
+    Forward { onward: Onward, permit: Permit, question: Option<Box<Question>> },
+    /// A refusal, or another answer that needs no upstream.
+    Answer(Reply),
 }
 
 /// Where a request goes, and what is done to it there.
@@ -109,7 +106,7 @@ pub fn pass(
     let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
     let (mut onward, permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
         Ok(Decision::Forward { onward, permit, question }) => (onward, permit, question),
-        Ok(Decision::Refuse(reply)) => {
+        Ok(Decision::Answer(reply)) => {
             return Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record)));
         }
         Err(fault) => return Passing::Done(Some(fail(&fault, dialect, record))),
@@ -201,7 +198,7 @@ fn decide(
         return Err(fault);
     }
     let path = match parts.uri.path() {
-        "*" => return Err(Fault::NoRoute),
+        "*" => return Ok(Decision::Answer(reply::options())),
         path => path::normalize(path, snapshot.config.encoded_slash)?,
     };
     let mut scratch = view.scratch();
@@ -242,7 +239,7 @@ fn decide(
                 let headers = std::mem::take(&mut parts.headers);
                 let slate = lane.slate as usize;
                 let work_out = || view.refusal(slate, desk, desk.decided_ms, hall.date(), text, headers);
-                return Ok(Decision::Refuse(last.refusal(slate, desk.decided_ms, desk, work_out)));
+                return Ok(Decision::Answer(last.refusal(slate, desk.decided_ms, desk, work_out)));
             }
             let policy = view.policies[lane.slate as usize].as_ref();
             let stamp = slate.sheet.render(desk, policy, desk.decided_ms, text);

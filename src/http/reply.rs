@@ -19,6 +19,8 @@ const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain; charset=utf-8");
 const METRICS: HeaderValue = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+/// Methods that a route may serve; a route takes any other but CONNECT and TRACE as well.
+const ALLOW: HeaderValue = HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 const QUOTA_EXCEEDED: &str = "Request cannot be satisfied as assigned quota has been exceeded";
 const QUOTA_TOO_SMALL: &str = "Request can never be satisfied as it costs more than the assigned quota";
 
@@ -153,9 +155,7 @@ pub fn fault(fault: &Fault) -> Reply {
         reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     if *fault == Fault::Method {
-        reply
-            .headers_mut()
-            .insert(header::ALLOW, HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"));
+        reply.headers_mut().insert(header::ALLOW, ALLOW);
     }
     if *fault == Fault::Uncounted {
         reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
@@ -166,6 +166,13 @@ pub fn fault(fault: &Fault) -> Reply {
             .headers_mut()
             .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer error=\"invalid_token\""));
     }
+    reply
+}
+
+/// The answer to `OPTIONS *`, which is about the server as a whole (RFC 9110, section 9.3.7).
+pub fn options() -> Reply {
+    let mut reply = own(StatusCode::OK.as_u16(), None);
+    reply.headers_mut().insert(header::ALLOW, ALLOW);
     reply
 }
 

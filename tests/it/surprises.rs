@@ -6,6 +6,7 @@ use std::sync::{Arc, Barrier};
 
 use crate::world::client::{Client, HOST, request};
 use crate::world::gateway::Gateway;
+use crate::world::h2::{self, END_HEADERS, END_STREAM, HEADERS, Raw, STATUS_200, frame};
 use crate::world::parts::program;
 use crate::world::upstream::{Upstream, reply};
 use crate::world::{Scratch, one_rule, pass_all};
@@ -152,13 +153,19 @@ fn a_hundred_fields_are_not_too_many() {
 }
 
 #[test]
-fn options_for_the_server_as_a_whole_is_no_route() {
+fn options_for_the_server_as_a_whole_is_answered_by_the_gateway() {
     let upstream = Upstream::replying(200);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
-    client.ask("OPTIONS", "*", &[], b"").expect(404).problem();
-    client.get("/a").expect(200);
-    assert_eq!(upstream.only().target, "/a");
+    // It is about the server as a whole (RFC 9110, section 9.3.7).
+    let answer = client.ask("OPTIONS", "*", &[], b"").expect(200);
+    assert_eq!((answer.field("allow"), answer.body.len()), (Some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"), 0));
+    client.ask("GET", "*", &[], b"").expect(400).problem();
+    let mut streams = Raw::connect(gateway.http);
+    streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &h2::request("OPTIONS", "*")));
+    assert_eq!(streams.status(1), STATUS_200);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
+    assert_eq!(upstream.connections(), 0);
 }
 
 #[test]
