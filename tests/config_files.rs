@@ -13,8 +13,8 @@ use proptest::prelude::*;
 use transom::config::problem::{Problem, render};
 use transom::config::shared::{Node, Nodes};
 use transom::config::{
-    AccessLog, Config, EncodedSlash, ForwardPath, HostField, Protocol, QuotaFields, Refusal, Scheme, Segment, Target,
-    read, read_in, read_with,
+    AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, QuotaFields,
+    Refusal, Scheme, Segment, Target, TrailingSlash, read, read_in, read_with,
 };
 use transom::rule::digest::Digest;
 use transom::rule::key::{OnMissing, Part};
@@ -110,7 +110,8 @@ fn defaults_are_filled_in() {
     assert_eq!((config.listen.admin, config.workers, config.access_log), (None, None, None));
     assert_eq!(config.counters.capacity, 1_000_000);
     assert_eq!(config.timeouts.connect.as_secs(), 5);
-    assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Refuse, ForwardPath::Original));
+    assert_eq!(config.path_reading, PathReading::verbatim(EncodedSlash::Refuse));
+    assert_eq!(config.forward_path, ForwardPath::Original);
     assert_eq!(config.upstreams[0].target, Target::Echo);
     assert_eq!(config.timeouts.tunnel.as_secs(), 3600);
     let way = &config.upstreams[0].way;
@@ -127,7 +128,12 @@ fn everything_is_read_as_written() {
     let config = good("everything.toml");
     assert_eq!((config.listen.http.len(), config.workers), (2, Some(2)));
     assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
-    assert_eq!((config.encoded_slash, config.forward_path), (EncodedSlash::Keep, ForwardPath::Normalized));
+    let reading = PathReading {
+        encoded_slash: EncodedSlash::Keep,
+        parameters: PathParameters::Strip,
+        trailing_slash: TrailingSlash::Ignore,
+    };
+    assert_eq!((config.path_reading, config.forward_path), (reading, ForwardPath::Normalized));
     assert_eq!((config.timeouts.drain.as_millis(), config.timeouts.connect.as_millis()), (0, 250));
     assert_eq!((config.pid_file, config.timeouts.upgrade.as_secs()), (Some("run/pid".into()), 120));
     let Target::Servers(servers) = &config.upstreams[1].target else { panic!() };

@@ -1,14 +1,20 @@
 //! Of any path: it is refused, or its normal form is its own, and has nothing left in it that another reader
 //! could resolve.
 
-use transom::config::EncodedSlash;
+use transom::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
 use transom::http::path::normalize;
 
 pub fn holds(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else { return };
-    for slashes in [EncodedSlash::Refuse, EncodedSlash::Keep] {
-        let Ok(once) = normalize(path, slashes) else { continue };
-        let again = normalize(&once, slashes).expect("a normal form is accepted");
+    let read = |encoded_slash, parameters, trailing_slash| PathReading { encoded_slash, parameters, trailing_slash };
+    for reading in [
+        read(EncodedSlash::Refuse, PathParameters::Keep, TrailingSlash::Keep),
+        read(EncodedSlash::Keep, PathParameters::Keep, TrailingSlash::Keep),
+        read(EncodedSlash::Keep, PathParameters::Strip, TrailingSlash::Ignore),
+        read(EncodedSlash::Refuse, PathParameters::Refuse, TrailingSlash::Ignore),
+    ] {
+        let Ok(once) = normalize(path, reading) else { continue };
+        let again = normalize(&once, reading).expect("a normal form is accepted");
         assert_eq!(once, again, "{path:?}");
         assert!(once.starts_with('/') && !once.contains("//") && !once.contains('\\'), "{path:?}");
         assert!(once.is_ascii() && !once.contains("%00"), "{path:?}");
@@ -16,7 +22,9 @@ pub fn holds(bytes: &[u8]) {
             let dots = segment.split(';').next().unwrap_or_default();
             assert!(dots != "." && dots != "..", "{path:?}");
         }
-        if slashes == EncodedSlash::Refuse {
+        assert!(reading.parameters == PathParameters::Keep || !once.contains(';'), "{path:?}");
+        assert!(reading.trailing_slash == TrailingSlash::Keep || once == "/" || !once.ends_with('/'), "{path:?}");
+        if reading.encoded_slash == EncodedSlash::Refuse {
             assert!(!once.contains("%2F") && !once.contains("%5C"), "{path:?}");
         }
     }

@@ -18,7 +18,8 @@ pub fn check(path: &Path, reach_out: bool) -> Exit {
                 show!("  {line}");
             }
             let certificates = outlook::certificates(&config, Clock::system().wall_ms());
-            for line in certificates.into_iter().chain(outlook::guessable(&config)) {
+            let notes = certificates.into_iter().chain(outlook::guessable(&config)).chain(outlook::spellings(&config));
+            for line in notes {
                 show!("  note: {line}");
             }
             if reach_out { connect(config.counters.shared.as_ref()) } else { Exit::Fine }

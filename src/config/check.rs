@@ -12,7 +12,10 @@ use toml::de::DeTable;
 
 use super::document::{Item, Table, nearest, syntax};
 use super::problem::{Problem, Report, Span, listed, shown};
-use super::{AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, QuotaFields, Timeouts, Variables};
+use super::{
+    AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, PathParameters, PathReading, QuotaFields, Timeouts,
+    TrailingSlash, Variables,
+};
 use crate::rule::terms::{OnOutage, Rule, Sharing};
 use crate::rule::window::duration_ms;
 use clients::Plans;
@@ -69,13 +72,26 @@ pub fn config(text: &str, files: Files, variables: Variables) -> Result<Config, 
     }
 }
 
+fn path_reading(top: &mut Table, report: &mut Report) -> PathReading {
+    let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
+    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
+    let parameters =
+        [("keep", PathParameters::Keep), ("strip", PathParameters::Strip), ("refuse", PathParameters::Refuse)];
+    let parameters = top.get("path_parameters").and_then(|item| item.choice(&parameters, report));
+    let slashes = [("keep", TrailingSlash::Keep), ("ignore", TrailingSlash::Ignore)];
+    let trailing_slash = top.get("trailing_slash").and_then(|item| item.choice(&slashes, report));
+    PathReading {
+        encoded_slash: encoded_slash.unwrap_or(EncodedSlash::Refuse),
+        parameters: parameters.unwrap_or(PathParameters::Keep),
+        trailing_slash: trailing_slash.unwrap_or(TrailingSlash::Keep),
+    }
+}
+
 fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report) -> Config {
     let workers = top.get("workers").and_then(|item| item.integer(1..=1024, report));
     let pid_file = top.get("pid_file").and_then(|item| pid_file(&item, report));
     let fields = top.get("headers").and_then(|item| item.choice(&FIELDS, report)).unwrap_or(QuotaFields::Ietf);
-    let slashes = [("refuse", EncodedSlash::Refuse), ("keep", EncodedSlash::Keep)];
-    let encoded_slash = top.get("encoded_slash").and_then(|item| item.choice(&slashes, report));
-    let encoded_slash = encoded_slash.unwrap_or(EncodedSlash::Refuse);
+    let path_reading = path_reading(&mut top, report);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let (listen, proxies) = listen::listen(top.get("listen"), files, report);
@@ -104,7 +120,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, certs, sharing, report);
     rules.complete &= !misspelt.contains(&"rules");
-    let routes = routes::routes(routes, encoded_slash, &upstreams, &rules, &timeouts, report);
+    let routes = routes::routes(routes, path_reading, &upstreams, &rules, &timeouts, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);
@@ -123,7 +139,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
         access_log,
         clients,
         jwt,
-        encoded_slash,
+        path_reading,
         forward_path: forward_path.unwrap_or(ForwardPath::Original),
         upstreams: upstreams.into_values(),
         rules,

@@ -57,8 +57,8 @@ pub struct Config {
     pub clients: Option<Clients>,
     /// Whose tokens are believed, where a rule counts by a claim.
     pub jwt: Option<Trust>,
-    /// What a path with an encoded slash means.
-    pub encoded_slash: EncodedSlash,
+    /// How the path of a request is read.
+    pub path_reading: PathReading,
     /// Which path goes upstream.
     pub forward_path: ForwardPath,
     pub upstreams: Vec<Upstream>,
@@ -162,6 +162,40 @@ pub enum ForwardedBy {
 pub enum AccessLog {
     Stdout,
     File(PathBuf),
+}
+
+/// How the path of a request is read, for routes and rules alike. What goes upstream is [`ForwardPath`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PathReading {
+    pub encoded_slash: EncodedSlash,
+    pub parameters: PathParameters,
+    pub trailing_slash: TrailingSlash,
+}
+
+impl PathReading {
+    /// Parameters and a slash at the end stay what they are, as in a path that is made for the upstream.
+    pub fn verbatim(encoded_slash: EncodedSlash) -> PathReading {
+        PathReading { encoded_slash, parameters: PathParameters::Keep, trailing_slash: TrailingSlash::Keep }
+    }
+}
+
+/// What a `;` in a segment of a path means, and what stands behind it (RFC 3986, section 3.3).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PathParameters {
+    /// They are ordinary bytes of the segment.
+    Keep,
+    /// The segment ends before them.
+    Strip,
+    /// The request is answered with 400.
+    Refuse,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TrailingSlash {
+    /// A path with one is another path than the one without.
+    Keep,
+    /// The path is the one without.
+    Ignore,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

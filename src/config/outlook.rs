@@ -1,14 +1,15 @@
 //! What the rules of a configuration amount to, in plain sentences: how much they let through at
 //! worst around the end of a window, and which of their layers never refuse anything. And which certificates
-//! clients refuse, or soon will, because of which revocation lists clients are, and which secrets others can find out.
+//! clients refuse, or soon will, because of which revocation lists clients are, which secrets others can find out, and
+//! which paths of the upstream other rules hold for than it seems.
 //!
 //! The arithmetic is `rule::bound`'s. This file only knows how to put it.
 
-use super::Config;
 use super::check::layers::may_be_compared;
 use super::problem::listed;
 use super::revocation::RevocationList;
 use super::shared::is_secret;
+use super::{Config, PathParameters, Route, Segment, TrailingSlash};
 use crate::rule::bound;
 use crate::rule::key::{OnMissing, Part};
 use crate::rule::limit::Limit;
@@ -59,6 +60,69 @@ pub fn guessable(config: &Config) -> Option<String> {
             listed(names, "and")
         )
     })
+}
+
+/// A line for a slash at the end of a path, and one for parameters of a path, where other rules hold for the path with it than
+/// without it: many servers take both for one.
+pub fn spellings(config: &Config) -> Vec<String> {
+    let reading = config.path_reading;
+    let mut lines = Vec::new();
+    let mut tell = |variant: Variant, suffix: &str, setting: &str| {
+        let escapes = |route: &&Route| config.routes.iter().any(|other| escapes_by(variant, route, other));
+        let mut routes = config.routes.iter().filter(escapes).map(|route| &route.path.text);
+        let Some(path) = routes.next() else { return };
+        let others = match routes.count() {
+            0 => String::new(),
+            more => format!(", and {more} other paths are alike"),
+        };
+        lines.push(format!(
+            "`{path}{suffix}` is held to other rules than `{path}`{others}: where the upstream takes both for one, set {setting}"
+        ));
+    };
+    if reading.trailing_slash == TrailingSlash::Keep {
+        tell(Variant::Slash, "/", "`trailing_slash = \"ignore\"`");
+    }
+    if reading.parameters == PathParameters::Keep {
+        tell(Variant::Parameter, ";x", "`path_parameters` to `\"strip\"` or `\"refuse\"`");
+    }
+    lines
+}
+
+/// Another spelling of a path that ends in a literal.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Slash,
+    Parameter,
+}
+
+/// Whether a request of a route escapes some of its rules, and is sent to an upstream all the same, because another route takes
+/// that spelling of the path.
+fn escapes_by(variant: Variant, route: &Route, other: &Route) -> bool {
+    let overlap = |a: &[String], b: &[String]| a.is_empty() || b.is_empty() || a.iter().any(|one| b.contains(one));
+    let answers = |route: &Route| route.actions.as_ref().is_some_and(|actions| actions.answer.is_some());
+    let (own, others) = (&route.path.segments, &other.path.segments);
+    matches!(own.last(), Some(Segment::Literal(text)) if !text.is_empty())
+        && route.rules.iter().any(|rule| !other.rules.contains(rule))
+        && !answers(route)
+        && !answers(other)
+        && overlap(&route.hosts, &other.hosts)
+        && overlap(&route.methods, &other.methods)
+        && route.secure.zip(other.secure).is_none_or(|(a, b)| a == b)
+        && takes_variant(variant, own, others)
+}
+
+/// Whether a pattern takes a path of another pattern in a variant.
+fn takes_variant(variant: Variant, own: &[Segment], others: &[Segment]) -> bool {
+    let fit = |(a, b): (&Segment, &Segment)| !matches!((a, b), (Segment::Literal(a), Segment::Literal(b)) if a != b);
+    let begins = |length: usize| own.iter().zip(&others[..length]).all(fit);
+    let (length, last) = (own.len(), others.len() - 1);
+    match (&others[last], variant) {
+        (Segment::Rest(_), Variant::Slash) => last <= length && begins(last),
+        (Segment::Rest(_), Variant::Parameter) => last < length && begins(last),
+        (Segment::Param(_), Variant::Parameter) => others.len() == length && begins(last),
+        (Segment::Literal(text), Variant::Slash) => text.is_empty() && last == length && begins(last),
+        (Segment::Param(_), Variant::Slash) | (Segment::Literal(_), Variant::Parameter) => false,
+    }
 }
 
 /// A line for each certificate that is not valid now, or not for long, and for each revocation list that is not.
@@ -260,5 +324,51 @@ mod tests {
         assert!(told(rules, "\"r\"")[1].ends_with("; on no route, so nothing is counted"));
         // Who waits for the other rule may go away, and gives back what opened the window.
         assert!(told(rules, "\"r\", \"d\"")[0].contains("at most 10 requests"));
+    }
+
+    #[test]
+    fn paths_that_other_rules_hold_for_in_another_spelling_are_told() {
+        let told = |settings: &str, routes: &[(&str, &str)]| {
+            let rule = |name| format!("[rules.{name}]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n");
+            let mut text = format!("{settings}\n[upstreams.u]\nbuiltin = \"echo\"\n{}{}", rule("a"), rule("b"));
+            for (path, more) in routes {
+                text += &format!("[[routes]]\npath = \"{path}\"\n{more}\n");
+            }
+            spellings(&read(&text).unwrap_or_else(|problems| panic!("{problems:?}")))
+        };
+        const A: &str = "upstream = \"u\"\nrules = [\"a\"]";
+        const AB: &str = "upstream = \"u\"\nrules = [\"a\", \"b\"]";
+        const NONE: &str = "upstream = \"u\"";
+        const REDIRECT: &str = "redirect = { to = \"https://{host}{uri}\" }";
+        let kinds = |settings: &str, routes: &[(&str, &str)]| {
+            told(settings, routes).iter().map(|line| line.contains("trailing_slash")).collect::<Vec<_>>()
+        };
+        for (routes, found) in [
+            (&[("/login", AB), ("/{*rest}", A)][..], &[true, false][..]),
+            (&[("/login", A), ("/{*rest}", AB)], &[]),
+            (&[("/login", NONE), ("/{*rest}", A)], &[]),
+            (&[("/login", A)], &[]),
+            (&[("/login", A), ("/{name}", NONE)], &[false]),
+            (&[("/login", A), ("/login/", NONE)], &[true]),
+            (&[("/login", A), ("/login/{*rest}", NONE)], &[true]),
+            (&[("/login", A), ("/{*rest}", REDIRECT)], &[]),
+            (&[("/api/login", A), ("/web/{*rest}", NONE)], &[]),
+            (&[("/api/{id}/login", A), ("/api/x/{*rest}", NONE)], &[true, false]),
+            (&[("/api/{id}", A), ("/api/{*rest}", NONE)], &[]),
+            (&[("/", A), ("/{*rest}", NONE)], &[]),
+        ] {
+            assert_eq!(kinds("", routes), found, "{routes:?}");
+            let refused = kinds("trailing_slash = \"keep\"\npath_parameters = \"refuse\"", routes);
+            assert!(!refused.contains(&false), "{routes:?}");
+        }
+        let routes = [("/login", A), ("/signup", A), ("/{*rest}", NONE)];
+        let (slash, parameters) = ("trailing_slash = \"ignore\"", "path_parameters = \"strip\"");
+        assert_eq!(kinds(slash, &routes), [false]);
+        assert_eq!(kinds(parameters, &routes), [true]);
+        assert_eq!(
+            told("", &routes)[0],
+            "`/login/` is held to other rules than `/login`, and 1 other paths are alike: where the upstream takes both for \
+             one, set `trailing_slash = \"ignore\"`"
+        );
     }
 }

@@ -199,7 +199,7 @@ fn decide(
     }
     let path = match parts.uri.path() {
         "*" => return Ok(Decision::Answer(reply::options())),
-        path => path::normalize(path, snapshot.config.encoded_slash)?,
+        path => path::normalize(path, snapshot.config.path_reading)?,
     };
     let mut scratch = view.scratch();
     let Scratch { desk, params, text, last } = &mut *scratch;

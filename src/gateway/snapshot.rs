@@ -112,7 +112,7 @@ impl Snapshot {
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hash = KeyHasher::new(seed, 0);
-        let router = Router::new(&config.routes);
+        let router = Router::new(&config.routes, config.path_reading.trailing_slash);
         let forms = config.refusals.iter().map(Form::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));

@@ -4,19 +4,23 @@
 //! unreserved characters are decoded. Beyond it, all that may stand in a segment as it is, such as
 //! `@`, is decoded, and all that may not, such as `|` or a byte of UTF-8, is encoded, since servers
 //! take both spellings for one; and runs of slashes become one. What servers disagree about is
-//! refused rather than guessed.
+//! refused rather than guessed, unless the configuration says how the upstream reads it.
 
 use std::borrow::Cow;
 
 use super::fault::Fault;
-use crate::config::{EncodedSlash, doubt, is_plain};
+use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, doubt, is_plain};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
-pub fn normalize(path: &str, slashes: EncodedSlash) -> Result<Cow<'_, str>, Fault> {
-    if is_normal(path.as_bytes()) {
+pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, Fault> {
+    let is_one = |path: &str| {
+        (reading.parameters == PathParameters::Keep || !path.contains(';'))
+            && (reading.trailing_slash == TrailingSlash::Keep || path == "/" || !path.ends_with('/'))
+    };
+    if is_normal(path.as_bytes()) && is_one(path) {
         return Ok(Cow::Borrowed(path));
     }
-    resolve(&decode(path, slashes)?).map(Cow::Owned)
+    resolve(&decode(path, reading.encoded_slash)?, reading).map(Cow::Owned)
 }
 
 /// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
@@ -73,12 +77,13 @@ fn push(byte: u8, out: &mut String) {
     }
 }
 
-fn resolve(path: &str) -> Result<String, Fault> {
+fn resolve(path: &str, reading: PathReading) -> Result<String, Fault> {
     let Some(rest) = path.strip_prefix('/') else { return Err(Fault::Path("the path does not start with a slash")) };
     let mut segments: Vec<&str> = Vec::new();
     // Whether the path ends in a slash once what is last has been resolved.
     let mut open = true;
     for segment in rest.split('/') {
+        let segment = without_parameters(segment, reading.parameters)?;
         open = matches!(segment, "" | "." | "..");
         match segment {
             "." => {}
@@ -100,10 +105,20 @@ fn resolve(path: &str) -> Result<String, Fault> {
         out.push('/');
         out.push_str(segment);
     }
-    if open || segments.is_empty() {
+    if segments.is_empty() || (open && reading.trailing_slash == TrailingSlash::Keep) {
         out.push('/');
     }
     Ok(out)
+}
+
+/// As much of a segment as names something.
+fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str, Fault> {
+    match (segment.split_once(';'), parameters) {
+        (None, _) | (Some(_), PathParameters::Keep) => Ok(segment),
+        (Some(_), PathParameters::Refuse) => Err(Fault::Path("the path contains a semicolon")),
+        // What is not counted goes upstream all the same.
+        (Some((name, _)), PathParameters::Strip) => doubt(segment).map_or(Ok(name), |doubt| Err(Fault::Path(doubt))),
+    }
 }
 
 #[cfg(test)]
@@ -112,7 +127,13 @@ mod tests {
     use proptest::prelude::*;
 
     fn normal(path: &str) -> Result<String, Fault> {
-        normalize(path, EncodedSlash::Refuse).map(Cow::into_owned)
+        normalize(path, PathReading::verbatim(EncodedSlash::Refuse)).map(Cow::into_owned)
+    }
+
+    /// As `path_parameters` and `trailing_slash` have it.
+    fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, Fault> {
+        let reading = PathReading { encoded_slash: EncodedSlash::Refuse, parameters, trailing_slash };
+        normalize(path, reading).map(Cow::into_owned)
     }
 
     #[test]
@@ -203,7 +224,49 @@ mod tests {
         ] {
             assert!(normal(path).is_err(), "{path}");
         }
-        assert_eq!(normalize("/a%2fb", EncodedSlash::Keep).as_deref(), Ok("/a%2Fb"));
+        assert_eq!(normalize("/a%2fb", PathReading::verbatim(EncodedSlash::Keep)).as_deref(), Ok("/a%2Fb"));
+    }
+
+    #[test]
+    fn parameters_of_a_path_are_read_as_configured() {
+        for (path, expected) in [
+            ("/login", "/login"),
+            ("/login;x", "/login"),
+            ("/login;x=1;y=2", "/login"),
+            ("/login;", "/login"),
+            ("/login%3Bx", "/login"),
+            ("/login%3bx;y", "/login"),
+            ("/a;x/b;y/c", "/a/b/c"),
+            ("/a;x/", "/a/"),
+            ("/a/;x", "/a/"),
+            ("/;x/login", "/login"),
+            ("/;x", "/"),
+            ("/a/b;x/../login", "/a/login"),
+        ] {
+            assert_eq!(read(path, PathParameters::Strip, TrailingSlash::Keep).as_deref(), Ok(expected), "{path}");
+            let is_refused = read(path, PathParameters::Refuse, TrailingSlash::Keep).is_err();
+            assert_eq!(is_refused, path != "/login", "{path}");
+        }
+        for path in ["/..;x/login", "/a;%0a", "/a;%zz", "/a;%2f", "/a;\\", "/a/;x/../b", "/a;%c0%af"] {
+            assert!(read(path, PathParameters::Strip, TrailingSlash::Keep).is_err(), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_trailing_slash_is_read_as_configured() {
+        for (path, expected) in [
+            ("/", "/"),
+            ("//", "/"),
+            ("/login/", "/login"),
+            ("/login//", "/login"),
+            ("/login/.", "/login"),
+            ("/login/x/..", "/login"),
+            ("/a/b/", "/a/b"),
+            ("/a;x/", "/a;x"),
+        ] {
+            assert_eq!(read(path, PathParameters::Keep, TrailingSlash::Ignore).as_deref(), Ok(expected), "{path}");
+        }
+        assert_eq!(read("/login;x/;y", PathParameters::Strip, TrailingSlash::Ignore).as_deref(), Ok("/login"));
     }
 
     #[test]
@@ -270,6 +333,10 @@ mod tests {
 
         #[test]
         fn what_is_normal_stays_so_and_has_nothing_left_to_resolve(path in "/[a/.%;2e5cCfF0\\\\é|]{0,24}") {
+            if let Ok(once) = read(&path, PathParameters::Strip, TrailingSlash::Ignore) {
+                prop_assert_eq!(read(&once, PathParameters::Strip, TrailingSlash::Ignore), Ok(once.clone()));
+                prop_assert!(!once.contains(';') && (once == "/" || !once.ends_with('/')));
+            }
             if let Ok(once) = normal(&path) {
                 prop_assert_eq!(normal(&once), Ok(once.clone()));
                 prop_assert!(once.starts_with('/') && !once.contains("//") && !once.contains("/../") && !once.contains("/./"));

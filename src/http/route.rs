@@ -18,7 +18,7 @@ use foldhash::HashMap;
 use http::header::{HeaderMap, HeaderName};
 use http::{HeaderValue, Method};
 
-use crate::config::{PathPattern, Route, Segment};
+use crate::config::{PathPattern, Route, Segment, TrailingSlash};
 
 /// Segments that a path may have and still be matched; deeper ones meet catch-alls only.
 const DEPTH_MAX: usize = 64;
@@ -35,6 +35,8 @@ pub struct Router {
     any: usize,
     nodes: Vec<Node>,
     candidates: Vec<Candidate>,
+    /// Where it is ignored, a catch-all takes the path before its slash as well.
+    trailing_slash: TrailingSlash,
 }
 
 #[derive(Debug, Default)]
@@ -99,17 +101,17 @@ pub struct Ambiguous<'r>(pub &'r HeaderName);
 type Found<'r> = Result<Option<usize>, Ambiguous<'r>>;
 
 impl Router {
-    pub fn new(routes: &[Route]) -> Router {
+    pub fn new(routes: &[Route], trailing_slash: TrailingSlash) -> Router {
         let naming = |secure: Option<bool>| move |(_, route): &(usize, &Route)| route.secure == secure;
         let of_scheme = [false, true].map(|secure| {
             let mut routes = routes.iter().enumerate().filter(naming(Some(secure))).peekable();
             routes.peek().is_some().then_some(())?;
-            Some(Box::new(Router::of(routes)))
+            Some(Box::new(Router::of(routes, trailing_slash)))
         });
-        Router { of_scheme, ..Router::of(routes.iter().enumerate().filter(naming(None))) }
+        Router { of_scheme, ..Router::of(routes.iter().enumerate().filter(naming(None)), trailing_slash) }
     }
 
-    fn of<'r>(routes: impl Iterator<Item = (usize, &'r Route)>) -> Router {
+    fn of<'r>(routes: impl Iterator<Item = (usize, &'r Route)>, trailing_slash: TrailingSlash) -> Router {
         let (mut hosts, mut wildcards) = (BTreeMap::<&str, Tree>::new(), BTreeMap::<&str, Tree>::new());
         let mut any = Tree::default();
         for (index, route) in routes {
@@ -132,6 +134,7 @@ impl Router {
             any: 0,
             nodes: Vec::new(),
             candidates: Vec::new(),
+            trailing_slash,
         };
         router.any = router.lay_out(any);
         for (host, tree) in hosts {
@@ -215,7 +218,15 @@ impl Router {
         params: &mut Vec<Range<usize>>,
     ) -> Found<'_> {
         let node = &self.nodes[node];
-        let Some(start) = start else { return self.choose(node.ends, asked) };
+        let Some(start) = start else {
+            return match self.choose(node.ends, asked)? {
+                // The path may have had a slash at its end, with nothing behind it.
+                None if self.trailing_slash == TrailingSlash::Ignore => {
+                    self.choose_rest(node, asked, asked.path.len(), params)
+                }
+                found => Ok(found),
+            };
+        };
         if depth > 0 {
             let slash = asked.path.as_bytes()[start..].iter().position(|byte| *byte == b'/');
             let end = slash.map_or(asked.path.len(), |at| start + at);
@@ -234,6 +245,11 @@ impl Router {
                 params.truncate(known);
             }
         }
+        self.choose_rest(node, asked, start, params)
+    }
+
+    /// A catch-all that takes what is left of the path.
+    fn choose_rest(&self, node: &Node, asked: &Asked<'_>, start: usize, params: &mut Vec<Range<usize>>) -> Found<'_> {
         let route = self.choose(node.rests, asked)?;
         if route.is_some() {
             params.push(start..asked.path.len());
@@ -370,7 +386,7 @@ mod tests {
         let mut params = Vec::new();
         let method = Method::from_bytes(method.as_bytes()).unwrap();
         let asked = Asked { host, method: &method, headers: &HeaderMap::new(), path, secure: false };
-        let route = Router::new(routes).find(&asked, &mut params).unwrap()?;
+        let route = Router::new(routes, TrailingSlash::Keep).find(&asked, &mut params).unwrap()?;
         Some((routes[route].name.as_str(), params.into_iter().map(|range| path[range].to_owned()).collect()))
     }
 
@@ -405,6 +421,20 @@ mod tests {
     }
 
     #[test]
+    fn where_a_trailing_slash_is_ignored_a_catch_all_takes_nothing_as_well() {
+        let routes = ["- - /f/{*rest}", "- - /{*all}", "- - /g", "- - /g/{*rest}"].map(route);
+        let router = Router::new(&routes, TrailingSlash::Ignore);
+        for (path, index, params) in
+            [("/f", 0, Some(2..2)), ("/f/a", 0, Some(3..4)), ("/", 1, Some(1..1)), ("/g", 2, None)]
+        {
+            let asked = Asked { host: "", method: &Method::GET, headers: &HeaderMap::new(), path, secure: false };
+            let mut found = Vec::new();
+            assert_eq!(router.find(&asked, &mut found), Ok(Some(index)), "{path}");
+            assert_eq!(found, Vec::from_iter(params), "{path}");
+        }
+    }
+
+    #[test]
     fn a_branch_that_does_not_take_the_method_is_left_again() {
         let routes = ["GET - /a/b", "POST - /a/{x}", "- - /{*all}"].map(route);
         assert_eq!(found(&routes, "GET", "", "/a/b"), Some(("GET - /a/b", vec![])));
@@ -431,7 +461,10 @@ mod tests {
         routes[2].secure = Some(true);
         let name = |host, path, secure| {
             let asked = Asked { host, method: &Method::GET, headers: &HeaderMap::new(), path, secure };
-            Router::new(&routes).find(&asked, &mut Vec::new()).unwrap().map(|route| routes[route].name.as_str())
+            Router::new(&routes, TrailingSlash::Keep)
+                .find(&asked, &mut Vec::new())
+                .unwrap()
+                .map(|route| routes[route].name.as_str())
         };
         assert_eq!(name("a", "/x/y", false), Some("- - /{*all}"));
         assert_eq!(name("a", "/x/y", true), Some("- a /x/y"));
@@ -454,7 +487,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert("x-beta", HeaderValue::from_static("1"));
         let asked = Asked { host: "", method: &Method::PUT, headers: &headers, path: "/x", secure: false };
-        assert_eq!(Router::new(&routes).find(&asked, &mut Vec::new()), Ok(Some(1)));
+        assert_eq!(Router::new(&routes, TrailingSlash::Keep).find(&asked, &mut Vec::new()), Ok(Some(1)));
     }
 
     #[test]
@@ -465,7 +498,7 @@ mod tests {
             route.headers.extend(version.map(|version| ("x-version".to_owned(), Some(version.to_owned()))));
         }
         routes[3].headers.push(("x-version".to_owned(), None));
-        let router = Router::new(&routes);
+        let router = Router::new(&routes, TrailingSlash::Keep);
         let name = HeaderName::from_static("x-version");
         let mut twice = HeaderMap::new();
         twice.append(&name, HeaderValue::from_static("2"));

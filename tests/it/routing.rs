@@ -1,6 +1,8 @@
 //! Routing, rules and the upstream read a request alike: its host, the fields that choose a route, and its path.
 
-use crate::world::gateway::Gateway;
+use crate::world::Scratch;
+use crate::world::gateway::{Gateway, with_listen};
+use crate::world::process::run;
 use crate::world::quota::{items, remaining};
 use crate::world::upstream::Upstream;
 
@@ -57,6 +59,74 @@ fn connection_does_not_remove_fields_that_choose_a_route() {
     let received = upstream.only();
     assert_eq!((received.all("x-version"), received.all("x-beta")), (vec!["2"], vec!["1"]));
     assert_eq!(received.field("x-other"), None);
+}
+
+/// A strict rule on `/login`, and another on everything else.
+fn login_route(settings: &str, upstream: &Upstream) -> String {
+    format!(
+        "{settings}\n{}",
+        two_routes(upstream, "path = \"/login\"").replace("\"5/day\"", "\"2000/day\"").replace("1000/day", "9/day")
+    )
+}
+
+#[test]
+fn spellings_that_the_upstream_takes_for_one_path_are_one_for_rules_and_routes() {
+    let upstream = Upstream::replying(200);
+    let settings = "path_parameters = \"strip\"\ntrailing_slash = \"ignore\"";
+    let gateway = Gateway::start(&login_route(settings, &upstream));
+    let spellings =
+        ["/login", "/login/", "/login;x", "/login;a=b;c", "/login%3Bx", "//login/;x", "/login/.", "/;x/login"];
+    for (n, target) in spellings.into_iter().enumerate() {
+        assert_eq!(remaining(&gateway.get(target).expect(200), "loose"), 8 - n as u64, "{target}");
+        // The client's own bytes, as ever.
+        assert_eq!(upstream.received().pop().unwrap().target, target);
+    }
+    assert_eq!(remaining(&gateway.get("/login/x").expect(200), "general"), 1999);
+    // A catch-all still takes its own folder.
+    assert_eq!(remaining(&gateway.get("/").expect(200), "general"), 1998);
+
+    let gateway = Gateway::start(&login_route(&format!("{settings}\nforward_path = \"normalized\""), &upstream));
+    for (target, normal) in [("/login/;x?a;b/", "/login?a;b/"), ("/a;x/b/", "/a/b"), ("/;x", "/")] {
+        gateway.get(target).expect(200);
+        assert_eq!(upstream.received().pop().unwrap().target, normal);
+    }
+}
+
+#[test]
+fn parameters_of_a_path_and_a_trailing_slash_are_kept_unless_they_are_said_to_mean_nothing() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&login_route("", &upstream));
+    for target in ["/login/", "/login;x"] {
+        assert_eq!(items(&gateway.get(target).expect(200), "ratelimit")[0].name, "general", "{target}");
+    }
+    let gateway = Gateway::start(&login_route("path_parameters = \"refuse\"", &upstream));
+    for target in ["/login;x", "/login%3bx", "/a;/b"] {
+        assert_eq!(gateway.get(target).expect(400).problem()["detail"], "the path contains a semicolon");
+    }
+    // A query is no path.
+    assert_eq!(remaining(&gateway.get("/login?a;b").expect(200), "loose"), 8);
+}
+
+#[test]
+fn check_tells_of_paths_that_escape_their_rules_in_another_spelling() {
+    let upstream = Upstream::replying(200);
+    let scratch = Scratch::new();
+    let check = |settings: &str| {
+        let file = scratch.write("gateway.toml", with_listen(&login_route(settings, &upstream)));
+        let (code, out, err) = run(&["check", "--config", file.to_str().unwrap()]);
+        assert_eq!((code, err.as_str()), (Some(0), ""));
+        out.lines().filter(|line| line.contains("other rules")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        check(""),
+        [
+            "  note: `/login/` is held to other rules than `/login`: where the upstream takes both for one, set \
+             `trailing_slash = \"ignore\"`",
+            "  note: `/login;x` is held to other rules than `/login`: where the upstream takes both for one, set \
+             `path_parameters` to `\"strip\"` or `\"refuse\"`",
+        ]
+    );
+    assert_eq!(check("path_parameters = \"strip\"\ntrailing_slash = \"ignore\""), [""; 0]);
 }
 
 #[test]

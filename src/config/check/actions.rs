@@ -11,7 +11,7 @@ use super::{limits, path, refusal};
 use crate::config::action::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, listed, shown};
-use crate::config::{EncodedSlash, PathPattern, Segment, Timeouts};
+use crate::config::{EncodedSlash, PathPattern, PathReading, Segment, Timeouts};
 
 /// Fields that say where a message ends, or are about one connection only.
 const OWN: [&str; 10] = [
@@ -126,7 +126,7 @@ impl<'d> Settings<'d> {
         }
         let item = self.rewrite.as_ref()?;
         let word = item.text("\"/v2/{id}\"", report)?;
-        let rewrite = path::path(&word, slashes, report)?;
+        let rewrite = path::path(&word, PathReading::verbatim(slashes), report)?;
         let lacking = rewrite.segments.iter().find(|segment| match segment {
             Segment::Literal(_) => false,
             segment => path.is_some_and(|path| !path.segments.contains(segment)),
@@ -145,7 +145,7 @@ impl<'d> Settings<'d> {
 /// The beginning of a path, without a slash at its end; `/` is nothing at all.
 fn literal(item: &Item, slashes: EncodedSlash, report: &mut Report) -> Option<String> {
     let word = item.text("\"/api\"", report)?;
-    let pattern = path::path(&word, slashes, report)?;
+    let pattern = path::path(&word, PathReading::verbatim(slashes), report)?;
     if pattern.segments.iter().any(|segment| !matches!(segment, Segment::Literal(_))) {
         let message = format!("{} has a parameter, and a prefix has none", shown(word.text));
         report.problem(word.span, message, "write the prefix as it stands in the path, or use `rewrite`");

@@ -6,7 +6,7 @@
 
 use crate::config::document::Word;
 use crate::config::problem::{Report, shown};
-use crate::config::{EncodedSlash, PathPattern, Segment};
+use crate::config::{EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash};
 use crate::config::{doubt, is_plain};
 
 /// Segments beyond this one are not told apart when requests are matched.
@@ -15,8 +15,8 @@ const SEGMENTS_MAX: usize = 64;
 /// What is wrong with a pattern, and the fix.
 type Flaw = (String, String);
 
-pub fn path(word: &Word, slashes: EncodedSlash, report: &mut Report) -> Option<PathPattern> {
-    match parse(word.text, slashes) {
+pub fn path(word: &Word, reading: PathReading, report: &mut Report) -> Option<PathPattern> {
+    match parse(word.text, reading) {
         Ok(segments) => Some(PathPattern { text: word.text.to_owned(), segments }),
         Err((message, fix)) => {
             report.problem(word.span.clone(), message, fix);
@@ -30,7 +30,7 @@ pub fn is_param_name(text: &str) -> bool {
     text.starts_with(first) && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
 }
 
-fn parse(text: &str, slashes: EncodedSlash) -> Result<Vec<Segment>, Flaw> {
+fn parse(text: &str, reading: PathReading) -> Result<Vec<Segment>, Flaw> {
     let path = |what: &str| format!("the path {} {what}", shown(text));
     let write = || format!("write `path = \"{}\"`", normal(text));
     let Some(rest) = text.strip_prefix('/') else {
@@ -46,13 +46,17 @@ fn parse(text: &str, slashes: EncodedSlash) -> Result<Vec<Segment>, Flaw> {
     if rest.contains(['?', '#']) {
         return Err((path("has a query or a fragment, which no route can match"), write()));
     }
+    if reading.trailing_slash == TrailingSlash::Ignore && rest.ends_with('/') {
+        let what = path("can never match: with `trailing_slash = \"ignore\"`, no request has a slash at its end");
+        return Err((what, format!("write `path = \"{}\"`", normal(text.trim_end_matches('/')))));
+    }
     let parts: Vec<&str> = rest.split('/').collect();
     let mut segments: Vec<Segment> = Vec::new();
     for (i, part) in parts.iter().enumerate() {
         let last = i + 1 == parts.len();
         let segment = match parameter(part)? {
             Some(segment) => segment,
-            None => literal(part, last, slashes).map_err(|what| match what {
+            None => literal(part, last, reading).map_err(|what| match what {
                 Literal::Form(what) => (path(&what), write()),
                 Literal::Other(what, fix) => (path(&what), fix),
             })?,
@@ -126,7 +130,7 @@ enum Literal {
     Other(String, String),
 }
 
-fn literal(part: &str, last: bool, slashes: EncodedSlash) -> Result<Segment, Literal> {
+fn literal(part: &str, last: bool, reading: PathReading) -> Result<Segment, Literal> {
     let form = |what: &str| Err(Literal::Form(what.to_owned()));
     if part.is_empty() && !last {
         return form("has two slashes in a row");
@@ -145,8 +149,16 @@ fn literal(part: &str, last: bool, slashes: EncodedSlash) -> Result<Segment, Lit
         let what = format!("can never match: where {doubt}, requests are refused");
         return Err(Literal::Other(what, String::from("write the path as clients ask for it")));
     }
+    if part.contains(';') && reading.parameters != PathParameters::Keep {
+        let why = match reading.parameters {
+            PathParameters::Strip => "requests are matched without it and what stands behind it",
+            PathParameters::Keep | PathParameters::Refuse => "requests with it are refused",
+        };
+        let fix = String::from("write the path without it, or `path_parameters = \"keep\"` at the top of the file");
+        return Err(Literal::Other(format!("can never match: it has `;`, and {why}"), fix));
+    }
     let slash = ["%2F", "%5C"].into_iter().find(|code| part.contains(code));
-    match (slash, slashes) {
+    match (slash, reading.encoded_slash) {
         (Some(code), EncodedSlash::Refuse) => {
             let what = format!("can never match: it has `{code}`, and requests with it are refused");
             Err(Literal::Other(what, String::from("write `encoded_slash = \"keep\"` at the top of the file")))
@@ -223,10 +235,16 @@ fn encoded(code: &str) -> Option<u8> {
 mod tests {
     use super::*;
 
+    const KEEP: PathReading = PathReading {
+        encoded_slash: EncodedSlash::Keep,
+        parameters: PathParameters::Keep,
+        trailing_slash: TrailingSlash::Keep,
+    };
+
     #[test]
     fn patterns_are_read_as_written() {
         let literal = |text: &str| Segment::Literal(text.to_owned());
-        let read = |text| parse(text, EncodedSlash::Keep);
+        let read = |text| parse(text, KEEP);
         assert_eq!(read("/"), Ok(vec![literal("")]));
         assert_eq!(read("/a/"), Ok(vec![literal("a"), literal("")]));
         assert_eq!(read("/a/{id}/{*rest}").unwrap()[1..], [Segment::Param("id".into()), Segment::Rest("rest".into())]);
@@ -258,17 +276,17 @@ mod tests {
             "/a//",
             "/é%e9",
         ] {
-            assert!(parse(text, EncodedSlash::Keep).is_err(), "{text}");
-            assert!(parse(&normal(text), EncodedSlash::Keep).is_ok(), "{text} -> {}", normal(text));
+            assert!(parse(text, KEEP).is_err(), "{text}");
+            assert!(parse(&normal(text), KEEP).is_ok(), "{text} -> {}", normal(text));
         }
     }
 
     #[test]
     fn a_path_is_no_deeper_than_requests_are_matched() {
         let deep = "/a".repeat(SEGMENTS_MAX);
-        assert!(parse(&deep, EncodedSlash::Refuse).is_ok());
-        assert!(parse(&format!("{deep}/{{*rest}}"), EncodedSlash::Refuse).is_ok());
-        assert!(parse(&format!("{deep}/a"), EncodedSlash::Refuse).is_err());
+        assert!(parse(&deep, KEEP).is_ok());
+        assert!(parse(&format!("{deep}/{{*rest}}"), KEEP).is_ok());
+        assert!(parse(&format!("{deep}/a"), KEEP).is_err());
     }
 
     #[test]
@@ -283,7 +301,7 @@ mod tests {
             ("/files/{*}", "a parameter has a name: write `{*rest}`"),
             ("/{}", "a parameter has a name: write `{id}`"),
         ] {
-            assert_eq!(parse(text, EncodedSlash::Keep).unwrap_err().1, fix);
+            assert_eq!(parse(text, KEEP).unwrap_err().1, fix);
         }
     }
 }

@@ -7,7 +7,7 @@ use super::rules::Looks;
 use super::{Section, actions, cost, host, path, reach};
 use crate::config::document::{Item, Table, Word};
 use crate::config::problem::{Report, shown};
-use crate::config::{EncodedSlash, PathPattern, Route, Segment, Timeouts, Upstream};
+use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
 use crate::rule::key::{OnMissing, Part};
 use crate::rule::terms::{Cost, Rule};
 
@@ -15,7 +15,7 @@ type Rules = Section<(Rule, Looks)>;
 
 pub fn routes(
     item: Option<Item>,
-    slashes: EncodedSlash,
+    reading: PathReading,
     upstreams: &Section<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
@@ -35,7 +35,7 @@ pub fn routes(
     for item in items {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
-        drafts.push(draft(table, slashes, upstreams, rules, timeouts, report));
+        drafts.push(draft(table, reading, upstreams, rules, timeouts, report));
     }
     reach::never_matched(&drafts, report);
     reach::name(drafts, report)
@@ -43,7 +43,7 @@ pub fn routes(
 
 fn draft(
     mut table: Table,
-    slashes: EncodedSlash,
+    reading: PathReading,
     upstreams: &Section<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
@@ -73,12 +73,12 @@ fn draft(
     let named = name.as_ref().map(|item| item.span.clone());
     let name = name.and_then(|item| self::name(&item, report));
     let path =
-        path.and_then(|item| item.text("\"/{*rest}\"", report)).and_then(|word| path::path(&word, slashes, report));
+        path.and_then(|item| item.text("\"/{*rest}\"", report)).and_then(|word| path::path(&word, reading, report));
     let upstream = upstream.and_then(|item| {
         let word = item.text(&format!("\"{}\"", a_name(upstreams)), report)?;
         upstreams.find("upstream", word.text, word.span, report)
     });
-    let actions = actions.read(path.as_ref(), slashes, timeouts, report);
+    let actions = actions.read(path.as_ref(), reading.encoded_slash, timeouts, report);
     let used = names.and_then(|item| used(&item, path.as_ref(), rules, report)).unwrap_or_default();
     let cost = cost.and_then(|item| self::cost(&item, &used, rules, report));
 
