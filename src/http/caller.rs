@@ -86,8 +86,8 @@ pub struct Caller<'a> {
 #[derive(PartialEq, Eq, Debug)]
 pub struct Unclear {
     pub fault: Fault,
-    /// Who is charged all the same: the key is known, and only the client's plan or the cost is not. It is the plan of everyone
-    /// and the default cost then.
+    /// Who is charged all the same: key and cost are known, and only the client's plan is not. Then the windows of everyone
+    /// apply.
     pub asker: Option<Asker>,
 }
 
@@ -144,17 +144,16 @@ impl Identity {
         }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
         let asker = |variant, cost| Asker { key, offset, variant, cost };
-        let charged = |fault, variant| Unclear { fault, asker: Some(asker(variant, self.cost.usual())) };
         let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
             None => 0,
             Some(Ok(Standing::Exempt)) => return Ok(None),
             Some(Ok(Standing::Variant(variant))) => variant,
-            Some(Err(fault)) => return Err(charged(fault, 0)),
+            Some(Err(fault)) => {
+                let cost = self.cost.of(caller.headers, &self.rule).ok();
+                return Err(Unclear { fault, asker: cost.map(|cost| asker(0, cost)) });
+            }
         };
-        match self.cost.of(caller.headers, &self.rule) {
-            Ok(cost) => Ok(Some(asker(variant, cost))),
-            Err(fault) => Err(charged(fault, variant)),
-        }
+        Ok(Some(asker(variant, self.cost.of(caller.headers, &self.rule)?)))
     }
 
     /// How the rule treats a key; the plan of the client matters only where the key itself does not.
@@ -318,14 +317,6 @@ impl Price {
             },
             (Cost::Fixed(_), Some(cost)) => Price::Fixed(cost),
             (Cost::Fixed(cost) | Cost::Response { reserve: cost, .. }, _) => Price::Fixed(*cost),
-        }
-    }
-
-    /// What a request costs that does not say otherwise.
-    fn usual(&self) -> u32 {
-        match self {
-            Price::Fixed(cost) => *cost,
-            Price::Told { default, .. } => *default,
         }
     }
 

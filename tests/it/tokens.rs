@@ -390,6 +390,20 @@ fn what_a_bad_token_is_counted_by_depends_on_the_rules() {
 }
 
 #[test]
+fn a_bad_token_is_counted_where_gateways_share_counters() {
+    let (issuer, scratch, redis) = (Issuer::new(), Scratch::new(), RedisServer::start());
+    let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
+    let store = format!("[counters.shared]\nredis = \"{}\"\n{PATIENT}", redis.url());
+    let process = Process::spawn(&format!("{store}{}", toml.replace("3/minute", "3/366d")));
+    let ask = |token: &str| process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
+    for left in [2, 1, 0] {
+        assert_eq!(remaining(&ask("nonsense").expect(401), "address"), left);
+    }
+    ask("nonsense").expect(429);
+    ask(&issuer.token("ES256", &json!({ "sub": "alice" }))).expect(429);
+}
+
+#[test]
 fn a_bad_token_names_no_plan() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let toml = format!(
