@@ -268,7 +268,8 @@ impl Servers {
             }
         };
         let quiet = limits.body.min(limits.response_head) / 2;
-        let mut carrier = place.pool.connect(limit, quiet, course.alone).await?;
+        // One that has taken room is not left behind without a request that holds the room.
+        let mut carrier = place.pool.connect(limit, quiet, course.alone, slot.is_none()).await?;
         carrier.occupy(slot);
         if let Carrier::Shared(_) = carrier {
             place.invite();

@@ -1,42 +1,47 @@
 //! The stream of an HTTP/2 connection, which tells when the server has said something.
 //!
-//! How many streams a server allows is in the first thing it says. hyper knows it from then on, but tells
-//! nobody that it does; so whoever wants to know looks again whenever something has come.
+//! How many streams a server allows is in the first thing it says, and may change. hyper knows it from then on, but tells
+//! nobody that it does; so whoever waits for a stream looks again whenever something has come.
 
 use std::cell::RefCell;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 
 use crate::wire::Wire;
 
-/// Who is woken by what comes, as long as they want to be.
+/// Wakes those who wait for what the server says.
 #[derive(Debug, Default)]
 pub struct Listener {
-    waker: RefCell<Option<Waker>>,
-    /// Why nothing more came: hyper only says that nothing did.
+    heard: Notify,
+    /// Why nothing more comes: hyper only says that nothing does.
     failure: RefCell<Option<String>>,
 }
 
 impl Listener {
-    pub fn wait(&self, waker: &Waker) {
-        self.waker.replace(Some(waker.clone()));
-    }
-
-    pub fn leave(&self) {
-        self.waker.take();
+    /// Ready when something has come since this was called, or nothing more will.
+    pub fn heard(&self) -> Notified<'_> {
+        self.heard.notified()
     }
 
     pub fn failure(&self) -> Option<String> {
-        self.failure.take()
+        self.failure.borrow().clone()
+    }
+
+    /// The connection has ended.
+    pub fn ended(&self, why: impl FnOnce() -> String) {
+        self.failure.borrow_mut().get_or_insert_with(why);
+        self.heard.notify_waiters();
     }
 
     fn hear(&self, read: &io::Result<()>) {
-        // It runs when what was read has been understood: one task at a time runs on a loop.
-        self.waker.borrow().iter().for_each(Waker::wake_by_ref);
+        // They run when what was read has been understood: one task at a time runs on a loop.
+        self.heard.notify_waiters();
         if let Err(error) = read {
             self.failure.replace(Some(error.to_string()));
         }

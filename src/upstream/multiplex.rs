@@ -13,6 +13,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -26,7 +27,6 @@ use hyper::ext::Protocol;
 use hyper::rt::Executor;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::sync::oneshot;
 
 use super::connection::SendError;
 use super::greeting::{Greeting, Listener};
@@ -60,11 +60,15 @@ impl<F: Future + 'static> Executor<F> for OnLoop {
 
 pub struct Multiplex {
     sender: RefCell<SendRequest<Upload>>,
+    driver: Rc<Driver>,
     /// Requests that have a stream, or wait for one.
     streams: Cell<usize>,
-    terms: Rc<Terms>,
+    /// A request was sent here.
+    used: Cell<bool>,
     /// No request is sent here any more; those under way finish.
     retired: Cell<bool>,
+    /// When it was made.
+    pub opened: Instant,
     /// When it was last seen at work.
     pub idle_since: Cell<Instant>,
     pub address: Option<SocketAddr>,
@@ -74,9 +78,9 @@ pub struct Multiplex {
 }
 
 impl Multiplex {
-    /// Makes a connection of a connected stream, and waits until the server has said how many streams it allows.
-    /// It is seen whether the server still answers when it has been silent for as long as `quiet` while there are
-    /// requests.
+    /// Makes a connection of a connected stream. No request can be sent before the server has said how many streams it
+    /// allows: see [`Multiplex::allows_streams`]. It is seen whether the server still answers when it has been silent for
+    /// as long as `quiet` while there are requests.
     pub async fn new(
         wire: Wire,
         scheme: Scheme,
@@ -85,7 +89,7 @@ impl Multiplex {
         now: Instant,
     ) -> io::Result<Rc<Multiplex>> {
         let listener = Rc::new(Listener::default());
-        let (sender, driver) = Builder::new(OnLoop)
+        let (sender, connection) = Builder::new(OnLoop)
             .timer(TokioTimer::new())
             .initial_max_send_streams(UNSAID)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
@@ -96,15 +100,15 @@ impl Multiplex {
             .handshake(TokioIo::new(Greeting::new(wire, Rc::clone(&listener))))
             .await
             .map_err(io::Error::other)?;
-        let terms = Rc::<Terms>::default();
-        let (tell, greeted) = oneshot::channel();
-        tokio::task::spawn_local(drive(driver, Rc::clone(&terms), listener, tell));
-        greeted.await.map_err(io::Error::other)?.map_err(io::Error::other)?;
+        let driver = Rc::new(Driver { connection: RefCell::new(Some(connection)), listener });
+        tokio::task::spawn_local(Rc::clone(&driver).run());
         Ok(Rc::new(Multiplex {
             sender: RefCell::new(sender),
+            driver,
             streams: Cell::new(0),
-            terms,
+            used: Cell::new(false),
             retired: Cell::new(false),
+            opened: now,
             idle_since: Cell::new(now),
             address,
             scheme,
@@ -112,13 +116,39 @@ impl Multiplex {
         }))
     }
 
-    /// Whether requests can be sent here, now or when others have ended.
-    pub fn is_open(&self) -> bool {
-        !self.retired.get() && !self.sender.borrow().is_closed()
+    /// Waits until the server allows a stream.
+    pub async fn allows_streams(&self) -> io::Result<()> {
+        loop {
+            let heard = self.driver.listener.heard();
+            if self.most() > 0 {
+                return Ok(());
+            }
+            if let Some(failure) = self.driver.listener.failure() {
+                return Err(io::Error::other(format!("HTTP/2: {failure}")));
+            }
+            heard.await;
+        }
     }
 
-    pub fn has_room(&self) -> bool {
-        self.streams.get() < self.terms.streams.get()
+    /// What can be sent here.
+    pub fn state(&self) -> State {
+        let most = self.most();
+        if self.retired.get() || self.sender.borrow().is_closed() || most == 0 && self.used.get() {
+            State::Closed
+        } else if most == 0 {
+            State::Pending
+        } else if self.streams.get() >= most {
+            State::Full
+        } else {
+            State::Free
+        }
+    }
+
+    /// Streams that the server allows at a time: what it said last. 0 before it has said something.
+    fn most(&self) -> usize {
+        let connection = self.driver.connection.borrow();
+        let most = connection.as_ref().map_or(UNSAID, |connection| connection.current_max_send_streams());
+        if most == UNSAID { 0 } else { most.min(STREAMS_MAX) }
     }
 
     /// Requests that are under way.
@@ -131,44 +161,45 @@ impl Multiplex {
     }
 }
 
-/// What the server allows.
-#[derive(Debug, Default)]
-struct Terms {
-    /// Streams at a time.
-    streams: Cell<usize>,
-    /// Tunnels on streams, by an extended CONNECT (RFC 8441).
-    tunnels: Cell<bool>,
+/// What can be sent on a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// No further request. A server that had allowed streams, and then allows none, wants no more of them here.
+    Closed,
+    /// Nothing yet: the server has not allowed a stream.
+    Pending,
+    /// A request, which waits until another one has ended.
+    Full,
+    /// A request.
+    Free,
 }
 
-type Driver = hyper::client::conn::http2::Connection<TokioIo<Greeting>, Upload, OnLoop>;
-
-/// Moves what requests want to be moved. `tell` learns when the server has greeted, or why it never did.
-async fn drive(
-    mut driver: Driver,
-    terms: Rc<Terms>,
+/// What moves the requests of a connection.
+struct Driver {
+    /// `None` once it has ended.
+    connection: RefCell<Option<hyper::client::conn::http2::Connection<TokioIo<Greeting>, Upload, OnLoop>>>,
     listener: Rc<Listener>,
-    tell: oneshot::Sender<Result<(), String>>,
-) {
-    let mut tell = Some(tell);
-    let ended = poll_fn(|cx| {
-        let streams = driver.current_max_send_streams();
-        if streams != UNSAID {
-            terms.streams.set(streams.min(STREAMS_MAX));
-            terms.tunnels.set(driver.is_extended_connect_protocol_enabled());
-            listener.leave();
-            // Whoever has gone away does not wait for it.
-            tell.take().map(|tell| tell.send(Ok(())));
-        } else {
-            listener.wait(cx.waker());
-        }
-        Pin::new(&mut driver).poll(cx)
-    });
-    // Later on it is told to those who wait for answers and bodies.
-    let ended = ended.await;
-    if let Some(tell) = tell {
-        let closed = || ended.err().map_or_else(|| String::from("it closed the connection"), |error| describe(&error));
-        let why = listener.failure().unwrap_or_else(closed);
-        let _ = tell.send(Err(format!("HTTP/2: {why}")));
+}
+
+impl Driver {
+    /// Drives the connection to its end.
+    async fn run(self: Rc<Driver>) {
+        let ended = poll_fn(|cx| match &mut *self.connection.borrow_mut() {
+            Some(connection) => Pin::new(connection).poll(cx),
+            None => Poll::Ready(Ok(())),
+        });
+        let ended = ended.await;
+        // Its end is told to those who wait for answers and bodies.
+        drop(self.connection.take());
+        self.listener.ended(|| match ended {
+            Ok(()) => String::from("it closed the connection"),
+            Err(error) => describe(&error),
+        });
+    }
+
+    /// Whether the server takes tunnels on streams, by an extended CONNECT (RFC 8441).
+    fn takes_tunnels(&self) -> bool {
+        self.connection.borrow().as_ref().is_some_and(|connection| connection.is_extended_connect_protocol_enabled())
     }
 }
 
@@ -191,9 +222,10 @@ pub struct Lease {
 }
 
 impl Lease {
-    pub fn of(connection: &Rc<Multiplex>) -> Lease {
+    pub fn of(connection: Rc<Multiplex>) -> Lease {
         connection.streams.set(connection.streams.get() + 1);
-        Lease { connection: Rc::clone(connection), spare: None, loan: None, answered: None, tunnel: None }
+        connection.used.set(true);
+        Lease { connection, spare: None, loan: None, answered: None, tunnel: None }
     }
 
     /// Sends a request and waits for the head of its answer. Informational answers before it are not told. A handshake for
@@ -210,7 +242,7 @@ impl Lease {
             return sending.await;
         }
         upgrade::withdraw(request.headers_mut());
-        let key = self.connection.terms.tunnels.get().then(|| connect(&mut request));
+        let key = self.connection.driver.takes_tunnels().then(|| connect(&mut request));
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
         let mut answer = sending.await?;
         // What stands for 101, though any other success would open a tunnel as well, is what hyper makes one of.

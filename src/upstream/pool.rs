@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::carrier::{Bearing, Carrier};
 use super::connection::Connection;
 use super::dial::{Dial, Spoken};
-use super::multiplex::{Lease, Multiplex};
+use super::multiplex::{Lease, Multiplex, State};
 use super::upload::Upload;
 use crate::clock::Clock;
 use crate::config::{HostField, Scheme, Server, Way};
@@ -89,13 +89,36 @@ impl Pool {
         self.share(usize::MAX)
     }
 
-    /// A place on a shared connection. Where there are `enough` of them, requests wait for others on one.
+    /// A place on the shared connection with the fewest requests of those that have room. Where there are `enough` of them, a
+    /// request waits for others on a full one.
     pub fn share(&self, enough: usize) -> Option<Carrier> {
+        let (mut free, mut full) = (None, None);
         let mut shared = self.shared.borrow_mut();
-        // Nothing is sent on those that are left out; they end with the last answer.
-        shared.retain(|connection| connection.is_open());
-        let emptiest = shared.iter().min_by_key(|connection| connection.load())?;
-        (emptiest.has_room() || shared.len() >= enough).then(|| Carrier::Shared(Lease::of(emptiest)))
+        shared.retain(|connection| {
+            let emptiest = match connection.state() {
+                // Nothing is sent on those that are left out; they end with the last answer.
+                State::Closed => return false,
+                State::Pending => return true,
+                State::Full => &mut full,
+                State::Free => &mut free,
+            };
+            if emptiest.as_ref().is_none_or(|known: &Rc<Multiplex>| connection.load() < known.load()) {
+                *emptiest = Some(Rc::clone(connection));
+            }
+            true
+        });
+        let full = full.filter(|_| shared.len() >= enough);
+        free.or(full).map(|connection| Carrier::Shared(Lease::of(connection)))
+    }
+
+    /// A connection that was opened less than `patience` ago, and on which the server has not allowed a stream yet. An older
+    /// one is given up.
+    fn pending(&self, patience: Duration) -> Option<Rc<Multiplex>> {
+        let now = self.clock.instant();
+        let is_pending = |connection: &Rc<Multiplex>| connection.state() == State::Pending;
+        let mut shared = self.shared.borrow_mut();
+        shared.retain(|connection| !is_pending(connection) || now.duration_since(connection.opened) < patience);
+        shared.iter().find(|connection| is_pending(connection)).map(Rc::clone)
     }
 
     /// Closes the connection that has been idle for the longest, to make room for one of another kind.
@@ -142,7 +165,7 @@ impl Pool {
             if shared.load() > 0 {
                 shared.idle_since.set(now);
             }
-            lasted(shared.idle_since.get()) < limit && shared.is_open()
+            lasted(shared.idle_since.get()) < limit && shared.state() != State::Closed
         });
         let is_empty = self.idle.borrow().is_empty() && self.shared.borrow().is_empty();
         if !is_empty && self.dial.names.is_due() {
@@ -152,24 +175,58 @@ impl Pool {
 
     /// A connection that was not there before, or a place on one that has room, no later than `within`. It is seen
     /// whether a server of HTTP/2 that was silent for as long as `quiet` is still there. `alone`: one that no other
-    /// request will ever use.
-    pub async fn connect(&self, within: Duration, quiet: Duration, alone: bool) -> Result<Carrier, Fault> {
-        match timeout(within, self.open(quiet, alone)).await {
+    /// request will ever use. `keeps`: one on which the server allows no stream in time is left for the next request that
+    /// opens one.
+    pub async fn connect(&self, within: Duration, quiet: Duration, alone: bool, keeps: bool) -> Result<Carrier, Fault> {
+        match timeout(within, self.open(within, quiet, alone, keeps)).await {
             Ok(Ok(carrier)) => Ok(carrier),
+            Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(Fault::ConnectTimeout),
             Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(Fault::ConnectTimeout),
         }
     }
 
-    async fn open(&self, quiet: Duration, alone: bool) -> io::Result<Carrier> {
-        let shares = self.shares.get() && !alone;
+    async fn open(&self, within: Duration, quiet: Duration, alone: bool, keeps: bool) -> io::Result<Carrier> {
+        let mut shares = self.shares.get() && !alone;
+        let start = self.clock.instant();
         let _turn = match shares {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
-        if shares && let Some(carrier) = self.share(SHARED_MAX) {
-            return Ok(carrier);
+        loop {
+            if shares && let Some(carrier) = self.share(SHARED_MAX) {
+                return Ok(carrier);
+            }
+            let pending = if shares { self.pending(within / 2) } else { None };
+            let is_new = pending.is_none();
+            let connection = match pending {
+                Some(connection) => connection,
+                // It would hardly be there in time, and the requests that wait here would each open one.
+                None if self.clock.instant().duration_since(start) > within * 3 / 4 => {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                None => match self.dial(quiet, alone).await? {
+                    Dialed::Alone(connection) => return Ok(Carrier::Alone(connection)),
+                    Dialed::Shared(connection) => connection,
+                },
+            };
+            let add = || self.shared.borrow_mut().push(Rc::clone(&connection));
+            if is_new && keeps {
+                add();
+            }
+            connection.allows_streams().await?;
+            if is_new && !keeps {
+                add();
+            }
+            // Other requests may have been faster.
+            if connection.state() == State::Free {
+                return Ok(Carrier::Shared(Lease::of(connection)));
+            }
+            shares = true;
         }
+    }
+
+    async fn dial(&self, quiet: Duration, alone: bool) -> io::Result<Dialed> {
         let era = self.dial.names.era();
         let dialed = self.dial.open(alone).await?;
         let bearing = Bearing { address: dialed.address, era };
@@ -177,20 +234,23 @@ impl Pool {
             Spoken::Http1 => {
                 self.shares.set(self.dial.is_http2());
                 let connection = Connection::new(dialed.wire, bearing).await.map_err(io::Error::other)?;
-                Ok(Carrier::Alone(Box::new(connection)))
+                Ok(Dialed::Alone(Box::new(connection)))
             }
             Spoken::Http2 => {
                 self.shares.set(true);
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let quiet = quiet.max(QUIET_MIN);
                 let now = self.clock.instant();
-                let connection = Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await?;
-                let carrier = Carrier::Shared(Lease::of(&connection));
-                self.shared.borrow_mut().push(connection);
-                Ok(carrier)
+                Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await.map(Dialed::Shared)
             }
         }
     }
+}
+
+/// A new connection.
+enum Dialed {
+    Alone(Box<Connection>),
+    Shared(Rc<Multiplex>),
 }
 
 /// The host of a server's URL, with the port if it names one.

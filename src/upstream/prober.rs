@@ -123,7 +123,7 @@ fn pause(interval: Duration) -> Duration {
 
 async fn check(pool: &Pool, health: &Health) -> Result<(), String> {
     let mut connection =
-        pool.connect(health.timeout, health.timeout, false).await.map_err(|fault| fault.for_operator())?;
+        pool.connect(health.timeout, health.timeout, false, false).await.map_err(|fault| fault.for_operator())?;
     let host = match &health.host {
         Some(host) => HeaderValue::from_str(host).map_err(|invalid| invalid.to_string())?,
         None => pool.authority(),

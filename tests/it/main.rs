@@ -94,6 +94,7 @@ mod unprocessed;
 mod upgrade;
 mod upgrade_load;
 mod upstream_http2;
+mod upstream_streams;
 mod upstream_tls;
 mod websocket;
 mod websocket_streams;

@@ -94,6 +94,12 @@ fn number(n: usize, bytes: &mut Vec<u8>) {
     bytes.push(rest as u8);
 }
 
+/// A SETTINGS frame.
+pub fn settings(settings: &[(u16, u32)]) -> Vec<u8> {
+    let parameter = |(id, value): &(u16, u32)| [&id.to_be_bytes()[..], &value.to_be_bytes()].concat();
+    frame(SETTINGS, 0, 0, &settings.iter().flat_map(parameter).collect::<Vec<u8>>())
+}
+
 /// The block of an ordinary request.
 pub fn request(method: &str, path: &str) -> Vec<u8> {
     block(&[(":method", method), (":scheme", "http"), (":authority", HOST), (":path", path)])
@@ -116,22 +122,22 @@ impl Raw {
 
     /// What a client has connected to, on which nothing was read yet: its preface is passed over, and it is greeted.
     pub fn accepted(stream: TcpStream) -> Raw {
+        Raw::accepted_with(stream, &[])
+    }
+
+    /// The same, with settings.
+    pub fn accepted_with(stream: TcpStream, settings: &[(u16, u32)]) -> Raw {
         let mut raw = Raw { stream, received: Vec::new() };
         let mut preface = [0; 24];
         raw.stream.read_exact(&mut preface).unwrap();
-        raw.send(frame(SETTINGS, 0, 0, b""));
+        raw.send(self::settings(settings));
         raw
     }
 
     /// Connects, and sends the preface and settings of its own.
     pub fn with(address: SocketAddr, settings: &[(u16, u32)]) -> Raw {
         let mut raw = Raw::silent(address);
-        let mut payload = Vec::new();
-        for (id, value) in settings {
-            payload.extend(id.to_be_bytes());
-            payload.extend(value.to_be_bytes());
-        }
-        raw.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").send(frame(SETTINGS, 0, 0, &payload));
+        raw.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").send(self::settings(settings));
         raw
     }
 
