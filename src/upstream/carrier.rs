@@ -106,6 +106,15 @@ impl Carrier {
         }
     }
 
+    /// Whether the body of a response is complete, once it gives no more. hyper takes a stream that was reset with NO_ERROR
+    /// for one that has ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
+    pub fn is_complete(&self, body: &Incoming) -> bool {
+        match self {
+            Carrier::Alone(_) => true,
+            Carrier::Shared(_) => body.is_end_stream(),
+        }
+    }
+
     /// The stream, after an answer that switched protocols.
     pub async fn into_tunnel(self) -> Option<Tunnel> {
         match self {

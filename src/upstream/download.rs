@@ -36,6 +36,8 @@ pub struct Source {
 #[derive(Debug)]
 pub enum Broken {
     Upstream(hyper::Error),
+    /// The upstream reset the stream before the end of the response, and named no error.
+    Reset,
     /// The whole request took too long.
     Late,
 }
@@ -86,6 +88,10 @@ impl Body for Download {
             None => Pin::new(&mut this.body).poll_frame(cx),
         };
         if let Poll::Ready(None) = frame {
+            if this.source.as_ref().is_some_and(|source| !source.connection.is_complete(&this.body)) {
+                this.source = None;
+                return Poll::Ready(Some(Err(Broken::Reset)));
+            }
             this.release();
         }
         frame.map_err(Broken::Upstream)
@@ -113,6 +119,7 @@ impl fmt::Display for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Broken::Upstream(error) => write!(f, "{error}"),
+            Broken::Reset => f.write_str("the stream was reset with NO_ERROR before END_STREAM"),
             Broken::Late => f.write_str("the whole request took longer than `timeouts.request`"),
         }
     }
@@ -122,7 +129,7 @@ impl std::error::Error for Broken {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Broken::Upstream(error) => Some(error),
-            Broken::Late => None,
+            Broken::Reset | Broken::Late => None,
         }
     }
 }

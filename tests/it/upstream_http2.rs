@@ -11,9 +11,12 @@ use http::{HeaderMap, HeaderValue, Response};
 
 use crate::world::client::{HOST, request};
 use crate::world::gateway::Gateway;
-use crate::world::h2::Calm;
+use crate::world::h2::{
+    Calm, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INTERNAL_ERROR, NO_ERROR, RST_STREAM, Raw, STATUS_200, frame,
+};
 use crate::world::streams::{After, Setup, Streams};
-use crate::world::{eventually, within};
+use crate::world::upstream::Upstream;
+use crate::world::{eventually, pass_all, within};
 
 fn toml(upstream: &Streams) -> String {
     format!("workers = 1\n{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
@@ -328,6 +331,79 @@ fn an_answer_that_breaks_off_is_seen_as_broken() {
     assert_eq!(client.exactly(3), b"abc");
     arrived.notify_one();
     client.expect_closed();
+}
+
+/// A reset with NO_ERROR says that the request's body is not needed, and nothing about the response (RFC 9113, section 8.1).
+#[test]
+fn a_response_that_is_reset_with_no_error_before_its_end_is_broken_off() {
+    let arrived = Arc::new(tokio::sync::Notify::new());
+    let upstream = Streams::with(Setup::default(), {
+        let arrived = Arc::clone(&arrived);
+        move |mut stream| {
+            let arrived = Arc::clone(&arrived);
+            async move {
+                let mut answer = stream.begin(Response::new(()));
+                if !stream.head.uri.ends_with("/empty") {
+                    answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                }
+                arrived.notified().await;
+                answer.send_reset(h2::Reason::NO_ERROR);
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    for (target, upload) in [("/data", ""), ("/empty", ""), ("/data", "Content-Length: 100\r\n")] {
+        let mut client = gateway.client();
+        client.send(format!("POST {target} HTTP/1.1\r\nHost: {HOST}\r\n{upload}\r\n"));
+        assert_eq!(client.head().unwrap().expect(200).field("transfer-encoding"), Some("chunked"));
+        if target == "/data" {
+            assert_eq!(client.chunk().unwrap(), b"abc");
+        }
+        arrived.notify_one();
+        // Without the last chunk.
+        client.expect_closed();
+    }
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/data").until(DATA);
+    arrived.notify_one();
+    assert_eq!(raw.until(RST_STREAM).code(), INTERNAL_ERROR);
+}
+
+#[test]
+fn a_response_that_a_server_leaves_unfinished_politely_is_broken_off() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        raw.until(HEADERS);
+        raw.send(frame(HEADERS, END_HEADERS, 1, &[STATUS_200])).send(frame(DATA, 0, 1, b"abc"));
+        let last_stream = 0_u32;
+        raw.send(frame(GOAWAY, 0, 0, &[last_stream.to_be_bytes(), NO_ERROR.to_be_bytes()].concat()));
+        raw.rest();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    let rest = client.rest();
+    assert!(!rest.ends_with(b"0\r\n\r\n"), "{:?}", String::from_utf8_lossy(&rest));
+}
+
+#[test]
+fn a_complete_response_and_a_reset_with_no_error_are_a_complete_response() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        while let Some(request) = std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS) {
+            let stream = request.stream;
+            let end =
+                [frame(DATA, END_STREAM, stream, b"enough"), frame(RST_STREAM, 0, stream, &NO_ERROR.to_be_bytes())];
+            raw.send([frame(HEADERS, END_HEADERS, stream, &[STATUS_200]), end.concat()].concat());
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    for _ in 0..20 {
+        let mut client = gateway.client();
+        client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 100000\r\n\r\nabc"));
+        assert_eq!(client.answer().expect(200).text(), "enough");
+    }
 }
 
 #[test]

@@ -35,6 +35,7 @@ pub const ACK: u8 = 1;
 
 /// RFC 9113, section 7.
 pub const NO_ERROR: u32 = 0;
+pub const INTERNAL_ERROR: u32 = 2;
 pub const CANCEL: u32 = 8;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
