@@ -164,12 +164,7 @@ fn joined<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValu
 
 /// Makes the fields of an answer ready for the client.
 pub fn forward_response(headers: &mut HeaderMap) {
-    let marks = Marks::of(headers);
-    if marks.has(Marks::TRANSFER_ENCODING) {
-        // Chunks overrule a length (RFC 9112, section 6.3), which would cut the body short here.
-        headers.remove(header::CONTENT_LENGTH);
-    }
-    strip(headers, marks, &[]);
+    strip(headers, Marks::of(headers), &[]);
 }
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");

@@ -15,7 +15,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
-use http::{HeaderValue, Request, Response, StatusCode, Version};
+use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
 use super::balance::{Asked, Balancer, Choice, Tried};
@@ -298,11 +298,14 @@ impl Servers {
         started: Instant,
     ) -> Next {
         let is_switched = course.asked.handshake && upgrade::is_granted(&response);
-        if !is_switched && !is_clear(&response) {
+        let unclear = match is_framed_clearly(&response) {
+            false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
+            true if upgrade::is_switch(&response) && !is_switched => Some("it switched protocols unasked"),
+            true => None,
+        };
+        if let Some(why) = unclear {
             attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
-            return Next::Fault(Fault::Upstream(
-                "it switched protocols or coded the transfer unasked, or gave an empty length".to_owned(),
-            ));
+            return Next::Fault(Fault::Upstream(why.to_owned()));
         }
         let answered = self.clock.instant();
         self.meter.answered_in(answered.duration_since(started));
@@ -427,18 +430,28 @@ impl Servers {
     }
 }
 
-/// Whether an answer can be passed on as it is: no other protocol follows, no coding but chunks, and no length
-/// without a number, which passes for 0 in HTTP/2 and is none in HTTP/1.1.
-fn is_clear(response: &Response<Incoming>) -> bool {
-    if response.version() == Version::HTTP_2
-        && response.headers().get(CONTENT_LENGTH).is_some_and(HeaderValue::is_empty)
-    {
-        return false;
+/// Whether the end of a response can be read in one way only: from one Content-Length that is a number, or one
+/// Transfer-Encoding that is `chunked` (RFC 9112, section 6.3). hyper takes more, and all of it would be passed on.
+fn is_framed_clearly(response: &Response<Incoming>) -> bool {
+    let mut is_framed = false;
+    for (name, value) in response.headers() {
+        // Known names compare as numbers, so this is less than a look-up in the map.
+        let is_valid = match *name {
+            CONTENT_LENGTH => is_length(value.as_bytes()),
+            TRANSFER_ENCODING => value.as_bytes().eq_ignore_ascii_case(b"chunked"),
+            _ => continue,
+        };
+        if !is_valid || is_framed {
+            return false;
+        }
+        is_framed = true;
     }
-    // Known names compare as numbers, so this is less than a look-up in the map.
-    let is_coded = response.headers().keys().any(|name| *name == TRANSFER_ENCODING);
-    let mut codings = is_coded.then(|| response.headers().get_all(TRANSFER_ENCODING)).into_iter().flatten();
-    !upgrade::is_switch(response) && codings.all(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"))
+    true
+}
+
+/// Whether this is a number of bytes; those of 19 digits fit into 64 bits.
+fn is_length(text: &[u8]) -> bool {
+    (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
 }
 
 fn describe(error: SendError) -> String {

@@ -53,12 +53,34 @@ fn what_is_no_answer_is_502() {
         b"HTTP/1.1 200 OK\r\nno field\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5, 5\r\n\r\n",
+        b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ] {
         let answer = answer_of(script);
         assert_eq!(answer.status, 502, "{:?}: {}", String::from_utf8_lossy(script), answer.text());
         answer.problem();
+    }
+}
+
+/// No body follows, but the length is passed on, and caches use it.
+#[test]
+fn the_response_to_head_has_one_length_that_is_a_number() {
+    for length in ["5, 5", "5\r\nContent-Length: 5", "5\r\nTransfer-Encoding: chunked", "+5", "", "five"] {
+        let upstream = Upstream::with(move |talk| {
+            if talk.request().is_some() {
+                talk.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n"));
+            }
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let answer = gateway.client().ask("HEAD", "/a", &[], b"");
+        assert_eq!(answer.status, 502, "{length:?}: {:?}", answer.fields);
     }
 }
 

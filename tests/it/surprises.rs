@@ -61,21 +61,6 @@ fn what_a_server_says_unasked_on_an_idle_connection_is_not_an_answer() {
 }
 
 #[test]
-fn an_answer_with_two_framings_reaches_the_client_with_one() {
-    let upstream = Upstream::with(|talk| {
-        if talk.request().is_some() {
-            talk.send(
-                "HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-            );
-            talk.closed();
-        }
-    });
-    let gateway = gateway(&upstream);
-    // The client fails on Content-Length beside Transfer-Encoding.
-    assert_eq!(gateway.get("/a").expect(200).text(), "hello");
-}
-
-#[test]
 fn an_answer_to_head_may_announce_chunks() {
     let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec());
     let gateway = gateway(&upstream);

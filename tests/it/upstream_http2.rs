@@ -149,6 +149,15 @@ fn an_answer_with_an_empty_length_is_none() {
 }
 
 #[test]
+fn a_response_with_two_lengths_is_502() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "5").header("content-length", "5").body(()).unwrap();
+        stream.begin(head).send_data(Bytes::from_static(b"hello"), true).unwrap();
+    });
+    gateway(&upstream).get("/a").expect(502).problem();
+}
+
+#[test]
 fn large_bodies_pass_whole() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let length = stream.whole_body().await;
