@@ -42,7 +42,7 @@ use crate::http::gate::Clear;
 use crate::http::reply::{Dialect, Reply};
 use crate::http::route::{self, Ambiguous};
 use crate::http::upgrade::Way;
-use crate::http::{fields, gate, path, reply, upgrade};
+use crate::http::{fields, gate, path, reply};
 use crate::rule::book::Judgement;
 use crate::rule::desk::Desk;
 use crate::upstream::balance::Asked;
@@ -70,7 +70,7 @@ enum Decision {
 struct Onward {
     lane: usize,
     /// It asks for a WebSocket.
-    opening: Option<Opening>,
+    opening: Option<Box<Opening>>,
     /// What the choice of a server goes by, where requests that belong together go to one.
     server_key: Option<NonZeroU64>,
     deed: Option<Box<Deed>>,
@@ -297,7 +297,8 @@ impl Onward {
         let snapshot = &*view.snapshot;
         let upstream = snapshot.lanes[self.lane].upstream as usize;
         let takes_upgrades = || view.targets.get(upstream).is_some_and(Target::takes_upgrades);
-        self.opening = Opening::of(websocket, || snapshot.config.routes[self.lane].websocket && takes_upgrades())?;
+        self.opening =
+            Opening::of(websocket, &parts.headers, || snapshot.config.routes[self.lane].websocket && takes_upgrades())?;
         let peer = &visitor.peer.origin.text;
         fields::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
         let path = self.deed.as_mut().and_then(|deed| deed.path.take()).or(path);
@@ -308,8 +309,7 @@ impl Onward {
             parts.uri = origin_form(&parts.uri, path)?;
         }
         if let Some(opening) = &self.opening {
-            upgrade::ask(&mut parts.headers);
-            opening.key().into_iter().for_each(|key| key.put(&mut parts.headers));
+            opening.ask(&mut parts.headers);
         }
         Ok(self)
     }

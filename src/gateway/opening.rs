@@ -4,7 +4,7 @@
 //! known here. A stream of HTTP/2 is a tunnel as soon as it is answered with any 2xx, so nothing but the
 //! upstream's consent may be told so.
 
-use http::Response;
+use http::{HeaderMap, Response};
 
 use super::body::{Body, Content};
 use super::hall::{Peer, View};
@@ -16,36 +16,38 @@ use crate::http::reply::Dialect;
 use crate::http::upgrade::{self, Key, Way};
 
 /// How a tunnel is opened for a client.
-pub enum Opening {
-    /// Its connection changes over, with what it and the upstream say to each other.
-    Upgrade,
-    /// A stream of HTTP/2 becomes one; the key is the gateway's own.
-    Connect(Box<Key>),
+pub struct Opening {
+    way: Way,
+    /// Of the handshake with the upstream: the client's where its connection changes over, or else the gateway's own.
+    key: Key,
 }
 
 impl Opening {
     /// `None`: the request goes on as an ordinary one. `takes`: whether the route and its upstream take WebSockets.
-    pub fn of(way: Option<Way>, takes: impl FnOnce() -> bool) -> Result<Option<Opening>, Fault> {
-        Ok(match way {
+    pub fn of(
+        way: Option<Way>,
+        headers: &HeaderMap,
+        takes: impl FnOnce() -> bool,
+    ) -> Result<Option<Box<Opening>>, Fault> {
+        let key = match way {
             None => None,
-            Some(Way::Upgrade) => takes().then_some(Opening::Upgrade),
-            Some(Way::Connect) => Some(Opening::Connect(Box::new(Key::new()?))),
-        })
+            Some(Way::Upgrade) => Key::of(headers).filter(|_| takes()),
+            Some(Way::Connect) => Some(Key::new()?),
+        };
+        Ok(way.zip(key).map(|(way, key)| Box::new(Opening { way, key })))
     }
 
-    /// The key of the handshake with the upstream, if it is not the client's.
-    pub fn key(&self) -> Option<&Key> {
-        match self {
-            Opening::Upgrade => None,
-            Opening::Connect(key) => Some(key),
-        }
+    /// Asks the upstream to change protocols.
+    pub fn ask(&self, headers: &mut HeaderMap) {
+        upgrade::ask(headers);
+        self.key.put(headers);
     }
 }
 
 /// Makes of the upstream's answer, or the route's own, what the client is told.
 pub async fn conclude(
     answer: Response<Content>,
-    opening: Opening,
+    opening: Box<Opening>,
     dialect: Dialect,
     record: Record,
     peer: &Peer,
@@ -54,12 +56,12 @@ pub async fn conclude(
     if upgrade::is_switch(&answer) {
         return open(answer, &opening, dialect, record, peer, view).await;
     }
-    let fault = match (opening, answer.body()) {
-        (Opening::Connect(_), Content::Own(_)) if answer.status().is_success() => Fault::NO_WEBSOCKET,
-        (Opening::Connect(_), Content::Upstream(_)) if answer.status().is_success() => {
+    let fault = match (opening.way, answer.body()) {
+        (Way::Connect, Content::Own(_)) if answer.status().is_success() => Fault::NO_WEBSOCKET,
+        (Way::Connect, Content::Upstream(_)) if answer.status().is_success() => {
             Fault::Upstream("it did not switch protocols".to_owned())
         }
-        (Opening::Upgrade | Opening::Connect(_), _) => return finish(answer, record),
+        (Way::Upgrade | Way::Connect, _) => return finish(answer, record),
     };
     fail(&fault, dialect, record)
 }
@@ -73,13 +75,13 @@ async fn open(
     peer: &Peer,
     view: &View,
 ) -> Response<Body> {
-    if opening.key().is_some_and(|key| !key.is_accepted(answer.headers())) {
+    if !opening.key.is_accepted(answer.headers()) {
         let why = "it switched protocols without the `Sec-WebSocket-Accept` of this handshake";
         return fail(&Fault::Upstream(why.to_owned()), dialect, record);
     }
-    match opening {
-        Opening::Upgrade => upgrade::ask(answer.headers_mut()),
-        Opening::Connect(_) => upgrade::grant_stream(&mut answer),
+    match opening.way {
+        Way::Upgrade => upgrade::ask(answer.headers_mut()),
+        Way::Connect => upgrade::grant_stream(&mut answer),
     }
     let (parts, content) = answer.into_parts();
     let tunnel = match content {

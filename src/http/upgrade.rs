@@ -91,6 +91,11 @@ impl Key {
         HeaderValue::from_str(&STANDARD.encode(nonce)).map(Key).map_err(|_invalid| Fault::Panic)
     }
 
+    /// The key of a handshake; `None` if that has none.
+    pub fn of(headers: &HeaderMap) -> Option<Key> {
+        headers.get(header::SEC_WEBSOCKET_KEY).cloned().map(Key)
+    }
+
     /// Takes the key from a handshake; `None` if that has none.
     pub fn taken_from(headers: &mut HeaderMap) -> Option<Key> {
         headers.remove(header::SEC_WEBSOCKET_KEY).map(Key)
