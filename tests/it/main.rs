@@ -93,6 +93,7 @@ mod unix;
 mod unprocessed;
 mod upgrade;
 mod upgrade_load;
+mod upstream_errors;
 mod upstream_http2;
 mod upstream_streams;
 mod upstream_tls;
