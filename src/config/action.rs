@@ -17,6 +17,8 @@ pub struct Actions {
     pub timeouts: Option<Timeouts>,
     /// Instead of [`super::Limits::max_body`]; of `Some(None)`, any number.
     pub max_body: Option<Option<u64>>,
+    /// Instead of [`super::Limits::min_request_rate`].
+    pub min_request_rate: Option<u64>,
 }
 
 /// What a route answers by itself.

@@ -4,7 +4,6 @@ use super::hall::Hall;
 use super::snapshot::Snapshot;
 use crate::http::action::Action;
 use crate::http::fault::Fault;
-use crate::http::reply::Dialect;
 use crate::upstream::bounds::{Bounds, Pace};
 
 /// Refuses a body that is known to be too large, before anything is counted, and before it comes.
@@ -15,15 +14,12 @@ pub fn admit(snapshot: &Snapshot, action: Option<&Action>, body_bytes: u64) -> R
     }
 }
 
-/// What a body is held to on its way. A stream of gRPC may well have nothing to send for a while, so it need not
-/// be fast.
-pub fn bounds(hall: &Hall, snapshot: &Snapshot, lane: usize, dialect: Dialect) -> Bounds {
+/// What a body is held to on its way.
+pub fn bounds(hall: &Hall, snapshot: &Snapshot, lane: usize) -> Bounds {
     let limits = &snapshot.config.limits;
-    let pace = match dialect {
-        Dialect::Grpc => None,
-        Dialect::Http => Pace::new(&hall.timers, limits.min_request_rate, limits.rate_grace),
-    };
-    Bounds::new(most(snapshot, snapshot.action_of(&snapshot.lanes[lane])), pace)
+    let action = snapshot.action_of(&snapshot.lanes[lane]);
+    let rate = action.and_then(|action| action.min_request_rate).unwrap_or(limits.min_request_rate);
+    Bounds::new(most(snapshot, action), Pace::new(&hall.timers, rate, limits.rate_grace))
 }
 
 fn most(snapshot: &Snapshot, action: Option<&Action>) -> Option<u64> {

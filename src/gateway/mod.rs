@@ -113,7 +113,7 @@ pub fn pass(
     };
     // Each by itself, so that the future below has room for each only once.
     let Permit { mut stamp, mut turn, mut settlement } = permit;
-    let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane, dialect);
+    let bounds = || allowance::bounds(hall, &view.snapshot, onward.lane);
     let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
     let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
     let request = Box::new(Request::from_parts(parts, upload));

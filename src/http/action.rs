@@ -27,6 +27,7 @@ pub struct Action {
     /// Instead of those of all routes.
     pub timeouts: Option<Timeouts>,
     pub max_body: Option<Option<u64>>,
+    pub min_request_rate: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -107,6 +108,7 @@ impl Action {
             response: changes(&actions.response_fields),
             timeouts: actions.timeouts.clone(),
             max_body: actions.max_body,
+            min_request_rate: actions.min_request_rate,
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::world::client::{HOST, request};
 use crate::world::gateway::Gateway;
-use crate::world::h2::{END_HEADERS, HEADERS, Raw, block, frame};
+use crate::world::h2::{DATA, END_HEADERS, END_STREAM, HEADERS, Raw, block, frame};
 use crate::world::upstream::{Talk, Upstream};
 use crate::world::{eventually, one_rule, pass_all, within};
 
@@ -100,22 +100,36 @@ fn a_body_that_trickles_in_is_given_up() {
 }
 
 #[test]
-fn streams_are_held_to_it_but_for_grpc() {
+fn a_route_may_take_slow_bodies_and_no_field_makes_it() {
+    let toml = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    let slow = "[[routes]]\npath = \"/slow\"\nupstream = \"u\"\nmin_request_rate = 0\n";
     let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
-    let gateway = Gateway::start(&format!("{}{limits}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
+    let gateway = Gateway::start(&format!("{toml}{slow}{limits}"));
     let mut raw = Raw::connect(gateway.http);
-    for (stream, content_type) in [(1, "application/grpc"), (3, "text/plain")] {
+    for (stream, path, content_type) in [
+        (1, "/slow", "application/grpc"),
+        (3, "/slow", "text/plain"),
+        (5, "/a", "application/grpc"),
+        (7, "/a", "text/plain"),
+    ] {
         let fields = [
             (":method", "POST"),
             (":scheme", "http"),
             (":authority", HOST),
-            (":path", "/a"),
+            (":path", path),
             ("content-type", content_type),
         ];
         raw.send(frame(HEADERS, END_HEADERS, stream, &block(&fields)));
     }
-    assert_eq!(raw.until(HEADERS).stream, 3);
-    assert_eq!(faults(&gateway, "body_too_slow"), 1);
+    // Only these are given up.
+    let mut refused = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    refused.sort_unstable();
+    assert_eq!(refused, [5, 7]);
+    assert_eq!(faults(&gateway, "body_too_slow"), 2);
+    raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(DATA, END_STREAM, 3, b""));
+    let mut answered = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    answered.sort_unstable();
+    assert_eq!(answered, [1, 3]);
 }
 
 #[test]

@@ -42,6 +42,7 @@ pub struct Settings<'d> {
     respond: Option<Item<'d>>,
     timeouts: Option<Item<'d>>,
     max_body: Option<Item<'d>>,
+    min_request_rate: Option<Item<'d>>,
 }
 
 impl<'d> Settings<'d> {
@@ -56,6 +57,7 @@ impl<'d> Settings<'d> {
             respond: table.get("respond"),
             timeouts: table.get("timeouts"),
             max_body: table.get("max_body"),
+            min_request_rate: table.get("min_request_rate"),
         }
     }
 
@@ -80,6 +82,7 @@ impl<'d> Settings<'d> {
             response_fields: self.response_headers.map(|item| fields(&item, path, report)).unwrap_or_default(),
             timeouts: self.timeouts.and_then(|item| own_timeouts(&item, timeouts, report)),
             max_body: self.max_body.and_then(|item| limits::max_body(&item, report)),
+            min_request_rate: self.min_request_rate.and_then(|item| limits::rate(&item, report)),
         };
         (actions != Actions::default()).then(|| Box::new(actions))
     }
@@ -96,7 +99,7 @@ impl<'d> Settings<'d> {
             }
         }
         if let Some(answer) = answers.iter().find_map(|item| item.as_ref()) {
-            let in_vain = [&paths[..], &[&self.request_headers, &self.timeouts]].concat();
+            let in_vain = [&paths[..], &[&self.request_headers, &self.timeouts, &self.min_request_rate]].concat();
             for item in in_vain.into_iter().flatten() {
                 let message =
                     format!("`{}` has no effect: no upstream is asked, for there is `{}`", item.key, answer.key);

@@ -43,7 +43,7 @@ pub fn limits(item: Option<Item>, report: &mut Report) -> Limits {
     for (key, rate) in
         [("min_request_rate", &mut limits.min_request_rate), ("min_response_rate", &mut limits.min_response_rate)]
     {
-        *rate = table.get(key).and_then(|item| size(&item, 0..=GIB, "240", report)).unwrap_or(*rate);
+        *rate = table.get(key).and_then(|item| self::rate(&item, report)).unwrap_or(*rate);
     }
     let grace = table.get("rate_grace").and_then(|item| duration(&item, 1..=DAY_MS, limits.rate_grace, report));
     limits.rate_grace = grace.map_or(limits.rate_grace, Duration::from_millis);
@@ -57,6 +57,11 @@ pub fn max_body(item: &Item, report: &mut Report) -> Option<Option<u64>> {
         DeValue::String(text) if text == "unlimited" => Some(None),
         _ => size(item, 0..=u64::MAX / 2, "\"10MiB\"", report).map(Some),
     }
+}
+
+/// Bytes a second; 0: any number.
+pub fn rate(item: &Item, report: &mut Report) -> Option<u64> {
+    size(item, 0..=GIB, "240", report)
 }
 
 /// A number of bytes: a whole number, or one with a unit.
