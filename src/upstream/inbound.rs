@@ -10,7 +10,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use h2::{Reason, RecvStream};
+use h2::RecvStream;
 use http::header::{self, HeaderMap};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -85,20 +85,16 @@ impl Streamed {
                     self.left = self.left.map(|left| left.saturating_sub(bytes.len() as u64));
                     return Poll::Ready(Some(Ok(Frame::data(bytes))));
                 }
-                Some(Err(error)) => return Poll::Ready(broken(error)),
+                // Only END_STREAM ends a body. A reset before it, whatever its code, breaks the upload off.
+                Some(Err(error)) => return Poll::Ready(Some(Err(error.into()))),
                 None => self.is_data_done = true,
             }
         }
         match ready!(self.stream.poll_trailers(cx)) {
             Ok(trailers) => Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers)))),
-            Err(error) => Poll::Ready(broken(error)),
+            Err(error) => Poll::Ready(Some(Err(error.into()))),
         }
     }
-}
-
-/// A client that resets a stream with NO_ERROR has said all it wanted to (RFC 9113, section 8.1).
-fn broken(error: h2::Error) -> Option<Result<Frame<Bytes>, Broken>> {
-    (error.reason() != Some(Reason::NO_ERROR)).then(|| Err(error.into()))
 }
 
 /// Where the body of a request is left that nobody wants any more.

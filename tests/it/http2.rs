@@ -14,7 +14,7 @@ use hyper::body::{Body, Frame};
 use crate::world::client::{Client, HOST};
 use crate::world::gateway::Gateway;
 use crate::world::h2::{CANCEL, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400};
-use crate::world::h2::{END_HEADERS, END_STREAM, block, frame, request};
+use crate::world::h2::{END_HEADERS, END_STREAM, NO_ERROR, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
 use crate::world::quota::remaining;
@@ -279,6 +279,46 @@ fn a_request_that_is_reset_is_canceled_but_has_counted() {
     }
     assert_eq!(remaining(&gateway.get("/a").expect(429), "r"), 0);
     eventually("they are recorded", || gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == 3);
+}
+
+#[test]
+fn an_upload_that_is_reset_before_its_end_never_looks_complete() {
+    let (told, http1_heard) = mpsc::channel();
+    let told = Mutex::new(told);
+    let http1 = Upstream::with(move |talk| {
+        if talk.head().is_some() {
+            let tell = |what| told.lock().unwrap().send(what).unwrap();
+            assert_eq!(talk.exactly(8).unwrap(), b"3\r\nabc\r\n");
+            tell("begun");
+            tell(if talk.exactly(5).is_some_and(|last| last == b"0\r\n\r\n") { "complete" } else { "cut off" });
+        }
+    });
+    let (told, http2_heard) = mpsc::channel();
+    let http2 = Streams::with(Setup::default(), move |mut stream| {
+        let told = told.clone();
+        async move {
+            assert_eq!(stream.piece().await.unwrap().unwrap(), "abc");
+            told.send("begun").unwrap();
+            while let Some(Ok(_)) = stream.piece().await {}
+            told.send(if stream.body.is_end_stream() { "complete" } else { "cut off" }).unwrap();
+        }
+    });
+    let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    for (toml, heard) in [(http1.toml("u"), &http1_heard), (http2.toml("u"), &http2_heard)] {
+        let gateway = Gateway::start(&format!("{toml}{route}"));
+        let mut raw = Raw::connect(gateway.http);
+        let end = |stream, code: u32| frame(RST_STREAM, 0, stream, &code.to_be_bytes());
+        for (stream, end, expected) in [
+            (1, end(1, NO_ERROR), "cut off"),
+            (3, end(3, CANCEL), "cut off"),
+            (5, frame(DATA, END_STREAM, 5, b""), "complete"),
+        ] {
+            raw.send(frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"))).send(frame(DATA, 0, stream, b"abc"));
+            assert_eq!(heard.recv(), Ok("begun"));
+            raw.send(end);
+            assert_eq!(heard.recv(), Ok(expected), "{toml}");
+        }
+    }
 }
 
 #[test]
