@@ -15,8 +15,14 @@ const SECOND: u64 = 10;
 const EARNED_BY_STREAM: u32 = 8;
 const BYTES_FOR_ONE: u32 = 1024;
 
-/// Of a header block that is not complete. What it may be when it is, h2 decides.
-const BLOCK_MAX_BYTES: u32 = 64 * 1024;
+/// What a frame of a header block adds to its payload.
+const FRAME_HEAD_BYTES: u32 = 9;
+
+/// Error codes of RST_STREAM that tell a client that it was wrong (RFC 9113, section 7): PROTOCOL_ERROR, FLOW_CONTROL_ERROR,
+/// STREAM_CLOSED, FRAME_SIZE_ERROR and REFUSED_STREAM.
+pub fn is_blaming(code: u32) -> bool {
+    matches!(code, 1 | 3 | 5 | 6 | 7)
+}
 
 /// What a client did too often.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,6 +34,8 @@ pub enum Abuse {
     WindowUpdate,
     EmptyData,
     Continuation,
+    /// Requests that are malformed, that have too large a head, or that there is no room for.
+    BadRequest,
     Unknown,
 }
 
@@ -42,6 +50,7 @@ impl Abuse {
             Abuse::WindowUpdate => "window_update",
             Abuse::EmptyData => "empty_data",
             Abuse::Continuation => "continuation",
+            Abuse::BadRequest => "bad_request",
             Abuse::Unknown => "unknown",
         }
     }
@@ -50,8 +59,30 @@ impl Abuse {
 /// What a connection may do in a second.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
+    /// Streams that the client resets.
     pub resets: u32,
+    /// Requests that are refused for their heads, and streams that the gateway resets because of what the client has sent.
+    pub bad_requests: u32,
     pub control: u32,
+    /// Of one header block, as it comes, with the heads of its frames.
+    pub block_bytes: u32,
+}
+
+/// A request whose answer has not been sent to its end.
+#[derive(Clone, Copy, Debug)]
+struct Unanswered {
+    stream: u32,
+    /// Of its head, as far as it has come to the streams.
+    head_bytes: usize,
+    flaw: Option<HeadFlaw>,
+}
+
+/// Why a request is not served whose head has come to the streams.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HeadFlaw {
+    TooLarge,
+    /// All heads of the connection are.
+    Crowded,
 }
 
 /// What was seen of a connection.
@@ -61,6 +92,7 @@ pub struct Conduct {
     /// The tick at which the second began.
     since: u64,
     resets: u32,
+    bad_requests: u32,
     control: u32,
     /// Control frames that were earned in this second.
     earned: u32,
@@ -73,8 +105,12 @@ pub struct Conduct {
     /// A frame has come.
     opened: bool,
     last_stream: u32,
-    /// Streams whose answer has not been sent to its end. There are few.
-    unanswered: Vec<u32>,
+    /// There are few.
+    unanswered: Vec<Unanswered>,
+    /// Of all their heads.
+    head_bytes: usize,
+    /// So many of them have a flaw.
+    flawed: usize,
 }
 
 impl Conduct {
@@ -83,6 +119,7 @@ impl Conduct {
             budget,
             since: tick,
             resets: 0,
+            bad_requests: 0,
             control: 0,
             earned: 0,
             sent: 0,
@@ -91,6 +128,30 @@ impl Conduct {
             opened: false,
             last_stream: 0,
             unanswered: Vec::new(),
+            head_bytes: 0,
+            flawed: 0,
+        }
+    }
+
+    /// Of the heads of all requests that are not answered yet.
+    pub fn head_bytes(&self) -> usize {
+        self.head_bytes
+    }
+
+    /// What is wrong with the head of a request.
+    pub fn flaw_of(&self, stream: u32) -> Option<HeadFlaw> {
+        if self.flawed == 0 {
+            return None;
+        }
+        self.unanswered.iter().find(|known| known.stream == stream).and_then(|known| known.flaw)
+    }
+
+    /// The head of a request was read.
+    pub fn head_came(&mut self, stream: u32, bytes: usize, flaw: Option<HeadFlaw>) {
+        if let Some(known) = self.unanswered.iter_mut().rev().find(|known| known.stream == stream) {
+            (known.head_bytes, known.flaw) = (bytes, flaw);
+            self.head_bytes += bytes;
+            self.flawed += usize::from(flaw.is_some());
         }
     }
 
@@ -124,17 +185,14 @@ impl Conduct {
 
     /// A frame begins to come.
     pub fn heard(&mut self, frame: Frame, tick: u64) -> Option<Abuse> {
-        if tick >= self.since + SECOND {
-            self.since = tick;
-            (self.resets, self.control, self.earned) = (0, 0, 0);
-        }
+        self.pass_time(tick);
         self.opened = true;
         self.whole();
         match frame.kind {
             Frame::HEADERS => {
                 if frame.stream > self.last_stream {
                     self.last_stream = frame.stream;
-                    self.unanswered.push(frame.stream);
+                    self.unanswered.push(Unanswered { stream: frame.stream, head_bytes: 0, flaw: None });
                     self.earned = self.earned.saturating_add(EARNED_BY_STREAM);
                 }
                 self.block = Some(0);
@@ -160,9 +218,27 @@ impl Conduct {
     }
 
     /// A frame begins to be sent.
-    pub fn said(&mut self, frame: Frame) {
+    pub fn said(&mut self, frame: Frame, tick: u64) -> Option<Abuse> {
         if frame.ends_stream() || frame.kind == Frame::RST_STREAM {
             self.answered(frame.stream);
+        }
+        if frame.kind == Frame::RST_STREAM && is_blaming(frame.code) {
+            return self.bad_request(tick);
+        }
+        None
+    }
+
+    /// A request was bad, or its stream.
+    pub fn bad_request(&mut self, tick: u64) -> Option<Abuse> {
+        self.pass_time(tick);
+        self.bad_requests += 1;
+        (self.bad_requests > self.budget.bad_requests).then_some(Abuse::BadRequest)
+    }
+
+    fn pass_time(&mut self, tick: u64) {
+        if tick >= self.since + SECOND {
+            self.since = tick;
+            (self.resets, self.bad_requests, self.control, self.earned) = (0, 0, 0, 0);
         }
     }
 
@@ -174,10 +250,10 @@ impl Conduct {
     }
 
     fn head_goes_on(&mut self, frame: Frame) -> Option<Abuse> {
-        let bytes = self.block.unwrap_or(0).saturating_add(frame.length);
+        let bytes = self.block.unwrap_or(0).saturating_add(frame.length + FRAME_HEAD_BYTES);
         self.block = Some(bytes);
         self.block_ends = frame.ends_head();
-        (bytes > BLOCK_MAX_BYTES).then_some(Abuse::Continuation)
+        (bytes > self.budget.block_bytes).then_some(Abuse::Continuation)
     }
 
     fn control(&mut self, kind: Abuse) -> Option<Abuse> {
@@ -186,8 +262,10 @@ impl Conduct {
     }
 
     fn answered(&mut self, stream: u32) {
-        if let Some(at) = self.unanswered.iter().position(|known| *known == stream) {
-            self.unanswered.swap_remove(at);
+        if let Some(at) = self.unanswered.iter().position(|known| known.stream == stream) {
+            let known = self.unanswered.swap_remove(at);
+            self.head_bytes -= known.head_bytes;
+            self.flawed -= usize::from(known.flaw.is_some());
         }
     }
 }
@@ -196,10 +274,10 @@ impl Conduct {
 mod tests {
     use super::*;
 
-    const BUDGET: Budget = Budget { resets: 3, control: 5 };
+    const BUDGET: Budget = Budget { resets: 3, bad_requests: 3, control: 5, block_bytes: 64 * 1024 };
 
     fn frame(kind: u8, flags: u8, stream: u32, length: u32) -> Frame {
-        Frame { kind, flags, stream, length }
+        Frame { kind, flags, stream, length, code: 0 }
     }
 
     #[test]
@@ -237,7 +315,7 @@ mod tests {
             assert_eq!(conduct.heard(frame(Frame::DATA, 0, 2 * n + 1, 10), 0), None);
             assert_eq!(conduct.heard(frame(Frame::DATA, 1, 2 * n + 1, 0), 0), None);
             assert_eq!(conduct.heard(frame(Frame::PING, 1, 0, 8), 0), None);
-            conduct.said(frame(Frame::HEADERS, 5, 2 * n + 1, 10));
+            assert_eq!(conduct.said(frame(Frame::HEADERS, 5, 2 * n + 1, 10), 0), None);
         }
         assert!(!conduct.is_busy() && !conduct.is_in_head());
     }
@@ -249,6 +327,32 @@ mod tests {
         (0..4).for_each(|_| conduct.sent(512));
         let allowed = (0..100).take_while(|_| conduct.heard(frame(Frame::WINDOW_UPDATE, 0, 0, 4), 0).is_none());
         assert_eq!(allowed.count(), 5 + 8 + 2);
+    }
+
+    #[test]
+    fn bad_requests_are_counted_and_forgotten_with_their_second() {
+        let mut conduct = Conduct::new(BUDGET, 0);
+        let reset = |code| Frame { code, ..frame(Frame::RST_STREAM, 0, 1, 4) };
+        // Streams that end because nobody wants more, or an upstream failed, blame no client.
+        (0..9).for_each(|code| {
+            let expected = (code == 6 || code == 7).then_some(Abuse::BadRequest);
+            assert_eq!(conduct.said(reset(code), 9), expected, "{code}");
+        });
+        assert_eq!(conduct.said(reset(1), 10), None);
+    }
+
+    #[test]
+    fn heads_are_known_until_they_are_answered() {
+        let mut conduct = Conduct::new(BUDGET, 0);
+        for (stream, flaw) in [(1, None), (3, Some(HeadFlaw::TooLarge)), (5, None)] {
+            conduct.heard(frame(Frame::HEADERS, 5, stream, 10), 0);
+            conduct.head_came(stream, 100, flaw);
+        }
+        assert_eq!((conduct.flaw_of(1), conduct.flaw_of(3)), (None, Some(HeadFlaw::TooLarge)));
+        assert_eq!(conduct.head_bytes(), 300);
+        assert_eq!(conduct.said(frame(Frame::HEADERS, 5, 3, 10), 0), None);
+        conduct.heard(frame(Frame::RST_STREAM, 0, 5, 4), 0);
+        assert_eq!((conduct.flaw_of(3), conduct.head_bytes()), (None, 100));
     }
 
     #[test]

@@ -6,7 +6,10 @@
 /// What every client sends before its first frame (RFC 9113, section 3.4).
 pub const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-const HEAD_BYTES: usize = 9;
+pub const HEAD_BYTES: usize = 9;
+
+/// What RST_STREAM says.
+const CODE_BYTES: usize = 4;
 
 /// The head of one frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -16,6 +19,8 @@ pub struct Frame {
     pub stream: u32,
     /// Of what follows the head, in bytes.
     pub length: u32,
+    /// Of RST_STREAM: why the stream ends (RFC 9113, section 7). 0 for any other frame.
+    pub code: u32,
 }
 
 impl Frame {
@@ -32,12 +37,25 @@ impl Frame {
     const ACK: u8 = 1;
     const END_STREAM: u8 = 1;
     const END_HEADERS: u8 = 4;
+    const PADDED: u8 = 8;
+    const HAS_PRIORITY: u8 = 0x20;
 
-    fn read(head: &[u8; HEAD_BYTES]) -> Frame {
+    pub fn read(head: &[u8; HEAD_BYTES]) -> Frame {
         let [a, b, c, kind, flags, s0, s1, s2, s3] = *head;
         // The highest bit of the stream is reserved.
         let stream = u32::from_be_bytes([s0 & 0x7f, s1, s2, s3]);
-        Frame { kind, flags, stream, length: u32::from_be_bytes([0, a, b, c]) }
+        Frame { kind, flags, stream, length: u32::from_be_bytes([0, a, b, c]), code: 0 }
+    }
+
+    /// The head of HEADERS or CONTINUATION in a block that takes the place of one which began with `first`.
+    pub fn header(kind: u8, first: Frame, length: usize, is_last: bool) -> [u8; HEAD_BYTES] {
+        let [_, a, b, c] = (length as u32).to_be_bytes();
+        let [s0, s1, s2, s3] = first.stream.to_be_bytes();
+        let mut flags = if is_last { Frame::END_HEADERS } else { 0 };
+        if kind == Frame::HEADERS {
+            flags |= first.flags & Frame::END_STREAM;
+        }
+        [a, b, c, kind, flags, s0, s1, s2, s3]
     }
 
     pub fn ends_stream(&self) -> bool {
@@ -46,6 +64,14 @@ impl Frame {
 
     pub fn ends_head(&self) -> bool {
         self.flags & Frame::END_HEADERS != 0
+    }
+
+    pub fn is_padded(&self) -> bool {
+        self.flags & Frame::PADDED != 0
+    }
+
+    pub fn has_priority(&self) -> bool {
+        self.flags & Frame::HAS_PRIORITY != 0
     }
 
     /// The answer to a SETTINGS or PING of ours.
@@ -57,8 +83,9 @@ impl Frame {
 /// Where a stream of frames stands.
 #[derive(Debug)]
 pub struct Frames {
-    head: [u8; HEAD_BYTES],
-    /// Bytes of the head that have come.
+    /// Of RST_STREAM, its code as well.
+    head: [u8; HEAD_BYTES + CODE_BYTES],
+    /// Bytes of it that have come.
     have: usize,
     /// Bytes that are passed over before the next head.
     skip: usize,
@@ -67,11 +94,11 @@ pub struct Frames {
 impl Frames {
     /// What a client sends: a preface first.
     pub fn of_client() -> Frames {
-        Frames { head: [0; HEAD_BYTES], have: 0, skip: PREFACE.len() }
+        Frames { head: [0; HEAD_BYTES + CODE_BYTES], have: 0, skip: PREFACE.len() }
     }
 
     pub fn of_server() -> Frames {
-        Frames { head: [0; HEAD_BYTES], have: 0, skip: 0 }
+        Frames { head: [0; HEAD_BYTES + CODE_BYTES], have: 0, skip: 0 }
     }
 
     /// Looks at the next bytes, and tells of every frame whose head is complete.
@@ -83,16 +110,27 @@ impl Frames {
                 bytes = &bytes[skipped..];
                 continue;
             }
-            let taken = (HEAD_BYTES - self.have).min(bytes.len());
+            let whole = if self.have >= HEAD_BYTES { HEAD_BYTES + CODE_BYTES } else { HEAD_BYTES };
+            let taken = (whole - self.have).min(bytes.len());
             self.head[self.have..self.have + taken].copy_from_slice(&bytes[..taken]);
             self.have += taken;
             bytes = &bytes[taken..];
-            if self.have == HEAD_BYTES {
-                let frame = Frame::read(&self.head);
-                self.have = 0;
-                self.skip = frame.length as usize;
-                tell(frame);
+            if self.have < whole {
+                continue;
             }
+            let [head @ .., c0, c1, c2, c3] = self.head;
+            let mut frame = Frame::read(&head);
+            self.skip = frame.length as usize;
+            if frame.kind == Frame::RST_STREAM && self.skip >= CODE_BYTES {
+                if self.have == HEAD_BYTES {
+                    self.skip = 0;
+                    continue;
+                }
+                frame.code = u32::from_be_bytes([c0, c1, c2, c3]);
+                self.skip -= CODE_BYTES;
+            }
+            self.have = 0;
+            tell(frame);
         }
     }
 
@@ -126,11 +164,13 @@ mod tests {
         all.extend(bytes(Frame::HEADERS, 5, 1, 300));
         all.extend(bytes(Frame::DATA, 1, 0x8000_0003, 70_000));
         all.extend(bytes(Frame::PING, 1, 0, 8));
+        all.extend(bytes(Frame::RST_STREAM, 0, 5, 4));
         let expected = [
-            Frame { kind: Frame::SETTINGS, flags: 0, stream: 0, length: 18 },
-            Frame { kind: Frame::HEADERS, flags: 5, stream: 1, length: 300 },
-            Frame { kind: Frame::DATA, flags: 1, stream: 3, length: 70_000 },
-            Frame { kind: Frame::PING, flags: 1, stream: 0, length: 8 },
+            Frame { kind: Frame::SETTINGS, flags: 0, stream: 0, length: 18, code: 0 },
+            Frame { kind: Frame::HEADERS, flags: 5, stream: 1, length: 300, code: 0 },
+            Frame { kind: Frame::DATA, flags: 1, stream: 3, length: 70_000, code: 0 },
+            Frame { kind: Frame::PING, flags: 1, stream: 0, length: 8, code: 0 },
+            Frame { kind: Frame::RST_STREAM, flags: 0, stream: 5, length: 4, code: 0xffff_ffff },
         ];
         for size in [1, 2, 8, 9, 10, 25, 1000, all.len()] {
             let (mut frames, mut told) = (Frames::of_client(), Vec::new());

@@ -13,6 +13,7 @@ use h2::server::{Builder, Connection, Handshake};
 
 use super::conduct::Budget;
 use super::drain::Guest;
+use super::hpack;
 use super::pulse::Pulse;
 use super::session::{Late, Limits, Session, Watched};
 use super::stream::Streams;
@@ -28,17 +29,18 @@ const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
 /// What is kept of an answer until the client takes it.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// Of a request's head, as RFC 9113, section 6.5.2 counts: 32 bytes a field more than it has.
-const HEAD_MAX_BYTES: u32 = 64 * 1024;
+/// What a header block may have on its way, where its fields may have less: enough for their names and values to be told too large.
+const BLOCK_BYTES: usize = 64 * 1024;
 /// Of a frame's payload, as most peers have it.
 const FRAME_MAX_BYTES: u32 = 16 * 1024;
 
-/// How long things may take on a connection.
+/// How long things may take on a connection, and how large heads may be.
 fn limits(config: &Config) -> Limits {
     let (timeouts, idle) = (&config.timeouts, config.http2.idle);
     let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
     let least = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
-    Limits { head: timeouts.request_head, idle, body: timeouts.body, least }
+    let request = hpack::Limits { fields: config.limits.request_fields, bytes: config.limits.request_head };
+    Limits { head: timeouts.request_head, idle, body: timeouts.body, least, request }
 }
 
 /// A connection that speaks, or is about to.
@@ -81,7 +83,9 @@ impl Serving {
                         self.is_lost = true;
                         connection.abrupt_shutdown(Reason::NO_ERROR);
                     }
-                    match connection.poll_accept(cx) {
+                    let accepted = connection.poll_accept(cx);
+                    self.streams.record_refused();
+                    match accepted {
                         Poll::Ready(Some(request)) => {
                             let (request, respond) = request?;
                             self.streams.take(request, respond);
@@ -110,7 +114,14 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     let view = hall.view();
     let config = &view.snapshot.config;
     let http2 = &config.http2;
-    let budget = Budget { resets: http2.max_resets, control: http2.max_control_frames };
+    let block_bytes = config.limits.request_head.max(BLOCK_BYTES) as u32;
+    let budget = Budget {
+        resets: http2.max_resets,
+        // A client that does not know the limit yet may open more streams than it allows.
+        bad_requests: http2.max_resets.max(http2.max_concurrent_streams.saturating_mul(4)),
+        control: http2.max_control_frames,
+        block_bytes,
+    };
     let session = Session::new(&hall.timers, limits(config), budget);
     let handshake = builder(config).handshake(Watched::new(wire, Rc::clone(&session)));
     let mut serving = Serving {
@@ -125,6 +136,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
     drop(view);
     let mut told = false;
     let ended = poll_fn(|cx| {
+        session.begin_turn();
         loop {
             if let Poll::Ready(ended) = serving.poll(cx) {
                 return Poll::Ready(ended);
@@ -170,9 +182,10 @@ fn builder(config: &Config) -> Builder {
     }
     builder
         .max_concurrent_streams(streams)
-        // Streams that are refused because there are too many count as well.
-        .max_local_error_reset_streams(Some(streams as usize * 4))
-        .max_header_list_size(HEAD_MAX_BYTES)
+        // h2 counts over the life of a connection, `conduct` by the second.
+        .max_local_error_reset_streams(None)
+        // Clients are told; `hpack` sees to it.
+        .max_header_list_size(config.limits.request_head as u32)
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_frame_size(FRAME_MAX_BYTES)

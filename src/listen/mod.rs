@@ -8,7 +8,8 @@
 //!
 //! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it, `outflow` sends
 //! the answer's body, `strand` is a tunnel on one; `pulse` asks whether anybody is there, `session` stands between h2
-//! and the socket, `frames` reads what passes there, `conduct` judges it.
+//! and the socket, `frames` reads what passes there, `conduct` judges it, `http2_input` replaces what h2 would end the connection
+//! for, with `hpack` and `huffman`.
 
 pub mod arrival;
 pub mod capacity;
@@ -19,7 +20,10 @@ pub mod drain;
 pub mod frames;
 pub mod guard;
 pub mod head;
+mod hpack;
 pub mod http2;
+mod http2_input;
+mod huffman;
 pub mod lobby;
 mod outflow;
 pub mod preface;

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use h2::{Reason, SendStream};
 use http_body::Body as _;
 
+use super::conduct;
 use crate::gateway::body::Body;
 use crate::gateway::hall::Peer;
 use crate::http::fields;
@@ -82,12 +83,13 @@ impl Outflow {
     }
 }
 
-/// What the client is told of a body that broke off: as the upstream's stream did, if it was one.
+/// What the client is told of a body that broke off: as the upstream's stream did, if it was one. That the one who asked was wrong
+/// is about the gateway; the client was not.
 fn reason_of(error: &(dyn Error + 'static)) -> Reason {
     let mut error = Some(error);
     while let Some(what) = error {
         if let Some(reason) = what.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
-            return reason;
+            return if conduct::is_blaming(reason.into()) { Reason::INTERNAL_ERROR } else { reason };
         }
         error = what.source();
     }

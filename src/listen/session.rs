@@ -15,15 +15,23 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-use super::conduct::{Abuse, Budget, Conduct};
+use super::conduct::{Abuse, Budget, Conduct, HeadFlaw};
 use super::frames::{Frame, Frames};
 use super::guard::LINGER;
+use super::hpack::{self, Flaw};
+use super::http2_input::{Block, Input, Watch};
 use crate::timer::{Timer, Timers};
 use crate::wire::Wire;
 
 /// How long the last frames may take once a connection that ends has nothing left to answer. A client says that it has
 /// heard of the end, so that nothing which it sent before is lost; only one that does not is waited for so long.
 const PARTING: Duration = Duration::from_secs(5);
+
+/// What is read of a connection before others have their turn. Reading a head costs up to a thousand times as much as sending it.
+const TURN_BYTES: usize = 16 * 1024;
+
+/// What the heads of all requests on a connection may take together, in multiples of what one may.
+const HEADS_TOGETHER: usize = 16;
 
 /// RFC 9113, section 7.
 const ENHANCE_YOUR_CALM: u32 = 0xb;
@@ -39,6 +47,8 @@ pub struct Limits {
     pub body: Duration,
     /// Bytes of answers that a client has to take in each `body`, once these are all that is left to do.
     pub least: u64,
+    /// Of one request's head.
+    pub request: hpack::Limits,
 }
 
 /// What a connection is at.
@@ -92,6 +102,10 @@ pub struct Session {
     is_given_up: Cell<bool>,
     /// Bytes of answers that were sent since the phase began, or this was last looked at.
     taken: Cell<u64>,
+    /// Bytes that were read in this turn.
+    read: Cell<usize>,
+    /// Requests that h2 has answered by itself, and that nobody has recorded.
+    unrecorded: Cell<usize>,
 }
 
 impl Session {
@@ -113,6 +127,8 @@ impl Session {
             is_stalled: Cell::default(),
             is_given_up: Cell::default(),
             taken: Cell::default(),
+            read: Cell::default(),
+            unrecorded: Cell::default(),
             timers: Rc::clone(timers),
         })
     }
@@ -144,6 +160,21 @@ impl Session {
     pub fn is_ending(&self) {
         self.is_leaving.set(true);
         self.look(false);
+    }
+
+    /// The connection has its turn.
+    pub fn begin_turn(&self) {
+        self.read.set(0);
+    }
+
+    /// Why a request is not served.
+    pub fn flaw_of(&self, stream: u32) -> Option<HeadFlaw> {
+        self.conduct.borrow().flaw_of(stream)
+    }
+
+    /// How many requests h2 has refused for the size of their heads, since this was last asked.
+    pub fn take_unrecorded(&self) -> usize {
+        self.unrecorded.take()
     }
 
     /// What the client did too often, if it did.
@@ -197,6 +228,11 @@ impl Session {
         }
     }
 
+    /// What a head may have beside all others.
+    fn room_beside(&self, conduct: &Conduct) -> usize {
+        (self.limits.request.bytes * HEADS_TOGETHER).saturating_sub(conduct.head_bytes())
+    }
+
     /// How long the client has said nothing.
     pub fn silence(&self) -> Duration {
         Duration::from_millis(self.timers.tick().saturating_sub(self.heard.get()).saturating_mul(100))
@@ -221,7 +257,9 @@ impl Session {
     fn said(&self, frames: &mut Frames, bytes: &[u8]) {
         let mut conduct = self.conduct.borrow_mut();
         frames.pass(bytes, |frame| {
-            conduct.said(frame);
+            if let Some(abuse) = conduct.said(frame, self.timers.tick()) {
+                self.abuse.set(Some(abuse));
+            }
             if frame.kind == Frame::DATA {
                 self.taken.set(self.taken.get().saturating_add(u64::from(frame.length)));
             }
@@ -243,10 +281,39 @@ impl Session {
     }
 }
 
+impl Watch for Session {
+    fn room(&self) -> usize {
+        self.room_beside(&self.conduct.borrow())
+    }
+
+    fn block(&self, block: Block) {
+        let mut conduct = self.conduct.borrow_mut();
+        let mut flaw = None;
+        if let Some(Flaw::TooLarge { by_h2 }) = block.flaw {
+            let is_crowded = block.bytes < self.limits.request.bytes && block.bytes >= self.room_beside(&conduct);
+            if is_crowded {
+                // It is reset, which is counted then.
+                flaw = Some(HeadFlaw::Crowded);
+            } else {
+                self.unrecorded.set(self.unrecorded.get() + usize::from(by_h2));
+                flaw = Some(HeadFlaw::TooLarge);
+                let abuse = conduct.bad_request(self.timers.tick());
+                self.abuse.set(self.abuse.get().or(abuse));
+            }
+        }
+        if block.is_head {
+            // One that is refused is soon gone.
+            let bytes = if flaw.is_some() { 0 } else { block.bytes };
+            conduct.head_came(block.stream, bytes, flaw);
+        }
+    }
+}
+
 /// A client's socket, watched over.
 pub struct Watched {
     stream: Wire,
     session: Rc<Session>,
+    input: Input,
     inbound: Frames,
     outbound: Frames,
     /// How long what still comes is read, once nothing more is sent.
@@ -256,21 +323,42 @@ pub struct Watched {
 impl Watched {
     pub fn new(stream: Wire, session: Rc<Session>) -> Watched {
         let (inbound, outbound) = (Frames::of_client(), Frames::of_server());
-        Watched { stream, session, inbound, outbound, lingering: None }
+        let input = Input::new(session.limits.request);
+        Watched { stream, session, input, inbound, outbound, lingering: None }
     }
 }
 
 impl AsyncRead for Watched {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let before = buffer.filled().len();
-        let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
-        this.session.heard(&mut this.inbound, &buffer.filled()[before..]);
-        if this.session.abuse.get().is_some() {
-            // Nothing of it reaches h2.
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        let session = &*this.session;
+        loop {
+            let ready = this.input.take_ready(buffer.remaining());
+            if !ready.is_empty() {
+                buffer.put_slice(ready);
+                return Poll::Ready(Ok(()));
+            }
+            if session.read.get() >= TURN_BYTES {
+                // Others first.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let before = buffer.filled().len();
+            let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
+            let came = &mut buffer.filled_mut()[before..];
+            session.read.set(session.read.get() + came.len());
+            session.heard(&mut this.inbound, came);
+            let passed = this.input.pass(came, session);
+            if session.abuse.get().is_some() {
+                // Nothing of it reaches h2.
+                return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+            }
+            let is_end = came.is_empty();
+            buffer.set_filled(before + passed);
+            if passed > 0 || is_end || read.is_err() {
+                return Poll::Ready(read);
+            }
         }
-        Poll::Ready(read)
     }
 }
 
@@ -343,5 +431,74 @@ impl Drop for Watched {
             goaway[13..].copy_from_slice(&ENHANCE_YOUR_CALM.to_be_bytes());
             self.stream.send_at_once(&goaway);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+    use std::task::Wake;
+
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::listen::frames::PREFACE;
+
+    struct Woken(Mutex<usize>);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            *self.0.lock().unwrap() += 1;
+        }
+    }
+
+    fn session() -> Rc<Session> {
+        let time = Duration::from_secs(60);
+        let request = hpack::Limits { fields: 100, bytes: 64 * 1024 };
+        let limits = Limits { head: time, idle: time, body: time, least: 0, request };
+        let budget = Budget { resets: 200, bad_requests: 400, control: 1000, block_bytes: 64 * 1024 };
+        Session::new(&Rc::new(Timers::default()), limits, budget)
+    }
+
+    /// A client's end, and the gateway's.
+    async fn connected() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        (client, listener.accept().await.unwrap().0)
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_has_much_to_read_takes_turns() {
+        let (mut client, socket) = connected().await;
+        // DATA frames of 1000 bytes; how many are kept for whoever reads does not matter here.
+        let frame = [&[0, 3, 0xe8, Frame::DATA, 0, 0, 0, 0, 1][..], &[0; 1000]].concat();
+        let all = [&PREFACE[..], &frame.repeat(50)].concat();
+        client.write_all(&all).await.unwrap();
+        while socket.peek(&mut vec![0; all.len()]).await.unwrap() < all.len() {}
+        let session = session();
+        let mut watched = Watched::new(Wire::tcp(socket), Rc::clone(&session));
+        let woken = Arc::new(Woken(Mutex::new(0)));
+        let waker = Arc::clone(&woken).into();
+        let cx = &mut Context::from_waker(&waker);
+        let (mut turns, mut read) = (0, 0);
+        while read < all.len() {
+            session.begin_turn();
+            let before = read;
+            let mut memory = [0; 8192];
+            loop {
+                let mut buffer = ReadBuf::new(&mut memory);
+                let polled = Pin::new(&mut watched).poll_read(cx, &mut buffer);
+                if polled.is_pending() {
+                    break;
+                }
+                read += buffer.filled().len();
+            }
+            turns += 1;
+            assert!(read - before < TURN_BYTES + memory.len(), "{} bytes in one turn", read - before);
+            // It asks for its next turn, but is not at once given it.
+            assert!(read == all.len() || *woken.0.lock().unwrap() == turns);
+        }
+        assert!(turns > 1);
     }
 }

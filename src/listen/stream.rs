@@ -19,13 +19,15 @@ use http::header;
 use http::{Method, Request, Response};
 use http_body::Body as _;
 
+use super::conduct::HeadFlaw;
 use super::outflow::Outflow;
 use super::session::Session;
 use super::strand::{self, Strand};
 use crate::gateway::body::{self, Body};
 use crate::gateway::hall::{Hall, Origin, Peer};
-use crate::gateway::pass;
 use crate::gateway::passing::Passing;
+use crate::gateway::{pass, record};
+use crate::http::fault::Fault;
 use crate::http::fields;
 use crate::interim;
 
@@ -66,6 +68,13 @@ impl Streams {
 
     /// Takes a request.
     pub fn take(&mut self, mut request: Request<RecvStream>, mut respond: Respond) {
+        let mut flaw = None;
+        match self.shared.session.flaw_of(respond.stream_id().into()) {
+            None => {}
+            // The client may ask again.
+            Some(HeadFlaw::Crowded) => return respond.send_reset(Reason::REFUSED_STREAM),
+            Some(HeadFlaw::TooLarge) => flaw = Some(Fault::HeadTooLarge),
+        }
         let mut tunnel = None;
         let is_connect = request.method() == Method::CONNECT;
         if is_connect && !strand::asked(&mut request) {
@@ -83,7 +92,7 @@ impl Streams {
         let (peer, is_bare) = (self.shared.peer(), body.is_none());
         let request = Request::from_parts(parts, body);
         // Chunks are unknown here, and so is a length beside them.
-        let mut passing = Passing::begin(|| pass(&self.shared.hall, &peer, request, |_marks| None));
+        let mut passing = Passing::begin(|| pass(&self.shared.hall, &peer, request, |_marks| flaw));
         if is_bare && let Some(mut answer) = passing.at_once() {
             self.shared.give_back(peer);
             if is_head {
@@ -92,6 +101,14 @@ impl Streams {
             return self.at_hand.push((answer, respond));
         }
         self.shared.work(Stage::Passing { passing, is_head, tunnel }, respond, peer);
+    }
+
+    /// Records requests that h2 has answered by itself.
+    pub fn record_refused(&self) {
+        let Shared { hall, whole, session, .. } = &*self.shared;
+        for _ in 0..session.take_unrecorded() {
+            record::refused_head(hall, whole.origin.address, &Fault::HeadTooLarge);
+        }
     }
 
     /// Hands over the answers that are there; `false` if there are none. h2 would send each by itself if it were given

@@ -209,7 +209,7 @@ impl UpstreamMeter {
 }
 
 /// What a client can do too often, or wrong, on an HTTP/2 connection.
-const HTTP2_ABUSES: [&str; 9] = [
+const HTTP2_ABUSES: [&str; 10] = [
     "reset",
     "ping",
     "settings",
@@ -217,6 +217,7 @@ const HTTP2_ABUSES: [&str; 9] = [
     "window_update",
     "empty_data",
     "continuation",
+    "bad_request",
     "unknown",
     "protocol_error",
 ];

@@ -322,6 +322,181 @@ fn an_upload_that_is_reset_before_its_end_never_looks_complete() {
 }
 
 #[test]
+fn a_malformed_request_is_an_error_of_its_stream_alone() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
+    let mut raw = Raw::connect(gateway.http);
+    // Somebody else's upload, which is to survive.
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/whole"))).send(frame(DATA, 0, 1, b"be"));
+    let start = request("GET", "/a");
+    let plus = |field: &[u8]| [&start[..], field].concat();
+    let field = |name: &str, value: &str| plus(&block(&[(name, value)]));
+    let pseudo = |pairs: &[(&str, &str)]| block(pairs);
+    let indexed = |name: &str, value: &str| {
+        let mut literal = block(&[(name, value)]);
+        literal[0] = 0x40;
+        plus(&literal)
+    };
+    let all = [(":method", "GET"), (":scheme", "http"), (":authority", "localhost"), (":path", "/a")];
+    let with = |name: &str, value: &str| pseudo(&all.map(|(n, v)| if n == name { (n, value) } else { (n, v) }));
+    let mut malformed = vec![
+        ("LF in a value", field("x-a", "a\nb")),
+        ("CR in a value", field("x-a", "a\rb")),
+        ("CRLF in a value", field("x-a", "a\r\nx-b: c")),
+        ("NUL in a value", field("x-a", "\0")),
+        ("DEL in a value", field("x-a", "a\x7f")),
+        ("a control character in a cookie", field("cookie", "a=\x01")),
+        ("LF in a value that is remembered", indexed("x-a", "a\nb")),
+        ("the same, by its number", plus(b"\xbe")),
+        ("its name, by its number, with another value", plus(b"\x7e\x01b")),
+        ("a capital letter", field("X-a", "b")),
+        ("a capital letter in Huffman code", plus(b"\x00\x83\xfc\x78\xff\x01b")),
+        ("a space in a name", field("x a", "b")),
+        ("a colon in a name", field("x:a", "b")),
+        ("LF in a name", field("x\n", "b")),
+        ("no name", field("", "b")),
+        ("a name that is not ASCII", field("x-\u{e4}", "b")),
+        ("an unknown pseudo-header field", field(":other", "b")),
+        ("a pseudo-header field without a name", field(":", "b")),
+        ("a capital letter in a pseudo-header field", field(":Path", "/")),
+        ("a status that is none", field(":status", "ok")),
+        ("a status", field(":status", "200")),
+        ("a method of two words", with(":method", "GE T")),
+        ("an empty method", with(":method", "")),
+        ("a target with a space", with(":path", "/a b")),
+        ("a target with a line feed", with(":path", "/a\n")),
+        ("a second method", plus(&block(&[(":method", "GET")]))),
+        ("no method", pseudo(&all[1..])),
+        ("connection", field("connection", "close")),
+        ("transfer-encoding", field("transfer-encoding", "chunked")),
+        ("te", field("te", "gzip")),
+    ];
+    malformed.push(("a target that is not UTF-8", {
+        let mut target = pseudo(&all[..3]);
+        target.extend(b"\x04\x03/\xff\xff");
+        target
+    }));
+    malformed.push(("LF in Huffman code", plus(b"\x00\x01x\x84\xff\xff\xff\xf3")));
+    for (n, (what, block)) in malformed.iter().enumerate() {
+        let stream = 2 * n as u32 + 3;
+        // Whole, and in pieces.
+        let bytes = match n % 3 {
+            0 => frame(HEADERS, END_STREAM | END_HEADERS, stream, block),
+            1 => [&frame(HEADERS, END_STREAM, stream, &block[..9]), &frame(9, END_HEADERS, stream, &block[9..])[..]]
+                .concat(),
+            _ => frame(
+                HEADERS,
+                END_STREAM | END_HEADERS | 0x28,
+                stream,
+                &[&[3, 0, 0, 0, 0, 1][..], block, &[0; 3]].concat(),
+            ),
+        };
+        let (first, second) = bytes.split_at(bytes.len() / 2);
+        raw.send(first).send(second);
+        let end = std::iter::from_fn(|| raw.next()).find(|frame| [RST_STREAM, HEADERS, GOAWAY].contains(&frame.kind));
+        let end = end.unwrap_or_else(|| panic!("{what}: closed"));
+        assert_eq!((end.kind, end.stream), (RST_STREAM, stream), "{what}: {end:?}");
+        assert_eq!(end.code(), 1, "{what}");
+    }
+    // Others of the connection are served as if nothing had been.
+    let last = 2 * malformed.len() as u32 + 3;
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, last, &field("x-a", "fine")));
+    assert_eq!(raw.status(last), STATUS_200);
+    raw.send(frame(DATA, END_STREAM, 1, b"fore"));
+    assert_eq!(raw.status(1), STATUS_200);
+}
+
+#[test]
+fn trailers_that_are_malformed_break_off_their_upload_alone() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
+    let mut raw = Raw::connect(gateway.http);
+    let many = block(&[("x-a", "b")]).repeat(101);
+    for (stream, trailers) in [(1, block(&[("x-a", "a\nb")])), (3, block(&[("X-a", "b")])), (5, many)] {
+        raw.send(frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"))).send(frame(DATA, 0, stream, b"abc"));
+        raw.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &trailers));
+        assert_eq!(raw.until(RST_STREAM).stream, stream);
+    }
+    raw.get(7, "/a");
+    assert_eq!(raw.status(7), STATUS_200);
+}
+
+#[test]
+fn heads_are_held_to_the_limits() {
+    let upstream = Upstream::replying(200);
+    let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
+    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let mut client = Calm::connect(gateway.http);
+    let mut ask = |count: usize, name: &str, length: usize| {
+        let value = "v".repeat(length);
+        client.ask("GET", "/a", &vec![(name, value.as_str()); count], b"")
+    };
+    // `:authority` is Host.
+    ask(9, "x-a", 1).expect(200);
+    ask(10, "x-a", 1).expect(431).problem();
+    ask(1000, "x-a", 0).expect(431).problem();
+    // Pieces of a Cookie are one field, and not any number of them.
+    ask(20, "cookie", 1).expect(200);
+    ask(21, "cookie", 1).expect(431).problem();
+    ask(1, "x-a", 7500).expect(200);
+    ask(1, "x-a", 8200).expect(431).problem();
+    ask(2, "x-a", 4500).expect(431).problem();
+    assert_eq!(upstream.received().len(), 3);
+    let refused = || gateway.metrics().sum("transom_requests_total", &[("code", "431")]);
+    assert_eq!(refused(), 5);
+    // The table of HPACK has to be kept up, so these reach h2, which answers by itself.
+    let mut raw = Raw::connect(gateway.http);
+    let mut remembered = block(&[("x-a", &"x".repeat(1000))]);
+    remembered[0] = 0x40;
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[request("GET", "/a"), remembered.repeat(12)].concat()));
+    assert_ne!(raw.status(1), STATUS_200);
+    eventually("it is recorded", || refused() == 6);
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 3, &[&request("GET", "/a"), &b"\xbe"[..]].concat()));
+    assert_eq!(raw.status(3), STATUS_200);
+    assert_eq!(upstream.received()[3].field("x-a"), Some("x".repeat(1000).as_str()));
+}
+
+#[test]
+fn all_heads_of_a_connection_have_a_bound_together() {
+    let (asked, asks) = mpsc::channel();
+    let asked = Mutex::new(asked);
+    let upstream = Upstream::with(move |talk: &mut Talk| {
+        while talk.head().is_some() {
+            asked.lock().unwrap().send(()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!("{}[limits]\nrequest_head = \"8KiB\"\n", pass_all(&upstream)));
+    let mut raw = Raw::connect(gateway.http);
+    let head = [request("GET", "/a"), block(&[("x-a", &"v".repeat(7800))])].concat();
+    // 16 heads of 8 KiB have room.
+    for n in 0..16 {
+        raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &head));
+        asks.recv().unwrap();
+    }
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 33, &head));
+    let refused = raw.until(RST_STREAM);
+    assert_eq!((refused.stream, refused.code()), (33, 7), "REFUSED_STREAM");
+    // A small one has, and so has another when one of them is over.
+    raw.get(35, "/a");
+    asks.recv().unwrap();
+    raw.send(frame(RST_STREAM, 0, 1, &CANCEL.to_be_bytes()));
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 37, &head));
+    asks.recv().unwrap();
+}
+
+#[test]
+fn as_many_empty_data_frames_pass_as_there_may_be_in_a_second() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    for byte in b"body" {
+        raw.send(frame(DATA, 0, 1, b"").repeat(200)).send(frame(DATA, 0, 1, &[*byte]));
+    }
+    raw.send(frame(DATA, END_STREAM, 1, b""));
+    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(upstream.only().body, b"body");
+}
+
+#[test]
 fn a_reset_gives_up_the_place_of_a_request_that_waits() {
     let rule = "key = \"ip\"\nwindows = [\"1/minute\"]\non_limit = \"delay\"\nmax_delay = \"5m\"\nmax_waiting = 1";
     let gateway = Gateway::start(&one_rule(rule));

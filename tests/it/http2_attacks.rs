@@ -174,6 +174,25 @@ fn heads_that_do_not_end_and_heads_that_unfold_end_the_connection() {
 }
 
 #[test]
+fn requests_that_are_refused_for_their_heads_end_the_connection() {
+    let gateway = gateway();
+    let empty_fields = [request("GET", "/a"), block(&[("x-a", "")]).repeat(2000)].concat();
+    let cookies = [request("GET", "/a"), block(&[("cookie", "a")]).repeat(1500)].concat();
+    let malformed = [request("GET", "/a"), block(&[("X-A", "")])].concat();
+    for (n, head) in [empty_fields, cookies, malformed].into_iter().enumerate() {
+        let came = beside(&gateway, || {
+            flood(Raw::connect(gateway.http), 20_000, |n| {
+                let stream = 2 * n as u32 + 1;
+                frame(HEADERS, END_STREAM | END_HEADERS, stream, &head)
+            })
+        });
+        let answers = came.iter().filter(|frame| frame.kind == HEADERS).map(|frame| frame.payload[0]);
+        assert!(answers.filter(|status| *status == STATUS_200).count() == 0);
+        assert_eq!(told(&gateway, "bad_request"), n as u64 + 1);
+    }
+}
+
+#[test]
 fn streams_that_the_gateway_is_made_to_reset_end_the_connection() {
     let gateway = gateway();
     let came = beside(&gateway, || {
