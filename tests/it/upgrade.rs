@@ -3,7 +3,8 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
-use std::os::unix::net::UnixDatagram;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -193,6 +194,35 @@ fn a_program_that_ends_or_speaks_of_something_else_leaves_the_old_process_servin
     let (code, out, err) = dynasty.command();
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out, format!("process {} took over from {}\n", dynasty.pid().unwrap(), dynasty.first.id()));
+}
+
+/// Any local process can bind names in the abstract namespace, and send to those of others.
+#[test]
+fn the_command_believes_the_gateway_only() {
+    let dynasty = Dynasty::found(&echo());
+    dynasty.usurp("exit 7");
+    let name = format!("transom-upgrade-{}", dynasty.first.id());
+    let _taken = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+    // The gateway is stopped, so that the only messages are the forged ones, until one of them has been sent.
+    dynasty.signal("STOP");
+    let (code, out, err) = thread::scope(|scope| {
+        let command = scope.spawn(|| dynasty.command());
+        let socket = UnixDatagram::unbound().unwrap();
+        eventually("a forged message is sent", || {
+            let sockets = fs::read_to_string("/proc/net/unix").unwrap();
+            let names = sockets.lines().filter_map(|line| line.rsplit(' ').next()?.strip_prefix('@'));
+            let mut sent = false;
+            for name in names.filter(|other| other.starts_with(&format!("{name}-"))) {
+                let address = SocketAddr::from_abstract_name(name).unwrap();
+                sent |= socket.send_to_addr(b"taken over by 1", &address).is_ok();
+            }
+            sent || command.is_finished()
+        });
+        dynasty.signal("CONT");
+        command.join().unwrap()
+    });
+    assert_eq!((code, out.as_str()), (Some(1), ""), "{err}");
+    assert!(err.contains("the upgrade failed: the new process ended"), "{err}");
 }
 
 #[test]
