@@ -37,6 +37,7 @@ use crate::listen::socket::Inherited;
 use crate::metrics::Registry;
 use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter, SnapshotMeter};
 use crate::metrics::shared::SharedMeter;
+use crate::rule::abandoned::Abandoned;
 use crate::rule::book::Book;
 use crate::rule::terms::Rule;
 use crate::rule::window::PERIOD_MAX_MS;
@@ -73,6 +74,8 @@ pub struct Gateway {
     keeper: Option<Keeper>,
     config: Config,
     pub registry: Arc<Registry>,
+    /// What requests that went away left charged.
+    abandoned: Arc<Abandoned>,
     ready: Arc<AtomicBool>,
     orders: Vec<UnboundedSender<Order>>,
     /// All sockets that it listens on, with the addresses as configured: a successor gets them.
@@ -140,6 +143,7 @@ impl Gateway {
             is_held: false,
             keeper: None,
             registry,
+            abandoned: Arc::default(),
             ready: Arc::new(AtomicBool::new(true)),
             orders: Vec::new(),
             sockets: opened.sockets,
@@ -189,9 +193,9 @@ impl Gateway {
             let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
             let (snapshot, access) = (Arc::clone(snapshot), self.access.clone());
             let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.terms));
-            let capacity = Arc::clone(&self.capacity);
+            let (capacity, abandoned) = (Arc::clone(&self.capacity), Arc::clone(&self.abandoned));
             let run = move || {
-                let hall = Rc::new(Hall::new(id, table, clock, Arc::clone(&registry), snapshot, access));
+                let hall = Rc::new(Hall::new(id, table, clock, abandoned, Arc::clone(&registry), snapshot, access));
                 let lobby = Rc::new(Lobby::new(hall, capacity, terms));
                 let listeners = doors.into_iter().map(|door| {
                     let meter = ListenerMeter::new(&registry, id, &door.address.to_string(), door.https.is_some());
@@ -417,6 +421,7 @@ impl Gateway {
         let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
         let (counsel, fleets) = (self.counsel.subscribe(), self.fleets.subscribe());
         let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
+        let abandoned = Arc::clone(&self.abandoned);
         let failed = |source| StartError::Listen { address, source };
         let handed = inherited.take(address).into_iter().next();
         let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
@@ -426,7 +431,8 @@ impl Gateway {
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
             let meter = || SharedMeter::new(&registry, owner);
-            let shared = settings.map(|settings| Shared::new(&settings, Arc::clone(&table), clock.clone(), meter()));
+            let shared = settings
+                .map(|settings| Shared::new(&settings, Arc::clone(&table), clock.clone(), abandoned, meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
             let office = Office { registry, table, clock, ready, doorway, counsel, fleets, shared };
             tokio::select! {

@@ -6,6 +6,7 @@
 //! full table never hands quota back. This room neither reads the clock nor hashes.
 
 use std::num::NonZeroUsize;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::memory::{Cells, LINE_BYTES, Memory};
@@ -13,7 +14,8 @@ use super::pace::Time;
 use super::region::{Found, Key, MARKS, Opening, Region, Seat};
 use super::sync::{AtomicU64, Ordering, fence};
 use super::word::{
-    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, held_open, refunded, usage, usage_of_many,
+    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, given_up, held_open, position, positions,
+    usage, usage_of_many,
 };
 
 /// Slots per bucket: two cache lines of four words.
@@ -46,7 +48,7 @@ pub struct Paid {
 }
 
 /// A slot of either region, in one word.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Slot(NonZeroUsize);
 
 impl Slot {
@@ -83,10 +85,31 @@ impl Paid {
         self.taken.tokens
     }
 
+    /// Where it stands among all charges: those of one counter are neighbours, later ones behind earlier ones.
+    pub fn position(self, is_rest: bool, ask: Ask, time: Time<'_>) -> (Slot, u128) {
+        (self.slot, position(self.taken, is_rest, ask, time))
+    }
+
+    /// The positions of all charges of the same counter.
+    pub fn positions(self) -> RangeInclusive<(Slot, u128)> {
+        let (first, last) = positions(self.taken.tag).into_inner();
+        (self.slot, first)..=(self.slot, last)
+    }
+
     /// The last `tokens` of it, or all.
     pub fn last(self, tokens: u32) -> Paid {
         Paid { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }
     }
+}
+
+/// What came of giving a charge back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GivenUp {
+    All,
+    /// The rest can be given back after the charges behind it.
+    AllBut(Paid),
+    /// The window is over, or there are charges behind it.
+    Nothing,
 }
 
 /// What a look found: a counter, and what it was.
@@ -477,14 +500,19 @@ impl<const W: usize> Table<W> {
     /// asked; the time may have gone on since.
     /// `false` if nothing could be given back.
     pub fn refund<const PLAIN: bool>(&self, paid: Paid, ask: Ask, time: Time<'_, PLAIN>) -> bool {
+        self.give_up(paid, false, ask, time) != GivenUp::Nothing
+    }
+
+    /// As [`Table::refund`], for a charge or the rest of one. Tells what is left of it.
+    pub fn give_up<const PLAIN: bool>(&self, paid: Paid, is_rest: bool, ask: Ask, time: Time<'_, PLAIN>) -> GivenUp {
         let region = if paid.slot.is_spilled() { &self.spill } else { &self.own };
         let mut word = region.load(paid.slot.index());
-        while let Some(less) = refunded(word, paid.taken, ask, time) {
+        while let Some((less, rest)) = given_up(word, paid.taken, is_rest, ask, time) {
             match region.swap(paid.slot.index(), word, less) {
-                Ok(()) => return true,
+                Ok(()) => return rest.map_or(GivenUp::All, |taken| GivenUp::AllBut(Paid { taken, ..paid })),
                 Err(changed) => word = changed,
             }
         }
-        false
+        GivenUp::Nothing
     }
 }

@@ -14,6 +14,8 @@
 //! The end of the window is stored rather than its number, so that anyone can tell whether a
 //! counter is over without knowing the rule it belongs to.
 
+use std::ops::RangeInclusive;
+
 use super::pace::{Pace, Time};
 
 /// So far the times of two threads are never apart, not even if one was put to sleep in between.
@@ -131,6 +133,14 @@ impl Ask {
     pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> Course {
         debug_assert!(!PLAIN || self.course == Course::Plain);
         if PLAIN { Course::Plain } else { self.course }
+    }
+
+    /// Whether charges of its counter stand in line, each with its place in a window.
+    pub fn is_in_line(&self) -> bool {
+        match self.course {
+            Course::Grid(_) | Course::Floating(_) => true,
+            Course::Plain | Course::Leased => false,
+        }
     }
 
     /// What was used, or is counted as used.
@@ -299,28 +309,58 @@ pub struct Taken {
 /// Theirs must not move to an earlier one, which would leave their own window to be given out twice: so
 /// unless nobody came after it, only what was taken of the last window with places comes back.
 pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Time<'_, PLAIN>) -> Option<Word> {
+    given_up(word, taken, false, ask, time).map(|(word, _)| word)
+}
+
+/// As [`refunded`]. The second value is the rest: what cannot be given back before the charges behind it are. The
+/// charge that opened the last window with places has one, even if it holds no tokens: the word may step back to the
+/// window before that charge once the window is empty. Only that charge knows how much was used there.
+/// `is_rest`: `taken` is such a rest.
+pub fn given_up<const PLAIN: bool>(
+    word: Word,
+    taken: Taken,
+    is_rest: bool,
+    ask: Ask,
+    time: Time<'_, PLAIN>,
+) -> Option<(Word, Option<Taken>)> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
     let less =
         |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
     let pace = match ask.course_in(time) {
-        Course::Plain => return (word.end_ms() == taken.end_ms).then(|| less(taken.tokens)),
-        Course::Leased => return (word.end_ms() == taken.end_ms).then(|| word.and(taken.tokens)),
+        Course::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
+        Course::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.and(taken.tokens), None)),
         Course::Grid(pace) | Course::Floating(pace) => &time.paces[pace as usize],
     };
     if !word.is_live(time.now_ms) {
         return None;
     }
     let at = |used: u64| owing(word.tag(), Use { used, end_ms: taken.end_ms }, ask, time);
-    if word == at(taken.used) {
-        return Some(at(taken.used.saturating_sub(taken.tokens)));
-    }
     let windows = pace.between(taken.end_ms, word.end_ms());
     // Windows that were opened anew do not stand where they stood when it was taken.
     let aligned = pace.after(taken.end_ms, windows) == word.end_ms();
-    let of_last = taken.used.saturating_sub(granted(windows, ask.limit)).min(taken.tokens);
-    (aligned && of_last > 0).then(|| less(of_last))
+    let before_last = granted(windows, ask.limit);
+    let is_empty_behind = is_rest && word.count() == 0 && aligned && before_last == taken.used;
+    if word == at(taken.used) || is_empty_behind {
+        return Some((at(taken.used.saturating_sub(taken.tokens)), None));
+    }
+    let of_last = taken.used.saturating_sub(before_last).min(taken.tokens);
+    let rest = Taken { used: taken.used - of_last, tokens: taken.tokens - of_last, ..taken };
+    (aligned && of_last > 0).then(|| (less(of_last), (windows > 0 && rest.used == before_last).then_some(rest)))
+}
+
+/// Where a charge stands in the line of those of its counter: later ones have greater numbers. The rest of a charge
+/// stands between the windows.
+pub fn position(taken: Taken, is_rest: bool, ask: Ask, time: Time<'_>) -> u128 {
+    let used = Use { used: taken.used, end_ms: taken.end_ms };
+    owing(taken.tag, used, ask, time).bits() + u128::from(is_rest)
+}
+
+/// The positions in the line of one counter.
+pub fn positions(tag: u64) -> RangeInclusive<u128> {
+    let lowest = u128::from(tag) << (COUNT_BITS + END_BITS);
+    lowest..=(lowest | ((1 << (COUNT_BITS + END_BITS)) - 1))
 }
 
 #[cfg(test)]
@@ -446,6 +486,37 @@ mod tests {
         let (word, lifted) = taken(Word::new(1, 100, 60), Ask { cost: 10, ..place(100) }, time(50));
         assert_eq!((word, lifted.tokens), (Word::new(1, 200, 10), 50));
         assert_eq!(refunded(word, lifted, place(100), time(60)), Some(Word::new(1, 100, 60)));
+    }
+
+    #[test]
+    fn all_charges_given_up_in_any_order_leave_the_counter_as_it_was() {
+        let permutations: [[usize; 4]; 6] =
+            [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [2, 0, 3, 1], [1, 2, 3, 0], [1, 3, 0, 2]];
+        for order in permutations {
+            // 60 of 100 are used; four charges of 50 follow in two windows, the first of which gives up the 40 left.
+            let start = Word::new(1, 100, 60);
+            let (mut word, mut line) = (start, Vec::new());
+            for granted in [100, 100, 200, 200] {
+                let ask = Ask { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
+                let (next, taken) = taken(word, ask, time(50));
+                word = next;
+                line.push((taken, false, ask));
+            }
+            assert_eq!(word, Word::new(1, 300, 100));
+            let mut left = Vec::new();
+            for nth in order {
+                left.push(line[nth]);
+                loop {
+                    left.sort_by_key(|(taken, is_rest, ask)| position(*taken, *is_rest, *ask, time(60)));
+                    let Some((taken, is_rest, ask)) = left.last().copied() else { break };
+                    let Some((next, rest)) = given_up(word, taken, is_rest, ask, time(60)) else { break };
+                    left.pop();
+                    left.extend(rest.map(|rest| (rest, true, ask)));
+                    word = next;
+                }
+            }
+            assert_eq!((word, left.len()), (start, 0), "{order:?}");
+        }
     }
 
     #[test]

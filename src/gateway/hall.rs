@@ -49,7 +49,7 @@ pub struct Hall {
     pub meter: LoopMeter,
     pub timers: Rc<Timers>,
     pub complaints: Complaints,
-    pub abandoned: Abandoned,
+    pub abandoned: Arc<Abandoned>,
     /// When several requests end at once: then each looks here instead of at the clock.
     end: Cell<Option<Instant>>,
     /// Where gateways share counters.
@@ -181,6 +181,7 @@ impl Hall {
         owner: LoopId,
         table: Arc<Table>,
         clock: Clock,
+        abandoned: Arc<Abandoned>,
         registry: Arc<Registry>,
         snapshot: Arc<Snapshot>,
         access: Option<Sink>,
@@ -188,7 +189,7 @@ impl Hall {
         let settings = snapshot.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let meter = SharedMeter::new(&registry, owner);
-            Shared::new(settings, Arc::clone(&table), clock.clone(), meter)
+            Shared::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&abandoned), meter)
         });
         let view = View::new(owner, &registry, &clock, snapshot, access, &Places::new());
         Hall {
@@ -196,7 +197,7 @@ impl Hall {
             meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
             timers: Rc::default(),
             complaints: Complaints::default(),
-            abandoned: Abandoned::default(),
+            abandoned,
             date: RefCell::default(),
             end: Cell::default(),
             view: RefCell::new(Rc::new(view)),
@@ -252,14 +253,10 @@ impl Hall {
         *self.view.borrow_mut() = Rc::new(view);
     }
 
-    /// Gives back what was charged for requests that waited and have gone away, as far as it can be.
-    pub fn give_up(&self) {
-        self.abandoned.give_up(&self.table, self.clock.now().unix_ms);
-    }
-
-    /// Closes upstream connections that have been idle for too long.
+    /// Closes upstream connections that have been idle for too long, and gives back what requests that went away left
+    /// charged.
     pub fn sweep(&self) {
-        self.give_up();
+        self.abandoned.sweep(&self.table, self.clock.now().unix_ms);
         let view = self.view();
         let limit = view.snapshot.config.timeouts.upstream_idle;
         view.places.values().for_each(|(.., place)| place.pool.sweep(limit));

@@ -180,9 +180,9 @@ impl Drop for Turn {
     fn drop(&mut self) {
         self.waits.set(false);
         if !self.shares.is_empty() {
-            let book = &self.view.snapshot.book;
-            self.hall.abandoned.add(self.shares.drain(..), self.until_ms, book);
-            self.hall.give_up();
+            let (hall, book) = (&self.hall, &self.view.snapshot.book);
+            let now_ms = hall.clock.now().unix_ms;
+            hall.abandoned.give_up(self.shares.drain(..), self.until_ms, book, &hall.table, now_ms);
         }
         if let Some(shared) = self.hall.shared.as_ref().filter(|_| !self.placed.gifts.is_empty()) {
             shared.give_later(self.placed.gifts.drain(..).map(|(_, gift)| gift).collect());

@@ -4,7 +4,7 @@
 //! `network` and `digest` for those it names; `book` puts them together and asks the counting room, on a `desk`, at a time
 //! that is `now`; `look` asks and charges nothing. `ways` is how layers write their counters, `lease` about counters that
 //! gateways share, `share` what those are called, `wait` about what is not decided by this window alone, `abandoned` the
-//! places of those who did not wait for theirs, `bound` about what layers let through at most. The room is pure: it knows
+//! charges of requests that went away before their turn, `bound` about what layers let through at most. The room is pure: it knows
 //! neither HTTP nor files nor the clock, and all it takes beside the standard library are two hashes.
 
 pub mod abandoned;

@@ -262,12 +262,6 @@ impl Book {
         }
     }
 
-    /// Gives back a place; `false` if that is not possible as long as others have places behind it.
-    #[cold]
-    pub fn give_up<const W: usize>(&self, share: Share, table: &Table<W>, now_ms: u64) -> bool {
-        table.refund(share.paid, share.ask, self.time(now_ms))
-    }
-
     /// Gives back what was charged, or the last `tokens` of it.
     #[cold]
     pub fn give_back<const W: usize>(&self, shares: &[Share], tokens: u32, table: &Table<W>, now_ms: u64) {

@@ -64,7 +64,7 @@ pub struct Shared {
     leases: Leases,
     breaker: Breaker,
     debts: Debts,
-    abandoned: Abandoned,
+    abandoned: Arc<Abandoned>,
     meter: SharedMeter,
     /// Which shard of a split counter this loop asks first.
     own_shard: u32,
@@ -76,7 +76,13 @@ pub struct Shared {
 }
 
 impl Shared {
-    pub fn new(settings: &Settings, table: Arc<Table>, clock: Clock, meter: SharedMeter) -> Rc<Shared> {
+    pub fn new(
+        settings: &Settings,
+        table: Arc<Table>,
+        clock: Clock,
+        abandoned: Arc<Abandoned>,
+        meter: SharedMeter,
+    ) -> Rc<Shared> {
         Rc::new(Shared {
             store: Store::new(settings),
             table,
@@ -86,7 +92,7 @@ impl Shared {
             leases: Leases::default(),
             breaker: Breaker::default(),
             debts: Debts::default(),
-            abandoned: Abandoned::default(),
+            abandoned,
             meter,
             own_shard: fastrand::u32(..),
             doubtful_ms: Cell::new(0),
@@ -96,8 +102,7 @@ impl Shared {
     }
 
     /// Does what is to be done now and then, until the task is dropped: reaches out before the first request asks, returns
-    /// leases that lie idle, tells what was counted without the store, looks after servers that evict, and gives up abandoned
-    /// places.
+    /// leases that lie idle, tells what was counted without the store, and looks after servers that evict.
     pub async fn run(self: Rc<Self>) {
         self.reach_out();
         loop {
@@ -105,7 +110,6 @@ impl Shared {
             self.return_idle(false).await;
             self.report_arrears().await;
             self.watch_eviction();
-            self.abandoned.give_up(&self.table, self.clock.now().unix_ms);
         }
     }
 

@@ -111,9 +111,7 @@ impl Shared {
     pub(super) fn undo(self: &Rc<Self>, book: &Arc<Book>, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
         let now_ms = self.clock.now().unix_ms;
         for share in desk.take_back(first).into_iter().rev() {
-            if !book.give_up(share, &self.table, now_ms) {
-                self.abandoned.add([share], share.paid.end_ms(), book);
-            }
+            self.abandoned.give_up([share], share.paid.end_ms(), book, &self.table, now_ms);
         }
         self.give_later(gifts);
     }

@@ -119,7 +119,9 @@ fn ask_everything(book: &Book, position: usize, roster: &Roster, table: &Table, 
     let shares: Vec<_> = desk.charges.iter().filter_map(|charge| charge.share()).collect();
     match rng.u8(..5) {
         0 => book.give_back(&shares, rng.u32(1..4), table, later_ms),
-        1 => shares.iter().for_each(|share| _ = book.give_up(*share, table, later_ms)),
+        1 => shares.iter().for_each(|share| {
+            table.give_up(share.paid, rng.bool(), share.ask, book.time(later_ms));
+        }),
         2 => book.overdraw(position, asker, table, later_ms),
         3 => book.forget(table, later_ms, &desk),
         _ => _ = book.look(roster, table, Now::by(&|| later_ms), &mut desk),

@@ -273,20 +273,45 @@ fn who_goes_away_behind_a_body_gives_the_place_back() {
     }
 }
 
-/// However many come and go, they leave nothing behind: those in front gave up their places when others
-/// were behind them.
-#[test]
-fn when_all_have_gone_away_the_next_window_is_free() {
+/// Starts 42 requests that wait for windows of two, and hangs them up in an order in which most of them have
+/// others behind them; the next client of that key passes in the next window.
+fn hang_up_together(workers: u32, order: impl Fn(usize) -> usize) {
     let upstream = Upstream::replying(200);
-    let gateway = Gateway::start(&toml(&upstream, "[\"1/1s\"]", "max_delay = \"10m\""));
+    let toml =
+        toml(&upstream, "[\"2/1s\"]", "max_delay = \"10m\"").replace("workers = 1", &format!("workers = {workers}"));
+    let gateway = Gateway::start(&toml);
     gateway.get("/1").expect(200);
-    let clients: Vec<Client> = (0..20).map(|n| waiting(&gateway, &format!("/{n}"))).collect();
-    for client in clients {
-        drop(client);
-    }
-    eventually("all are missed", || gateway.metrics().sum("transom_connections", &[]) == 0);
-    gateway.advance_s(1);
     gateway.get("/2").expect(200);
-    assert_eq!(delayed(&gateway), 20);
-    assert_eq!(targets(&upstream), ["/1", "/2"]);
+    let mut clients: Vec<Option<Client>> = (0..42).map(|n| Some(waiting(&gateway, &format!("/{n}")))).collect();
+    for nth in 0..clients.len() {
+        let client = order(nth);
+        drop(clients[client].take().expect("each hangs up once"));
+        let left = clients.iter().flatten().count() as u64;
+        eventually("it is missed", || gateway.metrics().sum("transom_connections", &[]) == left);
+    }
+    gateway.advance_s(1);
+    gateway.get("/3").expect(200);
+    assert_eq!(delayed(&gateway), 42);
+    assert_eq!(targets(&upstream), ["/1", "/2", "/3"]);
+}
+
+#[test]
+fn waiters_that_hang_up_first_to_last_leave_nothing_behind() {
+    hang_up_together(1, |nth| nth);
+}
+
+#[test]
+fn waiters_that_hang_up_last_to_first_leave_nothing_behind() {
+    hang_up_together(1, |nth| 41 - nth);
+}
+
+#[test]
+fn waiters_that_hang_up_in_any_order_leave_nothing_behind() {
+    // 5 and 42 have no common factor, so each hangs up once.
+    hang_up_together(1, |nth| nth * 5 % 42);
+}
+
+#[test]
+fn waiters_of_several_workers_that_hang_up_leave_nothing_behind() {
+    hang_up_together(2, |nth| nth * 11 % 42);
 }

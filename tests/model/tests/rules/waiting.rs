@@ -1,7 +1,13 @@
 //! Requests that wait, refusals that count, and when a refused client may come back.
 
+use std::sync::Arc;
+
+use transom_model::count::shard::Share;
+use transom_model::rule::abandoned::Abandoned;
 use transom_model::rule::book::Judgement;
+use transom_model::rule::desk::Desk;
 use transom_model::rule::limit::Limit;
+use transom_model::rule::now::Now;
 use transom_model::rule::terms::{Cost, OnLimit, Rule};
 
 use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
@@ -63,6 +69,42 @@ fn who_gives_up_moves_nobody_else() {
     assert_eq!(gateway.ask(0, 50), DelayedUntil(200));
     gateway.book.give_back(&shares, u32::MAX, &gateway.table, 60);
     assert_eq!(gateway.ask(0, 200), DelayedUntil(300), "the window at 200 is another's");
+}
+
+/// A client that leaves gives back charges of its own counter and looks at no other: with many keys, each that leaves
+/// costs the same. The sweep looks at all.
+#[test]
+fn who_leaves_retries_the_charges_of_its_own_counter_only() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
+    let (abandoned, mut charges) = (Abandoned::default(), Vec::new());
+    for client in [0, 1] {
+        assert_eq!(gateway.ask(client, 50), Admitted);
+        for until_ms in [100, 200] {
+            assert_eq!(gateway.ask(client, 50), DelayedUntil(until_ms));
+            charges.push(gateway.desk.all_shares().collect::<Vec<_>>());
+        }
+    }
+    let askers = [gateway.asker(0, 0, 1), gateway.asker(0, 1, 1)];
+    let book = Arc::new(std::mem::take(&mut gateway.book));
+    let leave = |charges: &Vec<Share>| abandoned.give_up(charges.iter().copied(), 300, &book, &gateway.table, 60);
+    let used = || {
+        askers.map(|asker| {
+            let mut desk = Desk::default();
+            desk.askers.push(Some(asker));
+            book.look(&gateway.roster, &gateway.table, Now::by(&|| 60), &mut desk);
+            desk.charges[0].usage.used
+        })
+    };
+    // Of each client, the first to leave has another charge behind it.
+    leave(&charges[0]);
+    leave(&charges[2]);
+    assert_eq!(used(), [3, 3]);
+    // What stands behind at the first client's counter goes in another way, and nobody is told.
+    book.give_back(&charges[1], u32::MAX, &gateway.table, 60);
+    leave(&charges[3]);
+    assert_eq!(used(), [2, 1]);
+    abandoned.sweep(&gateway.table, 60);
+    assert_eq!(used(), [1, 1]);
 }
 
 /// Of two layers, the wider lets the request pass later: the narrower counts it then.
