@@ -35,7 +35,7 @@ use crate::listen::doors::{Door, Doors};
 use crate::listen::lobby::{Listener, Lobby, Terms};
 use crate::listen::socket::Inherited;
 use crate::metrics::Registry;
-use crate::metrics::meter::{self, AccessLogMeter, ListenerMeter, SnapshotMeter};
+use crate::metrics::meter::{AccessLogMeter, Expiries, ListenerMeter, SnapshotMeter};
 use crate::metrics::shared::SharedMeter;
 use crate::rule::abandoned::Abandoned;
 use crate::rule::book::Book;
@@ -74,6 +74,7 @@ pub struct Gateway {
     keeper: Option<Keeper>,
     config: Config,
     pub registry: Arc<Registry>,
+    expiries: Expiries,
     /// What requests that went away left charged.
     abandoned: Arc<Abandoned>,
     ready: Arc<AtomicBool>,
@@ -143,6 +144,7 @@ impl Gateway {
             is_held: false,
             keeper: None,
             registry,
+            expiries: Expiries::default(),
             abandoned: Arc::default(),
             ready: Arc::new(AtomicBool::new(true)),
             orders: Vec::new(),
@@ -161,7 +163,7 @@ impl Gateway {
             writers: Vec::new(),
             config: config.clone(),
         };
-        tell_expiries(&gateway.registry, &config);
+        gateway.expiries = expiries(&gateway.registry, &config);
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
@@ -272,7 +274,9 @@ impl Gateway {
         // Last of what can fail: others may write by what it makes known, so this process has to read by it.
         let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         self.terms = terms;
-        tell_expiries(&self.registry, &config);
+        // What the reload before took away may have ended meanwhile.
+        self.registry.remove_unused();
+        self.expiries = expiries(&self.registry, &config);
         self.capacity.adopt(&config.listen);
         self.config = config.clone();
         let fleets = self.fleets_of(&config);
@@ -451,11 +455,11 @@ impl Gateway {
 }
 
 /// When certificates end, and revocation lists.
-fn tell_expiries(registry: &Registry, config: &Config) {
-    let all = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
-    meter::certificates(registry, all.map(|certificate| (certificate.file.as_str(), certificate.not_after_s)));
-    let all = outlook::revocation_lists(config);
-    meter::revocation_lists(registry, all.map(|list| (list.file.as_str(), list.next_update_s)));
+fn expiries(registry: &Registry, config: &Config) -> Expiries {
+    let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
+    let certificates = certificates.map(|certificate| (certificate.file.as_str(), certificate.not_after_s));
+    let lists = outlook::revocation_lists(config).map(|list| (list.file.as_str(), list.next_update_s));
+    Expiries::new(registry, certificates, lists)
 }
 
 /// Starts a thread with a runtime of its own, and returns when that runtime stands.

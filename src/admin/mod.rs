@@ -217,6 +217,7 @@ fn upstreams(office: &Office) -> serde_json::Value {
 fn metrics(office: &Office) -> String {
     let census = office.table.census(office.clock.now().unix_ms);
     let overflow = office.table.spilled_total() + office.table.spill_refused_total();
+    office.registry.remove_unused();
     let readings = [
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },
         Reading { name: &COUNTERS, labels: vec![("state", "free")], value: census.free as u64 },

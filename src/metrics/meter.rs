@@ -1,7 +1,7 @@
 //! The events that are counted: one function each, on meters that an event loop makes ready when it
 //! takes over a configuration.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::cell::{Cell, Histogram, RouteCells};
@@ -45,7 +45,7 @@ static RELOADS: Name = counter("transom_config_reloads_total", "Configurations t
 static UPGRADES: Name = counter("transom_upgrades_total", "Processes that were to take the place of another.");
 static ACCESS_LOG_LOST: Name =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
-pub static COUNTERS: Name = gauge("transom_counters", "Slots of the counter table.");
+pub static COUNTERS: Name = gauge("transom_counters", "Windows that are open, and room for more.");
 pub static OVERFLOW: Name =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
 pub static CLOCK_OFFSET: Name = gauge(
@@ -347,18 +347,33 @@ impl ListenerMeter {
     }
 }
 
-/// Tells when certificates end: each by its file as configured, and Unix seconds.
-pub fn certificates<'c>(registry: &Registry, all: impl IntoIterator<Item = (&'c str, i64)>) {
-    tell_ends(registry, &CERTIFICATE_EXPIRY, "certificate", all);
+/// Keeps the ends of certificates and revocation lists among the metrics, until it is dropped.
+#[derive(Debug, Default)]
+pub struct Expiries {
+    _cells: Vec<Arc<Cell>>,
 }
 
-/// Tells until when revocation lists are valid, likewise.
-pub fn revocation_lists<'c>(registry: &Registry, all: impl IntoIterator<Item = (&'c str, i64)>) {
-    tell_ends(registry, &REVOCATION_EXPIRY, "list", all);
+impl Expiries {
+    /// Both are named by their files as configured, with Unix seconds. Replaces what was told before.
+    pub fn new<'c>(
+        registry: &Registry,
+        certificates: impl IntoIterator<Item = (&'c str, i64)>,
+        lists: impl IntoIterator<Item = (&'c str, i64)>,
+    ) -> Expiries {
+        let mut cells = ends(registry, &CERTIFICATE_EXPIRY, "certificate", certificates);
+        cells.extend(ends(registry, &REVOCATION_EXPIRY, "list", lists));
+        Expiries { _cells: cells }
+    }
 }
 
-fn tell_ends<'c>(registry: &Registry, name: &Name, label: &'static str, all: impl IntoIterator<Item = (&'c str, i64)>) {
+fn ends<'c>(
+    registry: &Registry,
+    name: &Name,
+    label: &'static str,
+    all: impl IntoIterator<Item = (&'c str, i64)>,
+) -> Vec<Arc<Cell>> {
     registry.forget(name);
+    let mut cells = Vec::new();
     for (file, end_s) in all {
         let cell = registry.cell(name, LoopId::MAX, &[(label, file)]);
         let end_s = u64::try_from(end_s).unwrap_or(0);
@@ -368,7 +383,9 @@ fn tell_ends<'c>(registry: &Registry, name: &Name, label: &'static str, all: imp
             cell.sub(told_s);
             cell.add(end_s);
         }
+        cells.push(cell);
     }
+    cells
 }
 
 /// Counts what the access log's writer could not write; each has its own, beside the loops.
@@ -414,18 +431,24 @@ pub struct SnapshotMeter {
     registry: Arc<Registry>,
     written: Arc<Cell>,
     failed: Arc<Cell>,
+    latest_s: OnceLock<Arc<Cell>>,
 }
 
 impl SnapshotMeter {
     pub fn new(registry: &Arc<Registry>) -> SnapshotMeter {
         let cell = |outcome| registry.cell(&SNAPSHOTS, LoopId::MAX, &[("outcome", outcome)]);
-        SnapshotMeter { written: cell("written"), failed: cell("failed"), registry: Arc::clone(registry) }
+        SnapshotMeter {
+            written: cell("written"),
+            failed: cell("failed"),
+            latest_s: OnceLock::new(),
+            registry: Arc::clone(registry),
+        }
     }
 
     pub fn written(&self, now_ms: u64) {
         self.written.add(1);
         // Before the first one there is no time to tell.
-        let latest_s = self.registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]);
+        let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]));
         latest_s.sub(latest_s.get());
         latest_s.add(now_ms / 1000);
     }

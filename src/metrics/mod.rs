@@ -60,6 +60,15 @@ impl Registry {
         self.cells.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _), _| *known != name.name);
     }
 
+    /// Removes the series that nothing counts in any more, because a reload took away what they were about and the last
+    /// request of the former configuration has ended. A series stays as a whole while one loop holds its cell: a
+    /// counter must not go down.
+    pub fn remove_unused(&self) {
+        retain_used(&self.cells);
+        retain_used(&self.histograms);
+        retain_used(&self.routes);
+    }
+
     pub fn histogram(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
         own(&self.histograms, name, owner, labels)
     }
@@ -70,6 +79,12 @@ impl Registry {
         let cells = routes.entry(key).or_default().entry(owner);
         Arc::clone(cells.or_insert_with(|| Arc::new(RouteCells::new(rules.len()))))
     }
+}
+
+fn retain_used<K: Ord, T>(series: &Mutex<BTreeMap<K, BTreeMap<LoopId, Arc<T>>>>) {
+    let mut series = series.lock().unwrap_or_else(PoisonError::into_inner);
+    // Those who count hold a reference beside the registry's, and get it under this lock.
+    series.retain(|_, owners| owners.values().any(|cell| Arc::strong_count(cell) > 1));
 }
 
 fn own<T: Default>(series: &Mutex<Series<T>>, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<T> {

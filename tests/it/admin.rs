@@ -140,3 +140,31 @@ fn a_silent_scraper_does_not_keep_others_from_scraping() {
         .collect();
     Client::connect(gateway.admin).get("/metrics").expect(200);
 }
+
+/// What a reload takes away leaves the metrics, once nothing is counted there any more.
+#[test]
+fn series_of_removed_routes_rules_and_upstreams_are_removed() {
+    let upstream = Upstream::replying(200);
+    let named = |name: &str| {
+        format!(
+            "{}[rules.r-{name}]\nkey = \"ip\"\nwindows = [\"1/hour\"]\n\
+             [[routes]]\nname = \"route-{name}\"\npath = \"/a\"\nupstream = \"u-{name}\"\nrules = [\"r-{name}\"]\n\
+             [[routes]]\nname = \"stays\"\npath = \"/b\"\nupstream = \"u-{name}\"\n",
+            upstream.toml(&format!("u-{name}"))
+        )
+    };
+    let mut gateway = Gateway::start(&named("old"));
+    gateway.get("/a").expect(200);
+    gateway.get("/a").expect(429);
+    gateway.get("/b").expect(200);
+    let text = |gateway: &Gateway| Client::connect(gateway.admin).get("/metrics").expect(200).text();
+    for series in ["route=\"route-old\"", "rule=\"r-old\"", "upstream=\"u-old\""] {
+        eventually("it is counted", || text(&gateway).contains(series));
+    }
+    gateway.reload(&named("new"));
+    eventually("the old names are gone", || !text(&gateway).contains("-old\""));
+    gateway.get("/b").expect(200);
+    eventually("what stays counts on", || {
+        gateway.metrics().sum("transom_requests_total", &[("route", "stays"), ("code", "200")]) == 2
+    });
+}
