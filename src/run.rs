@@ -93,6 +93,8 @@ pub struct Gateway {
     book: Option<Arc<Book>>,
     /// The upstream servers, as all loops know them.
     fleets: watch::Sender<Vec<Arc<Fleet>>>,
+    /// By which names the admin address may be asked.
+    admin_hosts: watch::Sender<Vec<String>>,
     /// Who asks the servers how they are, once somebody should.
     prober: Option<JoinHandle<()>>,
     clock: Clock,
@@ -155,6 +157,7 @@ impl Gateway {
             counsel: watch::Sender::default(),
             book: None,
             fleets: watch::Sender::default(),
+            admin_hosts: watch::Sender::new(config.admin.hosts.clone()),
             prober: None,
             clock: clock.clone(),
             is_clock_off: false,
@@ -279,6 +282,7 @@ impl Gateway {
         self.expiries = expiries(&self.registry, &config);
         self.capacity.adopt(&config.listen);
         self.config = config.clone();
+        self.admin_hosts.send_replace(config.admin.hosts.clone());
         let fleets = self.fleets_of(&config);
         if let Err(error) = self.start_prober(&fleets) {
             tracing::error!(%error, "servers are not checked");
@@ -420,10 +424,10 @@ impl Gateway {
     }
 
     fn start_office(&mut self, address: SocketAddr, inherited: &mut Inherited) -> Result<(), StartError> {
-        let (registry, table, clock) =
-            (Arc::clone(&self.registry), Arc::clone(&self.counters.table), self.clock.clone());
+        let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
         let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
         let (counsel, fleets) = (self.counsel.subscribe(), self.fleets.subscribe());
+        let hosts = self.admin_hosts.subscribe();
         let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
         let abandoned = Arc::clone(&self.abandoned);
         let failed = |source| StartError::Listen { address, source };
@@ -436,9 +440,9 @@ impl Gateway {
         let run = move || async move {
             let meter = || SharedMeter::new(&registry, owner);
             let shared = settings
-                .map(|settings| Shared::new(&settings, Arc::clone(&table), clock.clone(), abandoned, meter()));
+                .map(|settings| Shared::new(&settings, Arc::clone(&counters.table), clock.clone(), abandoned, meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
-            let office = Office { registry, table, clock, ready, doorway, counsel, fleets, shared };
+            let office = Office { registry, counters, clock, ready, doorway, hosts, counsel, fleets, shared };
             tokio::select! {
                 served = admin::serve(listener, Rc::new(office)) => {
                     if let Err(error) = served {

@@ -127,6 +127,7 @@ fn defaults_are_filled_in() {
 fn everything_is_read_as_written() {
     let config = good("everything.toml");
     assert_eq!((config.listen.http.len(), config.workers), (2, Some(2)));
+    assert_eq!(config.admin.hosts, ["transom.internal", "*.monitoring.svc"]);
     assert_eq!(config.access_log, Some(AccessLog::File("/var/log/transom/access.log".into())));
     let reading = PathReading {
         encoded_slash: EncodedSlash::Keep,

@@ -26,7 +26,7 @@ const ROOMS: [(&str, &[&str]); 20] = [
             "upstream",
         ],
     ),
-    ("admin", &["clock", "count", "http", "metrics", "shared", "upstream"]),
+    ("admin", &["clock", "counters", "http", "metrics", "shared", "upstream"]),
     ("upstream", &["clock", "config", "http", "interim", "metrics", "rule", "timer", "wire"]),
     ("access", &["config", "metrics"]),
     ("counters", &["clock", "config", "count", "metrics", "rule"]),

@@ -1,9 +1,11 @@
 //! The admin address: `/metrics`, `/upstreams`, `/healthz`, `/readyz`, and the decision API under `/v1/`.
 //!
-//! It has a thread of its own, so that a scrape takes no time from requests.
+//! It has a thread of its own, so that a scrape takes no time from requests. It is asked by IP address, as `localhost` or
+//! by a name from the configuration: a page of any site can have a name of its own lead here (DNS rebinding), and would
+//! read what its visitor can reach. `write_timeout` ends connections whose peer does not read.
 
 use std::convert::Infallible;
-use std::net::{IpAddr, SocketAddr, TcpListener as StdListener};
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener as StdListener};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +13,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONNECTION, HOST, HeaderMap, HeaderName, ORIGIN};
+use http::uri::Authority;
 use http::{HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -19,10 +22,10 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::Value;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::count::table::Table;
+use crate::counters::Counters;
 use crate::http::decision::{Counsel, Unanswered, Verb};
 use crate::http::fault::Fault;
 use crate::http::reply::{self, Reply};
@@ -34,6 +37,14 @@ use crate::shared::consult::{Standing, Subject};
 use crate::shared::inquiry::Unavailable;
 use crate::upstream::fleet::Fleet;
 
+mod write_timeout;
+
+use write_timeout::WriteTimeout;
+
+/// Connections at a time; one more is closed at once.
+const CONNECTIONS_MAX: usize = 256;
+/// How long a peer may leave an answer unread.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Until a request's head is there, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
@@ -52,11 +63,13 @@ pub enum Doorway {
 /// What the admin pages tell of.
 pub struct Office {
     pub registry: Arc<Registry>,
-    pub table: Arc<Table>,
+    pub counters: Arc<Counters>,
     pub clock: Clock,
     /// Whether new clients should be sent here; down before anything else when the gateway drains.
     pub ready: Arc<AtomicBool>,
     pub doorway: watch::Receiver<Doorway>,
+    /// Names by which it may be asked, as the configuration has them.
+    pub hosts: watch::Receiver<Vec<String>>,
     /// Who answers the decision API.
     pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
     pub fleets: watch::Receiver<Vec<Arc<Fleet>>>,
@@ -71,6 +84,8 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
         return Ok(());
     }
     let listener = TcpListener::from_std(listener)?;
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut is_full = false;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -78,14 +93,26 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
         };
         match accepted {
             Ok((stream, _peer)) => {
+                let place = Arc::clone(&places).try_acquire_owned();
+                let Ok(place) = place else {
+                    if !is_full {
+                        tracing::warn!("the admin address has {CONNECTIONS_MAX} connections: more are closed");
+                    }
+                    is_full = true;
+                    continue;
+                };
+                is_full = false;
                 let office = Rc::clone(&office);
                 let service = service_fn(move |request| answer(Rc::clone(&office), request));
                 let connection = http1::Builder::new()
                     .timer(TokioTimer::new())
                     .header_read_timeout(HEAD_TIMEOUT)
-                    .serve_connection(TokioIo::new(stream), service);
-                // A scraper that went away is nobody's trouble.
-                tokio::task::spawn_local(async move { drop(connection.await) });
+                    .serve_connection(TokioIo::new(WriteTimeout::new(stream, WRITE_TIMEOUT)), service);
+                tokio::task::spawn_local(async move {
+                    // A scraper that went away is nobody's trouble.
+                    drop(connection.await);
+                    drop(place);
+                });
             }
             Err(error) => {
                 tracing::warn!(%error, "the admin address can not accept for the moment");
@@ -99,6 +126,9 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
 }
 
 async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    if !is_addressed(&request, &office.hosts.borrow()) {
+        return Ok(seen_off(&office, reply::unanswered(&Unanswered::Host)));
+    }
     let verb = match request.uri().path() {
         "/v1/limit" => Verb::Limit,
         "/v1/check" => Verb::Check,
@@ -148,7 +178,7 @@ async fn consider(office: &Office, counsel: &Counsel, verb: Verb, text: &[u8]) -
     let Some(heard) = counsel.hear(text)? else { return Ok(Counsel::uncounted()) };
     let now_ms = || office.clock.now().unix_ms;
     let (Some(shared), Some(text)) = (&office.shared, counsel.text_of(&heard)) else {
-        return Ok(counsel.answer(verb, &heard, &office.table, &now_ms));
+        return Ok(counsel.answer(verb, &heard, &office.counters.table, &now_ms));
     };
     let (book, roster) = counsel.roster(&heard);
     let subject = Subject { book, roster, asker: heard.asker, reserve: heard.reserve, text: text.into() };
@@ -178,16 +208,33 @@ async fn consider(office: &Office, counsel: &Counsel, verb: Verb, text: &[u8]) -
     Ok(counsel.tell(&heard, &desk, allowed, again_ms, now_ms()))
 }
 
+/// Whether a request is for this address by a name that nobody else can have lead here. Clients of HTTP/1.0 need not
+/// name any; browsers always do.
+fn is_addressed<B>(request: &Request<B>, hosts: &[String]) -> bool {
+    let fields = request.headers().get_all(HOST).iter().map(|value| Authority::try_from(value.as_bytes()).ok());
+    let mut named = fields.chain(request.uri().authority().map(|authority| Some(authority.clone())));
+    named.all(|authority| authority.is_some_and(|authority| is_own(authority.host(), hosts)))
+}
+
+fn is_own(host: &str, hosts: &[String]) -> bool {
+    let host = host.to_ascii_lowercase();
+    let ip = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    let is_ip = host.parse::<Ipv4Addr>().is_ok() || ip.is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok());
+    let is_named = |known: &String| match known.strip_prefix('*') {
+        Some(suffix) => host.len() > suffix.len() && host.ends_with(suffix),
+        None => host == *known,
+    };
+    is_ip || host == "localhost" || hosts.iter().any(is_named)
+}
+
 /// Whether a browser says that a page of another origin asks: anybody's page can have it send a POST
-/// to an address that only this machine reaches, also under a name of its own that leads here.
+/// to an address that only this machine reaches.
 fn is_foreign(fields: &HeaderMap) -> bool {
     let text = |name: &HeaderName| fields.get(name).map(|value| value.to_str().unwrap_or_default());
     let site = text(&SEC_FETCH_SITE);
     let Some(origin) = text(&ORIGIN) else { return site.is_some_and(|site| !["same-origin", "none"].contains(&site)) };
     let host = text(&HOST).unwrap_or_default();
-    let own = origin.split_once("://").is_some_and(|(_, authority)| authority == host);
-    let name = host.parse::<SocketAddr>().is_err() && host.parse::<IpAddr>().is_err();
-    !own || (name && host.split(':').next() != Some("localhost"))
+    origin.split_once("://").is_none_or(|(_, authority)| authority != host)
 }
 
 fn page<B>(office: &Office, request: &Request<B>) -> Reply {
@@ -215,8 +262,9 @@ fn upstreams(office: &Office) -> serde_json::Value {
 }
 
 fn metrics(office: &Office) -> String {
-    let census = office.table.census(office.clock.now().unix_ms);
-    let overflow = office.table.spilled_total() + office.table.spill_refused_total();
+    let (counters, now_ms) = (&office.counters, office.clock.now().unix_ms);
+    let census = counters.census(now_ms);
+    let overflow = counters.table.spilled_total() + counters.table.spill_refused_total();
     office.registry.remove_unused();
     let readings = [
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },

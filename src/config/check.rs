@@ -95,6 +95,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
     let (listen, proxies) = listen::listen(top.get("listen"), files, report);
+    let admin = listen::admin(top.get("admin"), report);
     let certs = listen.client_certs();
     let (counters, mut sharing) = counters(top.get("counters"), files, variables, report);
     let timeouts = timeouts(top.get("timeouts"), report);
@@ -129,6 +130,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let (fields, refusals) = looks.into_iter().map(|looks| (looks.fields, looks.refusal)).unzip();
     Config {
         listen,
+        admin,
         workers: workers.map(|workers| workers as usize),
         pid_file,
         counters,
@@ -169,7 +171,7 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
     if let Some(mut table) = section(item, report) {
         let capacity = table.get("capacity").and_then(|item| item.integer(64..=1_000_000_000, report));
         counters.capacity = capacity.map_or(counters.capacity, |capacity| capacity as usize);
-        counters.file = table.get("file").and_then(|item| absolute(&item, "\"/dev/shm/transom\"", report));
+        counters.file = table.get("file").and_then(|item| absolute(&item, "\"/run/transom/counters\"", report));
         let snapshot = table.get("snapshot");
         let at = snapshot.as_ref().map(|item| item.span.clone());
         counters.snapshot = snapshot.and_then(|item| absolute(&item, "\"/var/lib/transom/counts\"", report));

@@ -42,6 +42,7 @@ use shared::Shared;
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
     pub listen: Listen,
+    pub admin: Admin,
     /// Event loops; `None`: one per core that the process may run on.
     pub workers: Option<usize>,
     /// Where the id of the process that serves is written.
@@ -68,6 +69,13 @@ pub struct Config {
     /// What refusals by a rule look like, per rule, in the order of `rules`.
     pub refusals: Vec<Refusal>,
     pub routes: Vec<Route>,
+}
+
+/// What holds at the admin address.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Admin {
+    /// Names by which it may be asked beside `localhost` and IP addresses, in lower case; `*.` stands for any labels.
+    pub hosts: Vec<String>,
 }
 
 #[derive(Clone, PartialEq, Debug)]

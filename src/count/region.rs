@@ -20,6 +20,8 @@
 //! or stands back; a removed claim can not be confirmed any more, because the nonce in it makes it
 //! a different word from any later claim.
 
+use std::ops::Range;
+
 use super::memory::{Cells, LINE_BYTES};
 use super::sync::{AtomicU64, AtomicU128, Ordering, fence};
 use super::word::{TAG_BITS, Word};
@@ -119,8 +121,14 @@ impl<const W: usize> Region<W> {
 
     /// Every word, for a census. Words change while this goes on.
     pub fn words(&self) -> impl Iterator<Item = Word> + '_ {
+        self.words_in(0..self.words.len())
+    }
+
+    /// The words of these slots, as far as there are such.
+    pub fn words_in(&self, slots: Range<usize>) -> impl Iterator<Item = Word> + '_ {
+        let end = slots.end.min(self.words.len());
         // Ordering: relaxed; a census orders nothing and is not exact.
-        self.words.iter().map(|slot| Word::from_bits(slot.load(Ordering::Relaxed)))
+        self.words[slots.start.min(end)..end].iter().map(|slot| Word::from_bits(slot.load(Ordering::Relaxed)))
     }
 
     /// Time that has certainly passed: no counter of a window that ended by then may be opened.

@@ -5,8 +5,9 @@
 //! that was counted in a spill counter gets no counter of its own before that window is over, so a
 //! full table never hands quota back. This room neither reads the clock nor hashes.
 
+use std::iter;
 use std::num::NonZeroUsize;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use super::memory::{Cells, LINE_BYTES, Memory};
@@ -267,7 +268,15 @@ impl<const W: usize> Table<W> {
 
     /// Counts the slots with an open window; takes a pass over the table.
     pub fn census(&self, now_ms: u64) -> Census {
-        let live = self.own.words().filter(|word| word.is_live(now_ms)).count();
+        self.census_of(iter::once(0..usize::MAX), now_ms)
+    }
+
+    /// Counts the slots with an open window in the parts of the table's memory that were `written`: ranges of bytes from
+    /// its start on. Slots in other parts are free.
+    pub fn census_of(&self, written: impl Iterator<Item = Range<usize>>, now_ms: u64) -> Census {
+        let slot = |byte: usize| byte.saturating_sub(Plan::WORDS_AT) / size_of::<u128>();
+        let words = written.flat_map(|bytes| self.own.words_in(slot(bytes.start)..slot(bytes.end)));
+        let live = words.filter(|word| word.is_live(now_ms)).count();
         // Half of the slots are there to be found free.
         Census { live, free: (self.own.slots() / 2).saturating_sub(live) }
     }

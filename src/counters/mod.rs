@@ -8,19 +8,22 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::iter;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
 
 use crate::clock::Clock;
 use crate::config;
 use crate::count::ledger::Ledger;
 use crate::count::memory::{Cells, Memory};
 use crate::count::sync::{AtomicU128, Ordering};
-use crate::count::table::Table;
+use crate::count::table::{Census, Table};
 use crate::count::word::END_MAX_MS;
 use crate::rule::key::Seed;
 
@@ -172,7 +175,7 @@ impl Counters {
                 let (counters, alone) = Opening { path, config, fresh, clock }.open()?;
                 if !place::lies_in_memory(counters.descriptor()) {
                     tracing::info!(
-                        "`{}` is on a disk, which whoever counts may have to wait for; it belongs on tmpfs, as /dev/shm is",
+                        "`{}` is on a disk, which whoever counts may have to wait for; it belongs on tmpfs, as /run is",
                         path.display()
                     );
                 }
@@ -208,6 +211,13 @@ impl Counters {
     /// What the counters lie in, to be handed to the process that takes over.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    /// Counts the open windows. Memory that was never written to is left out: reading it would take memory for it.
+    pub fn census(&self, now_ms: u64) -> Census {
+        let table_at = self.header.table_at();
+        let within = |bytes: Range<usize>| bytes.start.saturating_sub(table_at)..bytes.end.saturating_sub(table_at);
+        self.table.census_of(written(&self.file, self.header.file_bytes()).map(within), now_ms)
     }
 
     /// Whether the file is still where others look for it.
@@ -412,6 +422,22 @@ fn handed_over(handed: OwnedFd, fresh: Header, clock: &Clock) -> Result<Counters
         Counters::within(file, header, true).map_err(|_short| Unfit::Damaged)?.sound(clock)
     };
     read().map_err(OpenError::Handed)
+}
+
+/// The ranges of a file that were written to, in pages (lseek(2), SEEK_DATA and SEEK_HOLE); all of it, where the file
+/// system does not tell.
+fn written(file: &File, bytes: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+    let mut at = 0;
+    iter::from_fn(move || {
+        let seek = |from: SeekFrom| rustix::fs::seek(file, from).map(|at| usize::try_from(at).unwrap_or(bytes));
+        let start = match seek(SeekFrom::Data(at as u64)) {
+            Ok(start) => start,
+            Err(Errno::NXIO) => return None,
+            Err(_) => at,
+        };
+        at = seek(SeekFrom::Hole(start as u64)).unwrap_or(bytes);
+        (start < at).then_some(start..at)
+    })
 }
 
 fn first_page(file: &File, bytes: u64) -> Result<Header, Unfit> {

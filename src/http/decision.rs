@@ -44,6 +44,8 @@ pub enum Unanswered {
     TooSlow,
     /// The store of shared counters can not be asked, and the rule lets nobody pass uncounted.
     Uncounted,
+    /// The admin address is asked by a name that is not configured.
+    Host,
     /// A page of another origin asks, in the browser of somebody who can reach the admin address.
     Foreign,
 }

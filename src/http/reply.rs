@@ -333,6 +333,10 @@ pub fn unanswered(why: &Unanswered) -> Reply {
         Unanswered::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
         Unanswered::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
         Unanswered::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+        Unanswered::Host => (
+            StatusCode::MISDIRECTED_REQUEST,
+            String::from("the admin address has no such name: use its IP address, or list the name in `[admin] hosts`"),
+        ),
         Unanswered::Uncounted => (StatusCode::SERVICE_UNAVAILABLE, Fault::Uncounted.to_string()),
         Unanswered::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
     };

@@ -1,11 +1,13 @@
 //! The admin address: health, readiness, and metrics that Prometheus can read.
 
 use std::collections::HashSet;
+use std::io::{Read, Write};
 
 use crate::world::client::Client;
-use crate::world::eventually;
 use crate::world::gateway::Gateway;
+use crate::world::process::Process;
 use crate::world::upstream::{Upstream, reply};
+use crate::world::{eventually, one_rule};
 
 fn toml(upstream: &Upstream) -> String {
     format!(
@@ -139,6 +141,72 @@ fn a_silent_scraper_does_not_keep_others_from_scraping() {
         })
         .collect();
     Client::connect(gateway.admin).get("/metrics").expect(200);
+}
+
+/// A page of any site can have its own name lead to the admin address; only names of its own are answered.
+#[test]
+fn the_admin_address_is_asked_by_its_own_names_only() {
+    let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
+    let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::replying(200))));
+    let ask = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
+    let port = gateway.admin.port();
+    for host in ["127.0.0.1", "localhost", "LOCALHOST", "192.0.2.7", "transom.internal", "a.monitoring.svc"] {
+        ask(host, "/metrics").expect(200);
+        ask(&format!("{host}:{port}"), "/healthz").expect(200);
+    }
+    ask(&format!("[::1]:{port}"), "/metrics").expect(200);
+    for host in ["evil.example", "monitoring.svc", "127.0.0.1.evil.example", "xlocalhost", "2130706433", "a b"] {
+        for target in ["/metrics", "/upstreams", "/healthz", "/v1/limit"] {
+            ask(host, target).expect(421).problem();
+        }
+    }
+    let target = format!("http://evil.example:{port}/metrics");
+    ask("127.0.0.1", &target).expect(421);
+    let question = br#"{"rule": "r", "key": "a"}"#;
+    let fields = [("Host", "evil.example"), ("Origin", "http://evil.example")];
+    Client::connect(gateway.admin).ask("POST", "/v1/limit", &fields, question).expect(421);
+}
+
+#[test]
+fn the_admin_address_has_so_many_connections_and_no_more() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let connected = || {
+        let mut client = Client::connect(gateway.admin);
+        client.get("/healthz").expect(200);
+        client
+    };
+    let mut clients: Vec<Client> = (0..256).map(|_| connected()).collect();
+    Client::connect(gateway.admin).expect_closed();
+    drop(clients.pop());
+    eventually("there is a place again", || {
+        let mut stream = Client::connect(gateway.admin).stream;
+        let asked = stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
+        let mut answer = Vec::new();
+        asked.and_then(|()| stream.read_to_end(&mut answer)).is_ok_and(|_| answer.starts_with(b"HTTP/1.0 200"))
+    });
+}
+
+/// A table for many counters takes memory for those that there are, also when they are counted.
+#[test]
+fn a_scrape_takes_no_memory_for_counters_that_were_never_used() {
+    let capacity = 1_000_000;
+    let rule = "key = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"9/366d\"]";
+    let process = Process::spawn(&format!("[counters]\ncapacity = {capacity}\n{}", one_rule(rule)));
+    let mut client = process.client();
+    for user in 0..100 {
+        client.get_with("/a", &[("X-User", &user.to_string())]).expect(200);
+    }
+    let shared_bytes = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+    };
+    let before = shared_bytes();
+    let page = process.metrics();
+    assert_eq!(page.sum("transom_counters", &[("state", "live")]), 100);
+    assert_eq!(page.sum("transom_counters", &[("state", "free")]), capacity - 100);
+    let taken = shared_bytes() - before;
+    assert!(taken < 32 * capacity / 16, "{taken} bytes for a table of {}", 32 * capacity);
 }
 
 /// What a reload takes away leaves the metrics, once nothing is counted there any more.

@@ -11,15 +11,18 @@ use toml::de::DeValue;
 use crate::config::document::{Item, Word};
 use crate::config::problem::{Report, shown};
 
-/// The hosts of a route; empty: any.
-pub fn hosts(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
+/// A list of hosts; empty where there is none. `without` tells what holds then.
+pub fn hosts(item: Option<Item>, without: &str, report: &mut Report) -> Option<Vec<String>> {
     let Some(item) = item else { return Some(Vec::new()) };
     let words = item.texts("\"api.example.com\"", report)?;
     let host = |word: &Word| match host(word.text) {
         Ok(host) => Ok(host),
+        Err(_) if ["", "*"].contains(&word.text) => {
+            Err((format!("{} is no host to match", shown(word.text)), format!("leave `{}` out: {without}", item.key)))
+        }
         Err(fix) => Err((format!("{} is no host to match", shown(word.text)), fix)),
     };
-    distinct(&item, &words, "host", host, report)
+    distinct(&item, &words, without, host, report)
 }
 
 /// The methods of a route; empty: any.
@@ -38,19 +41,19 @@ pub fn methods(item: Option<Item>, report: &mut Report) -> Option<Vec<String>> {
             Err(_) => Err((message(), String::from("write each method by itself, such as `[\"GET\", \"POST\"]`"))),
         }
     };
-    distinct(&item, &words, "method", method, report)
+    distinct(&item, &words, "the route then takes any method", method, report)
 }
 
 /// Reads each word; reports what is none, what is there twice, and a list of nothing.
 fn distinct(
     item: &Item,
     words: &[Word],
-    what: &str,
+    without: &str,
     read: impl Fn(&Word) -> Result<String, (String, String)>,
     report: &mut Report,
 ) -> Option<Vec<String>> {
     if words.is_empty() {
-        let fix = format!("leave it out: the route then takes any {what}");
+        let fix = format!("leave it out: {without}");
         report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
         return None;
     }
@@ -70,9 +73,6 @@ fn distinct(
 /// A host in the spelling in which requests are compared, or the fix.
 fn host(text: &str) -> Result<String, String> {
     let lower = text.to_lowercase();
-    if lower.is_empty() || lower == "*" {
-        return Err(String::from("leave `host` out: the route then takes any"));
-    }
     if let Some((_, rest)) = lower.split_once("://") {
         let bare = rest.split(['/', ':', '?']).next().unwrap_or(rest);
         return Err(format!("write the name alone: {}", shown(bare)));

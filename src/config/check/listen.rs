@@ -8,12 +8,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use toml::de::DeValue;
 
 use super::certificates::{Pair, authorities, revoked};
-use super::{exceptions, proxies, section};
+use super::{exceptions, host, proxies, section};
 use crate::config::certificate::Certificate;
 use crate::config::document::{Item, Word};
 use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
 use crate::config::problem::{Report, shown};
-use crate::config::{Files, Proxies};
+use crate::config::{Admin, Files, Proxies};
 use crate::rule::network::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
@@ -60,6 +60,17 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen,
     let proxies = proxies::Settings::of(&mut table).read(report);
     table.finish(report);
     (listen, proxies)
+}
+
+/// `[admin]`
+pub fn admin(item: Option<Item>, report: &mut Report) -> Admin {
+    let Some(mut table) = section(item, report) else { return Admin { hosts: Vec::new() } };
+    let hosts = table.get("hosts");
+    table.finish(report);
+    Admin {
+        hosts: host::hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
+            .unwrap_or_default(),
+    }
 }
 
 fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &mut Report) -> Vec<SocketAddr> {

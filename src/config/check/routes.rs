@@ -54,7 +54,7 @@ fn draft(
     let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
     let span = path.as_ref().map_or(header, |item| item.span.clone());
     let before = report.count();
-    let hosts = host::hosts(table.get("host"), report);
+    let hosts = host::hosts(table.get("host"), "the route then takes any host", report);
     let methods = host::methods(table.get("methods"), report);
     let headers = host::headers(table.get("headers"), report);
     let secure = table.get("scheme").map(|item| item.choice(&[("http", false), ("https", true)], report));

@@ -8,7 +8,7 @@ use transom::clock::Clock;
 use transom::config::{self, Config};
 use transom::run;
 
-use super::client::{Answer, Client};
+use super::client::{Answer, Client, HOST};
 use super::page::Page;
 use super::watch;
 
@@ -96,7 +96,7 @@ impl Gateway {
 
     /// A scrape, checked to be valid.
     pub fn metrics(&self) -> Page {
-        let answer = Client::connect(self.admin).get("/metrics").expect(200);
+        let answer = Client::connect(self.admin).get_with("/metrics", &[("Host", &self.admin.to_string())]).expect(200);
         Page::parse(&answer.text())
     }
 }
@@ -122,6 +122,9 @@ pub fn with_listen(toml: &str) -> String {
     if toml.contains("[listen]") || toml.contains("listen =") {
         toml.to_owned()
     } else {
-        format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{toml}")
+        // Requests of tests have the Host of the gateway, also those to the admin address.
+        let admin =
+            if toml.contains("[admin]") { String::new() } else { format!("admin = {{ hosts = [\"{HOST}\"] }}\n") };
+        format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{admin}{toml}")
     }
 }

@@ -120,7 +120,7 @@ impl Process {
     }
 
     pub fn admin_get(&self, target: &str) -> Answer {
-        Client::connect(self.admin).get(target)
+        Client::connect(self.admin).get_with(target, &[("Host", &self.admin.to_string())])
     }
 
     pub fn metrics(&self) -> Page {
