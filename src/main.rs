@@ -42,6 +42,9 @@ struct Check {
     /// Reach out to the servers that counters are shared through, and say whether they are fit for it
     #[arg(long)]
     connect: bool,
+    /// Take notes for errors: exit 2 if there is one
+    #[arg(long)]
+    strict: bool,
 }
 
 #[derive(clap::Args)]
@@ -68,7 +71,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {
         Command::Run(file) => cli::run::run(&file.config),
-        Command::Check(check) => cli::check::check(&check.file.config, check.connect),
+        Command::Check(check) => cli::check::check(&check.file.config, check.connect, check.strict),
         Command::Upgrade(arguments) => cli::upgrade::upgrade(&arguments),
         Command::Clients(arguments) => cli::clients::clients(&arguments),
     };

@@ -62,6 +62,9 @@ fn serve(path: &Path) -> Result<(), Failure> {
     let config = read(path, &mut watch).map_err(Failure::Config)?;
     let clock = Clock::system();
     warn_of_certificates(&config, &clock);
+    if let Some(line) = outlook::open_admin(&config) {
+        tracing::warn!("{line}");
+    }
     let (sockets, counters, place) = match handover {
         Some(Handover { from, sockets, counters, line }) => (sockets, counters, Some((from, line))),
         None => {

@@ -19,6 +19,7 @@ use super::{
 use crate::rule::terms::{OnOutage, Rule, Sharing};
 use crate::rule::window::duration_ms;
 use clients::Plans;
+use routes::Schemes;
 use shared::Usual;
 
 mod actions;
@@ -94,7 +95,9 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let path_reading = path_reading(&mut top, report);
     let paths = [("original", ForwardPath::Original), ("normalized", ForwardPath::Normalized)];
     let forward_path = top.get("forward_path").and_then(|item| item.choice(&paths, report));
+    let before = report.count();
     let (listen, proxies) = listen::listen(top.get("listen"), files, report);
+    let listen_is_sound = report.count() == before;
     let admin = listen::admin(top.get("admin"), report);
     let certs = listen.client_certs();
     let (counters, mut sharing) = counters(top.get("counters"), files, variables, report);
@@ -121,7 +124,11 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     upstreams.complete &= !misspelt.contains(&"upstreams");
     let mut rules = rules::rules(rules, fields, certs, sharing, report);
     rules.complete &= !misspelt.contains(&"rules");
-    let routes = routes::routes(routes, path_reading, &upstreams, &rules, &timeouts, report);
+    // A trusted proxy says by which scheme it was asked. Addresses that could not be read may be of either.
+    let any_scheme = proxies.is_some() || !listen_is_sound || misspelt.contains(&"listen");
+    let schemes =
+        Schemes { http: any_scheme || !listen.http.is_empty(), https: any_scheme || !listen.https.is_empty() };
+    let routes = routes::routes(routes, path_reading, &upstreams, &rules, &timeouts, schemes, report);
 
     let plans = rules.entries.iter().flat_map(|rule| &rule.value.0.plans).map(|plan| plan.name.as_str()).collect();
     let clients = clients::clients(clients, &Plans { names: plans, complete: rules.complete }, certs, files, report);

@@ -1,12 +1,15 @@
 //! What the rules of a configuration amount to, in plain sentences: how much they let through at
-//! worst around the end of a window, and which of their layers never refuse anything. And which certificates
-//! clients refuse, or soon will, because of which revocation lists clients are, which secrets others can find out, and
-//! which paths of the upstream other rules hold for than it seems.
+//! worst around the end of a window. And remarks on what is hardly meant: layers that never refuse anything, rules and plans that
+//! apply to nothing, routes for one path only, an admin address that others reach, certificates that clients refuse, or soon will,
+//! because of which revocation lists clients are, which secrets others can find out, and which paths of the upstream other rules
+//! hold for than it seems.
 //!
 //! The arithmetic is `rule::bound`'s. This file only knows how to put it.
 
+use std::fmt;
+
 use super::check::layers::may_be_compared;
-use super::problem::listed;
+use super::problem::{listed, shown};
 use super::revocation::RevocationList;
 use super::shared::is_secret;
 use super::{Config, PathParameters, Route, Segment, TrailingSlash};
@@ -20,8 +23,49 @@ const DAY_S: i64 = 24 * 60 * 60;
 /// A certificate that ends in so many days has not been renewed in time: most are a month before.
 const SOON_DAYS: i64 = 14;
 
-/// A line for each rule, and one for each layer that never refuses.
-pub fn lines(config: &Config) -> Vec<String> {
+/// One sentence about a configuration.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Line {
+    /// The rule, and the plan.
+    about: Option<String>,
+    text: String,
+    /// Something that is hardly meant.
+    pub is_remark: bool,
+}
+
+impl Line {
+    fn fact(about: &str, text: String) -> Line {
+        Line { about: Some(about.to_owned()), text, is_remark: false }
+    }
+
+    fn remark_on(about: &str, text: String) -> Line {
+        Line { about: Some(about.to_owned()), text, is_remark: true }
+    }
+
+    pub fn remark(text: String) -> Line {
+        Line { about: None, text, is_remark: true }
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(about) = &self.about {
+            write!(f, "{about}: ")?;
+        }
+        write!(f, "{}{}", if self.is_remark { "note: " } else { "" }, self.text)
+    }
+}
+
+/// What there is to say, without a look at the time or the machine.
+pub fn lines(config: &Config) -> Vec<Line> {
+    let mut lines = rules(config);
+    let routes = config.routes.iter().filter_map(|route| lone_path(config, route));
+    lines.extend(routes.chain(open_admin(config)).chain(guessable(config)).chain(spellings(config)).map(Line::remark));
+    lines
+}
+
+/// A line for each rule, and one for each layer that never refuses, and what applies to nothing.
+fn rules(config: &Config) -> Vec<Line> {
     let mut lines = Vec::new();
     for (position, rule) in config.rules.iter().enumerate() {
         let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
@@ -34,17 +78,90 @@ pub fn lines(config: &Config) -> Vec<String> {
         let name = &rule.name;
         let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
         for (title, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
-            lines.push(format!("{title}: {}{}", told.worst(rule, layers), ends_with(rule, routes().count())));
+            lines.push(Line::fact(&title, told.worst(rule, layers) + &ends_with(rule)));
             if may_be_compared(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                lines.extend(idle(layers).map(|sentence| format!("{title}: {sentence}")));
+                lines.extend(idle(layers).map(|text| Line::remark_on(&title, text)));
             }
+        }
+        if routes().next().is_none() {
+            lines.push(match config.listen.admin {
+                Some(_) => Line::fact(name, String::from("on no route, so only the decision API counts by it")),
+                None => Line::remark_on(name, String::from("on no route, so nothing is counted by it")),
+            });
+        }
+        if config.clients.is_none() && !rule.plans.is_empty() {
+            let plans = listed(rule.plans.iter().map(|plan| plan.name.as_str()), "and");
+            let text = format!("no client is on {plans}, because there is no `[clients]`");
+            lines.push(Line::remark_on(name, text));
         }
     }
     lines
 }
 
+/// A route that takes one path, where everything below the path has no route at all. Who names the methods means just this path.
+fn lone_path(config: &Config, route: &Route) -> Option<String> {
+    let asks_upstream = route.actions.as_ref().is_none_or(|actions| actions.answer.is_none());
+    if !asks_upstream || !route.methods.is_empty() {
+        return None;
+    }
+    let path = route.path.text.as_str();
+    let own: Option<Vec<&str>> = route.path.segments.iter().map(literal).collect();
+    let own = match own?.as_slice() {
+        [""] => Vec::new(),
+        [one] if one.contains('.') => return None,
+        [one] | [one, ""] => vec![*one],
+        // A path of several segments is an endpoint more often than a prefix, unless it ends in a slash.
+        [above @ .., ""] => above.to_vec(),
+        _ => return None,
+    };
+    let below = |other: &Route| {
+        let mut others = other.path.segments.iter();
+        for own in &own {
+            match others.next() {
+                Some(Segment::Rest(_)) => return true,
+                Some(segment) if literal(segment).is_none_or(|text| text == *own) => {}
+                _ => return false,
+            }
+        }
+        // Beside a route for `/`, one for `/api` takes only a part of what is below.
+        others.next().is_some_and(|segment| !own.is_empty() || literal(segment).is_none())
+    };
+    let meets = |other: &&Route| {
+        let is_host = |host| other.hosts.contains(host);
+        other.path != route.path
+            && (other.hosts.is_empty() || route.hosts.is_empty() || route.hosts.iter().any(is_host))
+            && (other.secure.is_none() || route.secure.is_none() || other.secure == route.secure)
+    };
+    if config.routes.iter().filter(meets).any(below) {
+        return None;
+    }
+    let prefix = path.trim_end_matches('/');
+    Some(format!(
+        "the route {} takes {} alone, and {} gets 404: write {} if all below it is meant, or give the route its `methods` if not",
+        shown(&route.name),
+        shown(path),
+        shown(&format!("{prefix}/x")),
+        shown(&format!("{prefix}/{{*rest}}"))
+    ))
+}
+
+fn literal(segment: &Segment) -> Option<&str> {
+    match segment {
+        Segment::Literal(text) => Some(text),
+        Segment::Param(_) | Segment::Rest(_) => None,
+    }
+}
+
+/// An admin address that other machines reach.
+pub fn open_admin(config: &Config) -> Option<String> {
+    let address = config.listen.admin.filter(|address| !address.ip().to_canonical().is_loopback())?;
+    Some(format!(
+        "`admin` listens on `{address}`: whoever reaches it can read the metrics, and use up and reset every limit"
+    ))
+}
+
 /// The rules, shared with other gateways, whose keys can be found out by trying, because anybody can make their digests.
-pub fn guessable(config: &Config) -> Option<String> {
+fn guessable(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
     let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
     let is_digested = |part: &Part| is_secret(part) || Some(part) == api_key;
@@ -64,7 +181,7 @@ pub fn guessable(config: &Config) -> Option<String> {
 
 /// A line for a slash at the end of a path, and one for parameters of a path, where other rules hold for the path with it than
 /// without it: many servers take both for one.
-pub fn spellings(config: &Config) -> Vec<String> {
+fn spellings(config: &Config) -> Vec<String> {
     let reading = config.path_reading;
     let mut lines = Vec::new();
     let mut tell = |variant: Variant, suffix: &str, setting: &str| {
@@ -195,16 +312,13 @@ impl Told {
 }
 
 /// What else has to be said for that to be true.
-fn ends_with(rule: &Rule, routes: usize) -> String {
+fn ends_with(rule: &Rule) -> String {
     let mut text = String::new();
     if let Cost::Response { .. } = rule.cost {
         text += "; what answers cost beyond their reserve comes on top, and the windows after grant that much less";
     }
     if rule.on_limit == OnLimit::Shadow {
         text += "; in shadow, so nothing is refused";
-    }
-    if routes == 0 {
-        text += "; on no route, so nothing is counted";
     }
     text
 }
@@ -216,7 +330,7 @@ fn idle(layers: &[Limit]) -> impl Iterator<Item = String> {
         let other = others.into_iter().find(|other| bound::never_binds(limit, other))?;
         let most = bound::most_in_window(other, limit)?;
         Some(format!(
-            "note: {}/{} never refuses: {}/{} lets at most {most} through in that time",
+            "{}/{} never refuses: {}/{} lets at most {most} through in that time",
             limit.tokens, limit.period_text, other.tokens, other.period_text
         ))
     })
@@ -254,9 +368,14 @@ mod tests {
 
     fn told(rules: &str, names: &str) -> Vec<String> {
         let text = format!(
-            "[upstreams.u]\nbuiltin = \"echo\"\n{rules}\n[[routes]]\npath = \"/\"\nupstream = \"u\"\nrules = [{names}]\n"
+            "[upstreams.u]\nbuiltin = \"echo\"\n{rules}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [{names}]\n"
         );
-        lines(&read(&text).unwrap_or_else(|problems| panic!("{problems:?}")))
+        said(&text)
+    }
+
+    fn said(text: &str) -> Vec<String> {
+        let config = read(text).unwrap_or_else(|problems| panic!("{problems:?}"));
+        lines(&config).iter().map(Line::to_string).collect()
     }
 
     /// What is told of a rule for itself.
@@ -321,7 +440,9 @@ mod tests {
         let rules = "[rules.r]\nkey = \"ip\"\nwindows = [{ limit = 5, period = \"minute\", start = \"first-request\" }]\n\
                      [rules.d]\nkey = \"ip\"\nwindows = [\"1/hour\"]\non_limit = \"delay\"\nmax_delay = \"1s\"";
         assert!(told(rules, "\"r\"")[0].contains("at most 9 requests"));
-        assert!(told(rules, "\"r\"")[1].ends_with("; on no route, so nothing is counted"));
+        assert_eq!(told(rules, "\"r\"")[2], "d: note: on no route, so nothing is counted by it");
+        let admin = format!("[listen]\nadmin = \"127.0.0.1:9900\"\n{rules}");
+        assert_eq!(told(&admin, "\"r\"")[2], "d: on no route, so only the decision API counts by it");
         // Who waits for the other rule may go away, and gives back what opened the window.
         assert!(told(rules, "\"r\", \"d\"")[0].contains("at most 10 requests"));
     }
@@ -370,5 +491,66 @@ mod tests {
             "`/login/` is held to other rules than `/login`, and 1 other paths are alike: where the upstream takes both for \
              one, set `trailing_slash = \"ignore\"`"
         );
+    }
+
+    #[test]
+    fn a_path_is_remarked_on_where_a_prefix_was_meant() {
+        // Paths, and those of them that are remarked on; `GET` before one is the method of its route.
+        for (paths, remarked) in [
+            (&["/"][..], &["/"][..]),
+            (&["/", "/api/{*rest}"], &["/"]),
+            (&["/", "/{*rest}"], &[]),
+            (&["/", "/{page}"], &[]),
+            (&["GET /"], &[]),
+            (&["/api"], &["/api"]),
+            (&["/api/"], &["/api/"]),
+            (&["/v1/users/"], &["/v1/users/"]),
+            (&["/v1/users"], &[]),
+            (&["/api", "/api/{*rest}"], &[]),
+            (&["/api", "/api/users"], &[]),
+            (&["/api", "/{*rest}"], &[]),
+            (&["/api", "/{tenant}/{*rest}"], &[]),
+            (&["/api", "/apis/{*rest}"], &["/api"]),
+            (&["/api/{id}"], &[]),
+            (&["GET /api"], &[]),
+            (&["/robots.txt"], &[]),
+        ] {
+            let mut text = String::from("[upstreams.u]\nbuiltin = \"echo\"\n");
+            for path in paths {
+                let (methods, path) =
+                    path.split_once(' ').map_or(("", *path), |(_, path)| ("methods = \"GET\"\n", path));
+                text += &format!("[[routes]]\n{methods}path = \"{path}\"\nupstream = \"u\"\n");
+            }
+            let expected: Vec<String> = remarked.iter().map(|path| format!("takes `{path}` alone, and `")).collect();
+            let said = said(&text);
+            assert_eq!(said.len(), expected.len(), "{paths:?}: {said:?}");
+            assert!(said.iter().zip(&expected).all(|(said, expected)| said.contains(expected)), "{paths:?}: {said:?}");
+        }
+        // Another host's route, and one that answers by itself.
+        let text = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\nhost = \"a.example\"\npath = \"/api\"\nupstream = \"u\"\n\
+                    [[routes]]\nhost = \"b.example\"\npath = \"/{*rest}\"\nupstream = \"u\"\n\
+                    [[routes]]\npath = \"/ok\"\nrespond = { status = 200 }\n";
+        assert_eq!(
+            said(text),
+            [
+                "note: the route `/api` takes `/api` alone, and `/api/x` gets 404: write `/api/{*rest}` if all below it is meant, \
+              or give the route its `methods` if not"
+            ]
+        );
+    }
+
+    #[test]
+    fn what_applies_to_nothing_or_is_open_to_all_is_remarked_on() {
+        let plan = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n[rules.r.plans.gold]\nwindows = [\"9/minute\"]";
+        assert_eq!(told(plan, "\"r\"")[2], "r: note: no client is on `gold`, because there is no `[clients]`");
+        let admin = |address: &str| told(&format!("[listen]\nadmin = \"{address}\""), "");
+        let remark = "note: `admin` listens on `0.0.0.0:9900`: whoever reaches it can read the metrics, and use up and reset every limit";
+        assert_eq!(admin("0.0.0.0:9900"), [remark]);
+        for address in ["192.0.2.1:9900", "[::]:9900", "[2001:db8::1]:9900"] {
+            assert_eq!(admin(address).len(), 1, "{address}");
+        }
+        for address in ["127.0.0.1:9900", "127.8.9.1:0", "[::1]:9900"] {
+            assert!(admin(address).is_empty(), "{address}");
+        }
     }
 }

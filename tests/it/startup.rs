@@ -53,6 +53,89 @@ fn a_good_file_is_said_to_be_fine_and_nothing_is_started() {
 }
 
 #[test]
+fn a_start_that_would_fail_here_is_remarked_on() {
+    let scratch = Scratch::new();
+    let folder = scratch.path().display().to_string();
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\n";
+    for (settings, remark) in [
+        (
+            format!("{listen}[access_log]\nfile = \"{folder}/no/such/log\"\n"),
+            format!("`access_log.file` is `{folder}/no/such/log`, and there is no folder `{folder}/no/such`: make it"),
+        ),
+        (
+            format!("{listen}[access_log]\nfile = \"{folder}\"\n"),
+            format!("`access_log.file` is `{folder}`, which is a folder: name a file"),
+        ),
+        (
+            format!("pid_file = \"no/pid\"\n{listen}"),
+            format!("`pid_file` is `{folder}/no/pid`, and there is no folder `{folder}/no`: make it"),
+        ),
+        (
+            format!("{listen}[counters]\nfile = \"{folder}/no/counters\"\n"),
+            format!("`counters.file` is `{folder}/no/counters`, and there is no folder `{folder}/no`: make it"),
+        ),
+        (
+            format!("{listen}[counters]\nsnapshot = \"{folder}/gateway.toml/counts\"\n"),
+            format!(
+                "`counters.snapshot` is `{folder}/gateway.toml/counts`, and there is no folder `{folder}/gateway.toml`: make it"
+            ),
+        ),
+        (
+            // An address for documentation (RFC 5737), which no machine has.
+            String::from("[listen]\nhttp = \"192.0.2.1:8080\"\n"),
+            String::from("nothing can listen on `192.0.2.1:8080`, an address that this machine may not have: "),
+        ),
+    ] {
+        let file = scratch.write("gateway.toml", format!("{settings}{GOOD}")).display().to_string();
+        let (code, out, err) = run(&["check", "--config", &file]);
+        assert_eq!((code, err.as_str()), (Some(0), ""), "{settings}");
+        assert!(out.contains(&format!("\n  note: a start fails here: {remark}")), "{settings}: {out}");
+        let (code, _, err) = run(&["--config", &file]);
+        assert_eq!(code, Some(1), "{settings}: {err}");
+    }
+}
+
+#[test]
+fn a_note_is_an_error_with_strict_alone() {
+    let scratch = Scratch::new();
+    let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
+    let file = scratch.write("gateway.toml", &text).display().to_string();
+    let note = "\n  note: `admin` listens on `0.0.0.0:0`: whoever reaches it can read the metrics, and use up and reset every limit\n";
+    let (code, out, err) = run(&["check", "--config", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert_eq!(out, format!("{file}: fine: 1 routes, 0 rules, 1 upstreams{note}"));
+    let (code, out, err) = run(&["check", "--strict", "--config", &file]);
+    assert_eq!((code, err), (Some(2), format!("{file}: 1 note, and `--strict` is given\n")));
+    assert_eq!(out, format!("{file}: 1 routes, 0 rules, 1 upstreams{note}"));
+    let file = scratch.write("gateway.toml", text.replace("0.0.0.0", "127.0.0.1")).display().to_string();
+    let (code, out, err) = run(&["check", "--strict", "--config", &file]);
+    assert_eq!((code, out, err), (Some(0), format!("{file}: fine: 1 routes, 0 rules, 1 upstreams\n"), String::new()));
+}
+
+#[test]
+fn an_admin_address_that_others_reach_is_warned_of_at_the_start() {
+    let scratch = Scratch::new();
+    for (address, is_warned_of) in [("0.0.0.0", true), ("127.0.0.1", false)] {
+        let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{address}:0\"\n{GOOD}");
+        let file = scratch.write("gateway.toml", text);
+        let log = scratch.path().join("log");
+        let mut command = Command::new(BINARY);
+        command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(&log).unwrap());
+        let mut child = Owned::spawn(&mut command);
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+        lines.next().unwrap().unwrap();
+        crate::world::process::signal(child.id(), "TERM");
+        assert!(child.wait().unwrap().success());
+        let log = fs::read_to_string(log).unwrap();
+        assert_eq!(
+            log.contains(&format!("`admin` listens on `{address}:0`: whoever reaches it")),
+            is_warned_of,
+            "{log}"
+        );
+    }
+}
+
+#[test]
 fn the_shipped_file_is_good_and_the_default() {
     let output = Command::new(BINARY).arg("check").current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

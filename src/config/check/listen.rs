@@ -21,8 +21,31 @@ const HTTPS_EXAMPLE: &str = "\"0.0.0.0:443\"";
 const HTTPS_FIX: &str = "write `[listen.https]`, then its `address`, its `certificate` and its `private_key`";
 const NETWORKS: &str = "[\"10.0.0.0/8\"]";
 
-/// Addresses taken so far, and the line of each; 0: by default.
-type Taken = Vec<(SocketAddr, usize)>;
+/// Addresses taken so far.
+type Taken = Vec<Bound>;
+
+/// A socket that the start will open.
+struct Bound {
+    address: SocketAddr,
+    /// `[::]` takes IPv4 as well: so it is with the admin address, and not with the others.
+    takes_ipv4: bool,
+    /// Where it stands; 0: by default.
+    line: usize,
+}
+
+impl Bound {
+    /// Whether the kernel refuses to open both. Port 0 is a different one each time.
+    fn overlaps(&self, other: &Bound) -> bool {
+        let port = self.address.port();
+        let is_same = self.address.ip() == other.address.ip();
+        port != 0 && port == other.address.port() && (is_same || self.covers(other) || other.covers(self))
+    }
+
+    fn covers(&self, other: &Bound) -> bool {
+        let is_family = self.address.is_ipv4() == other.address.is_ipv4();
+        self.address.ip().is_unspecified() && (is_family || (self.takes_ipv4 && self.address.is_ipv6()))
+    }
+}
 
 pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen, Option<Proxies>) {
     let mut listen = Listen {
@@ -42,13 +65,13 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen,
         // Who asks for TLS has not asked for anything in the clear.
         listen.http.clear();
     } else {
-        taken.extend(listen.http.iter().map(|address| (*address, 0)));
+        taken.extend(listen.http.iter().map(|address| Bound { address: *address, takes_ipv4: false, line: 0 }));
     }
     if let Some(item) = https {
         listen.https = several(&item, files, &mut taken, report);
     }
     if let Some(word) = table.get("admin").and_then(|item| item.text("\"127.0.0.1:9900\"", report)) {
-        listen.admin = address(&word, &mut taken, report);
+        listen.admin = address(&word, true, &mut taken, report);
     }
     if let Some(item) = table.get("proxy_protocol") {
         listen.proxy_protocol = networks(&item, report);
@@ -80,7 +103,7 @@ fn addresses(item: &Item, example: &str, or: &str, taken: &mut Taken, report: &m
             report.problem(item.span.clone(), format!("`{}` is an empty list", item.key), fix);
             Vec::new()
         }
-        words => words.iter().flatten().filter_map(|word| address(word, taken, report)).collect(),
+        words => words.iter().flatten().filter_map(|word| address(word, false, taken, report)).collect(),
     }
 }
 
@@ -182,20 +205,33 @@ fn networks(item: &Item, report: &mut Report) -> Vec<Network> {
     words.iter().flatten().filter_map(|word| exceptions::network_of(word, report)).collect()
 }
 
-fn address(word: &Word, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
+fn address(word: &Word, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {
     let Ok(address) = word.text.parse::<SocketAddr>() else {
         report.problem(word.span.clone(), format!("{} is no address to listen on", shown(word.text)), fix(word.text));
         return None;
     };
-    // Port 0 is a different one each time.
-    if let Some((_, line)) = taken.iter().find(|(other, _)| *other == address && address.port() != 0) {
-        let message = match line {
-            0 => format!("{} is taken already: `http` listens on it by default", shown(word.text)),
-            line => format!("{} is taken already, on line {line}", shown(word.text)),
+    if let IpAddr::V6(ip) = address.ip()
+        && let Some(mapped) = ip.to_ipv4_mapped()
+    {
+        let message = format!("{} is an IPv4 address written as one of IPv6", shown(word.text));
+        report.problem(word.span.clone(), message, format!("write `\"{mapped}:{}\"`", address.port()));
+        return None;
+    }
+    let bound = Bound { address, takes_ipv4, line: report.line(word.span.start) };
+    if let Some(other) = taken.iter().find(|other| bound.overlaps(other)) {
+        let (text, other_text) = (shown(word.text), shown(&other.address.to_string()));
+        let place = match other.line {
+            0 => ": `http` listens on it by default".to_owned(),
+            line => format!(", on line {line}"),
+        };
+        let message = match other.address.ip() == address.ip() {
+            true => format!("{text} is taken already{place}"),
+            false if bound.covers(other) => format!("{text} takes {other_text} as well, which is taken already{place}"),
+            false => format!("{text} is taken already by {other_text}{place}"),
         };
         report.problem(word.span.clone(), message, "remove it, or give it another port");
     }
-    taken.push((address, report.line(word.span.start)));
+    taken.push(bound);
     Some(address)
 }
 

@@ -13,12 +13,20 @@ use crate::rule::terms::{Cost, Rule};
 
 type Rules = Section<(Rule, Looks)>;
 
+/// By which schemes requests can come.
+#[derive(Clone, Copy)]
+pub struct Schemes {
+    pub http: bool,
+    pub https: bool,
+}
+
 pub fn routes(
     item: Option<Item>,
     reading: PathReading,
     upstreams: &Section<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
+    schemes: Schemes,
     report: &mut Report,
 ) -> Vec<Route> {
     let Some(item) = item else { return Vec::new() };
@@ -35,7 +43,7 @@ pub fn routes(
     for item in items {
         let fix = "write `[[routes]]`, then its `path` and its `upstream`, each on a line";
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
-        drafts.push(draft(table, reading, upstreams, rules, timeouts, report));
+        drafts.push(draft(table, reading, upstreams, rules, timeouts, schemes, report));
     }
     reach::never_matched(&drafts, report);
     reach::name(drafts, report)
@@ -47,6 +55,7 @@ fn draft(
     upstreams: &Section<Upstream>,
     rules: &Rules,
     timeouts: &Timeouts,
+    schemes: Schemes,
     report: &mut Report,
 ) -> Draft {
     let header = table.span.clone();
@@ -57,7 +66,7 @@ fn draft(
     let hosts = host::hosts(table.get("host"), "the route then takes any host", report);
     let methods = host::methods(table.get("methods"), report);
     let headers = host::headers(table.get("headers"), report);
-    let secure = table.get("scheme").map(|item| item.choice(&[("http", false), ("https", true)], report));
+    let secure = table.get("scheme").map(|item| scheme(&item, schemes, report));
     let certain = report.count() == before;
     let actions = actions::Settings::of(&mut table);
     let upstream = if actions.answers() {
@@ -100,6 +109,24 @@ fn draft(
             cost,
         },
     }
+}
+
+/// Whether a route is for https; no route can be for a scheme that no request comes by.
+fn scheme(item: &Item, schemes: Schemes, report: &mut Report) -> Option<bool> {
+    let secure = item.choice(&[("http", false), ("https", true)], report)?;
+    let (message, fix) = match secure {
+        true if !schemes.https => (
+            "this route can never match: no request comes by https without `[listen.https]` or `trusted_proxies`",
+            "add `[listen.https]`, or `trusted_proxies` if a proxy in front ends TLS; or remove `scheme`",
+        ),
+        false if !schemes.http => (
+            "this route can never match: no request comes by http without `http` in `[listen]` or `trusted_proxies`",
+            "add `http` to `[listen]`, or remove the route",
+        ),
+        secure => return Some(secure),
+    };
+    report.unless_broken(item.span.clone(), message, fix);
+    Some(secure)
 }
 
 /// A route that answers by itself has no upstream.

@@ -16,6 +16,36 @@ const VARIABLES: [(&str, Variable); 8] = [
     ("route", Variable::Route),
 ];
 
+/// Variables of nginx, and what is written for each; `None` where nothing stands for it here.
+const NGINX: [(&str, Option<&str>); 23] = [
+    ("remote_addr", Some("{client_ip}")),
+    ("binary_remote_addr", Some("{client_ip}")),
+    ("realip_remote_addr", None),
+    ("remote_port", None),
+    ("remote_user", None),
+    ("host", Some("{host}")),
+    ("http_host", Some("{host}")),
+    ("server_name", Some("{host}")),
+    ("hostname", None),
+    ("server_addr", None),
+    ("server_port", None),
+    ("server_protocol", None),
+    ("proxy_add_x_forwarded_for", None),
+    ("request", None),
+    ("request_id", None),
+    ("request_method", Some("{method}")),
+    ("scheme", Some("{scheme}")),
+    ("https", None),
+    ("uri", Some("{path}")),
+    ("document_uri", Some("{path}")),
+    ("request_uri", Some("{uri}")),
+    ("args", Some("{query}")),
+    ("query_string", Some("{query}")),
+];
+
+/// How other variables of nginx begin, whose rest is the name of a field, a parameter and the like.
+const NGINX_PREFIXES: [&str; 8] = ["arg_", "connection_", "cookie_", "geoip_", "http_", "ssl_", "time_", "upstream_"];
+
 /// What stands before the name of one of the path's parameters.
 const PARAM: &str = "param.";
 
@@ -24,6 +54,18 @@ pub fn text(word: &Word, path: Option<&PathPattern>, report: &mut Report) -> Opt
     if let Some(c) = word.text.chars().find(|c| c.is_control() && *c != '\t') {
         let message = format!("a header field can not have {} in it", shown(&c.to_string()));
         report.problem(word.span.clone(), message, "write it on one line, without characters that can not be seen");
+        return None;
+    }
+    if let Some((written, meant)) = nginx_variable(word.text) {
+        let fix = match meant {
+            Some(meant) => format!("write `{meant}`"),
+            None => {
+                let known: Vec<String> = VARIABLES.iter().map(|(known, _)| format!("{{{known}}}")).collect();
+                format!("remove it; there is {}", listed(known.iter().map(String::as_str), "and"))
+            }
+        };
+        let message = format!("{} is a variable of nginx, and would be sent as it is written", shown(written));
+        report.problem(word.span.clone(), message, fix);
         return None;
     }
     let mut pieces = Vec::new();
@@ -54,6 +96,21 @@ pub fn text(word: &Word, path: Option<&PathPattern>, report: &mut Report) -> Opt
         pieces.push(Piece::Literal(literal));
     }
     Some(Text(pieces))
+}
+
+/// The first variable of nginx in a text, such as `$remote_addr` or `${host}`, and what is written for it here.
+fn nginx_variable(text: &str) -> Option<(&str, Option<&'static str>)> {
+    text.match_indices('$').find_map(|(at, _)| {
+        let (start, close) = if text[at + 1..].starts_with('{') { (at + 2, 1) } else { (at + 1, 0) };
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        let end = text[start..].find(|c| !is_name(c)).map_or(text.len(), |length| start + length);
+        let name = &text[start..end];
+        let meant = match NGINX.iter().find(|(known, _)| *known == name) {
+            Some((_, meant)) => *meant,
+            None => NGINX_PREFIXES.iter().any(|prefix| name.starts_with(prefix)).then_some(None)?,
+        };
+        Some((text.get(at..end + close).unwrap_or(&text[at..]), meant))
+    })
 }
 
 fn variable(name: &str, path: Option<&PathPattern>, word: &Word, report: &mut Report) -> Option<Variable> {
