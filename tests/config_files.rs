@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
@@ -94,6 +94,84 @@ fn every_bad_file_is_refused_with_exactly_its_message() {
         }
     }
     assert!(failures.is_empty(), "{failures}");
+}
+
+/// The blocks of a Markdown file that are marked as TOML, with their lines.
+fn toml_blocks(text: &str) -> Vec<(usize, String)> {
+    let mut blocks: Vec<(usize, String)> = Vec::new();
+    let mut is_open = false;
+    for (number, line) in text.lines().enumerate() {
+        match line {
+            "```toml" => {
+                is_open = true;
+                blocks.push((number + 2, String::new()));
+            }
+            _ if line.starts_with("```") => is_open = false,
+            _ if is_open => blocks.iter_mut().last().unwrap().1 += &format!("{line}\n"),
+            _ => {}
+        }
+    }
+    blocks
+}
+
+/// What a block of the documentation lacks to be a whole configuration.
+fn completed(block: &str) -> String {
+    const CLIENTS: &str = "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"jwt:sub\"\n";
+    const JWT: &str = "[jwt]\nkeys = [{ algorithm = \"HS256\", secret_file = \"hs.key\" }]\n";
+    const RULE: &str = "[rules.by-claim]\nkey = \"jwt:sub\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n\
+                        [rules.by-claim.plans.gold]\nwindows = [\"2/minute\"]\n";
+    const ROUTE: &str = "[upstreams.any]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"any\"\n";
+    let is_clients_file = block.starts_with("[clients.");
+    let mut text = if is_clients_file { CLIENTS.to_owned() } else { format!("{block}\n") };
+    if text.contains("[clients]") {
+        text += JWT;
+    }
+    if text.contains("[jwt]") {
+        text += RULE;
+    }
+    if !text.contains("[[routes]]") {
+        text += ROUTE;
+    }
+    text
+}
+
+/// Files of the tests in place of those that the documentation names.
+fn file_of_the_documentation(name: &Path, clients: &str) -> io::Result<Vec<u8>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
+    let beside = match name.file_name().unwrap().to_str().unwrap() {
+        "clients.toml" => return Ok(clients.as_bytes().to_vec()),
+        "fullchain.pem" | "client.pem" => "keys/tls-nameless.pem",
+        "privkey.pem" | "client.key" => "keys/tls-other.key",
+        "other.pem" => "keys/tls.pem",
+        "other.key" => "keys/tls.key",
+        "hs.key" => "keys/hs.key",
+        "rsa.pem" => "keys/rsa.pem",
+        "jwks.json" => "keys/jwks.json",
+        "authority.pem" => "good/authority.pem",
+        "redis.password" => "good/redis.password",
+        other => panic!("the documentation names `{other}`: say here what it holds"),
+    };
+    fs::read(folder.join(beside))
+}
+
+#[test]
+fn every_snippet_of_the_documentation_is_accepted() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut count = 0;
+    for name in ["README.md", "ARCHITECTURE.md", "docs/configuration.md", "docs/operation.md", "docs/shared.md"] {
+        let text = fs::read_to_string(root.join(name)).unwrap();
+        let blocks = toml_blocks(&text);
+        let clients: String =
+            blocks.iter().map(|(_, block)| block.as_str()).filter(|block| block.starts_with("[clients.")).collect();
+        for (line, block) in blocks {
+            let whole = completed(&block);
+            if let Err(problems) = read_with(&whole, &|file| file_of_the_documentation(file, &clients)) {
+                panic!("{name}, line {line}:\n{}", render(&problems, "snippet.toml", &whole));
+            }
+            count += 1;
+        }
+    }
+    assert!(count >= 11, "only {count} snippets were found");
 }
 
 #[test]

@@ -7,7 +7,7 @@
 //! pure but for its atomics, which come through `sync` alone: it does not know the time, HTTP, rules or
 //! configuration, and a decision allocates nothing but for shards.
 //!
-//! What it promises, each proven by a model under `tests/model` and a property of the same name:
+//! What it promises, each checked by a bounded model under `tests/model` and a property of the same name:
 //! `never_admits_past_the_limit`, `no_hit_is_lost_at_rollover`, `a_late_thread_never_rewinds`,
 //! `the_refused_leave_no_mark`, `a_refund_never_crosses_a_window`, `two_keys_never_share_a_count`,
 //! `a_full_table_answers_as_documented`; and of purses `no_more_is_spent_than_was_deposited`,

@@ -38,6 +38,7 @@ mod counters;
 mod damaged_counters;
 mod decision_api;
 mod delay;
+mod documentation;
 mod drain;
 mod event_stream;
 mod exactness;

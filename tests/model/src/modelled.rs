@@ -1,6 +1,6 @@
 //! The counting room on loom's atomics: the same files, another door.
 //!
-//! It does not know what is proven; the models under `tests/models` do.
+//! It does not know what is checked; the models under `tests/models` do.
 
 #[path = "../../../src/count/charge.rs"]
 pub mod charge;
