@@ -496,8 +496,17 @@ impl<const W: usize> Table<W> {
     /// Forgets what a counter of its own has used and owes; returns what it was, [`Word::EMPTY`] if there is
     /// none. A spill counter is not one key's to forget.
     pub fn forget(&self, counter: Counter, ask: Ask, time: Time<'_>) -> Word {
+        self.forget_after(counter, ask, time, |_word| ())
+    }
+
+    /// As [`Table::forget`]. `announce` is told what is about to be forgotten: the last word it is told is the one that was
+    /// forgotten, so that no thread sees the counter empty before the announcement.
+    pub fn forget_after(&self, counter: Counter, ask: Ask, time: Time<'_>, mut announce: impl FnMut(Word)) -> Word {
         while let Found::Counter(index, word) = self.own.find(counter.key) {
             let unused = forgotten(word, ask, time);
+            if word != unused {
+                announce(word);
+            }
             if word == unused || self.own.swap(index, word, unused).is_ok() {
                 return word;
             }

@@ -446,6 +446,11 @@ impl Book {
                 false => decide(table, charges, &mut desk.shares, self.time(now_ms)),
             };
             match verdict {
+                Verdict::Admitted if roster.is_shared && self.was_overtaken(roster, table, now_ms, desk, first) => {
+                    for share in desk.take_back(first) {
+                        table.refund(share.paid, share.ask, self.time(now_ms));
+                    }
+                }
                 Verdict::Admitted => return Judgement::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
                 Verdict::Late if now.not_before(table.horizon_ms()) => {}

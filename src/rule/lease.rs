@@ -133,7 +133,8 @@ impl Book {
         }
     }
 
-    /// Forgets that; returns how much it was.
+    /// Forgets what a key has used of a layer by the counters of this machine; returns how much it was. Before a counter
+    /// becomes empty, `announce` is told how much is forgotten up to and with it.
     pub fn forget_here<const W: usize>(
         &self,
         rule: usize,
@@ -141,11 +142,18 @@ impl Book {
         asker: Asker,
         table: &Table<W>,
         mut now: Now<'_>,
+        announce: impl Fn(u64),
     ) -> u64 {
         let charge = self.charge_here(rule, layer, asker, now.unix_ms);
-        let counters = charge.split.counters(charge.counter);
-        let forgotten: Vec<_> =
-            counters.map(|counter| table.forget(counter, charge.ask, self.time(now.unix_ms))).collect();
+        let time = self.time(now.unix_ms);
+        let mut before = 0;
+        let mut forgotten = Vec::new();
+        for counter in charge.split.counters(charge.counter) {
+            let used = |word| usage(word, charge.ask, time).used;
+            let word = table.forget_after(counter, charge.ask, time, |word| announce(before + used(word)));
+            before += used(word);
+            forgotten.push(word);
+        }
         now.goes_on();
         let ask = self.charge_here(rule, layer, asker, now.unix_ms).ask;
         forgotten.into_iter().map(|word| usage(word, ask, self.time(now.unix_ms)).used).sum()
@@ -192,6 +200,26 @@ impl Book {
             }
         }
         !is_full && !lacking.is_empty()
+    }
+
+    /// Whether a charge that was made without the store is more than is left by what is known now: since it was put down,
+    /// another event loop has made what is used elsewhere more, and may have emptied its counter before it was charged.
+    // Ordering: that loop raises the tally and then empties the counter, each by an acquiring and releasing swap. A charge
+    // of the emptied counter has acquired the raised tally, so it is read here.
+    pub(super) fn was_overtaken<const W: usize>(
+        &self,
+        roster: &Roster,
+        table: &Table<W>,
+        now_ms: u64,
+        desk: &Desk,
+        first: usize,
+    ) -> bool {
+        desk.charges.iter().zip(&desk.lines).skip(first).any(|(charge, line)| {
+            let is_alone = desk.stands.get(line.rule) == Some(&Stand::Alone);
+            let elsewhere = || used_elsewhere(charge.counter, table, now_ms);
+            let capacity = u64::from(self.layer_of(roster, *line).capacity);
+            is_alone && charge.usage.used > capacity.saturating_sub(elsewhere())
+        })
     }
 
     /// Makes charges say what is used by all gateways together, as far as it is known.
@@ -330,8 +358,12 @@ impl Book {
 
 /// Leaves to a charge on this machine alone what is not known to be used elsewhere.
 fn beside_others<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
-    let elsewhere = table.tally(charge.counter, now_ms).map_or(0, |(_, used)| u64::from(used));
-    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(elsewhere);
+    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(used_elsewhere(charge.counter, table, now_ms));
+}
+
+/// What is known to be used of a counter by other gateways, or was reported to the store by this one.
+fn used_elsewhere<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
+    table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
 }
 
 impl Entry {

@@ -409,13 +409,14 @@ impl Shared {
         let least = self.want_of(book, rule, layer, asker, text, now_ms).least;
         let counter = debt.counter();
         let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
-        // Before it is told, for it must not be told twice: whether it arrived is not always known, and other loops tell it too.
-        let tokens = book.forget_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms));
+        // The counter is emptied before the report, for it must not be reported twice: whether a report arrived is not always
+        // known, and other loops report it too. These may count without the store for a while yet: to them the tokens are
+        // used elsewhere, and that is announced before the counter is empty.
+        let announce = |tokens: u64| self.hear(counter, here.end_ms, known + tokens, now_ms);
+        let tokens = book.forget_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms), announce);
         if tokens == 0 {
             return true;
         }
-        // Those may count alone for a while yet: to them it is used elsewhere from now on.
-        self.hear(counter, here.end_ms, known + tokens, now_ms);
         let mut arrives = true;
         let parts = there.len() as u32;
         for (base, shard) in there.into_iter().zip(0..) {

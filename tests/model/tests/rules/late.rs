@@ -92,7 +92,7 @@ fn what_was_counted_alone_is_not_owed() {
     table.note(book.entries[0].layer(0).counter(asker), 1101, 0, 1001);
     assert!(matches!(step(false, Now::since(1000, &|| 1001)), Step::Lacking));
     // Nor is the store told of more.
-    assert_eq!(book.forget_here(0, 0, asker, table, Now::since(1000, &|| 1001)), 1);
+    assert_eq!(book.forget_here(0, 0, asker, table, Now::since(1000, &|| 1001), |_tokens| ()), 1);
 }
 
 /// The window that was full has ended since it was looked at.

@@ -5,6 +5,7 @@
 //! that late ones are the rule. Nothing sleeps, nothing depends on how long anything takes.
 
 mod leases;
+mod reports;
 mod windows;
 
 use std::collections::HashMap;

@@ -21,8 +21,8 @@ use transom_model::rule::window::Windows;
 
 use crate::{THREADS, mixed};
 
-const SEED: Seed = Seed(5, 6);
-const START_MS: u64 = 1_000_000;
+pub const SEED: Seed = Seed(5, 6);
+pub const START_MS: u64 = 1_000_000;
 
 /// What passes, by client and end of the window in which it does; given back is struck out.
 type Ledger = HashMap<u64, BTreeMap<u64, i64>>;
@@ -36,7 +36,7 @@ struct Scene<'a, const W: usize> {
     requests: u64,
 }
 
-fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
+pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
     Rule {
         name: "only".to_owned(),
         key: vec![Part::Header("client".to_owned())],
@@ -53,7 +53,7 @@ fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
     }
 }
 
-fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
+pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
     Limit { tokens, windows, period_text: String::new(), capacity, reserve: 0, shards: 1 }
 }
 
