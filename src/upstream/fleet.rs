@@ -23,6 +23,8 @@ use crate::metrics::upstream::ServerMeter;
 
 /// A server of full weight that is just back begins with a tenth of it.
 const RAMP_FROM: f64 = 0.1;
+/// An answer ends the ejections of a server no more often than once in this part of the ejection time.
+const BACK_AGAIN_PART: u64 = 10;
 /// Effective weights are multiples of this for each configured one, so that they can grow smoothly.
 const WEIGHT_UNIT: u32 = 1024;
 
@@ -230,10 +232,15 @@ impl Fleet {
         let standing = &self.standings[server];
         let is_trial = chosen == Chosen::Trial;
         match sign {
-            Sign::Good if chosen != Chosen::InUse => self.end_ejection(server, now(), "a request succeeded"),
             Sign::Good => {
                 if standing.failures.load(Relaxed) != 0 {
                     standing.failures.store(0, Relaxed);
+                }
+                if chosen != Chosen::InUse {
+                    let now = now();
+                    if is_trial || !self.was_just_back(standing, self.ms(now)) {
+                        self.end_ejection(server, now, "a request succeeded");
+                    }
                 }
             }
             Sign::Bad => {
@@ -261,11 +268,10 @@ impl Fleet {
         let was_out = standing.out_until_ms.load(Relaxed) != 0;
         let others = self.standings.iter().filter(|other| other.out_until_ms.load(Relaxed) != 0).count();
         let most = (self.standings.len() * usize::from(ejection.max_ejected) / 100).max(1);
-        if !was_out && others >= most {
-            return;
-        }
-        // Requests that were under way when it was ejected say nothing new.
-        if was_out && !is_trial {
+        // While a server is ejected, only its trial says something new. A trial says nothing special once the ejection has
+        // ended otherwise.
+        let is_ejected = if was_out { is_trial } else { failures >= ejection.failures && others < most };
+        if !is_ejected {
             return;
         }
         // Whoever stayed for as long as the longest ejection begins anew.
@@ -285,6 +291,14 @@ impl Fleet {
         } else {
             tracing::warn!(upstream, server = url, failures, for_ms, "the server is ejected: it failed in a row");
         }
+    }
+
+    /// Whether the last ejection of a server has ended only just now. An answer does not end the next one so soon:
+    /// servers that fail most requests, but not all, would be ejected and back with every few of them.
+    fn was_just_back(&self, standing: &Standing, now_ms: u64) -> bool {
+        let back_ms = standing.back_ms.load(Relaxed);
+        let pause_ms = self.ejection().map_or(0, |ejection| whole_ms(ejection.time) / BACK_AGAIN_PART);
+        back_ms != 0 && now_ms.saturating_sub(back_ms) < pause_ms
     }
 
     /// Ends the ejection of a server, if it is ejected.
@@ -485,6 +499,35 @@ mod tests {
         assert!(is_out(&fleet, 0, now));
         fleet.end_ejection(0, now, "");
         assert!(!is_out(&fleet, 0, now));
+    }
+
+    #[test]
+    fn an_answer_does_not_end_one_ejection_right_after_another() {
+        let mut now = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, now);
+        fail(&fleet, 0, 3, now);
+        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
+        fail(&fleet, 0, 3, now);
+        fleet.report(0, Sign::Good, Chosen::Ejected, || now + 9 * MS);
+        assert!(is_out(&fleet, 0, now));
+        // A tenth of the ejection time later.
+        now += 10 * MS;
+        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&fleet, 0, now));
+    }
+
+    #[test]
+    fn a_trial_decides_nothing_once_the_ejection_has_ended() {
+        let mut now = Clock::manual(0).instant();
+        let fleet = fleet(2, ejection(50), None, now);
+        fail(&fleet, 0, 3, now);
+        now += 100 * MS;
+        assert!(fleet.claim(0, fleet.ms(now)));
+        fleet.end_ejection(0, now, "");
+        fleet.report(0, Sign::Bad, Chosen::Trial, || now);
+        assert!(!is_out(&fleet, 0, now), "one failure");
+        fail(&fleet, 0, 2, now);
+        assert!(is_out(&fleet, 0, now));
     }
 
     #[test]

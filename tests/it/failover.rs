@@ -166,6 +166,25 @@ fn a_failing_server_that_can_not_be_ejected_does_not_hide_an_ejected_one() {
     assert_eq!(failed(10), 0);
 }
 
+#[test]
+fn servers_that_fail_most_requests_are_not_ejected_again_and_again() {
+    let failing = || {
+        let asked = AtomicU64::new(0);
+        Upstream::answering(move |_| {
+            let is_fine = asked.fetch_add(1, Ordering::SeqCst) % 4 == 3;
+            crate::world::upstream::reply(if is_fine { 200 } else { 503 }, &[], b"")
+        })
+    };
+    let servers = [failing(), failing()];
+    let settings = "balance = \"round-robin\"\nejection = { failures = 3, statuses = [503], time = \"1h\" }\n";
+    let gateway = gateway(&servers.each_ref().map(|server| server.address), settings);
+    let mut client = gateway.client();
+    (0..400).for_each(|_| drop(client.get("/a")));
+    // An answer ends the first ejection of each, and neither of the next ones.
+    let ejections = gateway.metrics().sum("transom_upstream_ejections_total", &[]);
+    assert!((1..=3).contains(&ejections), "{ejections}");
+}
+
 /// What the load was answered.
 #[derive(Default)]
 struct Answers {
