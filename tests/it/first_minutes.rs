@@ -3,7 +3,6 @@
 use std::fs;
 use std::time::Duration;
 
-use crate::world::client::Client;
 use crate::world::gateway::Gateway;
 use crate::world::process::Process;
 use crate::world::quota::{items, remaining};
@@ -65,7 +64,7 @@ fn the_binary_serves_the_shipped_file() {
         assert_eq!((echo["method"].as_str(), echo["path"].as_str()), (Some("GET"), Some("/api/hello")));
     }
     assert_eq!(admitted_of_this_minute, 33);
-    Client::connect(process.admin).get("/healthz").expect(200);
+    process.admin_get("/healthz").expect(200);
     process.get("/elsewhere").expect(404).problem();
 }
 

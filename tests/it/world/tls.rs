@@ -18,7 +18,7 @@ use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion, version};
 
-use super::client::Client;
+use super::client::{Client, HOST};
 use super::{DEADLINE, Scratch};
 
 /// Who issues certificates.
@@ -114,7 +114,7 @@ impl Issued {
 pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
     let pair = certificate.toml(scratch, "server");
     format!(
-        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\
+        "[admin]\nhosts = [\"{HOST}\"]\n[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n\
          [listen.https]\naddress = \"127.0.0.1:0\"\n{pair}{more}\n"
     )
 }
