@@ -122,6 +122,24 @@ pub fn is_ipv4_like(text: &str) -> bool {
     text.rsplit('.').next().is_some_and(|last| !last.is_empty() && last.bytes().all(|b| b.is_ascii_digit()))
 }
 
+/// Fields that the gateway removes from every request, or replaces where the client is no trusted proxy. A client could choose
+/// a route by them, and so its rules, and the upstream would not see it.
+const NOT_FORWARDED: [&str; 13] = [
+    "connection",
+    "expect",
+    "forwarded",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-proto",
+];
+
 /// The header fields that a route asks for.
 pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, Option<String>)>> {
     let Some(item) = item else { return Some(Vec::new()) };
@@ -138,6 +156,13 @@ pub fn headers(item: Option<Item>, report: &mut Report) -> Option<Vec<(String, O
         if found.iter().any(|(other, _)| *other == name) {
             let message = format!("{} is there twice: names of fields are compared in lower case", shown(entry.key));
             report.problem(entry.key_span, message, "remove one of the two");
+            continue;
+        }
+        if NOT_FORWARDED.contains(&name.as_str()) {
+            let message =
+                format!("a route cannot ask for {}: the upstream does not get it as the client sent it", shown(&name));
+            let fix = "remove it: choose by another field, or by `hosts` or `scheme`";
+            report.problem(entry.key_span, message, fix);
             continue;
         }
         match entry.value {
