@@ -29,6 +29,7 @@ impl Frame {
     pub const PRIORITY: u8 = 2;
     pub const RST_STREAM: u8 = 3;
     pub const SETTINGS: u8 = 4;
+    pub const PUSH_PROMISE: u8 = 5;
     pub const PING: u8 = 6;
     pub const GOAWAY: u8 = 7;
     pub const WINDOW_UPDATE: u8 = 8;

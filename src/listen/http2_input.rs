@@ -11,6 +11,8 @@ use super::hpack::{Flaw, Limits, MALFORMED, Scanned, Scanner};
 const UNKNOWN: u8 = 0xff;
 /// The largest payload that h2 takes in one frame.
 const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
+/// HEADERS on stream 0: an error of the connection.
+const BROKEN: [u8; HEAD_BYTES] = [0, 0, 0, Frame::HEADERS, 4, 0, 0, 0, 0];
 
 /// A block of fields that has come.
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +44,8 @@ pub struct Input {
     given: usize,
     /// Bytes that pass before the next frame.
     skip: usize,
-    /// There was an error of the connection: h2 finds it, and nothing behind it matters.
+    /// There was an error of the connection, of which h2 is told. Nothing behind it passes: h2 takes some such errors for those
+    /// of a stream, and does not read the fields then.
     is_over: bool,
     last_stream: u32,
 }
@@ -105,10 +108,11 @@ impl Input {
     fn screen(&mut self, bytes: &mut [u8], mut diverted: bool, watch: &impl Watch) -> (usize, usize) {
         let (mut at, mut passed) = (0, 0);
         while at < bytes.len() {
+            if self.is_over {
+                return (passed, bytes.len());
+            }
             let left = &mut bytes[at..];
-            let pass = if self.is_over {
-                left.len()
-            } else if self.skip > 0 {
+            let pass = if self.skip > 0 {
                 self.skip.min(left.len())
             } else {
                 let Some(head) = left.first_chunk::<HEAD_BYTES>() else { break };
@@ -120,7 +124,7 @@ impl Input {
                             break;
                         }
                         End::Never => {
-                            self.is_over = true;
+                            self.break_off();
                             continue;
                         }
                         End::At(end) => {
@@ -133,6 +137,10 @@ impl Input {
                             end
                         }
                     }
+                } else if frame.kind == Frame::PUSH_PROMISE {
+                    // No client sends one (RFC 9113, section 8.4). It has fields as well.
+                    self.break_off();
+                    continue;
                 } else {
                     let is_empty = frame.kind == Frame::DATA && frame.length == 0 && !frame.ends_stream();
                     if is_empty && (1..=self.last_stream).contains(&frame.stream) {
@@ -153,13 +161,18 @@ impl Input {
         (passed, at)
     }
 
+    fn break_off(&mut self) {
+        self.ready.extend_from_slice(&BROKEN);
+        self.is_over = true;
+    }
+
     /// Scans a block of whole frames, the first of which is `first`. What takes its place, if it does not go on as it is.
     fn block(&mut self, frames: &[u8], first: Frame, watch: &impl Watch) -> Option<Vec<u8>> {
         let mut gathered = Vec::new();
         let payload = &frames[HEAD_BYTES..][..first.length as usize];
         let Some(mut block) = fragment(payload, first) else {
             self.is_over = true;
-            return None;
+            return Some(BROKEN.to_vec());
         };
         let mut rest = &frames[HEAD_BYTES + payload.len()..];
         if !rest.is_empty() {
@@ -174,9 +187,16 @@ impl Input {
         let is_head = first.stream > self.last_stream;
         self.last_stream = self.last_stream.max(first.stream);
         let room = if is_head { watch.room() } else { usize::MAX };
-        let Scanned { bytes, flaw } = self.scanner.scan(block, room);
+        let Scanned { bytes, mut flaw } = self.scanner.scan(block, room);
+        if flaw.is_none() && depends_on_itself(payload, first) {
+            // An error of the stream, for which h2 would leave the fields unread.
+            flaw = Some((Flaw::Malformed, [block, MALFORMED].concat()));
+        }
         watch.block(Block { stream: first.stream, is_head, bytes, flaw: flaw.as_ref().map(|(flaw, _)| *flaw) });
-        let (flaw, mut block) = flaw?;
+        let Some((flaw, mut block)) = flaw else {
+            // h2 reads frame by frame, and takes what is malformed in one before the last for an error of the connection.
+            return (!gathered.is_empty()).then(|| framed(first, &gathered));
+        };
         if !is_head && let Flaw::TooLarge { .. } = flaw {
             // Nobody can be told of trailers that are too large but by the end of the stream.
             block.extend_from_slice(MALFORMED);
@@ -217,7 +237,14 @@ fn fragment(payload: &[u8], frame: Frame) -> Option<&[u8]> {
     payload.get(..payload.len().checked_sub(padding)?)
 }
 
-/// A block as frames.
+/// Whether HEADERS with a priority makes its stream depend on itself (RFC 7540, section 5.3.1).
+fn depends_on_itself(payload: &[u8], frame: Frame) -> bool {
+    let at = usize::from(frame.is_padded());
+    let parent = payload.get(at..).and_then(<[u8]>::first_chunk).map(|parent| u32::from_be_bytes(*parent) & !(1 << 31));
+    frame.has_priority() && parent == Some(frame.stream)
+}
+
+/// A block as frames, without priority and padding.
 fn framed(first: Frame, block: &[u8]) -> Vec<u8> {
     let mut frames = Vec::with_capacity(block.len() + HEAD_BYTES);
     let mut fragments = block.chunks(PAYLOAD_MAX_BYTES);

@@ -455,6 +455,59 @@ fn heads_are_held_to_the_limits() {
 }
 
 #[test]
+fn no_frame_takes_fields_past_the_limits() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!("{}[limits]\nrequest_fields = 10\n", pass_all(&upstream)));
+    let start = request("GET", "/a");
+    let remembered = |name: &str, value: &str| {
+        let mut field = block(&[(name, value)]);
+        field[0] = 0x40;
+        field
+    };
+    let plus = |field: &[u8]| [&start[..], field].concat();
+    let on_itself = |stream: u32, block: &[u8]| [&stream.to_be_bytes()[..], &[0], block].concat();
+    let connection = block(&[("connection", "x")]);
+    let ping = frame(PING, 0, 0, &[0; 8]);
+    let promised = [&[0, 0, 0, 2][..], &remembered("x-a", "1"), &connection].concat();
+    // Errors of the connection, most of which h2 takes for those of a stream.
+    for (what, bytes) in [
+        ("a promise", frame(5, END_HEADERS, 1, &promised)),
+        (
+            "a stream that depends on itself, and PING in its head",
+            [frame(HEADERS, 0x20, 3, &on_itself(3, &start)), ping.clone()].concat(),
+        ),
+        ("a malformed field, and PING in its head", [frame(HEADERS, 0, 3, &plus(&connection)), ping.clone()].concat()),
+        (
+            "more padding than there is",
+            frame(HEADERS, END_HEADERS | 0x28, 3, &[&[99][..], &on_itself(3, &[])].concat()),
+        ),
+    ] {
+        let mut raw = Raw::connect(gateway.http);
+        raw.send(frame(HEADERS, END_HEADERS, 1, &start));
+        raw.send(bytes);
+        raw.send_if_open(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(&block(&[("x-a", "1")]).repeat(11))));
+        let end = raw.until(GOAWAY);
+        assert_eq!(end.code(), 1, "{what}");
+    }
+    // Errors of a stream, after which all of its fields are known to both sides.
+    let mut raw = Raw::connect(gateway.http);
+    let itself = on_itself(1, &plus(&remembered("x-a", "1")));
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS | 0x20, 1, &itself));
+    let reset = raw.until(RST_STREAM);
+    assert_eq!((reset.stream, reset.code()), (1, 1));
+    raw.send(frame(HEADERS, END_STREAM, 3, &plus(&connection)));
+    raw.send(frame(9, END_HEADERS, 3, &remembered("x-b", "2")));
+    let reset = raw.until(RST_STREAM);
+    assert_eq!((reset.stream, reset.code()), (3, 1));
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 5, &plus(b"\xbe\xbf")));
+    assert_eq!(raw.status(5), STATUS_200);
+    let received = upstream.received().pop().unwrap();
+    assert_eq!((received.field("x-a"), received.field("x-b")), (Some("1"), Some("2")));
+    raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 7, &plus(&b"\xbe".repeat(10))));
+    assert_ne!(raw.status(7), STATUS_200);
+}
+
+#[test]
 fn all_heads_of_a_connection_have_a_bound_together() {
     let (asked, asks) = mpsc::channel();
     let asked = Mutex::new(asked);
