@@ -295,7 +295,7 @@ impl Watch for Session {
                 // It is reset, which is counted then.
                 flaw = Some(HeadFlaw::Crowded);
             } else {
-                self.unrecorded.set(self.unrecorded.get() + usize::from(by_h2));
+                self.unrecorded.set(self.unrecorded.get() + usize::from(by_h2 && block.is_head));
                 flaw = Some(HeadFlaw::TooLarge);
                 let abuse = conduct.bad_request(self.timers.tick());
                 self.abuse.set(self.abuse.get().or(abuse));

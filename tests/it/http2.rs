@@ -13,7 +13,9 @@ use hyper::body::{Body, Frame};
 
 use crate::world::client::{Client, HOST};
 use crate::world::gateway::Gateway;
-use crate::world::h2::{CANCEL, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400};
+use crate::world::h2::{
+    CANCEL, CONTINUATION, Calm, DATA, GOAWAY, HEADERS, PING, RST_STREAM, Raw, SETTINGS, STATUS_200, STATUS_400,
+};
 use crate::world::h2::{END_HEADERS, END_STREAM, NO_ERROR, block, frame, request};
 use crate::world::parts::program;
 use crate::world::process::Process;
@@ -410,13 +412,25 @@ fn trailers_that_are_malformed_break_off_their_upload_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let mut raw = Raw::connect(gateway.http);
     let many = block(&[("x-a", "b")]).repeat(101);
-    for (stream, trailers) in [(1, block(&[("x-a", "a\nb")])), (3, block(&[("X-a", "b")])), (5, many)] {
+    // More than the limit of bytes, even of what has to be remembered.
+    let mut remembered = block(&[("x-a", &"x".repeat(500))]);
+    remembered[0] = 0x40;
+    let large = remembered.repeat(124);
+    let malformed = [block(&[("x-a", "a\nb")]), block(&[("X-a", "b")]), many, large];
+    for (stream, trailers) in [1, 3, 5, 7].into_iter().zip(malformed) {
         raw.send(frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"))).send(frame(DATA, 0, stream, b"abc"));
-        raw.send(frame(HEADERS, END_STREAM | END_HEADERS, stream, &trailers));
+        let mut pieces = trailers.chunks(16 * 1024);
+        raw.send(frame(HEADERS, END_STREAM, stream, pieces.next().unwrap()));
+        for piece in pieces {
+            raw.send(frame(CONTINUATION, 0, stream, piece));
+        }
+        raw.send(frame(CONTINUATION, END_HEADERS, stream, b""));
         assert_eq!(raw.until(RST_STREAM).stream, stream);
     }
-    raw.get(7, "/a");
-    assert_eq!(raw.status(7), STATUS_200);
+    raw.get(9, "/a");
+    assert_eq!(raw.status(9), STATUS_200);
+    // Trailers are answered with nothing.
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "431")]), 0);
 }
 
 #[test]
