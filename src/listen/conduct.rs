@@ -191,6 +191,10 @@ impl Conduct {
         match frame.kind {
             Frame::HEADERS => {
                 if frame.stream > self.last_stream {
+                    // h2 refuses requests beyond the streams that there may be, and ignores all once it leaves.
+                    if self.unanswered.len() >= self.budget.bad_requests as usize {
+                        return Some(Abuse::BadRequest);
+                    }
                     self.last_stream = frame.stream;
                     self.unanswered.push(Unanswered { stream: frame.stream, head_bytes: 0, flaw: None });
                     self.earned = self.earned.saturating_add(EARNED_BY_STREAM);
@@ -339,6 +343,13 @@ mod tests {
             assert_eq!(conduct.said(reset(code), 9), expected, "{code}");
         });
         assert_eq!(conduct.said(reset(1), 10), None);
+    }
+
+    #[test]
+    fn requests_that_nobody_answers_have_an_end() {
+        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut hear = |n: u32| conduct.heard(frame(Frame::HEADERS, 5, 2 * n + 1, 10), u64::from(n) * SECOND);
+        assert_eq!([0, 1, 2, 3].map(&mut hear), [None, None, None, Some(Abuse::BadRequest)]);
     }
 
     #[test]
