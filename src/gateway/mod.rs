@@ -388,7 +388,6 @@ async fn forward(
             *request.version_mut() = Version::HTTP_11;
             let asked = Asked::of(&request, onward.server_key);
             let mut answer = servers.exchange(request, asked, timeouts, &peer.timer, interim).await?;
-            fields::forward_response(answer.headers_mut());
             *answer.version_mut() = Version::HTTP_11;
             answer.map(Content::from)
         }

@@ -57,6 +57,7 @@ impl Marks {
     const CLAIMS: Marks = Marks(1 << 9);
     pub const UPGRADE: Marks = Marks(1 << 8);
     pub const CONTENT_LENGTH: Marks = Marks(1 << 10);
+    const FRAMING: Marks = Marks(Marks::CONTENT_LENGTH.0 | Marks::TRANSFER_ENCODING.0);
 
     pub fn of(headers: &HeaderMap) -> Marks {
         headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
@@ -162,9 +163,38 @@ fn joined<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValu
     HeaderValue::from_bytes(&lines.join(&b", "[..])).ok()
 }
 
-/// Makes the fields of an answer ready for the client.
-pub fn forward_response(headers: &mut HeaderMap) {
-    strip(headers, Marks::of(headers), &[]);
+/// Makes the fields of a response ready for the client; `false` if its end could be read in two ways. That is clear from
+/// one Content-Length that is a number, or one Transfer-Encoding that is `chunked` (RFC 9112, section 6.3). hyper takes
+/// more, and all of it would be passed on.
+pub fn forward_response(headers: &mut HeaderMap) -> bool {
+    let (mut marks, mut is_framed) = (Marks::default(), false);
+    for (name, value) in &*headers {
+        let mark = Marks::of_name(name.as_str());
+        marks = Marks(marks.0 | mark.0);
+        if mark.has(Marks::FRAMING) {
+            let value = value.as_bytes();
+            let is_valid = match mark.has(Marks::CONTENT_LENGTH) {
+                true => is_length(value),
+                false => value.eq_ignore_ascii_case(b"chunked"),
+            };
+            if !is_valid || is_framed {
+                return false;
+            }
+            is_framed = true;
+        }
+    }
+    strip(headers, marks, &[]);
+    true
+}
+
+/// Whether this is a number of bytes; those of 19 digits fit into 64 bits.
+fn is_length(text: &[u8]) -> bool {
+    (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
+}
+
+/// Makes the trailers of a response ready for the client.
+pub fn forward_response_trailers(trailers: &mut HeaderMap) {
+    strip(trailers, Marks::of(trailers), &[]);
 }
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");

@@ -74,7 +74,7 @@ impl Outflow {
                 }
                 Err(frame) => {
                     let Ok(mut trailers) = frame.into_trailers() else { continue };
-                    fields::forward_response(&mut trailers);
+                    fields::forward_response_trailers(&mut trailers);
                     self.sending.reserve_capacity(0);
                     return Poll::Ready(self.sending.send_trailers(trailers));
                 }

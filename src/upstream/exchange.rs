@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
@@ -31,7 +30,7 @@ use super::upload::{Progress, Upload};
 use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::fault::Fault;
-use crate::http::upgrade;
+use crate::http::{fields, upgrade};
 use crate::interim::Interim;
 use crate::metrics::meter::{UpstreamMeter, UpstreamOutcome};
 use crate::metrics::upstream::{Limit, RetryMeter};
@@ -294,13 +293,14 @@ impl Servers {
         course: &mut Course,
         mut attempt: Attempt<'_>,
         mut connection: Carrier,
-        response: Response<Incoming>,
+        mut response: Response<Incoming>,
         started: Instant,
     ) -> Next {
         let is_switched = course.asked.handshake && upgrade::is_granted(&response);
-        let unclear = match is_framed_clearly(&response) {
+        let is_switch = upgrade::is_switch(&response);
+        let unclear = match fields::forward_response(response.headers_mut()) {
             false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
-            true if upgrade::is_switch(&response) && !is_switched => Some("it switched protocols unasked"),
+            true if is_switch && !is_switched => Some("it switched protocols unasked"),
             true => None,
         };
         if let Some(why) = unclear {
@@ -428,30 +428,6 @@ impl Servers {
         drop(attempt);
         self.balancer.next(&self.fleet, course.asked, &course.tried, self.clock.instant())
     }
-}
-
-/// Whether the end of a response can be read in one way only: from one Content-Length that is a number, or one
-/// Transfer-Encoding that is `chunked` (RFC 9112, section 6.3). hyper takes more, and all of it would be passed on.
-fn is_framed_clearly(response: &Response<Incoming>) -> bool {
-    let mut is_framed = false;
-    for (name, value) in response.headers() {
-        // Known names compare as numbers, so this is less than a look-up in the map.
-        let is_valid = match *name {
-            CONTENT_LENGTH => is_length(value.as_bytes()),
-            TRANSFER_ENCODING => value.as_bytes().eq_ignore_ascii_case(b"chunked"),
-            _ => continue,
-        };
-        if !is_valid || is_framed {
-            return false;
-        }
-        is_framed = true;
-    }
-    true
-}
-
-/// Whether this is a number of bytes; those of 19 digits fit into 64 bits.
-fn is_length(text: &[u8]) -> bool {
-    (1..=19).contains(&text.len()) && text.iter().all(u8::is_ascii_digit)
 }
 
 fn describe(error: SendError) -> String {
