@@ -12,6 +12,7 @@ use std::task::{Context, Poll, Waker, ready};
 use bytes::{Buf, Bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::dup;
+use rustix::process::{Resource, getrlimit};
 use smallvec::SmallVec;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
@@ -32,6 +33,11 @@ enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
     Tls(Box<TlsStream<TcpStream>>),
+}
+
+/// How many descriptors the process may have.
+pub fn descriptors() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 impl Wire {

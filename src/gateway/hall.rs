@@ -286,6 +286,11 @@ impl View {
             WindowMeter::new(registry, owner, &layers)
         };
         let mut places = Places::new();
+        let servers_of = |upstream: &Upstream| match &upstream.target {
+            Configured::Echo => 0,
+            Configured::Servers(servers) => servers.len(),
+        };
+        let servers_in_all = snapshot.config.upstreams.iter().map(servers_of).sum();
         let mut target = |(upstream, fleet): (&Upstream, &Arc<Fleet>)| match &upstream.target {
             Configured::Echo => Target::Echo,
             Configured::Servers(servers) => {
@@ -301,7 +306,7 @@ impl View {
                         },
                         |(.., place)| Rc::clone(place),
                     );
-                    place.limit(&upstream.policy.circuit, owner, fleet.loops);
+                    place.limit(&upstream.policy.circuit, owner, fleet.loops, servers_in_all);
                     places.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&place)));
                     place
                 };

@@ -14,6 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::listen::Listen;
 use crate::rule::network::Network;
+use crate::wire::descriptors;
 
 /// How many connections there may be if nobody says so and there are descriptors for them.
 const DEFAULT_MAX: u64 = 65_536;
@@ -118,11 +119,6 @@ impl Drop for Place {
             }
         }
     }
-}
-
-/// How many descriptors the process may have.
-fn descriptors() -> u64 {
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 /// Lets the process have as many descriptors as it is allowed to ask for.

@@ -15,6 +15,10 @@ use super::carrier::Carrier;
 use super::pool::Pool;
 use crate::config::balance::Circuit;
 use crate::metrics::upstream::UnderWay;
+use crate::wire::descriptors;
+
+/// Idle connections to all servers together take one of so many descriptors at most.
+const IDLE_SHARE: u64 = 4;
 
 pub struct Place {
     pub pool: Rc<Pool>,
@@ -58,10 +62,13 @@ impl Place {
         })
     }
 
-    /// Takes over this loop's part of the limits, of so many loops.
-    pub fn limit(&self, circuit: &Circuit, owner: usize, loops: usize) {
+    /// Takes over this loop's part of the limits, of so many loops. There are `servers` in all upstreams together.
+    pub fn limit(&self, circuit: &Circuit, owner: usize, loops: usize, servers: usize) {
         self.most.set(circuit.max_connections.map(|max| part(max, owner, loops)));
-        self.pool.idle_max.set(part(circuit.max_idle_connections, owner, loops) as usize);
+        // Idle connections to one server leave descriptors for clients and for connections to others.
+        let spare = descriptors() / IDLE_SHARE / servers.max(1) as u64;
+        let idle = circuit.max_idle_connections.min(u32::try_from(spare).unwrap_or(u32::MAX));
+        self.pool.idle_max.set(part(idle, owner, loops) as usize);
     }
 
     pub fn under_way(&self) -> u32 {

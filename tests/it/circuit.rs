@@ -1,6 +1,7 @@
 //! What is too much for an upstream is refused at once, or waits in a line that has an end.
 
 use std::collections::HashSet;
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -8,8 +9,9 @@ use std::time::Duration;
 
 use crate::world::client::{Client, request};
 use crate::world::gateway::Gateway;
+use crate::world::process::{BINARY, Process};
 use crate::world::upstream::Upstream;
-use crate::world::{eventually, pass_to, within};
+use crate::world::{Scratch, eventually, pass_to, within};
 
 /// Answers each request when it is told to.
 struct Held {
@@ -150,8 +152,12 @@ fn nobody_waits_in_line_for_ever() {
 
 /// Sends one request of each client at the same time, and lets the server answer them.
 fn round(held: &Held, clients: &mut [Client]) {
+    round_of("/a", held, clients);
+}
+
+fn round_of(path: &str, held: &Held, clients: &mut [Client]) {
     for client in clients.iter_mut() {
-        client.send(request("GET", "/a", &[], b""));
+        client.send(request("GET", path, &[], b""));
     }
     held.arrived(clients.len());
     held.release();
@@ -195,4 +201,24 @@ fn connections_that_a_peak_has_left_are_not_used_and_closed_when_they_are_old() 
     round(&held, &mut clients);
     // They are looked through every five seconds.
     eventually("all are closed", || held.ended.load(Ordering::SeqCst) == 10);
+}
+
+#[test]
+fn idle_connections_leave_descriptors_for_other_upstreams() {
+    let upstreams: Vec<Held> = (0..4).map(|_| Held::new()).collect();
+    let routes = upstreams.iter().enumerate().map(|(n, held)| {
+        let address = held.upstream.address;
+        format!(
+            "[upstreams.u{n}]\nservers = [\"http://{address}\"]\n[[routes]]\npath = \"/{n}\"\nupstream = \"u{n}\"\n"
+        )
+    });
+    let toml = format!("workers = 1\n{}", routes.collect::<String>());
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 240; exec \"$0\" \"$@\"", BINARY]);
+    let process = Process::spawn_by(command, &toml, Scratch::new());
+    let mut clients: Vec<Client> = (0..50).map(|_| process.client()).collect();
+    // Were all connections kept, the fourth upstream would find no descriptor left.
+    for (n, held) in upstreams.iter().enumerate() {
+        round_of(&format!("/{n}"), held, &mut clients);
+    }
 }

@@ -224,7 +224,8 @@ fn every_address_is_printed_and_served() {
     for n in [0, 1] {
         crate::world::client::Client::connect(address(n, "listening on http://")).get("/a").expect(200);
     }
-    crate::world::client::Client::connect(address(2, "admin on http://")).get("/readyz").expect(200);
+    let admin: std::net::SocketAddr = address(2, "admin on http://");
+    crate::world::client::Client::connect(admin).get_with("/readyz", &[("Host", &admin.to_string())]).expect(200);
     crate::world::process::signal(child.id(), "INT");
     assert!(child.wait().unwrap().success());
     assert_eq!(lines.count(), 0);

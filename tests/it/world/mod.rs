@@ -46,7 +46,7 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// What the product promises in time is tested with this much more: on a busy machine the threads of the test and of
 /// the gateway may each wait for a core.
 const BUSY_FACTOR: u32 = 4;
-const BUSY_PAUSE: Duration = Duration::from_secs(1);
+const BUSY_PAUSE: Duration = Duration::from_secs(2);
 
 /// The result of an action that must end within the time that the product promises, widened for a busy machine.
 #[track_caller]
