@@ -104,6 +104,11 @@ impl<const W: usize> Table<W> {
         let _ = self.put(counter.tally(), end_ms, now_ms, |_before| used);
     }
 
+    /// Adds tokens to what the shared counter of a window is known to stand at.
+    pub fn note_more(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
+        let _ = self.put(counter.tally(), end_ms, now_ms, |before| before.saturating_add(tokens));
+    }
+
     /// The end of the shared counter's window, and what it was last heard to stand at.
     pub fn tally(&self, counter: Counter, now_ms: u64) -> Option<(u64, u32)> {
         self.live(counter.tally(), now_ms).map(|word| (word.end_ms(), word.count()))

@@ -134,7 +134,8 @@ impl Book {
     }
 
     /// Forgets what a key has used of a layer by the counters of this machine; returns how much it was. Before a counter
-    /// becomes empty, `announce` is told how much is forgotten up to and with it.
+    /// becomes empty, `announce` is told the tokens in it. What is announced is never less than what is forgotten; it is more
+    /// if another thread empties the same counter.
     pub fn forget_here<const W: usize>(
         &self,
         rule: usize,
@@ -142,17 +143,18 @@ impl Book {
         asker: Asker,
         table: &Table<W>,
         mut now: Now<'_>,
-        announce: impl Fn(u64),
+        mut announce: impl FnMut(u64),
     ) -> u64 {
         let charge = self.charge_here(rule, layer, asker, now.unix_ms);
         let time = self.time(now.unix_ms);
-        let mut before = 0;
         let mut forgotten = Vec::new();
         for counter in charge.split.counters(charge.counter) {
-            let used = |word| usage(word, charge.ask, time).used;
-            let word = table.forget_after(counter, charge.ask, time, |word| announce(before + used(word)));
-            before += used(word);
-            forgotten.push(word);
+            let mut announced = 0;
+            forgotten.push(table.forget_after(counter, charge.ask, time, |word| {
+                let used = usage(word, charge.ask, time).used;
+                announce(used.saturating_sub(announced));
+                announced = used.max(announced);
+            }));
         }
         now.goes_on();
         let ask = self.charge_here(rule, layer, asker, now.unix_ms).ask;

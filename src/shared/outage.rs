@@ -408,11 +408,13 @@ impl Shared {
         // What was known before is told as well, if it may have been forgotten there: this call makes the counter anew.
         let least = self.want_of(book, rule, layer, asker, text, now_ms).least;
         let counter = debt.counter();
-        let known = self.table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used));
         // The counter is emptied before the report, for it must not be reported twice: whether a report arrived is not always
         // known, and other loops report it too. These may count without the store for a while yet: to them the tokens are
-        // used elsewhere, and that is announced before the counter is empty.
-        let announce = |tokens: u64| self.hear(counter, here.end_ms, known + tokens, now_ms);
+        // used elsewhere, and that is announced before the counter is empty. The tokens are added to what is known, because
+        // several loops may report one counter at once.
+        let announce = |tokens: u64| {
+            self.table.note_more(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
+        };
         let tokens = book.forget_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms), announce);
         if tokens == 0 {
             return true;
