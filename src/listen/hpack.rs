@@ -60,12 +60,15 @@ pub struct Scanned {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Method,
-    Status,
     Authority,
-    /// Another pseudo-header field.
-    Pseudo,
+    Path,
+    Scheme,
+    Protocol,
+    Te,
     Cookie,
     Plain,
+    /// No name that a request may have.
+    Bad,
 }
 
 /// A field, as far as is remembered of it.
@@ -130,6 +133,8 @@ struct Tally {
     fields: usize,
     cookies: usize,
     bytes: usize,
+    /// The kinds that there have been, as bits.
+    kinds: u16,
     is_malformed: bool,
     is_over: bool,
     /// What is left of the block, once something is wrong, and how many bytes of fields that is.
@@ -139,11 +144,17 @@ struct Tally {
 
 impl Tally {
     fn add(&mut self, entry: Entry, most_bytes: usize, limits: Limits) {
+        let kind = 1 << entry.kind as u16;
         match entry.kind {
-            Kind::Plain | Kind::Authority => self.fields += 1,
             Kind::Cookie => self.cookies += 1,
-            Kind::Method | Kind::Status | Kind::Pseudo => {}
+            Kind::Te | Kind::Plain | Kind::Bad => self.fields += 1,
+            Kind::Method | Kind::Authority | Kind::Path | Kind::Scheme | Kind::Protocol => {
+                self.fields += usize::from(entry.kind == Kind::Authority);
+                // Each comes once, before all other fields.
+                self.is_malformed |= self.kinds & kind != 0 || self.kinds >= 1 << Kind::Te as u16;
+            }
         }
+        self.kinds |= kind;
         self.bytes += entry.bytes();
         self.is_malformed |= !entry.is_valid;
         self.is_over |= self.bytes >= most_bytes
@@ -194,12 +205,16 @@ impl Scanner {
             }
             may_resize = false;
             let is_inserted = first & 0xc0 == 0x40;
-            let entry = if first & 0x80 != 0 {
+            let mut entry = if first & 0x80 != 0 {
                 self.table.get(reader.int(7)?)?
             } else {
                 let is_wanted = is_inserted || tally.left.is_none();
                 self.literal(&mut reader, if is_inserted { 6 } else { 4 }, is_wanted)?
             };
+            if !entry.is_valid && entry.kind == Kind::Method && entry.value == 0 {
+                // No value of this length is valid.
+                entry.kind = Kind::Bad;
+            }
             tally.add(entry, most_bytes, self.limits);
             if is_inserted {
                 self.table.insert(entry);
@@ -217,7 +232,7 @@ impl Scanner {
                 if entry.is_valid {
                     left.extend_from_slice(&block[start..reader.at]);
                 } else {
-                    placeholder(entry, left)?;
+                    placeholder(entry, &block[start..], left)?;
                 }
             }
         }
@@ -229,25 +244,32 @@ impl Scanner {
         let name = match reader.int(prefix)? {
             0 => {
                 let name = reader.text(&mut self.decoded)?;
-                let kind = Kind::of(name);
-                let is_valid = kind.is_some();
-                Entry { kind: kind.unwrap_or(Kind::Plain), name: name.len() as u32, value: 0, is_valid }
+                Entry { kind: Kind::of(name), name: name.len() as u32, value: 0, is_valid: true }
             }
             index => self.table.get(index)?,
         };
         if !is_wanted {
-            return Some(Entry { value: reader.skip_text()? as u32, ..name });
+            return Some(Entry { value: reader.skip_text()? as u32, is_valid: name.kind != Kind::Bad, ..name });
         }
         let value = reader.text(&mut self.decoded)?;
-        Some(Entry { value: value.len() as u32, is_valid: name.is_valid && name.kind.takes(value), ..name })
+        Some(Entry { value: value.len() as u32, is_valid: name.kind.takes(value), ..name })
     }
 }
 
-/// Adds a field that is valid and takes as much room in the table as one that is not.
-fn placeholder(entry: Entry, block: &mut Vec<u8>) -> Option<()> {
-    block.extend_from_slice(b"\x40\x01x");
-    // h2 has no field without a name.
-    let mut rest = (entry.bytes() - FIELD_BYTES).checked_sub(1)?;
+/// Adds a field that is valid and takes as much room in the table as `literal`, which is not; with its name, if that is valid.
+fn placeholder(entry: Entry, literal: &[u8], block: &mut Vec<u8>) -> Option<()> {
+    let mut rest = entry.value as usize;
+    if entry.kind == Kind::Bad {
+        block.extend_from_slice(b"\x40\x01x");
+        // h2 has no field without a name.
+        rest = (entry.bytes() - FIELD_BYTES).checked_sub(1)?;
+    } else {
+        let mut reader = Reader { block: literal, at: 0 };
+        if reader.int(6)? == 0 {
+            reader.raw()?;
+        }
+        block.extend_from_slice(&literal[..reader.at]);
+    }
     let value = rest;
     if rest < 127 {
         block.push(rest as u8);
@@ -318,26 +340,28 @@ impl<'a> Reader<'a> {
 }
 
 impl Kind {
-    /// `None`: no name that a request may have.
-    fn of(name: &[u8]) -> Option<Kind> {
-        Some(match name {
+    fn of(name: &[u8]) -> Kind {
+        match name {
             b":method" => Kind::Method,
-            b":status" => Kind::Status,
             b":authority" => Kind::Authority,
-            b":path" | b":scheme" | b":protocol" => Kind::Pseudo,
+            b":path" => Kind::Path,
+            b":scheme" => Kind::Scheme,
+            b":protocol" => Kind::Protocol,
+            b"te" => Kind::Te,
             b"cookie" => Kind::Cookie,
+            b"connection" | b"transfer-encoding" | b"upgrade" | b"keep-alive" | b"proxy-connection" => Kind::Bad,
             _ if !name.is_empty() && name.iter().all(|byte| NAME[usize::from(*byte)]) => Kind::Plain,
-            _ => return None,
-        })
+            _ => Kind::Bad,
+        }
     }
 
     /// Whether h2 takes such a value.
     fn takes(self, value: &[u8]) -> bool {
         match self {
             Kind::Method => Method::from_bytes(value).is_ok(),
-            // A request has none; those of the static table are left to h2.
-            Kind::Status => false,
-            Kind::Authority | Kind::Pseudo => str::from_utf8(value).is_ok(),
+            Kind::Authority | Kind::Path | Kind::Scheme | Kind::Protocol => str::from_utf8(value).is_ok(),
+            Kind::Te => value == b"trailers",
+            Kind::Bad => false,
             // No control characters but the tab.
             Kind::Cookie | Kind::Plain => {
                 !value.iter().fold(false, |bad, &byte| bad | (byte < 32 && byte != b'\t') | (byte == 127))
@@ -352,7 +376,7 @@ const NAME: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*
 /// The static table (RFC 7541, appendix A).
 const STATIC: [Entry; 61] = {
     const fn entry(kind: Kind, name: &str, value: &str) -> Entry {
-        Entry { kind, name: name.len() as u32, value: value.len() as u32, is_valid: true }
+        Entry { kind, name: name.len() as u32, value: value.len() as u32, is_valid: !matches!(kind, Kind::Bad) }
     }
     const fn plain(name: &str) -> Entry {
         entry(Kind::Plain, name, "")
@@ -361,17 +385,17 @@ const STATIC: [Entry; 61] = {
         entry(Kind::Authority, ":authority", ""),
         entry(Kind::Method, ":method", "GET"),
         entry(Kind::Method, ":method", "POST"),
-        entry(Kind::Pseudo, ":path", "/"),
-        entry(Kind::Pseudo, ":path", "/index.html"),
-        entry(Kind::Pseudo, ":scheme", "http"),
-        entry(Kind::Pseudo, ":scheme", "https"),
-        entry(Kind::Status, ":status", "200"),
-        entry(Kind::Status, ":status", "204"),
-        entry(Kind::Status, ":status", "206"),
-        entry(Kind::Status, ":status", "304"),
-        entry(Kind::Status, ":status", "400"),
-        entry(Kind::Status, ":status", "404"),
-        entry(Kind::Status, ":status", "500"),
+        entry(Kind::Path, ":path", "/"),
+        entry(Kind::Path, ":path", "/index.html"),
+        entry(Kind::Scheme, ":scheme", "http"),
+        entry(Kind::Scheme, ":scheme", "https"),
+        entry(Kind::Bad, ":status", "200"),
+        entry(Kind::Bad, ":status", "204"),
+        entry(Kind::Bad, ":status", "206"),
+        entry(Kind::Bad, ":status", "304"),
+        entry(Kind::Bad, ":status", "400"),
+        entry(Kind::Bad, ":status", "404"),
+        entry(Kind::Bad, ":status", "500"),
         plain("accept-charset"),
         entry(Kind::Plain, "accept-encoding", "gzip, deflate"),
         plain("accept-language"),
@@ -414,7 +438,7 @@ const STATIC: [Entry; 61] = {
         plain("server"),
         plain("set-cookie"),
         plain("strict-transport-security"),
-        plain("transfer-encoding"),
+        entry(Kind::Bad, "transfer-encoding", ""),
         plain("user-agent"),
         plain("vary"),
         plain("via"),
@@ -481,7 +505,8 @@ mod tests {
                 assert_eq!(flaw(&mut scanner, &again), Some(expected));
             }
         }
-        for (name, value) in [("x-a", "a\tb"), ("x-a", ""), ("x-~", "\u{e4}"), (":path", "/\u{e4}"), ("te", "gzip")] {
+        for (name, value) in [("x-a", "a\tb"), ("x-a", ""), ("x-~", "\u{e4}"), (":path", "/\u{e4}"), ("te", "trailers")]
+        {
             assert_eq!(flaw(&mut Scanner::new(LIMITS), &literal(0, name, value)), None, "{name}: {value:?}");
         }
     }

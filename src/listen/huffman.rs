@@ -91,7 +91,7 @@ pub fn decode(encoded: &[u8], decoded: &mut Vec<u8>) -> Option<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     fn decoded(encoded: &[u8]) -> Option<Vec<u8>> {
@@ -106,11 +106,21 @@ mod tests {
         CODES.first[length] + before as u32
     }
 
-    fn encoded(text: &[u8]) -> Vec<u8> {
-        let bits: String =
-            text.iter().map(|b| format!("{:0w$b}", code((*b).into()), w = LENGTHS[*b as usize].into())).collect();
-        let bits = format!("{bits}{}", "1".repeat((8 - bits.len() % 8) % 8));
-        (0..bits.len() / 8).map(|n| u8::from_str_radix(&bits[8 * n..8 * n + 8], 2).unwrap()).collect()
+    pub fn encoded(text: &[u8]) -> Vec<u8> {
+        let (mut bits, mut held, mut encoded) = (0u64, 0, Vec::new());
+        for byte in text {
+            let length = LENGTHS[usize::from(*byte)];
+            bits = bits << length | u64::from(code((*byte).into()));
+            held += length;
+            while held >= 8 {
+                held -= 8;
+                encoded.push((bits >> held) as u8);
+            }
+        }
+        if held > 0 {
+            encoded.push((bits << (8 - held)) as u8 | 0xff >> held);
+        }
+        encoded
     }
 
     #[test]
