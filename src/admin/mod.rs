@@ -109,7 +109,7 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
                     .header_read_timeout(HEAD_TIMEOUT)
                     .serve_connection(TokioIo::new(WriteTimeout::new(stream, WRITE_TIMEOUT)), service);
                 tokio::task::spawn_local(async move {
-                    // A scraper that went away is nobody's trouble.
+                    // A scraper that went away is no error.
                     drop(connection.await);
                     drop(place);
                 });

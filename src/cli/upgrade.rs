@@ -3,7 +3,7 @@
 //! The command signals the gateway and waits for its message on a datagram socket in the abstract namespace, which needs
 //! no configuration and leaves nothing behind. Any local user can send to such a socket and bind such names. So the
 //! kernel names the sender of each message (SCM_CREDENTIALS, unix(7)), and only the signalled process is believed; and the
-//! name ends in random digits, so that nobody can bind it first. The gateway finds it in `/proc/net/unix`.
+//! name ends in random digits, so that no other process can bind it first. The gateway finds it in `/proc/net/unix`.
 
 use std::fs;
 use std::io::{self, ErrorKind, IoSliceMut};

@@ -222,7 +222,7 @@ fn decide(
         plan: OnceCell::new(),
     };
     let fault = match identify(view, lane_index, &caller, desk) {
-        // There is nobody to charge.
+        // No rule has a key to charge.
         Some(fault) if desk.askers.iter().all(Option::is_none) => return Err(fault),
         fault => fault.map(Box::new),
     };

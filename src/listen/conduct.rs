@@ -337,7 +337,7 @@ mod tests {
     fn bad_requests_are_counted_and_forgotten_with_their_second() {
         let mut conduct = Conduct::new(BUDGET, 0);
         let reset = |code| Frame { code, ..frame(Frame::RST_STREAM, 0, 1, 4) };
-        // Streams that end because nobody wants more, or an upstream failed, blame no client.
+        // A stream that ends because the client cancelled it, or because an upstream failed, is no abuse.
         (0..9).for_each(|code| {
             let expected = (code == 6 || code == 7).then_some(Abuse::BadRequest);
             assert_eq!(conduct.said(reset(code), 9), expected, "{code}");

@@ -184,7 +184,7 @@ fn builder(config: &Config) -> Builder {
         .max_concurrent_streams(streams)
         // h2 counts over the life of a connection, `conduct` by the second.
         .max_local_error_reset_streams(None)
-        // Clients are told; `hpack` sees to it.
+        // `hpack` answers these with 431.
         .max_header_list_size(config.limits.request_head as u32)
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)

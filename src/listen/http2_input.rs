@@ -7,7 +7,7 @@
 use super::frames::{Frame, HEAD_BYTES, PREFACE};
 use super::hpack::{Flaw, Limits, MALFORMED, Scanned, Scanner};
 
-/// A frame type that nobody knows (RFC 9113, section 4.1).
+/// A frame type that is not defined; receivers ignore it (RFC 9113, section 4.1).
 const UNKNOWN: u8 = 0xff;
 /// The largest payload that h2 takes in one frame.
 const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
@@ -25,7 +25,7 @@ pub struct Block {
     pub flaw: Option<Flaw>,
 }
 
-/// What is told of the blocks that pass, and asked for.
+/// Observes the header blocks that pass, and bounds them.
 pub trait Watch {
     /// How many bytes of fields a head may have that comes now.
     fn room(&self) -> usize;
@@ -44,7 +44,7 @@ pub struct Input {
     given: usize,
     /// Bytes that pass before the next frame.
     skip: usize,
-    /// There was an error of the connection, of which h2 is told. Nothing behind it passes: h2 takes some such errors for those
+    /// There was a connection error, which was passed on to h2. Nothing behind it passes: h2 takes some such errors for those
     /// of a stream, and does not read the fields then.
     is_over: bool,
     last_stream: u32,
@@ -198,7 +198,7 @@ impl Input {
             return (!gathered.is_empty()).then(|| framed(first, &gathered));
         };
         if !is_head && let Flaw::TooLarge { .. } = flaw {
-            // Nobody can be told of trailers that are too large but by the end of the stream.
+            // Trailers that are too large have no response of their own: the stream is reset.
             block.extend_from_slice(MALFORMED);
         }
         self.is_over |= flaw == Flaw::Undecodable;

@@ -104,7 +104,7 @@ pub struct Session {
     taken: Cell<u64>,
     /// Bytes that were read in this turn.
     read: Cell<usize>,
-    /// Requests that h2 has answered by itself, and that nobody has recorded.
+    /// Requests that h2 has answered by itself, and that are not recorded yet.
     unrecorded: Cell<usize>,
 }
 
@@ -471,7 +471,7 @@ mod tests {
     #[tokio::test]
     async fn a_connection_that_has_much_to_read_takes_turns() {
         let (mut client, socket) = connected().await;
-        // DATA frames of 1000 bytes; how many are kept for whoever reads does not matter here.
+        // DATA frames of 1000 bytes; how many are kept for the reader does not matter here.
         let frame = [&[0, 3, 0xe8, Frame::DATA, 0, 0, 0, 0, 1][..], &[0; 1000]].concat();
         let all = [&PREFACE[..], &frame.repeat(50)].concat();
         client.write_all(&all).await.unwrap();

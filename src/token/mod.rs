@@ -18,7 +18,7 @@ use claims::Claims;
 use envelope::Envelope;
 use key::Key;
 
-/// With how many keys the signature of one token is verified at most. Each costs 20 to 60 µs, and whoever sends the token
+/// With how many keys the signature of one token is verified at most. Each costs 20 to 60 µs, and the sender of the token
 /// pays nothing for it.
 pub const KEYS_TRIED_MAX: usize = 4;
 

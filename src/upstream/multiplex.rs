@@ -189,7 +189,7 @@ impl Driver {
             None => Poll::Ready(Ok(())),
         });
         let ended = ended.await;
-        // Its end is told to those who wait for answers and bodies.
+        // Requests that wait for responses and bodies are woken by its end.
         drop(self.connection.take());
         self.listener.ended(|| match ended {
             Ok(()) => String::from("it closed the connection"),
