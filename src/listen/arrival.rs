@@ -42,7 +42,7 @@ const LAST_ORDERS: Duration = Duration::from_secs(1);
 
 /// Why a connection ends before its first request.
 enum End {
-    /// The client left without a word, as those do who only want to know whether a port is open.
+    /// Nothing is left to count: the refusal was counted, or the client only looked whether the port is open.
     Left,
     TurnedAway(TurnedAway),
 }
@@ -58,18 +58,20 @@ pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<
     listener.meter.connected();
     match welcome(stream, peer, place, &listener, guest).await {
         Ok(()) | Err(End::Left) => {}
-        Err(End::TurnedAway(why)) => {
-            tracing::debug!(%peer, ?why, "a connection was turned away");
-            listener.meter.turned_away(why);
-        }
+        Err(End::TurnedAway(why)) => count_refusal(why, peer, &listener),
     }
     listener.meter.disconnected();
 }
 
 /// Says no to a connection for which there is no place, without taking it in.
 pub fn turn_away(stream: TcpStream, peer: IpAddr, listener: &Listener) {
-    listener.meter.turned_away(TurnedAway::MaxConnections);
+    count_refusal(TurnedAway::MaxConnections, peer, listener);
     say_no(stream, peer, listener);
+}
+
+fn count_refusal(why: TurnedAway, peer: IpAddr, listener: &Listener) {
+    tracing::debug!(%peer, ?why, "a connection was turned away");
+    listener.meter.turned_away(why);
 }
 
 /// Answers a connection for which there is no place, where that needs no TLS handshake first.
@@ -100,8 +102,10 @@ async fn welcome(
         peer
     };
     if !place.is_free_for(address) {
+        // Counted before the answer: a client that has read it finds it in the metrics.
+        count_refusal(TurnedAway::MaxConnectionsPerClient, address, listener);
         say_no(stream, address, listener);
-        return Err(TurnedAway::MaxConnectionsPerClient.into());
+        return Err(End::Left);
     }
     let (wire, origin) = match listener.tls() {
         None => (Wire::tcp(stream), Origin::new(address, false)),
