@@ -1,7 +1,6 @@
 # What CI runs and what a developer runs are the same targets. `make test` and `make check` start
 # from a bare Debian machine with Rust on it, and install what they need when they are root.
 
-MODEL = tests/model/Cargo.toml
 FUZZ_SECONDS = 60
 KILLS = 1000
 KILLS_SHARED_S = 60
@@ -12,6 +11,8 @@ PARTS = tests/.parts
 # llvm-tools`), or Debian's.
 TRAINING = target/training
 PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/llvm-profdata) llvm-profdata-19)
+# The loom models of the limiter.
+MODELS = cargo test --locked --no-fail-fast --profile model -p transom-limiter --features loom --test models
 DENY = cargo deny --version >/dev/null 2>&1
 
 .PHONY: help test check release bench model kills kills-shared failover fuzz parts deny advisories
@@ -32,17 +33,16 @@ help:
 
 # --no-fail-fast: one run shows everything that is broken.
 test: parts
-	cargo test --locked --no-fail-fast
-	cargo test --locked --no-fail-fast --release --manifest-path $(MODEL)
+	cargo test --locked --no-fail-fast --workspace
+	$(MODELS)
 	@! ls -l /proc/[0-9]*/exe 2>/dev/null | grep -F ' $(CURDIR)/target/debug/transom' || { \
 		echo "The tests have left a gateway running." >&2; exit 1; }
 
 check: deny
-	cargo fmt --check
-	cargo fmt --check --manifest-path $(MODEL)
-	cargo clippy --locked --all-targets -- -D warnings
-	cargo clippy --locked --all-targets --manifest-path $(MODEL) -- -D warnings
-	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items
+	cargo fmt --check --all
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked -p transom-limiter --features loom --test models -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
 
 # The instrumented build scripts have written profiles too: they are removed. Cargo does not see that a profile has
@@ -70,7 +70,7 @@ bench: release $(PARTS)/envoy/installed
 	python3 benches/shared.py
 
 model:
-	TRANSOM_MODEL_EXTRA=1 cargo test --locked --release --manifest-path $(MODEL) --test models
+	TRANSOM_MODEL_EXTRA=1 $(MODELS)
 
 # `make test` kills a few times; this says what came of it.
 kills:

@@ -20,8 +20,8 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use governor::clock::{FakeRelativeClock, QuantaClock};
 use transom::clock::Clock;
-use transom::count::charge::{Charge, Verdict, decide};
-use transom::rule::desk::Desk;
+use transom_limiter::acquire::{Charge, Verdict, decide};
+use transom_limiter::decision_context::Desk;
 
 use sides::{Governor, NOW_MS, Transom};
 use stopwatch::{Runner, Samples, in_turn, on_threads};

@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
 use transom::clock::Clock;
-use transom::config::shared::{Node, Nodes, Shared};
-use transom::shared::script::{self, Answer, Ask, At, By, Decision, Scripts, Want};
-use transom::shared::store::Store;
+use transom::config::redis::{Node, Nodes, Shared};
+use transom::redis_store::client::Store;
+use transom::redis_store::scripts::{self, Answer, Ask, At, By, Decision, Scripts, Want};
 
 /// The allocator of the gateway, for both sides.
 #[global_allocator]
@@ -58,13 +58,13 @@ fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
     let scripts = Scripts::default();
-    script::take(&scripts.take, By::Text, asks(keys).iter().take(1)).exec(&mut connection).expect("is executed");
+    scripts::take(&scripts.take, By::Text, asks(keys).iter().take(1)).exec(&mut connection).expect("is executed");
     let asks = asks(keys);
     let (start, mut decided) = (Clock::system().instant(), 0);
     while start.elapsed() < ROUND {
         let ask = [&asks[decided % KEYS]];
-        let said = script::take(&scripts.take, By::Sha, ask.into_iter()).query(&mut connection);
-        check(script::taken(&said.expect("is executed"), ask.into_iter()));
+        let said = scripts::take(&scripts.take, By::Sha, ask.into_iter()).query(&mut connection);
+        check(scripts::taken(&said.expect("is executed"), ask.into_iter()));
         decided += 1;
     }
     decided as f64 / start.elapsed().as_secs_f64()
@@ -81,9 +81,9 @@ fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
         let (start, mut decided) = (Clock::system().instant(), 0);
         while start.elapsed() < ROUND {
             let ask = [&asks[decided % KEYS]];
-            let call = script::take(&scripts.take, By::Sha, ask.into_iter());
+            let call = scripts::take(&scripts.take, By::Sha, ask.into_iter());
             let said = call.query_async(&mut connection).await.expect("is executed");
-            check(script::taken(&said, ask.into_iter()));
+            check(scripts::taken(&said, ask.into_iter()));
             decided += 1;
         }
         decided as f64 / start.elapsed().as_secs_f64()

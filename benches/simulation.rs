@@ -10,17 +10,17 @@ use std::collections::{BinaryHeap, HashMap};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use transom::shared::{SWEEP, leases};
+use transom::redis_store::{SWEEP, lease_sizing};
 
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;
-const BRISK_US: u64 = us(leases::BRISK);
-const BUSY_US: u64 = us(leases::BUSY);
-const SLOW_US: u64 = us(leases::SLOW);
-const MEMORY_US: u64 = us(leases::MEMORY);
-const RECHECK_US: u64 = us(leases::RECHECK.0);
+const BRISK_US: u64 = us(lease_sizing::BRISK);
+const BUSY_US: u64 = us(lease_sizing::BUSY);
+const SLOW_US: u64 = us(lease_sizing::SLOW);
+const MEMORY_US: u64 = us(lease_sizing::MEMORY);
+const RECHECK_US: u64 = us(lease_sizing::RECHECK.0);
 /// It is looked at now and then whether something lies idle.
-const IDLE_US: u64 = us(leases::IDLE) + us(SWEEP) / 2;
+const IDLE_US: u64 = us(lease_sizing::IDLE) + us(SWEEP) / 2;
 
 /// From a question to Redis to its answer, microseconds; it decides in the middle of that time.
 const WAY_US: u64 = 1_000;
@@ -38,9 +38,9 @@ const fn us(duration: Duration) -> u64 {
 
 /// Beyond what is needed, one part in so many of what is left is handed out: as the script says.
 fn part() -> u64 {
-    let script = include_str!("../src/shared/take.lua");
+    let script = include_str!("../src/redis_store/acquire.lua");
     let said = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
-    said.and_then(|(part, _)| part.parse().ok()).expect("take.lua says which part of what is left is handed out")
+    said.and_then(|(part, _)| part.parse().ok()).expect("acquire.lua says which part of what is left is handed out")
 }
 
 /// Who asks, and what is granted.

@@ -1,36 +1,37 @@
 //! Transom: a reverse-proxy gateway that holds every client to layered fixed-window limits.
 //!
-//! The map. A room may use what stands below it, never what stands above; `tests/tidy.rs` holds it
-//! to that.
+//! A module uses only modules that stand below it in this table; `tests/layering.rs` checks it. The limits themselves are
+//! decided by the library crate `transom-limiter`.
 //!
-//! | floor | rooms |
+//! | layer | modules |
 //! | --- | --- |
-//! | top: touches the world | [`cli`], [`reload`], [`run`], [`listen`], [`gateway`], [`upstream`], [`admin`], [`access`], [`counters`], [`shared`], [`metrics`], [`timer`], [`wire`], [`interim`], [`clock`] |
-//! | first: HTTP's words and the file's, no I/O, no waiting | [`http`], [`config`], [`token`] |
-//! | ground: pure, no clock | [`rule`], [`count`] |
+//! | process | [`cli`], [`server`], [`admin`] |
+//! | requests | [`downstream`], [`proxy`], [`upstream`], [`access_log`] |
+//! | counters outside of this process | [`redis_store`], [`persistence`] |
+//! | basics | [`atomic_file`], [`clock`], [`file_watch`], [`informational`], [`io_stream`], [`metrics`], [`timer`] |
+//! | without I/O | [`decision`], [`http`], [`config`], [`jwt`] |
 //!
-//! The way of a request: `listen::serve` → `gateway` → `upstream` → out. Everything else is a call
-//! that returns a value.
+//! A request passes `downstream::http1` or `downstream::http2`, then `proxy`, then `upstream`.
 
 #![warn(clippy::too_many_lines)]
 
-pub mod access;
+pub mod access_log;
 pub mod admin;
+pub mod atomic_file;
 pub mod cli;
 pub mod clock;
 pub mod config;
-pub mod count;
-pub mod counters;
-pub mod gateway;
+pub mod decision;
+pub mod downstream;
+pub mod file_watch;
 pub mod http;
-pub mod interim;
-pub mod listen;
+pub mod informational;
+pub mod io_stream;
+pub mod jwt;
 pub mod metrics;
-pub mod reload;
-pub mod rule;
-pub mod run;
-pub mod shared;
+pub mod persistence;
+pub mod proxy;
+pub mod redis_store;
+pub mod server;
 pub mod timer;
-pub mod token;
 pub mod upstream;
-pub mod wire;

@@ -10,16 +10,16 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use transom::config::problem::{Problem, render};
-use transom::config::shared::{Node, Nodes};
+use transom::config::diagnostics::{Problem, render};
+use transom::config::redis::{Node, Nodes};
 use transom::config::{
     AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, QuotaFields,
     Refusal, Scheme, Segment, Target, TrailingSlash, read, read_in, read_with,
 };
-use transom::rule::digest::Digest;
-use transom::rule::key::{OnMissing, Part};
-use transom::rule::terms::{Cost, OnLimit, OnOutage, Sharing, Value};
-use transom::rule::window::Windows;
+use transom_limiter::key::{OnMissing, Part};
+use transom_limiter::rule::{Cost, OnLimit, OnOutage, Sharing, Value};
+use transom_limiter::secret_digest::Digest;
+use transom_limiter::window::Windows;
 
 fn files(kind: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(kind);

@@ -15,10 +15,10 @@ mod path;
 mod proxy_header;
 
 use fastrand::Rng;
-use transom::count::table::Table;
-use transom::count::word::{END_MAX_MS, Word};
-use transom::counters::header::Header;
-use transom::rule::key::Seed;
+use transom::persistence::file_header::Header;
+use transom_limiter::counter::{END_MAX_MS, Word};
+use transom_limiter::key::Seed;
+use transom_limiter::table::Table;
 
 /// Gives a property every seed, and many changes of each: bytes flipped, left out, repeated, or taken from
 /// another seed or from `pieces`.

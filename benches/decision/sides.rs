@@ -14,13 +14,13 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use transom::count::table::Table;
-use transom::rule::book::{Book, Judgement, Roster};
-use transom::rule::desk::{Asker, Desk};
-use transom::rule::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
-use transom::rule::limit::Limit;
-use transom::rule::now::Now;
-use transom::rule::terms::Rule;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::Rule;
+use transom_limiter::rule_set::{Book, Judgement, Roster};
+use transom_limiter::table::Table;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
 /// 2023-11-14T22:13:20Z; any moment does, as long as all decisions of a run fall into one window.

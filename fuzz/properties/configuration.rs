@@ -1,6 +1,6 @@
 //! Of any text: it is a configuration, or there are problems, each with a place in the text and a fix.
 
-use transom::config::problem::render;
+use transom::config::diagnostics::render;
 use transom::config::read;
 
 pub fn holds(bytes: &[u8]) {

@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use transom::clock::Clock;
 use transom::config::{self, Config};
-use transom::count::ledger::Ways;
-use transom::count::table::Table;
-use transom::counters::header::Header;
-use transom::counters::{Counters, OpenError, snapshot};
-use transom::rule::book::Book;
-use transom::rule::desk::{Asker, Desk};
-use transom::rule::key::{KeyHash, Seed};
-use transom::rule::now::Now;
+use transom::persistence::file_header::Header;
+use transom::persistence::{Counters, OpenError, snapshot};
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::format_registry::Ways;
+use transom_limiter::key::{KeyHash, Seed};
+use transom_limiter::rule_set::Book;
+use transom_limiter::table::Table;
 
 const NOW_MS: u64 = 1_700_000_100_000;
 const CAPACITY: usize = 64;

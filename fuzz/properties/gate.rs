@@ -2,12 +2,12 @@
 //! and one end of its body.
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri, Version};
-use transom::http::gate;
+use transom::http::request_validation;
 
 pub fn holds(bytes: &[u8]) {
     let Some(request) = parsed(bytes) else { return };
     let (parts, ()) = request.into_parts();
-    let Ok(clear) = gate::check(&parts) else { return };
+    let Ok(clear) = request_validation::check(&parts) else { return };
     assert!(parts.method != Method::CONNECT && parts.method != Method::TRACE);
     assert!(parts.uri.path().starts_with('/') || (parts.uri.path() == "*" && parts.method == Method::OPTIONS));
     let hosts = parts.headers.get_all("host").iter().count();

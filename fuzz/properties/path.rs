@@ -2,7 +2,7 @@
 //! could resolve.
 
 use transom::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash};
-use transom::http::path::normalize;
+use transom::http::path_normalize::normalize;
 
 pub fn holds(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else { return };

@@ -1,7 +1,7 @@
 //! Of any bytes: a PROXY header ends where it ends, whatever comes behind it; until then all bytes are its own, and
 //! what is none with few bytes is none with more.
 
-use transom::listen::proxy_header::{MAX_BYTES, Progress, parse};
+use transom::downstream::proxy_protocol::{MAX_BYTES, Progress, parse};
 
 pub fn holds(bytes: &[u8]) {
     let whole = parse(bytes);

@@ -25,17 +25,18 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::counters::Counters;
-use crate::http::decision::{Counsel, Unanswered, Verb};
-use crate::http::fault::Fault;
-use crate::http::reply::{self, Reply};
+use crate::decision::{Counsel, Verb};
+use crate::http::error::Fault;
+use crate::http::error::Unanswered;
+use crate::http::responses::{self, Reply};
 use crate::metrics::Registry;
-use crate::metrics::meter::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
-use crate::metrics::page::{Reading, render};
-use crate::shared::Shared;
-use crate::shared::consult::{Standing, Subject};
-use crate::shared::inquiry::Unavailable;
-use crate::upstream::fleet::Fleet;
+use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
+use crate::metrics::exposition::{Reading, render};
+use crate::persistence::Counters;
+use crate::redis_store::Shared;
+use crate::redis_store::admin_queries::{Standing, Subject};
+use crate::redis_store::decision::Unavailable;
+use crate::upstream::server_health::Fleet;
 
 mod write_timeout;
 
@@ -127,7 +128,7 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
 
 async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
     if !is_addressed(&request, &office.hosts.borrow()) {
-        return Ok(seen_off(&office, reply::unanswered(&Unanswered::Host)));
+        return Ok(seen_off(&office, responses::unanswered(&Unanswered::Host)));
     }
     let verb = match request.uri().path() {
         "/v1/limit" => Verb::Limit,
@@ -151,25 +152,25 @@ fn seen_off(office: &Office, mut reply: Reply) -> Response<Full<Bytes>> {
 /// One question to the decision API.
 async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Reply {
     if request.method() != Method::POST {
-        let mut reply = reply::fault(&Fault::Method);
+        let mut reply = responses::fault(&Fault::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
         return reply;
     }
     if is_foreign(request.headers()) {
-        return reply::unanswered(&Unanswered::Foreign);
+        return responses::unanswered(&Unanswered::Foreign);
     }
     let question = Limited::new(request.into_body(), QUESTION_MAX_BYTES).collect();
     let text = match tokio::time::timeout(HEAD_TIMEOUT, question).await {
         Ok(Ok(text)) => text.to_bytes(),
-        Ok(Err(_too_long_or_broken)) => return reply::unanswered(&Unanswered::TooLong),
-        Err(_elapsed) => return reply::unanswered(&Unanswered::TooSlow),
+        Ok(Err(_too_long_or_broken)) => return responses::unanswered(&Unanswered::TooLong),
+        Err(_elapsed) => return responses::unanswered(&Unanswered::TooSlow),
     };
     let counsel = office.counsel.borrow().clone();
     // There is one before the first question can come.
-    let Some(counsel) = counsel else { return reply::not_ready(String::from("starting\n")) };
+    let Some(counsel) = counsel else { return responses::not_ready(String::from("starting\n")) };
     match consider(office, &counsel, verb, &text).await {
-        Ok(answer) => reply::json(format!("{answer}\n")),
-        Err(why) => reply::unanswered(&why),
+        Ok(answer) => responses::json(format!("{answer}\n")),
+        Err(why) => responses::unanswered(&why),
     }
 }
 
@@ -239,17 +240,17 @@ fn is_foreign(fields: &HeaderMap) -> bool {
 
 fn page<B>(office: &Office, request: &Request<B>) -> Reply {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        let mut reply = reply::fault(&Fault::Method);
+        let mut reply = responses::fault(&Fault::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
         return reply;
     }
     match request.uri().path() {
-        "/metrics" => reply::metrics(metrics(office)),
-        "/upstreams" => reply::json(format!("{:#}\n", upstreams(office))),
-        "/healthz" => reply::text("ok\n".to_owned()),
-        "/readyz" if office.ready.load(Ordering::Acquire) => reply::text("ready\n".to_owned()),
-        "/readyz" => reply::not_ready("draining\n".to_owned()),
-        _ => reply::fault(&Fault::NoRoute),
+        "/metrics" => responses::metrics(metrics(office)),
+        "/upstreams" => responses::json(format!("{:#}\n", upstreams(office))),
+        "/healthz" => responses::text("ok\n".to_owned()),
+        "/readyz" if office.ready.load(Ordering::Acquire) => responses::text("ready\n".to_owned()),
+        "/readyz" => responses::not_ready("draining\n".to_owned()),
+        _ => responses::fault(&Fault::NoRoute),
     }
 }
 

@@ -7,13 +7,13 @@ use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 
-use super::connect::connect;
+use super::check_redis::connect;
 use super::{Exit, located, read};
 use crate::clock::Clock;
-use crate::config::outlook::{self, Line};
+use crate::config::lint::{self, Line};
 use crate::config::{AccessLog, Config};
-use crate::listen::tls;
-use crate::reload::Watch;
+use crate::downstream::tls;
+use crate::file_watch::Watch;
 
 pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
     let config = match read(path, &mut Watch::default()) {
@@ -23,9 +23,9 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
             return Exit::BadConfig;
         }
     };
-    let certificates = outlook::certificates(&config, Clock::system().wall_ms());
+    let certificates = lint::certificates(&config, Clock::system().wall_ms());
     let remarks = certificates.into_iter().chain(start_failures(path, &config)).map(Line::remark);
-    let lines: Vec<Line> = outlook::lines(&config).into_iter().chain(remarks).collect();
+    let lines: Vec<Line> = lint::lines(&config).into_iter().chain(remarks).collect();
     let refused = lines.iter().filter(|line| is_strict && line.is_remark).count();
     let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
     let fine = if refused == 0 { "fine: " } else { "" };

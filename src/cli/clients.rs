@@ -4,24 +4,23 @@
 //! out is checked as the gateway checks it before anything is written. A key in clear is written
 //! nowhere; one that is made here is shown once.
 
-mod draft;
-mod pages;
+mod clients_toml;
 
 use std::io::{self, BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
 
-use self::draft::Draft;
-use self::pages::{Belongings, Pages};
+use self::clients_toml::{Belongings, Pages};
 use super::{Exit, located, read, read_by, read_file};
+use crate::atomic_file::Draft;
 use crate::config::Config;
 use crate::config::clients::{Client, Clients};
-use crate::config::document::nearest;
-use crate::config::problem::{listed, shown};
-use crate::reload::Watch;
-use crate::rule::digest::Digest;
-use crate::rule::network::{Network, NotANetwork};
+use crate::config::diagnostics::{listed, shown};
+use crate::config::toml_reader::nearest;
+use crate::file_watch::Watch;
+use transom_limiter::ip_prefix::{Network, NotANetwork};
+use transom_limiter::secret_digest::Digest;
 
 /// A key of fewer characters is likely to be guessed, and then its digest protects nothing.
 const SHORT_CHARS: usize = 16;

@@ -18,13 +18,10 @@ macro_rules! tell {
 }
 
 pub mod check;
+mod check_redis;
 pub mod clients;
-mod connect;
-mod handover;
 mod pid_file;
 pub mod run;
-mod succession;
-mod successor;
 pub mod systemd;
 pub mod upgrade;
 
@@ -33,8 +30,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use crate::config::{self, Config, problem};
-use crate::reload::Watch;
+use crate::config::{self, Config, diagnostics};
+use crate::file_watch::Watch;
 
 /// What a command ends with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,7 +68,7 @@ fn read_by(path: &Path, files: config::Files) -> Result<Config, String> {
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
     let config = config::read_in(text, &|file| files(&located(path, file)), &variables);
-    config.map_err(|problems| problem::render(&problems, &name, text))
+    config.map_err(|problems| diagnostics::render(&problems, &name, text))
 }
 
 /// Where a file lies that a configuration names: wherever the gateway is started from, the same one

@@ -10,16 +10,17 @@ use tokio::runtime::Builder;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-use super::handover::{Handover, Line};
 use super::pid_file::PidFile;
-use super::succession::{self, Succession};
-use super::successor::Program;
 use super::{Exit, located, read, systemd};
+use crate::cli::upgrade::child::Program;
+use crate::cli::upgrade::protocol::{Handover, Line};
+use crate::cli::upgrade::state;
+use crate::cli::upgrade::state::Succession;
 use crate::clock::Clock;
-use crate::config::{Config, outlook};
-use crate::metrics::meter::ReloadMeter;
-use crate::reload::Watch;
-use crate::run::Gateway;
+use crate::config::{Config, lint};
+use crate::file_watch::Watch;
+use crate::metrics::events::ReloadMeter;
+use crate::server::Gateway;
 
 /// How often the files of the configuration are looked at.
 const LOOK: Duration = Duration::from_secs(1);
@@ -62,7 +63,7 @@ fn serve(path: &Path) -> Result<(), Failure> {
     let config = read(path, &mut watch).map_err(Failure::Config)?;
     let clock = Clock::system();
     warn_of_certificates(&config, &clock);
-    if let Some(line) = outlook::open_admin(&config) {
+    if let Some(line) = lint::open_admin(&config) {
         tracing::warn!("{line}");
     }
     let (sockets, counters, place) = match handover {
@@ -263,7 +264,7 @@ impl Attendant<'_> {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
                 () = stop.recv() => return Err(stopped_twice()),
-                _ = orders.upgrade.recv() => succession::decline("it is stopping"),
+                _ = orders.upgrade.recv() => state::decline("it is stopping"),
             }
         }
     }
@@ -273,7 +274,7 @@ impl Attendant<'_> {
     async fn make_way(self, pid: u32, mut stop: Stop, mut orders: Orders) -> io::Result<()> {
         tracing::info!("process {pid} took over, draining");
         systemd::notify(&systemd::main_pid(pid));
-        succession::report(pid);
+        state::report(pid);
         let gateway = self.gateway;
         let release = gateway.release();
         let mut draining = tokio::task::spawn_blocking(move || gateway.drain_for_successor());
@@ -287,7 +288,7 @@ impl Attendant<'_> {
                     }
                     release();
                 }
-                _ = orders.upgrade.recv() => succession::decline("another process has taken its place"),
+                _ = orders.upgrade.recv() => state::decline("another process has taken its place"),
             }
         }
     }
@@ -299,7 +300,7 @@ fn stopped_twice() -> io::Error {
 
 /// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.
 fn warn_of_certificates(config: &Config, clock: &Clock) {
-    for line in outlook::certificates(config, clock.wall_ms()) {
+    for line in lint::certificates(config, clock.wall_ms()) {
         tracing::warn!("{line}");
     }
 }

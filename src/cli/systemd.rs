@@ -9,7 +9,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use listenfd::ListenFd;
 
-use crate::listen::socket::Inherited;
+use crate::downstream::listener::Inherited;
 
 pub const READY: &str = "READY=1";
 pub const RELOADING: &str = "RELOADING=1";

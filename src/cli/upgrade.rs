@@ -5,6 +5,10 @@
 //! kernel names the sender of each message (SCM_CREDENTIALS, unix(7)), and only the signalled process is believed; and the
 //! name ends in random digits, so that no other process can bind it first. The gateway finds it in `/proc/net/unix`.
 
+pub(super) mod child;
+pub(super) mod protocol;
+pub(super) mod state;
+
 use std::fs;
 use std::io::{self, ErrorKind, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,9 +23,9 @@ use rustix::cmsg_space;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg, sockopt};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use super::{Exit, located, pid_file, read, successor};
+use super::{Exit, located, pid_file, read};
 use crate::clock::Clock;
-use crate::reload::Watch;
+use crate::file_watch::Watch;
 
 /// How much longer than the gateway itself the command waits.
 const GRACE: Duration = Duration::from_secs(10);
@@ -66,7 +70,7 @@ pub fn upgrade(arguments: &Arguments) -> Exit {
             return Exit::BadConfig;
         }
     };
-    match found.and_then(|pid| order(pid, config.timeouts.upgrade + successor::GRACE + GRACE)) {
+    match found.and_then(|pid| order(pid, config.timeouts.upgrade + child::GRACE + GRACE)) {
         Ok(line) => {
             show!("{line}");
             Exit::Fine

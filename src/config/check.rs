@@ -10,44 +10,44 @@ use std::time::Duration;
 
 use toml::de::DeTable;
 
-use super::document::{Item, Table, nearest, syntax};
-use super::problem::{Problem, Report, Span, listed, shown};
+use super::diagnostics::{Problem, Report, Span, listed, shown};
+use super::toml_reader::{Item, Table, nearest, toml_errors};
 use super::{
     AccessLog, Config, Counters, EncodedSlash, Files, ForwardPath, PathParameters, PathReading, QuotaFields, Timeouts,
     TrailingSlash, Variables,
 };
-use crate::rule::terms::{OnOutage, Rule, Sharing};
-use crate::rule::window::duration_ms;
 use clients::Plans;
+use redis::Usual;
 use routes::Schemes;
-use shared::Usual;
+use transom_limiter::rule::{OnOutage, Rule, Sharing};
+use transom_limiter::window::duration_ms;
 
 mod actions;
-mod address;
 mod balance;
-mod calendar;
+mod calendar_windows;
 mod certificates;
 mod clients;
 mod cost;
-mod exceptions;
-mod host;
 mod http2;
 mod jwt;
 mod key;
-pub mod layers;
 mod limits;
 mod listen;
+mod overrides;
 mod path;
-mod proxies;
-mod reach;
-mod refusal;
+mod redis;
+mod redis_url;
+mod refusal_response;
+mod route_match;
 mod routes;
+pub mod rule_windows;
 mod rules;
-mod shared;
-mod text;
+mod template;
+mod trusted_proxies;
+mod unreachable_routes;
 mod upstream_tls;
 mod upstreams;
-mod window;
+mod window_table;
 
 const FIELDS: [(&str, QuotaFields); 4] = [
     ("ietf", QuotaFields::Ietf),
@@ -61,12 +61,12 @@ const DAY_MS: u64 = 24 * 60 * 60 * 1000;
 /// Reads a configuration, or returns everything that is wrong with it.
 pub fn config(text: &str, files: Files, variables: Variables) -> Result<Config, Vec<Problem>> {
     let mut report = Report::new(text);
-    let sound = syntax::sound(text, &mut report);
+    let sound = toml_errors::sound(text, &mut report);
     let (document, _) = DeTable::parse_recoverable(&sound);
     let mut config = file(Table::new(document.get_ref(), 0..0, "the file"), files, variables, &mut report);
     match report.into_problems() {
         problems if problems.is_empty() => {
-            calendar::complete(&mut config.rules);
+            calendar_windows::complete(&mut config.rules);
             Ok(config)
         }
         problems => Err(problems),
@@ -111,7 +111,7 @@ fn file(mut top: Table, files: Files, variables: Variables, report: &mut Report)
     let clients = top.get("clients");
     let routes = top.require("routes", "write `[[routes]]`, then its `path` and its `upstream`");
     for key in ["redis", "shared"] {
-        top.instead(key, "counters", shared::TABLE_FIX);
+        top.instead(key, "counters", redis::TABLE_FIX);
     }
     let misspelt = top.finish(report);
 
@@ -190,7 +190,7 @@ fn counters(item: Option<Item>, files: Files, variables: Variables, report: &mut
             report.problem(at, "`snapshot` is `file`, or what lies beside it", "name another for `snapshot`");
         }
         if let Some(item) = table.get("shared") {
-            (counters.shared, usual) = shared::shared(&item, files, variables, report);
+            (counters.shared, usual) = redis::shared(&item, files, variables, report);
             if let Some(at) = at {
                 let message =
                     "`snapshot` is given, and `[counters.shared]`: tokens that were spent would be there again";

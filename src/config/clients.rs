@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use crate::rule::digest::Digest;
-use crate::rule::key::Part;
-use crate::rule::network::Network;
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::key::Part;
+use transom_limiter::secret_digest::Digest;
 
 /// The clients that are known by name.
 #[derive(Clone, PartialEq, Debug)]

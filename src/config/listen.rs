@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use rustls_pki_types::CertificateDer;
 
 use super::certificate::Certificate;
-use super::revocation::RevocationList;
-use crate::rule::network::Network;
+use super::crl::RevocationList;
+use transom_limiter::ip_prefix::Network;
 
 #[derive(Clone, PartialEq, Debug)]
 pub struct Listen {

@@ -12,31 +12,31 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::rule::network::Network;
-use crate::rule::terms::Rule;
-use crate::token::Trust;
+use crate::jwt::Trust;
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::rule::Rule;
 
-pub mod action;
-pub mod balance;
 pub mod certificate;
 pub mod check;
 pub mod client_tls;
 pub mod clients;
-pub mod document;
+pub mod crl;
+pub mod diagnostics;
+pub mod lint;
 pub mod listen;
-pub mod outlook;
-pub mod problem;
-pub mod revocation;
-pub mod secret;
-pub mod shared;
+pub mod redaction;
+pub mod redis;
+pub mod route_actions;
+pub mod toml_reader;
+pub mod upstream_policy;
 
-use action::Actions;
-use balance::Policy;
 use client_tls::ClientTls;
 use clients::Clients;
+use diagnostics::Problem;
 use listen::Listen;
-use problem::Problem;
-use shared::Shared;
+use redis::Shared;
+use route_actions::Actions;
+use upstream_policy::Policy;
 
 /// Everything that `gateway.toml` says.
 #[derive(Clone, PartialEq, Debug)]

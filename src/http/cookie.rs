@@ -10,7 +10,7 @@ use std::borrow::Cow;
 
 use http::header::{self, HeaderMap};
 
-use super::escapes::{Decoded, Malformed};
+use super::percent_decode::{Decoded, Malformed};
 use super::query::Given;
 
 /// The value of a cookie.

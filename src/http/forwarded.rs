@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::{ForwardedBy, Proxies};
-use crate::rule::network::Networks;
+use transom_limiter::ip_prefix::Networks;
 
 /// Proxies of a request that are looked at; a longer way is nobody's.
 const HOPS_MAX: usize = 32;

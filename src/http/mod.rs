@@ -8,26 +8,25 @@
 //! `quota` how the limits are told to the client, `repeat` what was said of them last, `fault` what can go wrong and on whose side, and
 //! `reply` is every answer that the gateway makes itself: the only place with status codes.
 
-pub mod action;
-pub mod affinity;
 pub mod bearer;
-pub mod caller;
-pub mod clients;
+pub mod client_plans;
 pub mod cookie;
 pub mod date;
-pub mod decision;
-pub mod escapes;
-pub mod exceptions;
-pub mod fault;
-pub mod fields;
+pub mod error;
 pub mod forwarded;
-pub mod gate;
-pub mod key_text;
-pub mod part;
-pub mod path;
+pub mod hash_key;
+pub mod headers;
+pub mod key_source;
+pub mod overrides;
+pub mod path_normalize;
+pub mod percent_decode;
 pub mod query;
-pub mod quota;
-pub mod repeat;
-pub mod reply;
-pub mod route;
-pub mod upgrade;
+pub mod rate_limit_key;
+pub mod ratelimit_headers;
+pub mod refusal_cache;
+pub mod request_validation;
+pub mod responses;
+pub mod route_actions;
+pub mod router;
+pub mod store_key_text;
+pub mod websocket_handshake;

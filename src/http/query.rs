@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 
-use super::escapes::{Decoded, Malformed};
+use super::percent_decode::{Decoded, Malformed};
 
 /// What a request says under one name.
 #[derive(PartialEq, Eq, Debug)]

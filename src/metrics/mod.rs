@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use metrics::Label;
 
-pub mod cell;
-pub mod meter;
-pub mod page;
-pub mod shared;
+pub mod events;
+pub mod exposition;
+pub mod redis;
+pub mod storage;
 pub mod upstream;
 
-use cell::{Cell, Histogram, RouteCells};
+use storage::{Cell, Histogram, RouteCells};
 
 /// A metric's name, what it means, and whether it counts or measures.
 #[derive(Debug)]

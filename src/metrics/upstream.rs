@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
-use super::cell::Cell;
-use super::meter::{counter, gauge};
+use super::events::{counter, gauge};
+use super::storage::Cell;
 use super::{LoopId, Name, Registry};
 
 pub static UNDER_WAY: Name =

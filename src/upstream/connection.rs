@@ -1,179 +1,144 @@
-//! One connection to an upstream server.
-//!
-//! hyper gives a connection as two halves: a sender of requests, and a driver that moves the bytes.
-//! The driver is not a task of its own: whoever waits for an answer, or for the next piece of a
-//! body, drives it in passing. That saves two task switches a request, and an idle connection costs
-//! nothing until it is looked at again.
+//! What carries one request and its answer: a connection of its own, or a stream of a shared one.
 
-use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 use std::time::Instant;
 
 use bytes::Bytes;
-use http::{HeaderValue, Request, Response, header};
+use http::{Request, Response};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
-use hyper::client::conn::TrySendError;
-use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 
-use super::carrier::Bearing;
-use super::herald::{Hearsay, Herald};
-use super::place::Slot;
-use super::relay::Relay;
-use super::upload::Upload;
-use crate::interim::Interim;
-use crate::wire::Wire;
+use super::http1::{Connection, SendError};
+use super::http2::{self, Lease};
+use super::request_upload::Upload;
+use super::server_pool::Slot;
+use super::tunnel::Tunnel;
+use super::tunnel_io::FarEnd;
+use crate::informational::Interim;
 
-/// Read-buffer limit, and so the largest answer head that is accepted.
-const HEAD_MAX_BYTES: usize = 64 * 1024;
-
-/// What moves the bytes.
-#[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
-enum Driver {
-    At(http1::Connection<TokioIo<Herald>, Upload>),
-    /// It has nothing more to do: the connection is closed, or speaks another protocol.
-    Ended(http1::Parts<TokioIo<Herald>>),
-    Gone,
+pub enum Carrier {
+    /// HTTP/1.1.
+    Alone(Box<Connection>),
+    /// HTTP/2.
+    Shared(Lease),
 }
 
-pub struct Connection {
-    sender: SendRequest<Upload>,
-    driver: Driver,
-    hearsay: Rc<Hearsay>,
-    relay: Arc<Relay>,
-    /// Of the relay; what the driver is given to wake.
-    waker: Waker,
-    /// Whether the last request had no body, so that its answer was the end of it.
-    plain: bool,
-    /// Where it leads.
-    pub bearing: Bearing,
-    /// When the last answer came, if it was the end of the exchange as well; so that the clock need
-    /// not be read again when the connection becomes idle.
-    pub idle_since: Option<Instant>,
-    /// Its room among the connections to its server, where these are limited.
-    pub slot: Option<Slot>,
+/// Where a connection leads, and since when that is known.
+#[derive(Clone, Copy, Debug)]
+pub struct Bearing {
+    /// `None` for a Unix socket.
+    pub address: Option<SocketAddr>,
+    /// Of the server's addresses, at which this was one of them.
+    pub era: u32,
 }
 
-/// What a request met with when no answer came; with the request, if none of it was sent.
-pub type SendError = TrySendError<Request<Upload>>;
-
-impl Connection {
-    /// Makes a connection of a connected stream.
-    pub async fn new(stream: Wire, bearing: Bearing) -> hyper::Result<Connection> {
-        let hearsay = Rc::new(Hearsay::default());
-        let io = TokioIo::new(Herald::new(stream, Rc::clone(&hearsay)));
-        let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
-        let relay = Relay::new();
-        let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection {
-            sender,
-            driver: Driver::At(driver),
-            hearsay,
-            relay,
-            waker,
-            plain: true,
-            bearing,
-            idle_since: None,
-            slot: None,
-        })
-    }
-
-    /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
-    fn drive(&mut self, task: &Waker) {
-        if let Driver::At(driver) = &mut self.driver {
-            self.relay.pass_on_to(task);
-            // How a connection ended is told to whoever waits for an answer or a body.
-            if Pin::new(driver).poll(&mut Context::from_waker(&self.waker)).is_ready() {
-                self.end();
-            }
+impl Carrier {
+    /// Writes the target as it is sent here; it may have been addressed to a server that speaks otherwise.
+    pub fn address(&self, request: &mut Request<Upload>) {
+        if let Carrier::Alone(_) = self {
+            http2::origin_form(request);
         }
     }
 
-    /// Takes the driver apart: only then does a request come back that it has not looked at.
-    #[cold]
-    fn end(&mut self) {
-        if let Driver::At(driver) = std::mem::replace(&mut self.driver, Driver::Gone) {
-            self.driver = Driver::Ended(driver.into_parts());
-        }
-    }
-
-    /// Drives the connection until it has something for the task. `poll` is woken by nobody: what it
-    /// asks for comes by way of the driver.
-    fn poll_driven<T>(&mut self, cx: &Context<'_>, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
-        self.drive(cx.waker());
-        let polled = poll(&mut Context::from_waker(Waker::noop()));
-        if polled.is_ready() {
-            self.relay.rest();
-        }
-        polled
-    }
-
-    /// The next piece of the body of an answer.
-    pub fn poll_body(&mut self, body: &mut Incoming, cx: &Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        self.relay.rest();
-        let frame = Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()));
-        if frame.is_ready() {
-            return frame;
-        }
-        self.idle_since = None;
-        self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
-    }
-
-    /// The last request once more, if it was sent with `keeps` and nothing of an answer was passed on.
-    pub fn sent(&self) -> Option<Request<Upload>> {
-        self.hearsay.request()
-    }
-
-    /// Whether a request can be sent right now. Notices a connection that the server has closed.
-    pub fn is_ready(&mut self) -> bool {
-        self.drive(Waker::noop());
-        matches!(self.driver, Driver::At(_)) && self.sender.is_ready()
-    }
-
-    /// Whether nothing of the last exchange is left to do, once its answer has ended.
-    pub fn is_done(&mut self) -> bool {
-        self.plain || self.is_ready()
-    }
-
-    /// Sends a request and waits for the head of its answer; informational answers before it go to
-    /// `interim`. If `keeps`, what was sent can be had once more. A connection that the server has
-    /// closed gives the request back: hyper looks for that before it writes.
+    /// Sends a request and waits for the head of its answer: see [`Connection::send`].
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
-        mut request: Box<Request<Upload>>,
+        request: Box<Request<Upload>>,
         keeps: bool,
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Incoming>, SendError> {
-        self.hearsay.listen(keeps, interim);
-        self.plain = request.body().is_end_stream();
-        if !self.plain && request.body().size_hint().exact().is_none() {
-            // Without this field hyper sends a GET or HEAD without its body.
-            request.headers_mut().insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
+        match self {
+            Carrier::Alone(connection) => connection.send(request, keeps, interim).await,
+            // Apart, so that the others take no memory for it.
+            Carrier::Shared(lease) => Box::pin(lease.send(request)).await,
         }
-        if !self.sender.is_ready() {
-            self.drive(Waker::noop());
-        }
-        self.relay.rest();
-        let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
-        poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
     }
 
-    /// The stream, and what came behind the head of the last answer, if that switched protocols.
-    pub async fn into_stream(mut self) -> Option<(Wire, Bytes)> {
-        // The request had no body, so hyper has nothing left to do but to find that out.
-        poll_fn(|cx| {
-            self.drive(cx.waker());
-            if let Driver::At(_) = self.driver { Poll::Pending } else { Poll::Ready(()) }
-        })
-        .await;
-        match self.driver {
-            Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf)),
-            Driver::At(_) | Driver::Gone => None,
+    /// Takes room among the connections to its server; a shared one keeps what it has.
+    pub fn occupy(&mut self, slot: Option<Slot>) {
+        match self {
+            Carrier::Alone(connection) => connection.slot = slot,
+            Carrier::Shared(lease) => lease.occupy(slot),
         }
     }
+
+    /// The last request, where it was sent with `keeps`, or over HTTP/2 and nothing of its body is lost.
+    pub fn sent(&mut self) -> Option<Request<Upload>> {
+        match self {
+            Carrier::Alone(connection) => connection.sent(),
+            Carrier::Shared(lease) => lease.sent(),
+        }
+    }
+
+    /// The head of the answer has come.
+    pub fn answered(&mut self, now: Instant) {
+        match self {
+            Carrier::Alone(connection) => connection.idle_since = Some(now),
+            Carrier::Shared(lease) => lease.answered(now),
+        }
+    }
+
+    /// The last request, if it may be sent once more after this error. `spare`: it may be if the connection
+    /// ended before a byte of the answer came.
+    pub fn again(&mut self, error: &hyper::Error, spare: bool) -> Option<Request<Upload>> {
+        match self {
+            Carrier::Alone(connection) if spare && ended_early(error) => connection.sent(),
+            Carrier::Shared(lease) if http2::is_unprocessed(error) => lease.sent(),
+            Carrier::Shared(lease) if spare && (ended_early(error) || http2::is_cut(error)) => lease.sent(),
+            Carrier::Alone(_) | Carrier::Shared(_) => None,
+        }
+    }
+
+    /// The next piece of the body of an answer.
+    pub fn poll_body(
+        &mut self,
+        body: &mut Incoming,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+        match self {
+            Carrier::Alone(connection) => connection.poll_body(body, cx),
+            Carrier::Shared(_) => Pin::new(body).poll_frame(cx),
+        }
+    }
+
+    /// Whether the body of a response is complete, once it gives no more. hyper takes a stream that was reset with NO_ERROR
+    /// for one that has ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
+    pub fn is_complete(&self, body: &Incoming) -> bool {
+        match self {
+            Carrier::Alone(_) => true,
+            Carrier::Shared(_) => body.is_end_stream(),
+        }
+    }
+
+    /// The stream, after an answer that switched protocols.
+    pub async fn into_tunnel(self) -> Option<Tunnel> {
+        match self {
+            Carrier::Alone(mut connection) => {
+                let slot = connection.slot.take();
+                let (wire, early) = connection.into_stream().await?;
+                Some(Tunnel::new(FarEnd::Connection(wire, slot), early))
+            }
+            Carrier::Shared(lease) => {
+                let (stream, lease) = Box::pin(lease.into_stream()).await?;
+                Some(Tunnel::new(FarEnd::Stream(TokioIo::new(stream), lease), Bytes::new()))
+            }
+        }
+    }
+}
+
+/// Whether the connection ended before a byte of the answer came.
+fn ended_early(error: &hyper::Error) -> bool {
+    error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
+}
+
+fn is_reset(error: &hyper::Error) -> bool {
+    use std::error::Error;
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
+    source.is_some_and(|error| matches!(error.kind(), BrokenPipe | ConnectionReset))
 }

@@ -10,9 +10,9 @@ use http::Request;
 use http_body::Body;
 use serde_json::{Map, Value, json};
 
-use super::upload::Upload;
-use crate::http::fault::Fault;
-use crate::http::reply::{self, Reply};
+use super::request_upload::Upload;
+use crate::http::error::Fault;
+use crate::http::responses::{self, Reply};
 use crate::timer::Timer;
 
 /// Answers with the request's method, path, query, fields, and the length of its body, which is
@@ -32,7 +32,7 @@ pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) ->
         "fields": fields,
         "body_bytes": body_bytes,
     });
-    Ok(reply::json(format!("{echo:#}\n")))
+    Ok(responses::json(format!("{echo:#}\n")))
 }
 
 /// Reads a body to its end; no piece may be longer than `limit` in coming.

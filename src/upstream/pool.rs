@@ -10,14 +10,14 @@ use http::{Request, uri};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-use super::carrier::{Bearing, Carrier};
-use super::connection::Connection;
-use super::dial::{Dial, Spoken};
-use super::multiplex::{Lease, Multiplex, State};
-use super::upload::Upload;
+use super::connect::{Dial, Spoken};
+use super::connection::{Bearing, Carrier};
+use super::http1::Connection;
+use super::http2::{Lease, Multiplex, State};
+use super::request_upload::Upload;
 use crate::clock::Clock;
 use crate::config::{HostField, Scheme, Server, Way};
-use crate::http::fault::Fault;
+use crate::http::error::Fault;
 
 /// Shared connections to one server; beyond, requests wait for each other.
 const SHARED_MAX: usize = 64;
@@ -76,7 +76,7 @@ impl Pool {
     /// Says in Host, or in the target that another server was sent, what this server is to be told.
     pub fn address(&self, request: &mut Request<Upload>) {
         if let Some(host) = &self.host {
-            super::multiplex::origin_form(request);
+            super::http2::origin_form(request);
             request.headers_mut().insert(header::HOST, host.clone());
         }
     }

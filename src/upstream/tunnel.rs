@@ -15,9 +15,9 @@ use std::time::Duration;
 use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::circuit::Ticket;
-use super::far_end::FarEnd;
-use super::place::Visit;
+use super::request_limit::Ticket;
+use super::server_pool::Visit;
+use super::tunnel_io::FarEnd;
 use crate::timer::Timer;
 
 /// Bytes that are read at a time.

@@ -7,16 +7,16 @@ use std::sync::Arc;
 
 use fastrand::Rng;
 use transom::config::{self, Config};
-use transom::count::ledger::Ledger;
-use transom::count::memory::Memory;
-use transom::count::sync::Ordering;
-use transom::count::table::{Marks, Table};
-use transom::count::word::{END_MAX_MS, Word};
-use transom::counters::header::Header;
-use transom::rule::book::{Book, Judgement, Roster};
-use transom::rule::desk::{Asker, Desk};
-use transom::rule::key::{KeyHash, Seed};
-use transom::rule::now::Now;
+use transom::persistence::file_header::Header;
+use transom_limiter::atomics::Ordering;
+use transom_limiter::counter::{END_MAX_MS, Word};
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::format_registry::Ledger;
+use transom_limiter::key::{KeyHash, Seed};
+use transom_limiter::memory::Memory;
+use transom_limiter::rule_set::{Book, Judgement, Roster};
+use transom_limiter::table::{Marks, Table};
 
 use crate::world::Scratch;
 use crate::world::gateway::{Gateway, START_S, with_listen};

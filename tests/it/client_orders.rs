@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::{Command, Stdio};
 
-use transom::rule::digest::Digest;
+use transom_limiter::secret_digest::Digest;
 
 use crate::world::process::{BINARY, Process};
 use crate::world::quota::items;

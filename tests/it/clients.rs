@@ -1,7 +1,7 @@
 //! Who has other windows than everyone, or none: plans, overrides, exemptions, and the clients file.
 
 use serde_json::json;
-use transom::rule::digest::Digest;
+use transom_limiter::secret_digest::Digest;
 
 use crate::world::client::{Answer, Client};
 use crate::world::gateway::Gateway;

@@ -4,9 +4,9 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 
-use transom::count::table::Table;
-use transom::counters::header::Header;
-use transom::rule::key::Seed;
+use transom::persistence::file_header::Header;
+use transom_limiter::key::Seed;
+use transom_limiter::table::Table;
 
 use crate::world::client::request;
 use crate::world::gateway::Gateway;

@@ -10,9 +10,9 @@ use std::time::Duration;
 use fastrand::Rng;
 use transom::clock::Clock;
 use transom::config;
-use transom::count::memory::LINE_BYTES;
-use transom::counters::header::{Boot, Header};
-use transom::counters::{Counters, OpenError};
+use transom::persistence::file_header::{Boot, Header};
+use transom::persistence::{Counters, OpenError};
+use transom_limiter::memory::LINE_BYTES;
 
 use crate::world::gateway::with_listen;
 use crate::world::judge::now_ms;

@@ -10,13 +10,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use transom::config;
-use transom::count::table::Table;
-use transom::count::word::Word;
-use transom::counters::header::Header;
-use transom::http::caller::Starts;
-use transom::rule::book::Book;
-use transom::rule::desk::{Asker, Desk};
-use transom::rule::now::Now;
+use transom::http::rate_limit_key::Starts;
+use transom::persistence::file_header::Header;
+use transom_limiter::counter::Word;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::rule_set::Book;
+use transom_limiter::table::Table;
 
 use crate::world::gateway::with_listen;
 use crate::world::judge::{KEYS, Layer, Load, now_ms};

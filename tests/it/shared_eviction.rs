@@ -1,7 +1,7 @@
 //! A Redis that evicts counters when its memory is full: the gateway warns of it while it runs, also where it may not read
 //! the server's configuration.
 
-use transom::shared::health::COMMANDS;
+use transom::redis_store::diagnose_rules::COMMANDS;
 
 use crate::world::eventually;
 use crate::world::process::Process;

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::task::spawn_local;
-use transom::shared::script::Want;
-use transom::shared::store::Store;
+use transom::redis_store::client::Store;
+use transom::redis_store::scripts::Want;
 
 use crate::world::judge::now_ms;
 use crate::world::process::Process;

@@ -13,9 +13,9 @@ use rustls::{ClientConfig, RootCertStore};
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 use transom::config::client_tls::ClientTls;
-use transom::config::shared::{Nodes, Shared};
-use transom::shared::script::{Gift, Kind, Want};
-use transom::shared::store::{Store, StoreError};
+use transom::config::redis::{Nodes, Shared};
+use transom::redis_store::client::{Store, StoreError};
+use transom::redis_store::scripts::{Gift, Kind, Want};
 
 use crate::world::redis::RedisServer;
 use crate::world::redis_cluster::RedisCluster;
@@ -232,7 +232,7 @@ fn a_server_is_asked_by_tls_if_its_certificate_is_believed() {
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);
     let with_password = |mut settings: Shared| {
-        settings.password = Some(transom::config::shared::Hidden("sesame".to_owned()));
+        settings.password = Some(transom::config::redis::Hidden("sesame".to_owned()));
         Store::new(&settings)
     };
     on_loop(async {

@@ -6,8 +6,8 @@ use std::rc::Rc;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::Commands;
-use transom::shared::script::{Answer, At, Gift, Kind, Took, Want};
-use transom::shared::store::Store;
+use transom::redis_store::client::Store;
+use transom::redis_store::scripts::{Answer, At, Gift, Kind, Took, Want};
 
 use crate::world::redis::RedisServer;
 use crate::world::shared::{floating, grid, on_loop, plain, single};

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
-use transom::config::shared::{Hidden, Node, Nodes, Shared};
-use transom::shared::script::{Answer, At, Gift, Kind, Want};
-use transom::shared::store::{Store, StoreError};
+use transom::config::redis::{Hidden, Node, Nodes, Shared};
+use transom::redis_store::client::{Store, StoreError};
+use transom::redis_store::scripts::{Answer, At, Gift, Kind, Want};
 
 use crate::world::DEADLINE;
 use crate::world::judge::now_ms;

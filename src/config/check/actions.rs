@@ -5,12 +5,12 @@
 
 use toml::de::DeValue;
 
-use super::host::{NAME_FIX, field_name};
-use super::text::text;
-use super::{limits, path, refusal};
-use crate::config::action::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, listed, shown};
+use super::route_match::{NAME_FIX, field_name};
+use super::template::text;
+use super::{limits, path, refusal_response};
+use crate::config::diagnostics::{Report, listed, shown};
+use crate::config::route_actions::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
+use crate::config::toml_reader::{Item, Table, Word};
 use crate::config::{EncodedSlash, PathPattern, PathReading, Segment, Timeouts};
 
 /// Fields that say where a message ends, or are about one connection only.
@@ -276,7 +276,7 @@ fn respond(item: &Item, report: &mut Report) -> Option<Answer> {
         let message = format!("an answer with status `{status}` has no body");
         report.problem(body.key_span.clone(), message, "remove `body`, or write another status");
     }
-    let body = refusal::own_body(body, kind, "the answer", report);
+    let body = refusal_response::own_body(body, kind, "the answer", report);
     Some(Answer::Respond { status: u16::try_from(status?).ok()?, body })
 }
 

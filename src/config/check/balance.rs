@@ -6,10 +6,10 @@ use std::time::Duration;
 use toml::de::DeValue;
 
 use super::{DAY_MS, duration, key};
-use crate::config::balance::{Balance, Circuit, Ejection, Health, Policy, Retries};
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, shown};
-use crate::rule::key::Part;
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::upstream_policy::{Balance, Circuit, Ejection, Health, Policy, Retries};
+use transom_limiter::key::Part;
 
 const WEIGHT_MAX: u64 = 1000;
 const COUNT_MAX: u64 = 1_000_000;
@@ -311,7 +311,7 @@ fn on(item: &Item, retries: &mut Retries, report: &mut Report) {
             text => match text.parse().ok().filter(|status| (400..=599).contains(status)) {
                 Some(status) => retries.on_statuses.push(status),
                 None => {
-                    let fix = match crate::config::document::nearest(text, CAUSES) {
+                    let fix = match crate::config::toml_reader::nearest(text, CAUSES) {
                         Some(guess) => format!("did you mean `\"{guess}\"`?"),
                         None => {
                             String::from("write `connect-failure`, `reset`, `timeout`, or a status code such as `503`")

@@ -8,9 +8,9 @@ use rustls_pki_types::CertificateDer;
 
 use crate::config::Files;
 use crate::config::certificate::{self, Certificate, Flaw};
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, shown};
-use crate::config::revocation::RevocationList;
+use crate::config::crl::RevocationList;
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table, Word};
 
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 

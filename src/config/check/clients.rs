@@ -10,15 +10,15 @@ use std::path::PathBuf;
 
 use toml::de::{DeTable, DeValue};
 
-use super::{exceptions, key, name, section};
+use super::{key, name, overrides, section};
 use crate::config::Files;
 use crate::config::clients::{Client, Clients};
-use crate::config::document::{Item, Table, Word, nearest, syntax};
+use crate::config::diagnostics::{Report, listed, shown};
 use crate::config::listen::ClientCerts;
-use crate::config::problem::{Report, listed, shown};
-use crate::rule::digest::Digest;
-use crate::rule::key::Part;
-use crate::rule::network::Network;
+use crate::config::toml_reader::{Item, Table, Word, nearest, toml_errors};
+use transom_limiter::ip_prefix::Network;
+use transom_limiter::key::Part;
+use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
 const ADD: &str = "transom clients add NAME --plan PLAN --generate-key";
@@ -118,7 +118,7 @@ struct Taken {
 impl Reader<'_> {
     fn file(&mut self, text: &str, report: &mut Report) -> Vec<Client> {
         let mut flaws = Report::new(text);
-        let sound = syntax::sound(text, &mut flaws);
+        let sound = toml_errors::sound(text, &mut flaws);
         report.broken = flaws.broken;
         for flaw in flaws.into_problems() {
             // Most flaws are told by showing what is written there.
@@ -191,7 +191,7 @@ impl Reader<'_> {
                 report.problem(word.span, "an API key stands here in clear", fix);
                 continue;
             }
-            let Some(digest) = exceptions::digest(&word, report) else { continue };
+            let Some(digest) = overrides::digest(&word, report) else { continue };
             claim(&mut self.taken.keys, digest, client, "key", &word, report);
             digests.push(digest);
         }
@@ -207,7 +207,7 @@ impl Reader<'_> {
                 continue;
             }
             let subject = match self.certified {
-                true => match exceptions::fingerprint(&word, report) {
+                true => match overrides::fingerprint(&word, report) {
                     Some(fingerprint) => fingerprint,
                     None => continue,
                 },
@@ -223,7 +223,7 @@ impl Reader<'_> {
     fn networks(&mut self, item: &Item, client: &str, report: &mut Report) -> Vec<Network> {
         let mut networks = Vec::new();
         for word in item.texts("[\"203.0.113.0/24\"]", report).unwrap_or_default() {
-            let Some(network) = exceptions::network_of(&word, report) else { continue };
+            let Some(network) = overrides::network_of(&word, report) else { continue };
             claim(&mut self.taken.networks, network, client, "network", &word, report);
             networks.push(network);
         }

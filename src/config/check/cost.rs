@@ -2,11 +2,11 @@
 
 use toml::de::DeValue;
 
-use super::host::{NAME_FIX, field_name};
-use crate::config::document::{Item, Table};
-use crate::config::problem::{Report, shown};
-use crate::rule::limit::Limit;
-use crate::rule::terms::{Cost, Rule};
+use super::route_match::{NAME_FIX, field_name};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, Rule};
 
 const MOST: u64 = u32::MAX as u64;
 const FORMS: &str = "write a whole number, or such as `cost = { request-header = \"x-cost\" }`";

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::{DAY_MS, duration, section};
 use crate::config::Http2;
-use crate::config::document::Item;
-use crate::config::problem::Report;
+use crate::config::diagnostics::Report;
+use crate::config::toml_reader::Item;
 
 pub fn http2(item: Option<Item>, report: &mut Report) -> Http2 {
     let mut http2 = Http2 {

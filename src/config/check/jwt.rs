@@ -10,11 +10,11 @@ use toml::de::DeValue;
 
 use super::{DAY_MS, duration, section};
 use crate::config::Files;
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, shown};
-use crate::token::jwks::{self, BadSet};
-use crate::token::key::{Algorithm, Flaw, Key};
-use crate::token::{KEYS_TRIED_MAX, Trust};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table, Word};
+use crate::jwt::jwks::{self, BadSet};
+use crate::jwt::verification_key::{Algorithm, Flaw, Key};
+use crate::jwt::{KEYS_TRIED_MAX, Trust};
 
 const ALGORITHMS: [(&str, Algorithm); 4] = [
     ("HS256", Algorithm::Hs256),

@@ -3,12 +3,12 @@
 //! A part that may be absent without a word about it would be a hole in the limit, or a wall that
 //! nobody put there; so the operator has to choose, and is told where a choice has no effect.
 
-use super::host::{NAME_FIX, field_name};
 use super::path::is_param_name;
-use crate::config::document::{Item, Word, nearest};
+use super::route_match::{NAME_FIX, field_name};
+use crate::config::diagnostics::{Report, shown};
 use crate::config::listen::ClientCerts;
-use crate::config::problem::{Report, shown};
-use crate::rule::key::{OnMissing, Part};
+use crate::config::toml_reader::{Item, Word, nearest};
+use transom_limiter::key::{OnMissing, Part};
 
 const KINDS: [&str; 12] = [
     "ip",
@@ -177,7 +177,7 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
             }
             let fix = match nearest(text, KINDS.into_iter().filter(|kind| !kind.contains(':'))) {
                 Some(guess) => format!("did you mean `\"{guess}\"`?"),
-                None => format!("write {}", crate::config::problem::listed(KINDS, "or")),
+                None => format!("write {}", crate::config::diagnostics::listed(KINDS, "or")),
             };
             Err((no_part(), fix))
         }

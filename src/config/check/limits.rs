@@ -7,8 +7,8 @@ use toml::de::DeValue;
 
 use super::{DAY_MS, duration, section};
 use crate::config::Limits;
-use crate::config::document::Item;
-use crate::config::problem::{Report, shown};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::Item;
 
 const KIB: u64 = 1024;
 const MIB: u64 = 1024 * KIB;

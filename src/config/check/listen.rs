@@ -8,13 +8,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use toml::de::DeValue;
 
 use super::certificates::{Pair, authorities, revoked};
-use super::{exceptions, host, proxies, section};
+use super::{overrides, route_match, section, trusted_proxies};
 use crate::config::certificate::Certificate;
-use crate::config::document::{Item, Word};
+use crate::config::diagnostics::{Report, shown};
 use crate::config::listen::{ClientAuth, Https, Listen, Tls, TlsVersion};
-use crate::config::problem::{Report, shown};
+use crate::config::toml_reader::{Item, Word};
 use crate::config::{Admin, Files, Proxies};
-use crate::rule::network::Network;
+use transom_limiter::ip_prefix::Network;
 
 const EXAMPLE: &str = "\"127.0.0.1:8080\"";
 const HTTPS_EXAMPLE: &str = "\"0.0.0.0:443\"";
@@ -80,7 +80,7 @@ pub fn listen(item: Option<Item>, files: Files, report: &mut Report) -> (Listen,
     listen.max_connections = most.and_then(|most| usize::try_from(most).ok());
     let most = table.get("max_connections_per_client").and_then(|item| item.integer(1..=1_000_000, report));
     listen.max_connections_per_client = most.and_then(|most| u32::try_from(most).ok());
-    let proxies = proxies::Settings::of(&mut table).read(report);
+    let proxies = trusted_proxies::Settings::of(&mut table).read(report);
     table.finish(report);
     (listen, proxies)
 }
@@ -91,7 +91,7 @@ pub fn admin(item: Option<Item>, report: &mut Report) -> Admin {
     let hosts = table.get("hosts");
     table.finish(report);
     Admin {
-        hosts: host::hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
+        hosts: route_match::hosts(hosts, "the address is then asked by IP address or as `localhost`", report)
             .unwrap_or_default(),
     }
 }
@@ -202,7 +202,7 @@ fn networks(item: &Item, report: &mut Report) -> Vec<Network> {
         let fix = format!("{}, or leave it out: nobody is believed then", item.write(NETWORKS));
         report.problem(item.span.clone(), "`proxy_protocol` is an empty list", fix);
     }
-    words.iter().flatten().filter_map(|word| exceptions::network_of(word, report)).collect()
+    words.iter().flatten().filter_map(|word| overrides::network_of(word, report)).collect()
 }
 
 fn address(word: &Word, takes_ipv4: bool, taken: &mut Taken, report: &mut Report) -> Option<SocketAddr> {

@@ -4,8 +4,8 @@
 //! other form would never match. Here it is refused with the spelling that does. A pattern's
 //! segments are what stands between slashes: `/` has one, which is empty, and so has `/a/` at its end.
 
-use crate::config::document::Word;
-use crate::config::problem::{Report, shown};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::Word;
 use crate::config::{EncodedSlash, PathParameters, PathPattern, PathReading, Segment, TrailingSlash};
 use crate::config::{doubt, is_plain};
 

@@ -2,14 +2,14 @@
 
 use toml::de::DeValue;
 
-use super::reach::Draft;
 use super::rules::Looks;
-use super::{Section, actions, cost, host, path, reach};
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, shown};
+use super::unreachable_routes::Draft;
+use super::{Section, actions, cost, path, route_match, unreachable_routes};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table, Word};
 use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
-use crate::rule::key::{OnMissing, Part};
-use crate::rule::terms::{Cost, Rule};
+use transom_limiter::key::{OnMissing, Part};
+use transom_limiter::rule::{Cost, Rule};
 
 type Rules = Section<(Rule, Looks)>;
 
@@ -45,8 +45,8 @@ pub fn routes(
         let Some(table) = item.table("`[[routes]]`", fix, report) else { continue };
         drafts.push(draft(table, reading, upstreams, rules, timeouts, schemes, report));
     }
-    reach::never_matched(&drafts, report);
-    reach::name(drafts, report)
+    unreachable_routes::never_matched(&drafts, report);
+    unreachable_routes::name(drafts, report)
 }
 
 fn draft(
@@ -63,9 +63,9 @@ fn draft(
     let path = table.require("path", "write `path = \"/{*rest}\"` to take every request, or the path of some");
     let span = path.as_ref().map_or(header, |item| item.span.clone());
     let before = report.count();
-    let hosts = host::hosts(table.get("host"), "the route then takes any host", report);
-    let methods = host::methods(table.get("methods"), report);
-    let headers = host::headers(table.get("headers"), report);
+    let hosts = route_match::hosts(table.get("host"), "the route then takes any host", report);
+    let methods = route_match::methods(table.get("methods"), report);
+    let headers = route_match::headers(table.get("headers"), report);
     let secure = table.get("scheme").map(|item| scheme(&item, schemes, report));
     let certain = report.count() == before;
     let actions = actions::Settings::of(&mut table);

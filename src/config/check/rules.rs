@@ -6,14 +6,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use super::shared::{OfRule, Usual};
-use super::{DAY_MS, FIELDS, Section, cost, duration, exceptions, key, layers, refusal};
-use crate::config::document::{Item, Table};
+use super::redis::{OfRule, Usual};
+use super::{DAY_MS, FIELDS, Section, cost, duration, key, overrides, refusal_response, rule_windows};
+use crate::config::diagnostics::{Report, shown};
 use crate::config::listen::ClientCerts;
-use crate::config::problem::{Report, shown};
+use crate::config::toml_reader::{Item, Table};
 use crate::config::{QuotaFields, Refusal};
-use crate::rule::key::OnMissing;
-use crate::rule::terms::{Cost, OnLimit, Rule};
+use transom_limiter::key::OnMissing;
+use transom_limiter::rule::{Cost, OnLimit, Rule};
 
 /// How many requests may wait because of a rule that does not say.
 const WAITING: u32 = 1000;
@@ -61,8 +61,8 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
         AtLimit { on_limit: table.get("on_limit"), delay: table.get("max_delay"), waiting: table.get("max_waiting") };
     let count_refused = table.get("count_refused");
     let sharing = OfRule::of(&mut table);
-    let refusal = refusal::Settings::of(&mut table);
-    let exceptions = exceptions::Settings {
+    let refusal = refusal_response::Settings::of(&mut table);
+    let exceptions = overrides::Settings {
         plans: table.get("plans"),
         overrides: table.get("overrides"),
         exemptions: table.get("exemptions"),
@@ -73,7 +73,7 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
 
     (rule.key, rule.on_missing) = key.read(misspelt.contains(&"on_missing_key"), report);
     let shards = windows.as_ref().map(|item| item.span.clone());
-    rule.layers = windows.as_ref().map(|item| layers::layers(item, report)).unwrap_or_default();
+    rule.layers = windows.as_ref().map(|item| rule_windows::layers(item, report)).unwrap_or_default();
     exceptions.read(rule, report);
     rule.cost = cost.and_then(|item| cost::cost(&item, rule, report)).unwrap_or(Cost::Fixed(1));
     rule.on_limit = limits.read(misspelt.contains(&"max_delay"), report).unwrap_or(OnLimit::Refuse);
@@ -90,8 +90,8 @@ fn read(rule: &mut Rule, looks: &mut Looks, mut table: Table, certs: ClientCerts
             report.problem(span, message, "remove `shards`");
         }
     }
-    if let (Some(item), true) = (&windows, layers::may_be_compared(rule)) {
-        layers::pointless(item, &rule.layers, report);
+    if let (Some(item), true) = (&windows, rule_windows::may_be_compared(rule)) {
+        rule_windows::pointless(item, &rule.layers, report);
     }
     looks.fields = fields.unwrap_or(looks.fields);
     looks.refusal = refusal.read(report);

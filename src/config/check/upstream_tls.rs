@@ -16,8 +16,8 @@ use sha2::{Digest, Sha256};
 
 use crate::config::Files;
 use crate::config::client_tls::{ClientTls, Vouched};
-use crate::config::document::{Item, Table};
-use crate::config::problem::{Report, Span, shown};
+use crate::config::diagnostics::{Report, Span, shown};
+use crate::config::toml_reader::{Item, Table};
 
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 

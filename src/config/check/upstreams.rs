@@ -6,12 +6,12 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
-use super::host::{is_ipv4_like, is_name};
+use super::route_match::{is_ipv4_like, is_name};
 use super::upstream_tls::{SystemRoots, tls};
 use super::{DAY_MS, Section, balance, duration};
-use crate::config::balance::Policy;
-use crate::config::document::{Item, Table, Word};
-use crate::config::problem::{Report, shown};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::upstream_policy::Policy;
 use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, Upstream, Way};
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";

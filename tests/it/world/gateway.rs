@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use transom::clock::Clock;
 use transom::config::{self, Config};
-use transom::run;
+use transom::server;
 
 use super::client::{Answer, Client, HOST};
 use super::page::Page;
@@ -16,7 +16,7 @@ use super::watch;
 pub const START_S: u64 = 1_700_000_100;
 
 pub struct Gateway {
-    inner: Option<run::Gateway>,
+    inner: Option<server::Gateway>,
     pub clock: Clock,
     pub http: SocketAddr,
     pub admin: SocketAddr,
@@ -40,7 +40,7 @@ impl Gateway {
     fn start_by(config: Config, unix_s: u64) -> Gateway {
         watch::begin();
         let clock = Clock::manual(unix_s * 1000);
-        let inner = run::Gateway::start(config, clock.clone()).unwrap();
+        let inner = server::Gateway::start(config, clock.clone()).unwrap();
         let (http, admin) = (inner.http()[0], inner.admin().unwrap());
         Gateway { inner: Some(inner), clock, http, admin }
     }

@@ -4,9 +4,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, LocalOptions};
-use transom::config::shared::{Node, Nodes, Shared};
-use transom::shared::script::{Answer, At, Took, Want};
-use transom::shared::store::{Store, StoreError};
+use transom::config::redis::{Node, Nodes, Shared};
+use transom::redis_store::client::{Store, StoreError};
+use transom::redis_store::scripts::{Answer, At, Took, Want};
 
 use super::DEADLINE;
 use super::judge::now_ms;

@@ -1,0 +1,293 @@
+//! How much layers let through at most, in any stretch of time.
+//!
+//! Fixed windows admit two windows' worth around the moment where one ends and the next begins. What
+//! that comes to, and which layer can never be the one that refuses, follows from the windows alone.
+//! All numbers are tokens. Nothing here is asked by a request.
+
+use crate::limit::Limit;
+use crate::window::Windows;
+
+/// The most that all layers together let through in any `span_ms` milliseconds; `None` where nothing
+/// can be said. `opener_stays`: a charge that opened a window is never given back.
+pub fn most_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<u64> {
+    layers.iter().filter_map(|limit| most_of_layer(limit, span_ms, opener_stays)).min()
+}
+
+fn most_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64> {
+    let (shortest_ms, _) = lengths_ms(&limit.windows)?;
+    let most = granted(limit, touched(span_ms, shortest_ms));
+    // Where a request opens its window, the first of several windows was opened before the stretch
+    // begins, unless it holds whole windows and one moment more.
+    let floats = matches!(limit.windows, Windows::FirstRequest { .. });
+    let opened_before = floats && opener_stays && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
+    Some(most - u64::from(opened_before))
+}
+
+/// The most that one layer lets through in any one window of another.
+pub fn most_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
+    windows_in_window(&limit.windows, &of.windows).map(|windows| granted(limit, windows))
+}
+
+/// Whether a layer can never be the one that refuses: another lets no more through in any of its
+/// windows than it grants for one.
+pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
+    most_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
+}
+
+/// What a layer grants in so many windows in a row, after it was idle for long.
+fn granted(limit: &Limit, windows: u64) -> u64 {
+    let after_first = windows.saturating_sub(1).saturating_mul(u64::from(limit.tokens));
+    after_first.saturating_add(u64::from(limit.capacity.max(limit.tokens)))
+}
+
+/// How many windows, none of them shorter than this, a stretch of time can touch.
+fn touched(span_ms: u64, shortest_ms: u64) -> u64 {
+    span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1
+}
+
+/// The lengths of the shortest and of the longest window.
+pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
+    let Windows::Calendar(calendar) = windows else { return windows.period_ms().map(|ms| (ms, ms)) };
+    // The first window began before the list does, and is longer than it looks.
+    let lengths = || calendar.ends.windows(2).map(|two| two[1] - two[0]);
+    Some((lengths().min()?, lengths().max()?))
+}
+
+/// How many windows of one kind a window of another can touch.
+fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
+    let (_, longest_ms) = lengths_ms(outer)?;
+    let (shortest_ms, _) = lengths_ms(inner)?;
+    let anywhere = touched(longest_ms, shortest_ms);
+    match (inner, outer) {
+        (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
+            // The outer window starts somewhere in an inner one: at any place that lies on both grids'
+            // common divisor. The latest such place touches most.
+            let step = gcd(*p, *q);
+            let shift = (r % step + step - o % step) % step;
+            Some((p - step + shift + q - 1) / p + 1)
+        }
+        (_, Windows::Calendar(calendar)) if inner.are_shared() => {
+            let touched = |two: &[u64]| between(inner, two[0], two[1]);
+            calendar.ends.windows(2).map(touched).max()
+        }
+        (Windows::Calendar(calendar), Windows::Even { .. }) => {
+            // Every end inside of a window, but not at its start, adds one.
+            let starts = calendar.ends.iter().map(|end| (outer.window_at(*end, 0).start_ms, *end));
+            let inside = starts.filter(|(start, end)| start != end).map(|(start, _)| start);
+            let (mut most, mut run, mut last) = (0, 0, None);
+            for start in inside {
+                run = if last.replace(start) == Some(start) { run + 1 } else { 1 };
+                most = most.max(run);
+            }
+            Some(most + 1)
+        }
+        _ => Some(anywhere),
+    }
+}
+
+/// How many windows of a grid or calendar lie in a stretch, in part or whole.
+fn between(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
+    match windows {
+        Windows::Calendar(calendar) => {
+            let position = |ms: u64| calendar.ends.partition_point(|end| *end <= ms) as u64;
+            position(end_ms - 1) - position(start_ms) + 1
+        }
+        Windows::Even { period_ms, .. } => {
+            let first_ms = windows.window_at(start_ms, 0).end_ms;
+            end_ms.saturating_sub(first_ms).div_ceil(*period_ms) + 1
+        }
+        Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => touched(end_ms - start_ms, *period_ms),
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::window::Calendar;
+
+    fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
+        Limit { tokens, windows, period_text: String::new(), capacity, reserve: 0, shards: 1 }
+    }
+
+    fn even(tokens: u32, period_ms: u64, offset_ms: u64) -> Limit {
+        limit(tokens, tokens, Windows::Even { period_ms, offset_ms })
+    }
+
+    fn floating(tokens: u32, period_ms: u64) -> Limit {
+        limit(tokens, tokens, Windows::FirstRequest { period_ms })
+    }
+
+    /// A layer as a plain person would count it: what is left, and when the window ends.
+    #[derive(Clone)]
+    struct Counter<'l> {
+        limit: &'l Limit,
+        left: u32,
+        end_ms: u64,
+    }
+
+    impl<'l> Counter<'l> {
+        fn new(limit: &'l Limit) -> Counter<'l> {
+            Counter { limit, left: limit.capacity, end_ms: 0 }
+        }
+
+        /// What is left at a moment.
+        fn at(&mut self, now_ms: u64) -> u32 {
+            if let Windows::FirstRequest { .. } = self.limit.windows {
+                if now_ms >= self.end_ms {
+                    self.left = self.limit.capacity;
+                }
+                return self.left;
+            }
+            while now_ms >= self.end_ms {
+                self.end_ms = self.limit.windows.window_at(self.end_ms, 0).end_ms;
+                self.left = (self.left + self.limit.tokens).min(self.limit.capacity);
+            }
+            self.left
+        }
+
+        fn take(&mut self, now_ms: u64, tokens: u32) {
+            if let Windows::FirstRequest { period_ms } = self.limit.windows
+                && tokens > 0
+                && now_ms >= self.end_ms
+            {
+                self.end_ms = now_ms + period_ms;
+            }
+            self.left -= tokens;
+        }
+    }
+
+    /// The most that anyone can get within `[from, until)`, by trying everything from `now` on.
+    fn best(counters: &[Counter], now: u64, from: u64, until: u64) -> u64 {
+        if now == until {
+            return 0;
+        }
+        let mut counters = counters.to_vec();
+        let room = counters.iter_mut().map(|counter| counter.at(now)).min().unwrap_or(0);
+        let tries = (0..=room).map(|tokens| {
+            let mut after = counters.clone();
+            after.iter_mut().for_each(|counter| counter.take(now, tokens));
+            u64::from(if now >= from { tokens } else { 0 }) + best(&after, now + 1, from, until)
+        });
+        tries.max().unwrap_or(0)
+    }
+
+    /// The same over all stretches of a length, after an idle time.
+    fn worst(layers: &[Limit], span_ms: u64, lead_ms: u64) -> u64 {
+        let counters: Vec<Counter> = layers.iter().map(Counter::new).collect();
+        (0..=lead_ms).map(|from| best(&counters, 0, from, from + span_ms)).max().unwrap_or(0)
+    }
+
+    #[test]
+    fn of_one_layer_the_bound_is_what_can_be_had() {
+        for span_ms in 1..=7 {
+            for (limit, lead_ms) in [
+                (even(2, 3, 0), 3),
+                (even(1, 2, 1), 2),
+                (limit(1, 2, Windows::Even { period_ms: 3, offset_ms: 0 }), 3),
+                (floating(2, 3), 3),
+                (floating(1, 2), 2),
+                (
+                    limit(
+                        2,
+                        2,
+                        Windows::Calendar(Calendar { name: String::new(), ends: (1..40).map(|n| n * 3).collect() }),
+                    ),
+                    3,
+                ),
+            ] {
+                let layers = [limit];
+                assert_eq!(
+                    most_within(&layers, span_ms, true),
+                    Some(worst(&layers, span_ms, lead_ms)),
+                    "{span_ms}: {layers:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn of_several_layers_no_more_than_the_bound_can_be_had() {
+        for layers in [
+            [even(2, 2, 0), even(3, 4, 0)],
+            [even(1, 2, 0), even(2, 3, 1)],
+            [even(2, 4, 0), floating(1, 2)],
+            [limit(1, 3, Windows::Even { period_ms: 2, offset_ms: 0 }), even(2, 4, 0)],
+        ] {
+            for span_ms in 1..=6 {
+                let (most, worst) = (most_within(&layers, span_ms, true).unwrap(), worst(&layers, span_ms, 4));
+                assert!(worst <= most, "{worst} in {span_ms} ms: {layers:?}");
+                // Around a moment at which windows of both layers end, it is exact.
+                if span_ms == 2
+                    && layers.iter().all(|limit| matches!(limit.windows, Windows::Even { offset_ms: 0, .. }))
+                {
+                    assert_eq!(worst, most, "{layers:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_shipped_limits_admit_what_the_documentation_says() {
+        let layers = [Limit::parse("2000/hour").unwrap(), Limit::parse("33/minute").unwrap()];
+        assert_eq!(most_within(&layers, 2000, true), Some(66));
+        assert_eq!(most_within(&layers, 60_000, true), Some(66));
+        assert_eq!(most_within(&layers, 3_600_000, true), Some(2013));
+        assert_eq!(most_in_window(&layers[1], &layers[0]), Some(1980));
+        assert!(never_binds(&layers[0], &layers[1]) && !never_binds(&layers[1], &layers[0]));
+    }
+
+    /// Whether a layer refuses anything that another one lets through, however it is asked.
+    fn binds(limit: &Limit, other: &Limit, horizon_ms: u64) -> bool {
+        fn search(own: &Counter, other: &Counter, now: u64, until: u64) -> bool {
+            let (mut own, mut other) = (own.clone(), other.clone());
+            let (left, room) = (own.at(now), other.at(now));
+            left < room
+                || now < until
+                    && (0..=room).any(|tokens| {
+                        let (mut own, mut other) = (own.clone(), other.clone());
+                        own.take(now, tokens);
+                        other.take(now, tokens);
+                        search(&own, &other, now + 1, until)
+                    })
+        }
+        search(&Counter::new(limit), &Counter::new(other), 0, horizon_ms)
+    }
+
+    #[test]
+    fn a_layer_that_never_binds_never_refuses() {
+        let list = |ends: &[u64]| Windows::Calendar(Calendar { name: format!("{ends:?}"), ends: ends.into() });
+        let uneven = list(&[2, 5, 7, 10, 12, 15, 17, 20, 30]);
+        let all = |tokens: u32| {
+            [
+                even(tokens, 2, 0),
+                even(tokens, 3, 0),
+                even(tokens, 4, 0),
+                even(tokens, 4, 1),
+                floating(tokens, 3),
+                limit(tokens, tokens, uneven.clone()),
+                limit(tokens, tokens + 1, Windows::Even { period_ms: 3, offset_ms: 0 }),
+            ]
+        };
+        let mut idle = 0;
+        for limit in [all(1), all(2), all(3), all(4)].iter().flatten() {
+            for other in [all(1), all(2)].iter().flatten().filter(|other| other.windows != limit.windows) {
+                let binds = binds(limit, other, 9);
+                if never_binds(limit, other) {
+                    idle += 1;
+                    assert!(!binds, "{limit:?} beside {other:?}");
+                } else if let (Windows::Even { .. }, Windows::Even { .. }) = (&limit.windows, &other.windows)
+                    && limit.capacity == limit.tokens
+                    && other.capacity == other.tokens
+                {
+                    // For grids it is not only true but all that is true.
+                    assert!(binds, "{limit:?} beside {other:?}");
+                }
+            }
+        }
+        assert!(idle > 40, "{idle}");
+    }
+}

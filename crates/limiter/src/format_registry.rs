@@ -1,0 +1,214 @@
+//! How the counters of each layer have been written, kept beside the counters.
+//!
+//! A word does not tell whether windows hang together in it, nor a key into how many shards its counter was split:
+//! that is the configuration's to say, and counters outlive it. Whoever takes them over, after a change of the
+//! configuration or in another process, reads them as they were written, and so writes them in a way in which both
+//! would be read. Ways are therefore only ever joined, and never taken away. A layer whose counters are plain and
+//! whole has no entry. While several processes count, all of them have to write in ways that all know: those that
+//! stand here. This file does not know what a rule is: a layer is 64 bits.
+
+use std::collections::HashMap;
+
+use crate::atomics::{AtomicU64, Ordering};
+use crate::memory::{Cells, LINE_BYTES};
+use crate::sharded_counter::SHARDS_MAX;
+
+/// Numbers of an entry.
+const ENTRY: usize = LINE_BYTES / 2 / size_of::<u64>();
+
+/// How the counters of a layer are written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Way {
+    /// Windows hang together in them.
+    pub rolls: bool,
+    /// Into how many each is split; at least 1.
+    pub shards: u32,
+    /// The most that was promised of windows to come.
+    pub ahead_most: u64,
+    /// The limit and the capacity of one who wrote them.
+    pub grants: (u32, u32),
+    /// Whether another who wrote them had others.
+    pub differ: bool,
+}
+
+impl Way {
+    /// That of a layer without an entry.
+    pub const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (0, 0), differ: false };
+
+    /// Whether a word written so tells all.
+    pub fn is_plain(&self) -> bool {
+        !self.rolls && self.shards == 1 && self.ahead_most == 0
+    }
+
+    /// The way that serves for both.
+    pub fn join(self, other: Way) -> Way {
+        Way {
+            rolls: self.rolls | other.rolls,
+            shards: self.shards.max(other.shards),
+            ahead_most: self.ahead_most.max(other.ahead_most),
+            grants: self.grants,
+            differ: self.differ | other.differ | (self.grants != other.grants),
+        }
+    }
+}
+
+/// The ways of layers, by their bits.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Ways(HashMap<u64, Way>);
+
+impl Ways {
+    pub fn get(&self, bits: u64) -> Option<Way> {
+        self.0.get(&bits).copied()
+    }
+
+    pub fn join(&mut self, bits: u64, way: Way) {
+        self.0.entry(bits).and_modify(|known| *known = known.join(way)).or_insert(way);
+    }
+
+    /// Whether whoever knows these reads what is written in those.
+    pub fn cover(&self, those: &Ways) -> bool {
+        those.special().all(|(bits, way)| self.get(bits).is_some_and(|known| known.join(way) == known))
+    }
+
+    /// Those that are not to be told from a word alone.
+    pub fn special(&self) -> impl Iterator<Item = (u64, Way)> {
+        self.0.iter().filter(|(_, way)| !way.is_plain()).map(|(bits, way)| (*bits, *way))
+    }
+}
+
+/// There is no room for the ways of so many layers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Full;
+
+/// The ways of layers in memory that is shared.
+pub struct Ledger {
+    /// The entries, each in half a line.
+    cells: Cells<AtomicU64>,
+}
+
+/// An entry: whose it is, or 0, and then the parts of the way.
+struct Entry<'l>(&'l [AtomicU64; ENTRY]);
+
+impl Ledger {
+    /// How many numbers a ledger for so many layers takes.
+    pub const fn numbers(layers: usize) -> usize {
+        layers.saturating_mul(ENTRY)
+    }
+
+    /// In these cells, all 0 or written by a ledger before; any others are taken for layers that nobody asks for.
+    pub fn new(cells: Cells<AtomicU64>) -> Ledger {
+        Ledger { cells }
+    }
+
+    fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
+        self.cells.as_chunks().0.iter().map(Entry)
+    }
+
+    /// Adds ways to those that are there. To be done before a counter is written so, and while nobody counts who would
+    /// not know of it.
+    pub fn join(&self, ways: &Ways) -> Result<(), Full> {
+        for (bits, way) in ways.special() {
+            self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?.join(way);
+        }
+        Ok(())
+    }
+
+    /// All that are there.
+    pub fn ways(&self) -> Ways {
+        let mut ways = Ways::default();
+        // Entries are never taken away, so behind one that is nobody's there is none.
+        for (bits, way) in self.entries().map_while(|entry| entry.read()) {
+            ways.join(bits, way);
+        }
+        ways
+    }
+}
+
+impl Entry<'_> {
+    /// Whether it belongs to this layer, after it was claimed for it if it was nobody's.
+    fn is_of(&self, bits: u64) -> bool {
+        // Ordering: the parts are read and changed one by one, and each only grows.
+        let claimed = self.0[0].compare_exchange(0, bits, Ordering::AcqRel, Ordering::Acquire);
+        claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
+    }
+
+    fn join(&self, way: Way) {
+        let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
+        let own = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
+        // Ordering: relaxed; each number means something by itself.
+        let known = match grants.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_none) => own,
+            Err(known) => known,
+        };
+        let raise = |number: &AtomicU64, least: u64| _ = number.fetch_max(least, Ordering::Relaxed);
+        raise(rolls, u64::from(way.rolls));
+        raise(shards, u64::from(way.shards));
+        raise(ahead_most, way.ahead_most);
+        raise(differ, u64::from(way.differ || known != own));
+    }
+
+    fn read(&self) -> Option<(u64, Way)> {
+        // Ordering: relaxed; whoever has to know of a way was started, or handed the rules, after it was joined.
+        let [bits, rolls, shards, ahead_most, grants, differ, ..] =
+            self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
+        let way = Way {
+            rolls: rolls != 0,
+            shards: shards.clamp(1, u64::from(SHARDS_MAX)) as u32,
+            ahead_most,
+            grants: ((grants >> 32) as u32, grants as u32),
+            differ: differ != 0,
+        };
+        (bits != 0).then_some((bits, way))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Memory;
+
+    const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
+
+    fn ledger(layers: usize) -> Ledger {
+        let numbers = Ledger::numbers(layers);
+        Ledger::new(Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap())
+    }
+
+    fn ways(all: &[(u64, Way)]) -> Ways {
+        let mut ways = Ways::default();
+        all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
+        ways
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_joined() {
+        let ledger = ledger(2);
+        assert_eq!(ledger.ways(), Ways::default());
+        let rolling = Way { rolls: true, ..PLAIN };
+        assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
+        assert_eq!(ledger.ways(), ways(&[(2, rolling)]));
+        assert!(ledger.ways().cover(&ways(&[(1, PLAIN), (2, rolling)])));
+        let split = Way { shards: 4, grants: (6, 6), ..PLAIN };
+        assert!(!ledger.ways().cover(&ways(&[(2, split)])));
+        assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
+        assert!(ledger.ways().cover(&ways(&[(2, split)])));
+        assert_eq!(ledger.ways().get(2), Some(Way { shards: 4, differ: true, ..rolling }));
+    }
+
+    #[test]
+    fn a_full_ledger_says_so() {
+        let ledger = ledger(1);
+        let rolling = Way { rolls: true, ..PLAIN };
+        assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(()));
+        assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(Full));
+    }
+
+    #[test]
+    fn any_bits_are_read() {
+        let numbers = Ledger::numbers(1);
+        let cells = Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap();
+        cells.iter().for_each(|cell| cell.store(u64::MAX, Ordering::Relaxed));
+        let way = Ledger::new(cells).ways().get(u64::MAX).unwrap();
+        assert_eq!((way.shards, way.rolls, way.differ), (SHARDS_MAX, true, true));
+    }
+}

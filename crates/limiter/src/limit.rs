@@ -1,0 +1,105 @@
+//! What a limit is: so many tokens in every window of a period.
+
+use std::fmt;
+
+use crate::sharded_counter;
+use crate::window::{Period, PeriodError, Windows};
+
+/// Into how many counters a layer may be split.
+pub const SHARDS_MAX: u32 = sharded_counter::SHARDS_MAX;
+
+/// One layer of a rule as the operator wrote it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Limit {
+    /// Tokens granted at the start of each window.
+    pub tokens: u32,
+    pub windows: Windows,
+    /// The period as it was written: `minute`, `5m`. It names the layer.
+    pub period_text: String,
+    /// What may accumulate, at least `tokens`: what a window does not use, later ones may.
+    pub capacity: u32,
+    /// Tokens that may be taken from windows to come.
+    pub reserve: u32,
+    /// Counters that this layer is split into, each with its part of `tokens`.
+    pub shards: u32,
+}
+
+impl Limit {
+    /// Reads `LIMIT/PERIOD`, such as `2000/hour` or `100/5m`.
+    pub fn parse(text: &str) -> Result<Limit, LimitError> {
+        let (tokens, period) = text.split_once('/').ok_or(LimitError::Form)?;
+        Limit::of(parse_tokens(tokens)?, period)
+    }
+
+    /// A plain limit: windows are aligned to the epoch, and each stands for itself.
+    pub fn of(tokens: u32, period: &str) -> Result<Limit, LimitError> {
+        let windows = Period::parse(period).map_err(LimitError::Period)?.windows();
+        let period_text = period.to_owned();
+        Ok(Limit { tokens, windows, period_text, capacity: tokens, reserve: 0, shards: 1 })
+    }
+}
+
+fn parse_tokens(text: &str) -> Result<u32, LimitError> {
+    let digits = text.replace('_', "");
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(LimitError::Form);
+    }
+    match digits.parse::<u32>() {
+        Ok(0) => Err(LimitError::Zero),
+        Ok(tokens) => Ok(tokens),
+        Err(_) => Err(LimitError::TooLarge),
+    }
+}
+
+/// Why a text is no limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LimitError {
+    Form,
+    Zero,
+    TooLarge,
+    Period(PeriodError),
+}
+
+impl fmt::Display for LimitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LimitError::Form => f.write_str("write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            LimitError::Zero => f.write_str("a limit is at least `1`"),
+            LimitError::TooLarge => write!(f, "a limit is at most `{}`", u32::MAX),
+            LimitError::Period(error) => error.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_read_as_written() {
+        let limit = Limit::parse("2000/hour").unwrap();
+        assert_eq!(
+            (limit.tokens, limit.windows, limit.period_text.as_str()),
+            (2000, Windows::Even { period_ms: 3_600_000, offset_ms: 0 }, "hour")
+        );
+        assert_eq!(Limit::parse("4294967295/10ms").unwrap().tokens, u32::MAX);
+        assert_eq!(Limit::parse("1_000/5m").unwrap().tokens, 1000);
+    }
+
+    #[test]
+    fn what_is_no_limit_says_why() {
+        for (text, error) in [
+            ("2000", LimitError::Form),
+            ("/hour", LimitError::Form),
+            ("-1/hour", LimitError::Form),
+            ("1.5/hour", LimitError::Form),
+            ("0/hour", LimitError::Zero),
+            ("_/hour", LimitError::Form),
+            ("4294967296/hour", LimitError::TooLarge),
+            ("5/hours", LimitError::Period(PeriodError::Form)),
+            ("5/1ms", LimitError::Period(PeriodError::TooShort)),
+        ] {
+            assert_eq!(Limit::parse(text), Err(error), "{text}");
+        }
+    }
+}

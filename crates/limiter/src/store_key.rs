@@ -1,0 +1,221 @@
+//! What counters are called where gateways share them, and which window is which there.
+//!
+//! A counter's name is `PREFIX:{RULE|KEY}:WINDOW`, readable and safe: whatever a client sends, only letters, digits and
+//! `.~-` stand in a part as they are, and all else as `%` and two hex digits. So what stands between parts, `|` and
+//! the braces that keep the counters of a key in one slot of a cluster, never comes from a client. Where the text of a
+//! key comes from is not known here, nor that the store is Redis.
+
+use crate::limit::Limit;
+use crate::rule::Rule;
+use crate::window::Windows;
+
+/// A window as all gateways know it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Span {
+    /// How many windows have ended since the one in which the grid begins; see [`span`].
+    pub number: u64,
+    pub end_ms: u64,
+    /// When the window after it ends.
+    pub next_end_ms: u64,
+}
+
+/// The window that a moment falls into; `offset` is that of the key, as in [`Windows::window_at`]. `None` where a key's
+/// first request opens its windows: they have no numbers.
+///
+/// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months
+/// of a calendar are counted from the one that contains the Unix time 0, which is number 0: so `month` counts the months since
+/// January 1970. A time before the first start in 1970, which no clock shows that is right, is in window 0 as well.
+pub fn span(windows: &Windows, now_ms: u64, offset: u64) -> Option<Span> {
+    let number = match windows {
+        Windows::FirstRequest { .. } => return None,
+        Windows::Even { period_ms, offset_ms } => number(now_ms, *period_ms, *offset_ms),
+        Windows::Random { period_ms } => {
+            number(now_ms, *period_ms, ((u128::from(offset) * u128::from(*period_ms)) >> 64) as u64)
+        }
+        Windows::Calendar(calendar) => calendar.ends.partition_point(|end_ms| *end_ms <= now_ms) as u64,
+    };
+    let end_ms = windows.window_at(now_ms, offset).end_ms;
+    Some(Span { number, end_ms, next_end_ms: windows.window_at(end_ms, offset).end_ms })
+}
+
+fn number(now_ms: u64, period_ms: u64, offset_ms: u64) -> u64 {
+    now_ms.saturating_sub(offset_ms % period_ms) / period_ms
+}
+
+/// What tells apart, behind the name of a key, the windows of different layers of a rule.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Segments(Vec<(Windows, String)>);
+
+impl Segments {
+    /// Of all windows that a rule has, for everyone, on plans and for single keys. Where all are the same, there is
+    /// nothing to tell apart; else it is the period as it was first written.
+    pub fn of(rule: &Rule) -> Segments {
+        let mut all: Vec<&Limit> = Vec::new();
+        for limit in rule.variants().flatten() {
+            if all.iter().all(|other| other.windows != limit.windows) {
+                all.push(limit);
+            }
+        }
+        let segment = |limit: &&Limit| {
+            let mut segment = String::new();
+            if all.len() > 1 {
+                segment.push(':');
+                spell(limit.period_text.as_bytes(), &mut segment);
+                if all.iter().filter(|other| other.period_text == limit.period_text).count() > 1 {
+                    start(&limit.windows, &mut segment);
+                }
+            }
+            (limit.windows.clone(), segment)
+        };
+        Segments(all.iter().map(segment).collect())
+    }
+
+    /// `:PERIOD`, or nothing.
+    pub fn segment(&self, windows: &Windows) -> &str {
+        self.0.iter().find(|(known, _)| known == windows).map_or("", |(_, segment)| segment)
+    }
+}
+
+/// Tells windows of one period apart by where they start.
+fn start(windows: &Windows, out: &mut String) {
+    match windows {
+        Windows::Even { offset_ms: 0, .. } => {}
+        Windows::Even { offset_ms, .. } => {
+            out.push_str(".from-");
+            out.push_str(&offset_ms.to_string());
+            out.push_str("ms");
+        }
+        Windows::Random { .. } => out.push_str(".random"),
+        Windows::FirstRequest { .. } => out.push_str(".first-request"),
+        Windows::Calendar(calendar) => {
+            if let Some((_, zone)) = calendar.name.split_once(' ') {
+                out.push('.');
+                spell(zone.as_bytes(), out);
+            }
+        }
+    }
+}
+
+/// What the names of a key's counters begin with: `key` is `RULE|PART|PART`, spelt out. Shards beyond the first
+/// are keys of their own, which may be in other slots of a cluster.
+pub fn base(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
+    match shard {
+        0 => format!("{prefix}:{{{key}}}{segment}"),
+        shard => format!("{prefix}:{{{key}|#{shard}}}{segment}"),
+    }
+}
+
+/// Writes bytes so that only letters, digits and `.~-` stand for themselves.
+pub fn spell(bytes: &[u8], out: &mut String) {
+    const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
+    for byte in bytes {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'~' | b'-' => out.push(char::from(*byte)),
+            _ => {
+                out.push('%');
+                out.push(char::from(DIGITS[usize::from(byte >> 4)]));
+                out.push(char::from(DIGITS[usize::from(byte & 15)]));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::counter::END_MAX_MS;
+    use crate::key::{OnMissing, Part};
+    use crate::rule::Plan;
+    use crate::window::Calendar;
+
+    const MINUTE_MS: u64 = 60_000;
+    const DAY_MS: u64 = 1440 * MINUTE_MS;
+
+    fn rule(layers: Vec<Limit>) -> Rule {
+        Rule::new("r", vec![Part::Global], OnMissing::Never, layers)
+    }
+
+    fn limit(text: &str) -> Limit {
+        Limit::parse(text).unwrap()
+    }
+
+    #[test]
+    fn the_number_of_a_window_is_that_which_anyone_works_out() {
+        let minutes = limit("5/60s").windows;
+        let now_ms = 1_700_000_100_000;
+        let end_ms = 1_700_000_160_000 - 1_700_000_160_000 % MINUTE_MS;
+        let expected = Span { number: 28_333_335, end_ms, next_end_ms: end_ms + MINUTE_MS };
+        assert_eq!(span(&minutes, now_ms, 7), Some(expected));
+        assert_eq!(base("transom", "api|alice", 0, ""), "transom:{api|alice}");
+
+        let late = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 };
+        assert_eq!(span(&late, 30_000, 0).unwrap(), Span { number: 0, end_ms: 90_000, next_end_ms: 150_000 });
+        assert_eq!(span(&late, 89_999, 0).unwrap().number, 0);
+        assert_eq!(span(&late, 90_000, 0).unwrap().number, 1);
+        assert_eq!(span(&late, 29_999, 0).unwrap(), Span { number: 0, end_ms: 30_000, next_end_ms: 90_000 });
+        let further = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 + 5 * MINUTE_MS };
+        assert_eq!(span(&further, 90_000, 0), span(&late, 90_000, 0));
+
+        let random = Windows::Random { period_ms: MINUTE_MS };
+        assert_eq!(span(&random, 90_000, 1 << 63), span(&late, 90_000, 0));
+        assert_eq!(span(&Windows::FirstRequest { period_ms: MINUTE_MS }, 90_000, 0), None);
+    }
+
+    #[test]
+    fn months_are_counted_from_1970() {
+        let months = limit("5/month").windows;
+        assert_eq!(span(&months, 0, 0).unwrap(), Span { number: 0, end_ms: 31 * DAY_MS, next_end_ms: 59 * DAY_MS });
+        assert_eq!(span(&months, 31 * DAY_MS, 0).unwrap().number, 1);
+        // 2023-11-14.
+        assert_eq!(span(&months, 1_700_000_000_000, 0).unwrap().number, (2023 - 1970) * 12 + 10);
+    }
+
+    #[test]
+    fn the_last_window_has_no_next() {
+        let days = limit("5/day").windows;
+        let last = span(&days, END_MAX_MS - 1, 0).unwrap();
+        assert_eq!((last.end_ms, last.next_end_ms), (END_MAX_MS, END_MAX_MS));
+    }
+
+    #[test]
+    fn only_a_rule_with_several_windows_names_their_periods() {
+        let one = Segments::of(&rule(vec![limit("5/minute")]));
+        assert_eq!(one.segment(&limit("5/minute").windows), "");
+        let mut planned = rule(vec![limit("5/60s")]);
+        planned.plans.push(Plan { name: "gold".to_owned(), layers: vec![limit("50/minute")] });
+        assert_eq!(Segments::of(&planned).segment(&limit("1/1m").windows), "");
+        planned.plans.push(Plan { name: "silver".to_owned(), layers: vec![limit("50/hour"), limit("9/1m")] });
+        let several = Segments::of(&planned);
+        assert_eq!(several.segment(&limit("1/1m").windows), ":60s");
+        assert_eq!(several.segment(&limit("1/60m").windows), ":hour");
+    }
+
+    #[test]
+    fn windows_of_one_period_are_told_apart_by_where_they_start() {
+        let zoned = |name: &str| Windows::Calendar(Calendar { name: name.to_owned(), ends: Arc::default() });
+        let all = [
+            (Windows::Even { period_ms: DAY_MS, offset_ms: 0 }, ":day"),
+            (Windows::Even { period_ms: DAY_MS, offset_ms: 3_600_000 }, ":day.from-3600000ms"),
+            (Windows::Random { period_ms: DAY_MS }, ":day.random"),
+            (Windows::FirstRequest { period_ms: DAY_MS }, ":day.first-request"),
+            (zoned("day Europe/Paris"), ":day.Europe%2FParis"),
+            (zoned("day Etc/GMT+5"), ":day.Etc%2FGMT%2B5"),
+        ];
+        let layers = all.iter().map(|(windows, _)| Limit { windows: windows.clone(), ..limit("5/day") });
+        let segments = Segments::of(&rule(layers.chain([limit("5/month")]).collect()));
+        for (windows, expected) in &all {
+            assert_eq!(segments.segment(windows), *expected);
+        }
+        assert_eq!(segments.segment(&limit("5/month").windows), ":month");
+    }
+
+    #[test]
+    fn names_are_spelt_so_that_nothing_in_them_is_mistaken() {
+        let mut out = String::new();
+        spell(b"a.Z~9-_|{}%:\n\0\xff#\xc3\xa9", &mut out);
+        assert_eq!(out, "a.Z~9-%5F%7C%7B%7D%25%3A%0A%00%FF%23%C3%A9");
+        assert_eq!(base("p", "r|", 3, ":day"), "p:{r||#3}:day");
+    }
+}

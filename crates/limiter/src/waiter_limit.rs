@@ -1,0 +1,60 @@
+//! How many requests wait for their window, and that they are not too many.
+
+use std::sync::Arc;
+
+use crate::atomics::{AtomicU64, Ordering};
+
+/// The requests that wait because of one rule.
+#[derive(Debug)]
+pub struct Queue {
+    waiting: AtomicU64,
+    most: u64,
+}
+
+/// A place among those who wait; dropped when the wait is over, however it ended.
+#[derive(Debug)]
+pub struct Place(Arc<Queue>);
+
+impl Queue {
+    /// A queue in which at most so many wait.
+    pub fn new(most: u64) -> Arc<Queue> {
+        Arc::new(Queue { waiting: AtomicU64::new(0), most })
+    }
+
+    /// A place, if there is one.
+    pub fn enter(self: &Arc<Queue>) -> Option<Place> {
+        // Ordering: relaxed; the number guards nothing but itself.
+        if self.waiting.fetch_add(1, Ordering::Relaxed) < self.most {
+            return Some(Place(Arc::clone(self)));
+        }
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        None
+    }
+
+    pub fn waiting(&self) -> u64 {
+        // Ordering: relaxed; a statistic.
+        self.waiting.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Ordering: relaxed; as in `enter`.
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_is_never_longer_than_it_may_be() {
+        let queue = Queue::new(2);
+        let places = (queue.enter(), queue.enter());
+        assert!(places.0.is_some() && places.1.is_some() && queue.enter().is_none());
+        drop(places);
+        assert_eq!(queue.waiting(), 0);
+        assert!(queue.enter().is_some());
+    }
+}

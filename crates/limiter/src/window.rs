@@ -1,0 +1,340 @@
+//! What a window is: which stretch of time a moment falls into.
+//!
+//! Pure arithmetic on Unix milliseconds; this file never reads the clock. Windows are half open: a
+//! moment that ends one window belongs to the next.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::counter::END_MAX_MS;
+use crate::window_sequence::Pace;
+
+/// The shortest period that a limit may have.
+pub const PERIOD_MIN_MS: u64 = 10;
+/// The longest: a leap year.
+pub const PERIOD_MAX_MS: u64 = 366 * DAY_MS;
+
+const SECOND_MS: u64 = 1000;
+const MINUTE_MS: u64 = 60 * SECOND_MS;
+const HOUR_MS: u64 = 60 * MINUTE_MS;
+const DAY_MS: u64 = 24 * HOUR_MS;
+const WEEK_MS: u64 = 7 * DAY_MS;
+/// The end of what calendars have to reach: 2110.
+pub const LAST_MS: u64 = 4_417_977_600_000;
+/// A moment in no special season: 2025-04-15.
+const USUAL_MS: u64 = 1_744_675_200_000;
+
+/// How long a window lasts, as the operator wrote it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Period {
+    Fixed {
+        ms: u64,
+    },
+    /// A calendar month.
+    Month,
+}
+
+/// How time is divided.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Windows {
+    /// Windows of equal length on a grid: floor((unix time - offset) / period). Without an offset a
+    /// week therefore starts on a Thursday, 00:00 UTC.
+    Even { period_ms: u64, offset_ms: u64 },
+    /// As `Even`, with an offset of each key's own.
+    Random { period_ms: u64 },
+    /// Opened by a key's first request, closed a period later.
+    FirstRequest { period_ms: u64 },
+    /// Days, weeks or months of a place on earth.
+    Calendar(Calendar),
+}
+
+/// Windows that a calendar says.
+#[derive(Clone, Debug)]
+pub struct Calendar {
+    /// What makes it this one, such as `day Europe/Paris`.
+    pub name: String,
+    /// The moments at which a window ends and the next begins, Unix milliseconds, ascending. They
+    /// reach from before any time that a clock shows to beyond what a counter can name.
+    pub ends: Arc<[u64]>,
+}
+
+/// Calendars of one name are one.
+impl PartialEq for Calendar {
+    fn eq(&self, other: &Calendar) -> bool {
+        self.name == other.name && (Arc::ptr_eq(&self.ends, &other.ends) || self.ends == other.ends)
+    }
+}
+
+impl Eq for Calendar {}
+
+impl Calendar {
+    /// The months of the year, UTC.
+    pub fn utc_months() -> Calendar {
+        let mut ends = Vec::new();
+        let mut end_ms = 0;
+        while end_ms <= LAST_MS {
+            end_ms = month_at(end_ms).end_ms;
+            ends.push(end_ms);
+        }
+        Calendar { name: "month".to_owned(), ends: ends.into() }
+    }
+
+    fn window_at(&self, now_ms: u64) -> Window {
+        let next = self.ends.partition_point(|end| *end <= now_ms);
+        let end = |i: usize| self.ends.get(i).copied();
+        Window {
+            start_ms: next.checked_sub(1).and_then(end).unwrap_or(0),
+            end_ms: end(next).unwrap_or(END_MAX_MS).min(END_MAX_MS),
+        }
+    }
+}
+
+/// One window, Unix milliseconds; the end is the start of the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Window {
+    pub start_ms: u64,
+    pub end_ms: u64,
+}
+
+impl Window {
+    pub fn contains(self, now_ms: u64) -> bool {
+        (self.start_ms..self.end_ms).contains(&now_ms)
+    }
+}
+
+impl Windows {
+    /// The window that the moment `now_ms` falls into. `offset` stands for the key's own offset,
+    /// as a share of the period in units of 2^-64. Where a request opens its window, it starts now. The
+    /// last window ends at [`END_MAX_MS`].
+    pub fn window_at(&self, now_ms: u64, offset: u64) -> Window {
+        match self {
+            Windows::Even { period_ms, offset_ms } => even(now_ms, *period_ms, *offset_ms),
+            Windows::Random { period_ms } => {
+                even(now_ms, *period_ms, ((u128::from(offset) * u128::from(*period_ms)) >> 64) as u64)
+            }
+            Windows::FirstRequest { period_ms } => {
+                Window { start_ms: now_ms, end_ms: (now_ms + period_ms).min(END_MAX_MS) }
+            }
+            Windows::Calendar(calendar) => calendar.window_at(now_ms),
+        }
+    }
+
+    /// Whether all keys have the same window at the same time.
+    pub fn are_shared(&self) -> bool {
+        match self {
+            Windows::Even { .. } | Windows::Calendar(_) => true,
+            Windows::Random { .. } | Windows::FirstRequest { .. } => false,
+        }
+    }
+
+    /// The length of all windows, if it is the same.
+    pub fn period_ms(&self) -> Option<u64> {
+        match self {
+            Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
+                Some(*period_ms)
+            }
+            Windows::Calendar(_) => None,
+        }
+    }
+
+    /// The length of the window that ends at `end_ms`.
+    pub fn length_ms(&self, end_ms: u64) -> u64 {
+        self.period_ms().unwrap_or_else(|| {
+            let window = self.window_at(end_ms.saturating_sub(1), 0);
+            window.end_ms - window.start_ms
+        })
+    }
+
+    /// About how long a window lasts.
+    pub fn usual_ms(&self) -> u64 {
+        self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(USUAL_MS, 0).end_ms))
+    }
+
+    pub fn pace(&self) -> Pace {
+        match self {
+            Windows::Calendar(calendar) => Pace::Listed(Arc::clone(&calendar.ends)),
+            Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
+                Pace::Even { period_ms: *period_ms }
+            }
+        }
+    }
+}
+
+/// What tells windows apart from others; part of what a counter is known by.
+impl fmt::Display for Windows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Windows::Even { period_ms, offset_ms: 0 } => write!(f, "{period_ms}ms"),
+            Windows::Even { period_ms, offset_ms } => write!(f, "{period_ms}ms from {offset_ms}ms"),
+            Windows::Random { period_ms } => write!(f, "{period_ms}ms at random"),
+            Windows::FirstRequest { period_ms } => write!(f, "{period_ms}ms from the first request"),
+            Windows::Calendar(calendar) => f.write_str(&calendar.name),
+        }
+    }
+}
+
+fn even(now_ms: u64, period_ms: u64, offset_ms: u64) -> Window {
+    // The grid has no beginning: a time before the offset lies in one of its windows as well.
+    let into = (now_ms + period_ms - offset_ms % period_ms) % period_ms;
+    Window { start_ms: now_ms.saturating_sub(into), end_ms: (now_ms + period_ms - into).min(END_MAX_MS) }
+}
+
+impl Period {
+    /// Windows of this period, from the epoch on, UTC.
+    pub fn windows(self) -> Windows {
+        match self {
+            Period::Fixed { ms } => Windows::Even { period_ms: ms, offset_ms: 0 },
+            Period::Month => Windows::Calendar(Calendar::utc_months()),
+        }
+    }
+
+    /// Reads `second`, `minute`, `hour`, `day`, `week`, `month`, or a whole number with one of the
+    /// units `ms`, `s`, `m`, `h`, `d`, `w`.
+    pub fn parse(text: &str) -> Result<Period, PeriodError> {
+        let ms = match text {
+            "second" => SECOND_MS,
+            "minute" => MINUTE_MS,
+            "hour" => HOUR_MS,
+            "day" => DAY_MS,
+            "week" => WEEK_MS,
+            "month" => return Ok(Period::Month),
+            _ => duration_ms(text).ok_or(PeriodError::Form)?,
+        };
+        match ms {
+            ..PERIOD_MIN_MS => Err(PeriodError::TooShort),
+            PERIOD_MIN_MS..=PERIOD_MAX_MS => Ok(Period::Fixed { ms }),
+            _ => Err(PeriodError::TooLong),
+        }
+    }
+}
+
+/// Reads a duration such as `250ms`, `30s`, `5m`, `2h`, `1d`, `1w` as milliseconds.
+pub fn duration_ms(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit())?;
+    let unit_ms = match &text[digits..] {
+        "ms" => 1,
+        "s" => SECOND_MS,
+        "m" => MINUTE_MS,
+        "h" => HOUR_MS,
+        "d" => DAY_MS,
+        "w" => WEEK_MS,
+        _ => return None,
+    };
+    text[..digits].parse::<u64>().ok()?.checked_mul(unit_ms)
+}
+
+/// Why a text is no period.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PeriodError {
+    Form,
+    TooShort,
+    TooLong,
+}
+
+impl fmt::Display for PeriodError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PeriodError::Form => {
+                "write `second`, `minute`, `hour`, `day`, `week`, `month`, or a number with `ms`, `s`, `m`, `h`, `d` or `w`"
+            }
+            PeriodError::TooShort => "the shortest period is `10ms`",
+            PeriodError::TooLong => "the longest period is `366d`",
+        })
+    }
+}
+
+fn month_at(now_ms: u64) -> Window {
+    let (year, month) = civil_month(now_ms / DAY_MS);
+    let (next_year, next_month) = if month == 12 { (year + 1, 1) } else { (year, month + 1) };
+    Window { start_ms: month_start_day(year, month) * DAY_MS, end_ms: month_start_day(next_year, next_month) * DAY_MS }
+}
+
+/// Year and month (1 to 12) of a day since the epoch; Howard Hinnant, "chrono-Compatible Low-Level
+/// Date Algorithms", `civil_from_days`, for days from 1970 on.
+fn civil_month(day: u64) -> (u64, u64) {
+    let shifted = day + 719_468;
+    let of_era = shifted % 146_097;
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = year_of_era + shifted / 146_097 * 400 + u64::from(month <= 2);
+    (year, month)
+}
+
+/// The day since the epoch on which a month starts; the inverse, `days_from_civil`.
+fn month_start_day(year: u64, month: u64) -> u64 {
+    let year = if month <= 2 { year - 1 } else { year };
+    let from_march = if month > 2 { month - 3 } else { month + 9 };
+    let of_year = (153 * from_march + 2) / 5;
+    let year_of_era = year % 400;
+    let of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + of_year;
+    year / 400 * 146_097 + of_era - 719_468
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_is_the_floor_of_the_time_over_the_period() {
+        let minute = Period::parse("minute").unwrap().windows();
+        let window = minute.window_at(1_700_000_100_000, 0);
+        assert_eq!(window, Window { start_ms: 28_333_335 * 60_000, end_ms: 28_333_336 * 60_000 });
+        assert_eq!(minute.window_at(window.end_ms - 1, 0), window);
+        assert_eq!(minute.window_at(window.end_ms, 0).start_ms, window.end_ms);
+    }
+
+    #[test]
+    fn periods_are_read_as_written() {
+        assert_eq!(Period::parse("5m"), Ok(Period::Fixed { ms: 300_000 }));
+        assert_eq!(Period::parse("10ms"), Ok(Period::Fixed { ms: 10 }));
+        assert_eq!(Period::parse("week"), Ok(Period::Fixed { ms: WEEK_MS }));
+        assert_eq!(Period::parse("366d"), Ok(Period::Fixed { ms: PERIOD_MAX_MS }));
+        assert_eq!(Period::parse("9ms"), Err(PeriodError::TooShort));
+        assert_eq!(Period::parse("0s"), Err(PeriodError::TooShort));
+        assert_eq!(Period::parse("367d"), Err(PeriodError::TooLong));
+        for bad in ["", "minutes", "5", "m", "-5m", "5 m", "1.5s", "99999999999999999999s", "18446744073709551615w"] {
+            assert_eq!(Period::parse(bad), Err(PeriodError::Form), "{bad}");
+        }
+    }
+
+    #[test]
+    fn months_follow_the_calendar() {
+        let day = |d: u64| d * DAY_MS;
+        let months = Period::Month.windows();
+        // 2024-02-01, a leap year: day 19754; March 1: 19783.
+        let window = months.window_at(day(19_770), 0);
+        assert_eq!(window, Window { start_ms: day(19_754), end_ms: day(19_783) });
+        // December 2023: 19692 to 19723.
+        assert_eq!(months.window_at(day(19_723) - 1, 0), Window { start_ms: day(19_692), end_ms: day(19_723) });
+        let mut start = 0;
+        for month in 0..12 * 139 {
+            let window = months.window_at(start, 0);
+            let days = (window.end_ms - window.start_ms) / DAY_MS;
+            assert!(window.start_ms == start && (28..=31).contains(&days), "month {month}");
+            start = window.end_ms;
+        }
+    }
+
+    #[test]
+    fn an_offset_moves_all_windows() {
+        // Nine in the morning, Pacific standard time.
+        let day = Windows::Even { period_ms: DAY_MS, offset_ms: 1_704_128_400_000 };
+        let nine = 1_704_128_400_000 + 40 * DAY_MS;
+        assert_eq!(day.window_at(nine, 0), Window { start_ms: nine, end_ms: nine + DAY_MS });
+        assert_eq!(day.window_at(nine - 1, 0).end_ms, nine);
+        assert_eq!(day.window_at(1, 0).end_ms, 17 * HOUR_MS);
+        let random = Windows::Random { period_ms: 1000 };
+        assert_eq!(random.window_at(10_000, 0), Window { start_ms: 10_000, end_ms: 11_000 });
+        assert_eq!(random.window_at(10_000, 1 << 63), Window { start_ms: 9_500, end_ms: 10_500 });
+        assert_eq!(random.window_at(10_000, u64::MAX), Window { start_ms: 9_999, end_ms: 10_999 });
+    }
+
+    #[test]
+    fn windows_know_their_length() {
+        assert_eq!(Period::Month.windows().length_ms(19_783 * DAY_MS), 29 * DAY_MS);
+        assert_eq!(Period::parse("hour").unwrap().windows().length_ms(7 * HOUR_MS), HOUR_MS);
+        assert_eq!(Period::Month.windows().usual_ms(), 30 * DAY_MS);
+    }
+}

@@ -1,0 +1,59 @@
+//! Models of the ledger: of those who change at once how counters are written, none is forgotten.
+
+use std::sync::Arc;
+
+use transom_limiter::format_registry::{Full, Ledger, Way, Ways};
+use transom_limiter::memory::Memory;
+
+use crate::scene::{explore, race};
+
+const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
+const ROLLS: Way = Way { rolls: true, ..PLAIN };
+const SPLIT: Way = Way { shards: 3, ..PLAIN };
+const OTHER: Way = Way { ahead_most: 7, grants: (9, 9), ..PLAIN };
+
+fn ledger(layers: usize) -> Ledger {
+    let cells = Memory::heap(0).and_then(|memory| memory.numbers(0, Ledger::numbers(layers)));
+    Ledger::new(cells.expect("there is memory"))
+}
+
+fn of(all: &[(u64, Way)]) -> Ways {
+    let mut ways = Ways::default();
+    all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
+    ways
+}
+
+fn join(ledger: &Ledger, bits: u64, way: Way) -> Result<(), Full> {
+    ledger.join(&of(&[(bits, way)]))
+}
+
+#[test]
+fn two_ways_of_one_layer_become_one_in_one_entry() {
+    explore(3, || {
+        // There is no room for a second entry.
+        let ledger = Arc::new(ledger(1));
+        let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, SPLIT)]);
+        assert_eq!(joined, [Ok(()), Ok(())]);
+        assert_eq!(ledger.ways(), of(&[(1, ROLLS.join(SPLIT))]));
+    });
+}
+
+#[test]
+fn that_others_wrote_under_another_limit_is_known_whoever_came_first() {
+    explore(3, || {
+        let ledger = Arc::new(ledger(1));
+        assert_eq!(race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]), [Ok(()), Ok(())]);
+        let way = ledger.ways().get(1).expect("it was joined");
+        assert!(way.differ && way.rolls && way.ahead_most == 7);
+    });
+}
+
+#[test]
+fn two_layers_that_come_at_once_have_an_entry_each() {
+    explore(3, || {
+        let ledger = Arc::new(ledger(2));
+        let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 2, SPLIT)]);
+        assert_eq!(joined, [Ok(()), Ok(())]);
+        assert_eq!(ledger.ways(), of(&[(1, ROLLS), (2, SPLIT)]));
+    });
+}

@@ -1,0 +1,166 @@
+//! The largest and the smallest numbers: nothing overflows, nothing panics, nothing that is full admits.
+
+use proptest::prelude::*;
+use transom_limiter::counter::END_MAX_MS;
+use transom_limiter::key::Seed;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, OnLimit, Rule};
+use transom_limiter::rule_set::Book;
+use transom_limiter::table::Table;
+use transom_limiter::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
+
+use crate::oracle::Decision::{Admitted, Refused};
+use crate::scene::{Gateway, delay, limit, plain, rule};
+
+const MOST: u32 = u32::MAX;
+
+fn numbers() -> impl Strategy<Value = u32> {
+    prop_oneof![Just(1u32), 2..5u32, (MOST - 2)..=MOST]
+}
+
+fn any_windows() -> impl Strategy<Value = Windows> {
+    let period = prop_oneof![Just(PERIOD_MIN_MS), Just(PERIOD_MAX_MS), Just(1000)];
+    (period, 0..3u8, prop_oneof![Just(0u64), Just(END_MAX_MS), Just(u64::MAX)]).prop_map(
+        |(period_ms, kind, offset_ms)| match kind {
+            0 => Windows::Even { period_ms, offset_ms },
+            1 => Windows::Random { period_ms },
+            _ => Windows::FirstRequest { period_ms },
+        },
+    )
+}
+
+fn layer() -> impl Strategy<Value = Limit> {
+    let shards = prop_oneof![3 => Just(1u32), 1 => Just(1024u32)];
+    (numbers(), any_windows(), 0..2u8, prop_oneof![Just(0u32), numbers()], shards).prop_map(
+        |(tokens, windows, more, reserve, shards)| Limit {
+            capacity: if more == 0 { tokens } else { MOST },
+            reserve,
+            shards,
+            ..limit(tokens, windows)
+        },
+    )
+}
+
+fn any_rule(name: &'static str) -> impl Strategy<Value = Rule> {
+    let on_limit = prop_oneof![Just(OnLimit::Refuse), Just(delay(u64::MAX)), Just(delay(0))];
+    let cost = prop_oneof![Just(Cost::Fixed(1)), Just(Cost::Response { header: String::new(), reserve: 1, max: MOST })];
+    (prop::collection::vec(layer(), 1..3), on_limit, cost, any::<bool>()).prop_map(
+        move |(mut layers, on_limit, cost, count_refused)| {
+            // No two layers of a rule have the same windows.
+            layers.dedup_by_key(|layer| layer.windows.clone());
+            Rule { on_limit, cost, count_refused, ..rule(name, layers) }
+        },
+    )
+}
+
+/// By how much time moves: not at all, a little, or by ages.
+fn moves() -> impl Strategy<Value = u64> {
+    prop_oneof![4 => Just(0u64), 2 => 1..2000u64, 1 => Just(PERIOD_MAX_MS), 1 => Just(END_MAX_MS / 3)]
+}
+
+proptest! {
+    #![proptest_config(crate::config())]
+
+    /// Two configurations that differ in their numbers take turns on one table.
+    #[test]
+    fn nothing_overflows(
+        one in (any_rule("a"), any_rule("b")),
+        numbers in prop::collection::vec(numbers(), 4),
+        start in prop_oneof![Just(0u64), Just(1_700_000_000_000), (END_MAX_MS - 3000)..END_MAX_MS],
+        events in prop::collection::vec((moves(), 0..6u8, prop_oneof![Just(0u32), numbers()], any::<bool>()), 1..40),
+    ) {
+        let rules = vec![one.0, one.1];
+        let mut changed = rules.clone();
+        for (layer, tokens) in changed.iter_mut().flat_map(|rule| &mut rule.layers).zip(numbers) {
+            (layer.tokens, layer.capacity) = (tokens, layer.capacity.max(tokens));
+        }
+        let mut gateway = Gateway::roomy(&rules);
+        let mut other = Book::new(&changed, Seed(3, 4), None);
+        let (mut now_ms, mut shares) = (start, Vec::new());
+        for (moves_ms, what, cost, reserve) in events {
+            now_ms = (now_ms + moves_ms).min(END_MAX_MS - 1);
+            gateway.desk.reserve = reserve;
+            match what {
+                0 => {
+                    std::mem::swap(&mut gateway.book, &mut other);
+                    gateway.roster = gateway.book.roster(&[0, 1]);
+                    // A desk belongs to one book.
+                    gateway.desk = Default::default();
+                }
+                1 => {
+                    let asker = gateway.asker(0, 0, cost.max(1));
+                    gateway.book.overdraw(0, asker, &gateway.table, now_ms);
+                }
+                2 => gateway.book.give_back(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
+                _ => {
+                    let decision = gateway.ask_for(0, cost, now_ms);
+                    gateway.again_ms(now_ms);
+                    match decision {
+                        Refused => prop_assert!(gateway.desk.charges.iter().any(|charge| charge.full)),
+                        _ => shares = gateway.desk.all_shares().collect(),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_largest_numbers_are_used_to_the_last_token() {
+    for (windows, now_ms) in [
+        (Windows::Even { period_ms: PERIOD_MIN_MS, offset_ms: 3 }, END_MAX_MS - 20),
+        (Windows::Even { period_ms: PERIOD_MAX_MS, offset_ms: 0 }, 1_700_000_000_000),
+        (Windows::Even { period_ms: PERIOD_MAX_MS, offset_ms: 0 }, END_MAX_MS - 20),
+        (Windows::Random { period_ms: PERIOD_MAX_MS }, END_MAX_MS - 20),
+        (Windows::FirstRequest { period_ms: PERIOD_MAX_MS }, END_MAX_MS - 20),
+    ] {
+        for shards in [1, 1000] {
+            let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { shards, ..limit(MOST, windows.clone()) }])]);
+            let got = [MOST - 1, 2, 1, 1, 0].map(|cost| gateway.ask_for(0, cost, now_ms));
+            assert_eq!(got, [Admitted, Refused, Admitted, Refused, Admitted], "{windows} at {now_ms}");
+        }
+    }
+}
+
+#[test]
+fn a_capacity_far_above_the_limit_is_refilled_token_by_token() {
+    let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { capacity: MOST, ..plain(1, PERIOD_MIN_MS) }])]);
+    assert_eq!(gateway.ask_for(0, MOST, 0), Admitted);
+    assert_eq!(gateway.ask(0, 9), Refused);
+    for windows in 1..50 {
+        let now_ms = windows * PERIOD_MIN_MS;
+        assert_eq!([gateway.ask(0, now_ms), gateway.ask(0, now_ms)], [Admitted, Refused]);
+        assert_eq!(gateway.again_ms(now_ms), Some(now_ms + PERIOD_MIN_MS));
+    }
+    let later_ms = (u64::from(MOST) + 49) * PERIOD_MIN_MS;
+    assert_eq!(gateway.ask_for(0, MOST, later_ms - 1), Refused);
+    assert_eq!(gateway.ask_for(0, MOST, later_ms), Admitted);
+}
+
+/// A debt made under a limit of one a window, looked at under the largest limit.
+#[test]
+fn a_debt_of_ages_under_another_limit_is_no_small_number() {
+    let cost = Cost::Response { header: String::new(), reserve: 1, max: MOST };
+    let with = |tokens: u32| Rule { cost: cost.clone(), ..rule("only", vec![plain(tokens, PERIOD_MIN_MS)]) };
+    let mut gateway = Gateway::roomy(&[with(1)]);
+    for _ in 0..20 {
+        let asker = gateway.asker(0, 0, MOST);
+        gateway.book.overdraw(0, asker, &gateway.table, 0);
+    }
+    gateway.book = Book::new(&[with(MOST)], Seed(3, 4), None);
+    assert_eq!(gateway.ask_for(0, MOST, 0), Refused);
+    assert_eq!(gateway.ask(0, 0), Refused);
+}
+
+/// A clock that shows a time beyond all windows: every request gets an answer, and nothing panics.
+#[test]
+fn there_is_an_answer_after_the_last_window() {
+    for now_ms in [END_MAX_MS, END_MAX_MS + 1, 2 * END_MAX_MS] {
+        let mut gateway = Gateway::new(
+            &[rule("only", vec![plain(1, 1000)])],
+            Table::<1>::with_buckets(1, 1).expect("there is memory"),
+        );
+        let answers = (0..20).map(|i| gateway.ask(i % 3, now_ms)).filter(|answer| *answer == Admitted).count();
+        assert!(answers <= 20);
+    }
+}

@@ -1,0 +1,157 @@
+//! Requests that were held up between the moment in which they learned the time and that in which they are counted.
+//! Others have opened windows meanwhile that by their time are yet to begin.
+
+use std::cell::{Cell, RefCell};
+
+use proptest::prelude::*;
+use transom_limiter::counter::Use;
+use transom_limiter::decision_context::Desk;
+use transom_limiter::decision_time::Now;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Rule, Sharing};
+use transom_limiter::rule_set::{Judgement, Line};
+use transom_limiter::shared_counting::Step;
+use transom_limiter::window::Windows;
+
+use crate::config;
+use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
+use crate::scene::{Gateway, START_MS, decision, delay, limit, plain, rule, windows};
+
+/// Asks for one token at a time that was `then_ms` once and is `now_ms`.
+fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Decision {
+    decision(&gateway.judge_late(0, &[Some(1)], Now::since(then_ms, &|| now_ms)))
+}
+
+#[test]
+fn a_window_that_another_has_opened_is_not_owed() {
+    let floating = Limit { capacity: 3, ..limit(3, Windows::FirstRequest { period_ms: 100 }) };
+    let rolling = Limit { capacity: 4, ..plain(3, 100) };
+    for (layer, on_limit, opened_ms) in [
+        (floating.clone(), rule("", vec![]).on_limit, 1001),
+        (floating, delay(1000), 1001),
+        (rolling.clone(), rule("", vec![]).on_limit, 1100),
+        (rolling, delay(1000), 1100),
+    ] {
+        let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![layer]) }]);
+        assert_eq!([0; 2].map(|_| gateway.ask(0, opened_ms)), [Admitted; 2]);
+        assert_eq!(ask_late(&mut gateway, opened_ms - 1, opened_ms), Admitted);
+        assert_eq!(gateway.left().1, opened_ms + 100, "in the window that is open");
+        assert_eq!(gateway.desk.decided_ms, opened_ms, "and told by the time in it");
+    }
+}
+
+#[test]
+fn what_is_owed_is_owed_also_by_who_is_late() {
+    let on_limit = delay(100);
+    let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
+    assert_eq!([0; 2].map(|_| gateway.ask(0, 1050)), [Admitted, DelayedUntil(1100)]);
+    assert_eq!(ask_late(&mut gateway, 1040, 1060), Refused);
+    assert_eq!(ask_late(&mut gateway, 1040, 1105), DelayedUntil(1200));
+}
+
+/// Another opens a window of a rule that had room while the request looks for a place in one that is full.
+#[test]
+fn a_window_opened_while_somebody_looks_for_a_place_is_not_owed() {
+    let slow = Rule { on_limit: delay(1000), ..rule("slow", vec![plain(1, 100)]) };
+    let floats = rule("floats", vec![limit(3, Windows::FirstRequest { period_ms: 100 })]);
+    let mut gateway = Gateway::roomy(&[slow, floats]);
+    assert_eq!(decision(&gateway.judge(0, &[Some(1), None], 1000)), Admitted);
+    let (asker, mut other) = (gateway.asker(1, 0, 1), Desk::default());
+    other.askers = vec![None, Some(asker)];
+    let (asked, other) = (Cell::new(0), RefCell::new(other));
+    let askers = vec![Some(gateway.asker(0, 0, 1)), Some(asker)];
+    let Gateway { book, roster, table, desk } = &mut gateway;
+    desk.askers = askers;
+    let clock = || {
+        asked.set(asked.get() + 1);
+        if asked.get() == 1 {
+            let opens = book.judge(roster, table, Now::by(&|| 1001), &mut other.borrow_mut());
+            assert!(matches!(opens, Judgement::Admitted));
+        }
+        if asked.get() < 2 { 1000 } else { 1001 }
+    };
+    let judgement = book.judge(roster, table, Now::since(1000, &clock), desk);
+    assert_eq!(decision(&judgement), DelayedUntil(1100));
+}
+
+/// What was counted here without the store is not taken for more than it is, and the store is asked.
+#[test]
+fn what_was_counted_alone_is_not_owed() {
+    let layer = limit(3, Windows::FirstRequest { period_ms: 100 });
+    let shared = Rule { sharing: Sharing::Lease, ..rule("only", vec![layer]) };
+    let mut gateway = Gateway::roomy(&[shared]);
+    let asker = gateway.asker(0, 0, 1);
+    let Gateway { book, roster, table, desk } = &mut gateway;
+    let mut step = |is_away: bool, now: Now<'_>| {
+        desk.clear();
+        desk.askers = vec![Some(asker)];
+        book.stands(roster, |_rule| is_away, &mut desk.stands);
+        book.step(roster, roster.enforced(), table, now, desk, true)
+    };
+    assert!(matches!(step(true, Now::by(&|| 1001)), Step::Decided(Judgement::Admitted)));
+    table.note(book.entries[0].layer(0).counter(asker), 1101, 0, 1001);
+    assert!(matches!(step(false, Now::since(1000, &|| 1001)), Step::Lacking));
+    // Nor is the store told of more.
+    assert_eq!(book.forget_here(0, 0, asker, table, Now::since(1000, &|| 1001), |_tokens| ()), 1);
+}
+
+/// The window that was full has ended since it was looked at.
+#[test]
+fn a_turn_that_has_come_is_now() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(50), ..rule("only", vec![plain(1, 100)]) }]);
+    assert_eq!([0; 2].map(|_| gateway.ask(0, 1010)), [Admitted, Refused]);
+    let Gateway { book, roster, desk, .. } = &gateway;
+    assert_eq!(book.turns(roster, book.time(1060), desk), Some(vec![1100]));
+    assert_eq!(book.turns(roster, book.time(1200), desk), Some(vec![1200]));
+}
+
+/// The last to let it pass is the store, and the window in which it has a place here is over by then.
+#[test]
+fn who_waits_for_the_store_is_charged_here_when_he_passes() {
+    let own = Rule { on_limit: delay(1000), ..rule("own", vec![plain(1, 100)]) };
+    let shared = Rule { on_limit: delay(1000), sharing: Sharing::Exact, ..rule("shared", vec![plain(1, 300)]) };
+    let mut gateway = Gateway::roomy(&[own, shared]);
+    let askers = [0, 1].map(|rule| Some(gateway.asker(rule, 0, 1)));
+    let Gateway { book, roster, table, desk } = &mut gateway;
+    desk.askers = askers.to_vec();
+    book.stands(roster, |_rule| false, &mut desk.stands);
+    let lines: Vec<Line> = roster.enforced().to_vec();
+    let told: Vec<_> = lines.iter().map(|line| (*line, Use { used: 1, end_ms: [1000, 1200][line.rule] })).collect();
+    book.lay_aside(roster, &lines, table, 950, desk);
+    let again = book.ask_for_turns(roster, &[1000, 1200], &told, book.time(950), desk, 0, 0);
+    assert_eq!(again, [Line { rule: 0, layer: 0 }]);
+}
+
+/// A clock may go on each time that it is asked.
+#[test]
+fn the_time_is_not_asked_for_ever() {
+    let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { capacity: 2, ..plain(1, 1_000_000) }])]);
+    assert_eq!([0; 2].map(|_| gateway.ask(0, 1000)), [Admitted; 2]);
+    let clock = Cell::new(1000);
+    let again = || clock.replace(clock.get() + 1);
+    assert_eq!(decision(&gateway.judge_late(0, &[Some(1)], Now::by(&again))), Refused);
+    assert!(clock.get() < 1100);
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    /// Where windows hang together, whoever is refused late by one counter would be refused as well if he came now.
+    #[test]
+    fn nobody_is_refused_by_a_counter_for_being_late(
+        (tokens, more, windows) in (1..5u32, 1..5u32, windows()),
+        events in prop::collection::vec((0..40u64, 0..40u64, 0..4u32), 1..60),
+    ) {
+        let layer = Limit { capacity: tokens + more, ..limit(tokens, windows) };
+        let mut gateway = Gateway::roomy(&[rule("only", vec![layer])]);
+        let mut now_ms = START_MS;
+        for (moves_ms, behind_ms, cost) in events {
+            now_ms += moves_ms;
+            let clock = || now_ms;
+            let late = Now::since(now_ms - behind_ms, &clock);
+            if decision(&gateway.judge_late(0, &[Some(cost)], late)) == Refused {
+                prop_assert_eq!(gateway.ask_for(0, cost, now_ms), Refused);
+            }
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! What users know from other fixed-window limiters, as timelines: each row is one request or one look.
+
+use transom_limiter::decision_time::Now;
+use transom_limiter::key::Part;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::Rule;
+use transom_limiter::window::Windows;
+
+use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
+use crate::scene::{Gateway, delay, limit, plain, rule};
+
+const MINUTE_MS: u64 = 60_000;
+const HOUR_MS: u64 = 60 * MINUTE_MS;
+const DAY_MS: u64 = 24 * HOUR_MS;
+
+fn only(layer: Limit) -> Gateway<8> {
+    Gateway::roomy(&[rule("only", vec![layer])])
+}
+
+/// What is left in the only layer, and when its window ends, without asking for anything.
+fn value(gateway: &mut Gateway<8>, client: u64, now_ms: u64) -> (i64, u64) {
+    gateway.desk.askers = vec![Some(gateway.asker(0, client, 0))];
+    gateway.book.look(&gateway.roster, &gateway.table, Now::by(&|| now_ms), &mut gateway.desk);
+    gateway.left()
+}
+
+const FIRST_REQUEST: Windows = Windows::FirstRequest { period_ms: 2000 };
+
+/// The timeline of one request every two seconds, opened by a key's first request: time, key, admitted.
+const ONE_IN_TWO_SECONDS: [(u64, u64, bool); 10] = [
+    (0, BOB, true),
+    (999, BOB, false),
+    (1000, BOB, false),
+    (1000, ALICE, true),
+    (1001, ALICE, false),
+    (2001, ALICE, false),
+    (2001, BOB, true),
+    (2001, BOB, false),
+    (3002, ALICE, true),
+    (3003, ALICE, false),
+];
+const BOB: u64 = 0;
+const ALICE: u64 = 2;
+
+#[test]
+fn a_window_opens_with_the_first_request() {
+    for start_ms in [0, 1, 1_700_000_000_123] {
+        let mut gateway = only(limit(1, FIRST_REQUEST));
+        for (ms, key, admitted) in ONE_IN_TWO_SECONDS {
+            let expected = if admitted { Admitted } else { Refused };
+            assert_eq!(gateway.ask(key, start_ms + ms), expected, "{key} at {ms}");
+        }
+    }
+}
+
+#[test]
+fn a_window_opens_with_the_first_request_and_others_wait() {
+    let layer = limit(1, FIRST_REQUEST);
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(2000), ..rule("only", vec![layer]) }]);
+    assert_eq!(gateway.ask(BOB, 0), Admitted);
+    assert_eq!(gateway.ask(BOB, 999), DelayedUntil(2000));
+    assert_eq!(gateway.ask(BOB, 1000), Refused, "its turn would come at 4000");
+    assert_eq!(gateway.ask(ALICE, 1000), Admitted);
+    assert_eq!(gateway.ask(BOB, 2001), DelayedUntil(4000), "another has the place of this window");
+    assert_eq!(gateway.ask(ALICE, 3002), Admitted);
+}
+
+#[test]
+fn ten_pass_at_a_boundary_of_five_in_a_minute() {
+    let mut gateway = only(plain(5, MINUTE_MS));
+    let start_ms = 28_333_335 * MINUTE_MS;
+    assert_eq!(start_ms, 1_700_000_100_000);
+    for (second, end_ms) in [(59, start_ms + MINUTE_MS), (61, start_ms + 2 * MINUTE_MS)] {
+        let now_ms = start_ms + second * 1000;
+        for count in 1..=5 {
+            assert_eq!((gateway.ask(ALICE, now_ms), gateway.left()), (Admitted, (5 - count, end_ms)));
+        }
+        assert_eq!((gateway.ask(ALICE, now_ms), gateway.again_ms(now_ms)), (Refused, Some(end_ms)));
+        assert_eq!(gateway.left(), (0, end_ms), "no request prolongs a window");
+    }
+}
+
+#[test]
+fn each_user_and_endpoint_counts_apart() {
+    let mut gateway = only(plain(5, MINUTE_MS));
+    for (endpoint, passes) in [(0, 5), (1, 5), (0, 0)] {
+        let admitted = (0..7).filter(|_| gateway.ask(endpoint, 59_000) == Admitted).count();
+        assert_eq!(admitted, passes);
+    }
+}
+
+/// 2000 in an hour and 33 in a minute: what the minute refuses does not use up the hour.
+fn hour_and_minute() -> Gateway<8> {
+    Gateway::roomy(&[rule("layers", vec![plain(2000, HOUR_MS), plain(33, MINUTE_MS)])])
+}
+
+/// So many attempts in a minute; returns how many passed.
+fn minute(gateway: &mut Gateway<8>, minute: u64, attempts: u64) -> u64 {
+    let at = |i: u64| minute * MINUTE_MS + i * MINUTE_MS / attempts;
+    (0..attempts).filter(|i| gateway.ask(BOB, at(*i)) == Admitted).count() as u64
+}
+
+#[test]
+fn what_the_minute_refuses_does_not_use_up_the_hour() {
+    let mut gateway = hour_and_minute();
+    let admitted: u64 = (0..60).map(|i| minute(&mut gateway, i, 50)).sum();
+    assert_eq!(admitted, 33 * 60);
+    let hour = gateway.desk.charges.iter().find(|charge| charge.ask.limit == 2000);
+    assert_eq!(hour.map(|charge| charge.usage.used), Some(1980));
+}
+
+#[test]
+fn the_hour_refuses_when_the_minute_has_room() {
+    let mut gateway = Gateway::roomy(&[rule("layers", vec![plain(70, HOUR_MS), plain(33, MINUTE_MS)])]);
+    let admitted: Vec<u64> = [0, 1, 2, 3, 59, 60].map(|i| minute(&mut gateway, i, 50)).into();
+    assert_eq!(admitted, [33, 33, 4, 0, 0, 33]);
+}
+
+#[test]
+fn unused_tokens_roll_over_up_to_the_capacity() {
+    let mut gateway = only(Limit { capacity: 150, ..plain(100, HOUR_MS) });
+    // The value is 100 at 0:00: a key never seen holds 150.
+    assert_eq!(gateway.ask_for(BOB, 50, 0), Admitted);
+    for (minute, consumed, left) in
+        [(0, 0, 100), (30, 15, 85), (45, 15, 70), (60, 0, 150), (90, 30, 120), (120, 0, 150)]
+    {
+        let now_ms = minute * MINUTE_MS;
+        assert_eq!(gateway.ask_for(BOB, consumed, now_ms), Admitted);
+        assert_eq!(value(&mut gateway, BOB, now_ms).0, left, "at minute {minute}");
+    }
+}
+
+#[test]
+fn a_key_never_seen_is_one_long_idle() {
+    for capacity in [100, 120, 150] {
+        let mut gateway = only(Limit { capacity, ..plain(100, HOUR_MS) });
+        assert_eq!(gateway.ask_for(BOB, capacity, 0), Admitted);
+        assert_eq!(value(&mut gateway, BOB, 0).0, 0);
+        assert_eq!(value(&mut gateway, BOB, HOUR_MS).0, 100);
+        for hours in [2, 3, 1000] {
+            assert_eq!(value(&mut gateway, BOB, hours * HOUR_MS).0, i64::from(capacity));
+        }
+        assert_eq!(value(&mut gateway, ALICE, HOUR_MS), (i64::from(capacity), 2 * HOUR_MS));
+    }
+}
+
+/// A day that starts when its rule says: unix time of the start, and of two requests around a change.
+#[test]
+fn days_start_where_they_are_told() {
+    // 2024-01-01T00:00:00Z, and 17:00:00Z: nine in the morning, Pacific standard time.
+    for offset_ms in [1_704_067_200_000, 1_704_128_400_000] {
+        let mut gateway = only(limit(1, Windows::Even { period_ms: DAY_MS, offset_ms }));
+        let change_ms = offset_ms + 400 * DAY_MS;
+        assert_eq!((gateway.ask(BOB, change_ms - 1), gateway.left().1), (Admitted, change_ms));
+        assert_eq!((gateway.ask(BOB, change_ms), gateway.left().1), (Admitted, change_ms + DAY_MS));
+        assert_eq!(gateway.ask(BOB, change_ms + DAY_MS - 1), Refused);
+    }
+}
+
+#[test]
+fn windows_at_random_do_not_all_change_at_once() {
+    let mut gateway = only(limit(1, Windows::Random { period_ms: DAY_MS }));
+    let mut ends: Vec<u64> = (0..100).map(|client| value(&mut gateway, client, 7 * DAY_MS).1).collect();
+    assert!(ends.iter().all(|end_ms| (1..=DAY_MS).contains(&(end_ms - 7 * DAY_MS))));
+    ends.sort_unstable();
+    ends.dedup();
+    assert!(ends.len() > 95, "of 100 clients, {} change at another moment", ends.len());
+    // Equal on every gateway: another one with the same seed says the same.
+    let mut other = only(limit(1, Windows::Random { period_ms: DAY_MS }));
+    assert_eq!(value(&mut gateway, BOB, 0), value(&mut other, BOB, 0));
+}
+
+#[test]
+fn a_reserve_is_taken_from_windows_to_come() {
+    let mut gateway = only(Limit { reserve: 200, ..plain(1000, MINUTE_MS) });
+    assert_eq!(gateway.ask_for(BOB, 1000, 0), Admitted);
+    assert_eq!(gateway.ask(BOB, 0), Refused, "without the wish to reserve");
+    gateway.desk.reserve = true;
+    assert_eq!((gateway.ask_for(BOB, 150, 1), gateway.left().0), (DelayedUntil(MINUTE_MS), -150));
+    assert_eq!(gateway.ask_for(BOB, 51, 2), Refused);
+    assert_eq!((gateway.ask_for(BOB, 50, 3), gateway.left().0), (DelayedUntil(MINUTE_MS), -200));
+    assert_eq!(gateway.ask(BOB, 4), Refused);
+    gateway.desk.reserve = false;
+    // The next window grants that much less.
+    assert_eq!(value(&mut gateway, BOB, MINUTE_MS).0, 800);
+    assert_eq!((gateway.ask_for(BOB, 801, MINUTE_MS), gateway.ask_for(BOB, 800, MINUTE_MS)), (Refused, Admitted));
+}
+
+#[test]
+fn a_reserve_says_when_the_window_comes_that_covers_it() {
+    let mut gateway = only(Limit { reserve: 10, ..plain(3, MINUTE_MS) });
+    gateway.desk.reserve = true;
+    assert_eq!(gateway.ask_for(BOB, 3, 0), Admitted);
+    // ts + period * ceil(-value / limit)
+    for (value_after, turn) in
+        [(-1, 1), (-2, 1), (-3, 1), (-4, 2), (-5, 2), (-6, 2), (-7, 3), (-8, 3), (-9, 3), (-10, 4)]
+    {
+        assert_eq!((gateway.ask(BOB, 7), gateway.left().0), (DelayedUntil(turn * MINUTE_MS), value_after));
+    }
+    assert_eq!(gateway.ask(BOB, 7), Refused);
+}
+
+/// In the last minute of the hour, who reserves in the minute's next window has a place in the next hour.
+#[test]
+fn a_reserve_counts_in_the_windows_to_come_of_other_layers_too() {
+    let layers = vec![Limit { reserve: 1, ..plain(1, MINUTE_MS) }, plain(2, HOUR_MS)];
+    let mut gateway = Gateway::roomy(&[rule("layers", layers)]);
+    let last_ms = HOUR_MS - 1;
+    gateway.desk.reserve = true;
+    assert_eq!([gateway.ask(BOB, last_ms), gateway.ask(BOB, last_ms)], [Admitted, DelayedUntil(HOUR_MS)]);
+    gateway.desk.reserve = false;
+    let admitted = (1..60).filter(|i| gateway.ask(BOB, HOUR_MS + i * MINUTE_MS) == Admitted).count();
+    assert_eq!(admitted, 1, "the other one of the hour's two was reserved");
+}
+
+#[test]
+fn ten_shards_give_out_what_one_counter_would() {
+    for (tokens, shards) in [(1000, 10), (1003, 10), (7, 10), (10, 3), (1, 4)] {
+        let mut gateway = only(Limit { shards, ..plain(tokens, MINUTE_MS) });
+        let admitted = (0..2 * tokens).filter(|i| {
+            gateway.desk.own_shard = i % 7;
+            gateway.ask(BOB, 5) == Admitted
+        });
+        assert_eq!(admitted.count() as u32, tokens);
+        assert_eq!((gateway.left(), gateway.again_ms(5)), ((0, MINUTE_MS), Some(MINUTE_MS)));
+    }
+}
+
+#[test]
+fn a_global_counter_is_one_for_everyone() {
+    let mut gateway =
+        Gateway::roomy(&[Rule { key: vec![Part::Global], ..rule("sign-ups", vec![plain(100, HOUR_MS)]) }]);
+    let all: Vec<Decision> = (0..100).map(|client| gateway.ask(client, client)).collect();
+    assert!(all.iter().all(|one| *one == Admitted));
+    assert_eq!((gateway.ask(100, 100), gateway.again_ms(100)), (Refused, Some(HOUR_MS)));
+}
+
+#[test]
+fn a_look_consumes_nothing() {
+    let mut gateway = only(Limit { capacity: 7, ..plain(5, MINUTE_MS) });
+    for _ in 0..10 {
+        assert_eq!(value(&mut gateway, BOB, 3), (7, MINUTE_MS));
+    }
+    assert_eq!(gateway.table.census(3).live, 0);
+}

@@ -1,0 +1,271 @@
+//! What these properties are made of: random rules, a gateway that obeys them, and random events.
+//!
+//! It asserts nothing; it plays an event and says what came of it.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, OnLimit, Override, Plan, Rule, Value};
+use transom_limiter::rule_set::{Book, Judgement, Line, Roster};
+use transom_limiter::table::Table;
+use transom_limiter::window::{Calendar, Windows};
+
+use crate::oracle::{Decision, Wish};
+
+/// Every clock starts here.
+pub const START_MS: u64 = 1_700_000_000_000;
+
+const SEED: Seed = Seed(3, 4);
+
+/// One layer: limit, period, and nothing special.
+pub fn plain(tokens: u32, period_ms: u64) -> Limit {
+    limit(tokens, Windows::Even { period_ms, offset_ms: 0 })
+}
+
+pub fn limit(tokens: u32, windows: Windows) -> Limit {
+    Limit { tokens, windows, period_text: String::new(), capacity: tokens, reserve: 0, shards: 1 }
+}
+
+/// A rule that counts each client, and refuses.
+pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
+    Rule::new(name, vec![Part::Header("client".to_owned())], OnMissing::Refuse, layers)
+}
+
+pub fn delay(max_delay_ms: u64) -> OnLimit {
+    OnLimit::Delay { max_delay_ms, max_waiting: 10_000 }
+}
+
+/// A gateway with one route, which names all rules.
+pub struct Gateway<const W: usize> {
+    pub book: Book,
+    pub roster: Roster,
+    pub table: Table<W>,
+    pub desk: Desk,
+}
+
+impl Gateway<8> {
+    pub fn roomy(rules: &[Rule]) -> Gateway<8> {
+        Gateway::new(rules, Table::with_capacity(4096).expect("there is memory"))
+    }
+}
+
+impl<const W: usize> Gateway<W> {
+    pub fn new(rules: &[Rule], table: Table<W>) -> Gateway<W> {
+        let all: Vec<usize> = (0..rules.len()).collect();
+        let book = Book::new(rules, SEED, None);
+        let roster = book.roster(&all);
+        Gateway { book, roster, table, desk: Desk::default() }
+    }
+
+    /// Takes over other rules, as a reload does; the counts stay.
+    pub fn adopt(&mut self, rules: &[Rule]) {
+        let all: Vec<usize> = (0..rules.len()).collect();
+        self.book = Book::new(rules, SEED, Some(&self.book));
+        self.roster = self.book.roster(&all);
+        self.desk = Desk::default();
+    }
+
+    /// Who asks under a rule.
+    pub fn asker(&self, rule: usize, client: u64, cost: u32) -> Asker {
+        let entry = &self.book.entries[rule];
+        let mut hasher = KeyHasher::new(SEED, entry.identity);
+        hasher.part(1, key_of(&entry.rule, client).as_bytes());
+        Asker {
+            key: hasher.finish(),
+            offset: offset_of(&entry.rule, client),
+            variant: variant_of(&entry.rule, client),
+            cost,
+        }
+    }
+
+    /// Decides a request of a client, which costs so much under each of its rules.
+    pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Judgement {
+        self.judge_late(client, costs, Now::by(&|| now_ms))
+    }
+
+    /// As [`Gateway::judge`], for a request that may have been held up since it learned the time.
+    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: Now<'_>) -> Judgement {
+        let asker = |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.asker(rule, client, cost));
+        let askers = costs.iter().enumerate().map(asker).collect();
+        self.desk.askers = askers;
+        self.book.judge(&self.roster, &self.table, now, &mut self.desk)
+    }
+
+    /// As [`Gateway::judge`], for one token under every rule.
+    pub fn ask(&mut self, client: u64, now_ms: u64) -> Decision {
+        self.ask_for(client, 1, now_ms)
+    }
+
+    pub fn ask_for(&mut self, client: u64, cost: u32, now_ms: u64) -> Decision {
+        let costs = vec![Some(cost); self.book.entries.len()];
+        let judgement = self.judge(client, &costs, now_ms);
+        decision(&judgement)
+    }
+
+    /// When a client that has just been refused may come back.
+    pub fn again_ms(&self, now_ms: u64) -> Option<u64> {
+        self.book.again_ms(&self.roster, &self.desk, now_ms)
+    }
+
+    /// What is left in the first layer of the only rule, and when its window ends.
+    pub fn left(&self) -> (i64, u64) {
+        let usage = self.desk.charges[0].usage;
+        let capacity = self.book.entries[0].layer(0).capacity;
+        (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
+    }
+
+    /// What the layers of a client's request are to the oracle, each with its line.
+    pub fn wishes(&self, client: u64, costs: &[Option<u32>], shadow: Option<usize>) -> Vec<(Line, Wish)> {
+        let mut all = Vec::new();
+        for (position, cost) in costs.iter().enumerate() {
+            let entry = &self.book.entries[position];
+            let applies = if entry.rule.is_shadow() { shadow == Some(position) } else { shadow.is_none() };
+            let (Some(cost), true) = (*cost, applies) else { continue };
+            let variant = variant_of(&entry.rule, client);
+            let layers = entry.rule.variants().nth(variant).expect("there is such a variant");
+            for (layer, limit) in entry.variant(variant).zip(layers) {
+                let key = format!("{} {} {}", entry.rule.name, key_of(&entry.rule, client), limit.windows);
+                let max_delay_ms = match entry.rule.on_limit {
+                    OnLimit::Delay { max_delay_ms, .. } => Some(max_delay_ms),
+                    OnLimit::Refuse | OnLimit::Shadow => None,
+                };
+                let (limit, offset, count_refused) =
+                    (limit.clone(), offset_of(&entry.rule, client), entry.rule.count_refused);
+                let wish = Wish { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
+                all.push((Line { rule: position, layer }, wish));
+            }
+        }
+        all
+    }
+}
+
+pub fn decision(judgement: &Judgement) -> Decision {
+    match judgement {
+        Judgement::Admitted => Decision::Admitted,
+        Judgement::Delayed { until_ms, .. } => Decision::DelayedUntil(*until_ms),
+        Judgement::Refused => Decision::Refused,
+    }
+}
+
+/// Two clients share a key that is a path, all share one that is global.
+fn key_of(rule: &Rule, client: u64) -> String {
+    match rule.key[0] {
+        Part::Global => String::new(),
+        Part::Path => format!("{}", client / 2),
+        _ => format!("{client}"),
+    }
+}
+
+fn offset_of(rule: &Rule, client: u64) -> u64 {
+    SEED.bits(&["offset", &key_of(rule, client)])
+}
+
+/// Odd clients are on the plan, where there is one; the last has windows of its own, where the rule gives it
+/// some. A key that several share has one variant only.
+fn variant_of(rule: &Rule, client: u64) -> usize {
+    match () {
+        () if !matches!(rule.key[0], Part::Header(_)) => 0,
+        () if client == 3 && !rule.overrides.is_empty() => 1 + rule.plans.len(),
+        () if rule.plans.is_empty() => 0,
+        () => (client % 2) as usize,
+    }
+}
+
+pub fn windows() -> impl Strategy<Value = Windows> {
+    let period = prop_oneof![Just(10u64), Just(25), Just(100)];
+    let ends: Vec<u64> =
+        (0..300).map(|i| START_MS - 500 + 40 * i + [0, 7, 19][i as usize % 3]).chain([1 << 43]).collect();
+    let calendar = Calendar { name: "listed".to_owned(), ends: ends.into() };
+    prop_oneof![
+        (period.clone(), prop_oneof![Just(0u64), 0..40u64, Just(START_MS + 3)])
+            .prop_map(|(period_ms, offset_ms)| Windows::Even { period_ms, offset_ms }),
+        period.clone().prop_map(|period_ms| Windows::Random { period_ms }),
+        period.prop_map(|period_ms| Windows::FirstRequest { period_ms }),
+        Just(Windows::Calendar(calendar)),
+    ]
+}
+
+/// Up to four layers; no two of them with the same windows, which the configuration does not allow either.
+fn layers() -> impl Strategy<Value = Vec<Limit>> {
+    let layer = (
+        1..7u32,
+        windows(),
+        prop_oneof![2 => Just(0u32), 1 => 0..12u32],
+        prop_oneof![2 => Just(0u32), 1 => 0..6u32],
+        1..4u32,
+    )
+        .prop_map(|(tokens, windows, more, reserve, shards)| Limit {
+            capacity: tokens + more,
+            reserve,
+            shards,
+            ..limit(tokens, windows)
+        });
+    prop::collection::vec(layer, 1..5).prop_map(|layers| {
+        let mut known: HashMap<String, ()> = HashMap::new();
+        layers.into_iter().filter(|layer| known.insert(layer.windows.to_string(), ()).is_none()).collect()
+    })
+}
+
+/// One to three rules with all fields that there are.
+pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
+    let key = prop_oneof![3 => Just(Part::Header("client".to_owned())), 1 => Just(Part::Path), 1 => Just(Part::Global)];
+    let cost =
+        prop_oneof![3 => Just(Cost::Fixed(1)), 1 => Just(Cost::Response { header: String::new(), reserve: 1, max: 9 })];
+    let on_limit = prop_oneof![
+        3 => Just(OnLimit::Refuse),
+        2 => (0..300u64).prop_map(delay),
+        1 => Just(OnLimit::Shadow),
+    ];
+    let one = (key, layers(), prop::option::of(layers()), prop::option::of(layers()), cost, on_limit, any::<bool>());
+    let one = one.prop_map(|(key, layers, plan, own, cost, on_limit, count_refused)| {
+        let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers }).into_iter().collect();
+        let own = own.map(|layers| Override { key: vec![Value::Clear("3".to_owned())], layers });
+        let overrides = own.into_iter().collect();
+        Rule { key: vec![key], plans, overrides, cost, on_limit, count_refused, ..rule("", layers) }
+    });
+    prop::collection::vec(one, 1..4)
+        .prop_map(|all| all.into_iter().enumerate().map(|(i, rule)| Rule { name: format!("r{i}"), ..rule }).collect())
+}
+
+/// What happens, and by how much the clock of one of two threads moves before.
+#[derive(Clone, Debug)]
+pub struct Event {
+    pub moves_ms: u64,
+    pub thread: usize,
+    pub client: u64,
+    pub what: What,
+}
+
+#[derive(Clone, Debug)]
+pub enum What {
+    /// A request, with its cost under each rule that applies.
+    Ask { costs: Vec<Option<u32>>, reserve: bool, own_shard: u32 },
+    /// What the last request but so many took is given back, or so much of it.
+    GiveBack { back: usize, tokens: u32 },
+    /// A request turns out to cost more under a rule.
+    Overdraw { rule: usize, cost: u32 },
+}
+
+pub fn events() -> impl Strategy<Value = Vec<Event>> {
+    let cost = prop_oneof![1 => Just(None), 8 => Just(Some(1u32)), 4 => (0..6u32).prop_map(Some), 1 => (0..30u32).prop_map(Some)];
+    let ask = (prop::collection::vec(cost, 3), prop::bool::weighted(0.3), 0..4u32)
+        .prop_map(|(costs, reserve, own_shard)| What::Ask { costs, reserve, own_shard });
+    let what = prop_oneof![
+        9 => ask,
+        2 => (prop_oneof![3 => Just(0usize), 1 => 0..5usize], prop_oneof![2 => Just(u32::MAX), 1 => 1..5u32])
+            .prop_map(|(back, tokens)| What::GiveBack { back, tokens }),
+        1 => (0..3usize, 1..12u32).prop_map(|(rule, cost)| What::Overdraw { rule, cost }),
+    ];
+    let moves = prop_oneof![4 => Just(0u64), 4 => 1..9u64, 2 => 9..60u64, 1 => 60..400u64];
+    let event = (moves, 0..2usize, 0..4u64, what).prop_map(|(moves_ms, thread, client, what)| Event {
+        moves_ms,
+        thread,
+        client,
+        what,
+    });
+    prop::collection::vec(event, 1..100)
+}

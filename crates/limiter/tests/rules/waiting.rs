@@ -1,0 +1,178 @@
+//! Requests that wait, refusals that count, and when a refused client may come back.
+
+use std::sync::Arc;
+
+use transom_limiter::decision_context::Desk;
+use transom_limiter::decision_time::Now;
+use transom_limiter::deferred_refunds::Abandoned;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{Cost, OnLimit, Rule};
+use transom_limiter::rule_set::Judgement;
+use transom_limiter::sharded_counter::Share;
+
+use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
+use crate::scene::{Gateway, delay, plain, rule};
+
+/// Whoever waits takes the next free place; nobody overtakes.
+#[test]
+fn places_are_taken_in_order() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
+    let got: Vec<Decision> = (0..9).map(|_| gateway.ask(0, 50)).collect();
+    let at = DelayedUntil;
+    assert_eq!(got, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
+    assert_eq!(gateway.ask(0, 120), DelayedUntil(400), "whose window has not come yet waits behind them");
+    assert_eq!(gateway.again_ms(120), Some(120));
+}
+
+/// 350 ms is not enough for the window at 400, whatever is left of the one that is open.
+#[test]
+fn nobody_waits_longer_than_the_rule_lets_him() {
+    for (max_delay_ms, last) in [(49, Refused), (50, DelayedUntil(100)), (149, Refused), (150, DelayedUntil(200))] {
+        let mut gateway =
+            Gateway::roomy(&[Rule { on_limit: delay(max_delay_ms), ..rule("only", vec![plain(1, 100)]) }]);
+        let asked = if max_delay_ms < 100 { 2 } else { 3 };
+        let got: Vec<Decision> = (0..asked).map(|_| gateway.ask(0, 50)).collect();
+        assert_eq!(got.last(), Some(&last), "at most {max_delay_ms} ms");
+    }
+}
+
+#[test]
+fn so_many_wait_and_no_more() {
+    let on_limit = OnLimit::Delay { max_delay_ms: 10_000, max_waiting: 2 };
+    let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
+    let mut waiting: Vec<Judgement> = (0..3).map(|_| gateway.judge(0, &[Some(1)], 50)).collect();
+    assert!(matches!(waiting[1..], [Judgement::Delayed { .. }, Judgement::Delayed { .. }]));
+    assert_eq!(gateway.ask(0, 50), Refused);
+    assert_eq!(gateway.left().0, -2, "the refused took no place");
+    // One passes, and so another may wait.
+    waiting.remove(1);
+    assert_eq!(gateway.ask(0, 50), DelayedUntil(300));
+}
+
+/// A place that is given up is there for the next, and the windows before it stay as they were.
+#[test]
+fn a_place_given_up_is_taken_by_the_next() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
+    assert_eq!(gateway.ask_for(0, 7, 50), Admitted);
+    assert_eq!(gateway.ask_for(0, 5, 50), DelayedUntil(100), "three are left");
+    let shares: Vec<_> = gateway.desk.all_shares().collect();
+    gateway.book.give_back(&shares, u32::MAX, &gateway.table, 60);
+    assert_eq!((gateway.ask_for(0, 3, 60), gateway.left().0), (Admitted, 0));
+}
+
+/// The second gives up his place; the third, who waits behind him, keeps to his own window.
+#[test]
+fn who_gives_up_moves_nobody_else() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
+    assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, DelayedUntil(100)]);
+    let shares: Vec<_> = gateway.desk.all_shares().collect();
+    assert_eq!(gateway.ask(0, 50), DelayedUntil(200));
+    gateway.book.give_back(&shares, u32::MAX, &gateway.table, 60);
+    assert_eq!(gateway.ask(0, 200), DelayedUntil(300), "the window at 200 is another's");
+}
+
+/// A client that leaves gives back charges of its own counter and looks at no other: with many keys, each that leaves
+/// costs the same. The sweep looks at all.
+#[test]
+fn who_leaves_retries_the_charges_of_its_own_counter_only() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
+    let (abandoned, mut charges) = (Abandoned::default(), Vec::new());
+    for client in [0, 1] {
+        assert_eq!(gateway.ask(client, 50), Admitted);
+        for until_ms in [100, 200] {
+            assert_eq!(gateway.ask(client, 50), DelayedUntil(until_ms));
+            charges.push(gateway.desk.all_shares().collect::<Vec<_>>());
+        }
+    }
+    let askers = [gateway.asker(0, 0, 1), gateway.asker(0, 1, 1)];
+    let book = Arc::new(std::mem::take(&mut gateway.book));
+    let leave = |charges: &Vec<Share>| abandoned.give_up(charges.iter().copied(), 300, &book, &gateway.table, 60);
+    let used = || {
+        askers.map(|asker| {
+            let mut desk = Desk::default();
+            desk.askers.push(Some(asker));
+            book.look(&gateway.roster, &gateway.table, Now::by(&|| 60), &mut desk);
+            desk.charges[0].usage.used
+        })
+    };
+    // Of each client, the first to leave has another charge behind it.
+    leave(&charges[0]);
+    leave(&charges[2]);
+    assert_eq!(used(), [3, 3]);
+    // What stands behind at the first client's counter goes in another way, and nobody is told.
+    book.give_back(&charges[1], u32::MAX, &gateway.table, 60);
+    leave(&charges[3]);
+    assert_eq!(used(), [2, 1]);
+    abandoned.sweep(&gateway.table, 60);
+    assert_eq!(used(), [1, 1]);
+}
+
+/// Of two layers, the wider lets the request pass later: the narrower counts it then.
+#[test]
+fn a_request_takes_its_place_in_all_layers_when_it_passes() {
+    let layers = vec![plain(2, 100), plain(3, 1000)];
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(2000), ..rule("only", layers) }]);
+    for now_ms in [0, 0, 100] {
+        assert_eq!(gateway.ask(0, now_ms), Admitted);
+    }
+    assert_eq!(gateway.ask(0, 110), DelayedUntil(1000));
+    assert_eq!(gateway.ask(0, 1000), Admitted, "the second of two at that moment");
+    assert_eq!(gateway.ask(0, 1000), DelayedUntil(1100), "and this is the third");
+}
+
+/// The rule that is full does not let it wait, though another would.
+#[test]
+fn a_request_waits_only_where_the_rule_that_is_full_lets_it() {
+    let rules =
+        [Rule { on_limit: delay(1000), ..rule("delays", vec![plain(2, 100)]) }, rule("refuses", vec![plain(3, 1000)])];
+    let mut gateway = Gateway::roomy(&rules);
+    let got: Vec<Decision> = (0..4).map(|_| gateway.ask(0, 50)).collect();
+    assert_eq!(got, [Admitted, Admitted, DelayedUntil(100), Refused]);
+}
+
+/// Three are left, and a refused request for five takes them; the layer that had room loses as much.
+#[test]
+fn refusals_consume_where_they_count() {
+    for (count_refused, left) in [(false, [3, 93]), (true, [0, 88])] {
+        let layers = vec![plain(10, 100), plain(100, 1000)];
+        let mut gateway = Gateway::roomy(&[Rule { count_refused, ..rule("only", layers) }]);
+        assert_eq!([gateway.ask_for(0, 7, 50), gateway.ask_for(0, 5, 50)], [Admitted, Refused]);
+        let charges = &gateway.desk.charges;
+        let now: Vec<u64> = charges.iter().map(|charge| charge.ask.ceiling - charge.usage.used).collect();
+        assert_eq!(now, left);
+    }
+}
+
+/// A refused request takes the last of a layer that had room: the client is told when that opens.
+#[test]
+fn who_was_refused_and_counted_is_told_of_the_layer_he_emptied() {
+    let layers = vec![plain(1, 100), plain(3, 1000)];
+    let mut gateway = Gateway::roomy(&[Rule { count_refused: true, ..rule("only", layers) }]);
+    assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, Refused]);
+    assert_eq!(gateway.again_ms(50), Some(100), "one is left of the wider layer");
+    assert_eq!((gateway.ask(0, 50), gateway.again_ms(50)), (Refused, Some(1000)));
+    assert_eq!([gateway.ask(0, 999), gateway.ask(0, 1000)], [Refused, Admitted]);
+}
+
+/// What an answer cost beyond all windows is owed by those to come.
+#[test]
+fn what_an_answer_cost_is_paid_window_by_window() {
+    let cost = Cost::Response { header: "cost".to_owned(), reserve: 1, max: 1000 };
+    let mut gateway = Gateway::roomy(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
+    assert_eq!(gateway.ask(0, 50), Admitted);
+    let asker = gateway.asker(0, 0, 44);
+    gateway.book.overdraw(0, asker, &gateway.table, 60);
+    for (now_ms, left) in [(60, -30), (100, -20), (299, -10), (300, 0), (400, 10), (500, 15)] {
+        gateway.ask_for(0, 0, now_ms);
+        assert_eq!(gateway.left().0, left, "at {now_ms}");
+    }
+}
+
+#[test]
+fn a_shadow_rule_counts_and_lets_pass() {
+    let mut gateway = Gateway::roomy(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
+    for refused in [false, false, true, true] {
+        assert_eq!(gateway.ask(0, 50), Admitted);
+        assert_eq!(gateway.desk.shadowed, if refused { vec![0] } else { vec![] });
+    }
+}

@@ -1,0 +1,81 @@
+//! A rule that counts without the store while another thread moves what it counted to the store's account: no token is
+//! granted twice.
+
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::key::KeyHasher;
+use transom_limiter::limit::Limit;
+use transom_limiter::rule::{OnLimit, Rule, Sharing};
+use transom_limiter::rule_set::{Book, Judgement};
+use transom_limiter::shared_counting::Step;
+use transom_limiter::table::Table;
+use transom_limiter::window::Windows;
+
+use crate::windows::{SEED, START_MS, limit, rule};
+
+const LIMIT: u32 = 12;
+const PERIOD_MS: u64 = 3_600_000;
+const CLIENTS: u64 = 3;
+/// The threads go through so many keys, and ask so often of each.
+const KEYS: u64 = 100_000;
+const TURNS: u32 = 2 * LIMIT;
+
+/// What is admitted of each key in all threads together.
+fn admitted(layer: Limit) -> Vec<u32> {
+    let rules = [Rule { sharing: Sharing::Lease, ..rule(layer, OnLimit::Refuse) }];
+    let book = Book::new(&rules, SEED, None);
+    let (roster, table) = (book.roster(&[0]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
+    let asker = |number: u64| {
+        let mut hasher = KeyHasher::new(SEED, 0);
+        hasher.part(0, &number.to_le_bytes());
+        Asker { key: hasher.finish(), offset: 0, variant: 0, cost: 1 }
+    };
+    let admitted: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
+    let (current, ends, clock) = (AtomicU64::new(0), AtomicBool::new(false), || START_MS);
+    let barrier = Barrier::new(CLIENTS as usize);
+    let ask = |own_shard: u64| {
+        let mut desk = Desk::of_loop(own_shard as u32);
+        for key in 0..KEYS {
+            barrier.wait();
+            current.store(key, Ordering::Relaxed);
+            for _ in 0..TURNS {
+                desk.clear();
+                desk.askers = vec![Some(asker(key))];
+                book.stands(&roster, |_rule| true, &mut desk.stands);
+                let step = book.step(&roster, roster.enforced(), &table, Now::by(&clock), &mut desk, true);
+                if let Step::Decided(Judgement::Admitted) = step {
+                    admitted[key as usize].fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    };
+    let end_ms = (START_MS / PERIOD_MS + 1) * PERIOD_MS;
+    let report = || {
+        while !ends.load(Ordering::Relaxed) {
+            let asker = asker(current.load(Ordering::Relaxed));
+            let counter = book.entries[0].layer(0).counter(asker);
+            let announce = |tokens: u64| table.note_more(counter, end_ms, tokens as u32, START_MS);
+            book.forget_here(0, 0, asker, &table, Now::by(&clock), announce);
+        }
+    };
+    thread::scope(|scope| {
+        // Event loops report the same counters at the same time.
+        (0..2).for_each(|_| drop(scope.spawn(report)));
+        let (ask, clients) = (&ask, 0..CLIENTS);
+        let clients: Vec<_> = clients.map(|number| scope.spawn(move || ask(number))).collect();
+        clients.into_iter().for_each(|client| client.join().expect("no thread panicked"));
+        ends.store(true, Ordering::Relaxed);
+    });
+    admitted.into_iter().map(AtomicU32::into_inner).collect()
+}
+
+#[test]
+fn what_is_reported_is_not_granted_again() {
+    let admitted = admitted(limit(LIMIT, LIMIT, Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 }));
+    let most = admitted.iter().max().expect("there are keys");
+    assert_eq!(*most, LIMIT, "the limit of {LIMIT} is reached, and no key gets more");
+}

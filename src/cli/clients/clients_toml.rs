@@ -1,0 +1,326 @@
+//! The text of a clients file, edited in place: what is not touched stays as the operator wrote it.
+
+use std::fmt;
+
+use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
+
+/// The text of a clients file.
+pub struct Pages(DocumentMut);
+
+/// What a client is known by, as it is written.
+pub struct Belongings {
+    pub api_keys: Vec<String>,
+    pub subjects: Vec<String>,
+    pub networks: Vec<String>,
+}
+
+impl Belongings {
+    pub fn is_empty(&self) -> bool {
+        self.lists().iter().all(|(_, values)| values.is_empty())
+    }
+
+    fn lists(&self) -> [(&'static str, &[String]); 3] {
+        [("api_keys", &self.api_keys), ("subjects", &self.subjects), ("networks", &self.networks)]
+    }
+}
+
+impl Pages {
+    pub fn read(text: &str) -> Result<Pages, TomlError> {
+        text.parse().map(Pages)
+    }
+
+    /// Adds a client, or what one does not have yet.
+    pub fn add(&mut self, name: &str, plan: Option<&str>, belongings: &Belongings) {
+        let Some(client) = self.client(name) else { return };
+        if let Some(plan) = plan {
+            match client.get_mut("plan").and_then(Item::as_value_mut) {
+                Some(known) => replace(known, plan),
+                None => drop(client.insert("plan", toml_edit::value(plan))),
+            }
+        }
+        for (key, values) in belongings.lists().into_iter().filter(|(_, values)| !values.is_empty()) {
+            let item = client.entry(key).or_insert(toml_edit::value(Array::new()));
+            values.iter().for_each(|value| push(item, value));
+        }
+    }
+
+    /// Removes a client, and the comment right above it.
+    pub fn remove(&mut self, name: &str) {
+        let Some(clients) = self.0.get_mut("clients").and_then(Item::as_table_like_mut) else { return };
+        let Some(Item::Table(removed)) = clients.remove(name) else { return };
+        let above = text_above(&removed);
+        // What stands apart from the header by an empty line is about more than this client.
+        let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
+        let is_after = |table: &Table| table.position() > removed.position();
+        let tables = clients.iter_mut().filter_map(|(_, item)| item.as_table_mut());
+        match tables.filter(|table| is_after(table)).min_by_key(|table| table.position()) {
+            Some(next) => {
+                let own = text_above(next);
+                let first = !above.starts_with('\n') && kept.is_empty();
+                let own = if first { own.trim_start_matches('\n') } else { &own };
+                let gap = if kept.is_empty() || own.starts_with('\n') { "" } else { "\n" };
+                next.decor_mut().set_prefix(format!("{kept}{gap}{own}"));
+            }
+            None => {
+                let end = self.0.trailing().as_str().unwrap_or_default().to_owned();
+                let gap = if kept.is_empty() || end.is_empty() || end.starts_with('\n') { "" } else { "\n" };
+                self.0.set_trailing(format!("{kept}{gap}{end}"));
+            }
+        }
+    }
+
+    /// Takes some of what it has from a client.
+    pub fn take_away(&mut self, name: &str, belongings: &Belongings) {
+        let Some(client) = self.client(name) else { return };
+        for (key, values) in belongings.lists() {
+            let Some(item) = client.get_mut(key) else { continue };
+            if let Some(array) = item.as_array_mut() {
+                values.iter().for_each(|value| take(array, value));
+            }
+            let is_gone = match item.as_value() {
+                Some(Value::Array(array)) => array.is_empty(),
+                Some(Value::String(text)) => values.iter().any(|value| is_same(text.value(), value)),
+                _ => false,
+            };
+            if is_gone && !values.is_empty() {
+                client.remove(key);
+            }
+        }
+    }
+
+    /// A client, made if there is none. `None`: there is no place for one, and the check says why.
+    fn client(&mut self, name: &str) -> Option<&mut dyn TableLike> {
+        // Comments in a file of nothing else stand above what is the first to come.
+        let is_empty = self.0.is_empty();
+        let comments = self.0.trailing().as_str().unwrap_or_default().to_owned();
+        if is_empty {
+            self.0.set_trailing("");
+        }
+        let clients = self.0.entry("clients").or_insert_with(|| {
+            let mut clients = Table::new();
+            clients.set_implicit(true);
+            Item::Table(clients)
+        });
+        let item = match clients {
+            Item::Table(table) => table.entry(name).or_insert_with(|| {
+                let mut client = Table::new();
+                let gap = if is_empty && comments.is_empty() { "" } else { "\n" };
+                let comments = if is_empty { comments.as_str() } else { "" };
+                client.decor_mut().set_prefix(format!("{comments}{gap}"));
+                Item::Table(client)
+            }),
+            Item::Value(Value::InlineTable(table)) => {
+                if !table.contains_key(name) {
+                    if let Some((_, last)) = table.iter_mut().last() {
+                        last.decor_mut().set_suffix("");
+                    }
+                    table.insert(name, Value::InlineTable(Default::default()));
+                }
+                return table.get_mut(name).and_then(|value| value.as_inline_table_mut()).map(|t| t as _);
+            }
+            Item::None | Item::Value(_) | Item::ArrayOfTables(_) => return None,
+        };
+        item.as_table_like_mut()
+    }
+}
+
+impl fmt::Display for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+fn text_above(table: &Table) -> String {
+    table.decor().prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned()
+}
+
+/// Replaces a value; what stands around it stays.
+fn replace(known: &mut Value, text: &str) {
+    let decor = known.decor().clone();
+    *known = Value::from(text);
+    *known.decor_mut() = decor;
+}
+
+/// Whether two spellings are of the same digest, subject or network.
+fn is_same(one: &str, other: &str) -> bool {
+    use transom_limiter::ip_prefix::Network;
+    use transom_limiter::secret_digest::Digest;
+    let (networks, digests) = (|text: &str| text.parse::<Network>().ok(), Digest::parse);
+    one == other
+        || networks(one).is_some_and(|network| networks(other) == Some(network))
+        || digests(one).is_some_and(|digest| digests(other) == Some(digest))
+}
+
+/// Adds a text to a list, or to one text where no list is needed, unless it is there.
+fn push(item: &mut Item, text: &str) {
+    if let Some(only) = item.as_str().map(str::to_owned) {
+        *item = toml_edit::value(Array::from_iter([only]));
+    }
+    let Some(array) = item.as_array_mut() else { return };
+    if array.iter().any(|known| known.as_str().is_some_and(|known| is_same(known, text))) {
+        return;
+    }
+    // In a list with a line for each, it gets a line as well; what stands behind the last stays there.
+    let behind = text_behind(array);
+    let line_break = array.iter().last().and_then(|last| {
+        let prefix = last.decor().prefix()?.as_str()?;
+        prefix.rfind('\n').map(|at| prefix[at..].to_owned())
+    });
+    match line_break {
+        Some(line_break) => {
+            let (comment, end) = first_line(&behind);
+            array.push_formatted(Value::from(text).decorated(format!("{comment}{line_break}"), ""));
+            array.set_trailing(end);
+            array.set_trailing_comma(true);
+        }
+        None => {
+            array.push(text);
+            array.set_trailing(behind);
+        }
+    }
+}
+
+fn take(array: &mut Array, text: &str) {
+    let position = array.iter().position(|known| known.as_str().is_some_and(|known| is_same(known, text)));
+    let Some(position) = position else { return };
+    let mut behind = text_behind(array);
+    let removed = array.remove(position);
+    // Before a value stands the comment of the one before it, which stays; its own is behind it.
+    let before = removed.decor().prefix().and_then(|text| text.as_str()).unwrap_or_default().to_owned();
+    if let Some(next) = array.get_mut(position) {
+        let own = next.decor().prefix().and_then(|text| text.as_str()).unwrap_or_default().to_owned();
+        next.decor_mut().set_prefix(joined(&before, &own));
+    } else if behind.contains('\n') {
+        behind = joined(&before, &behind);
+    }
+    array.set_trailing(behind);
+}
+
+/// The first line of one text, and all but the first of another; the one, where the other has no more.
+fn joined(one: &str, other: &str) -> String {
+    let (comment, rest) = (first_line(one).0, first_line(other).1);
+    if rest.is_empty() { one.to_owned() } else { format!("{comment}{rest}") }
+}
+
+/// The first line of a text, and what follows it, from the line's end on.
+fn first_line(text: &str) -> (&str, &str) {
+    text.split_at(text.find('\n').unwrap_or(text.len()))
+}
+
+/// What stands behind the last value of a list; it is taken away from there.
+fn text_behind(array: &mut Array) -> String {
+    let trailing = array.trailing().as_str().unwrap_or_default().to_owned();
+    let last = array.len().checked_sub(1).and_then(|last| array.get_mut(last));
+    let Some(last) = last else { return trailing };
+    let suffix = last.decor().suffix().and_then(|text| text.as_str()).unwrap_or_default().to_owned();
+    last.decor_mut().set_suffix("");
+    suffix + &trailing
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = "\
+# Who is on which plan.
+# Ask sales before you change it.
+
+# since 2019
+[clients.acme]
+plan     = \"gold\"   # paid
+api_keys = [
+    \"sha256:aa\", # the old one
+    \"sha256:bb\",
+]
+
+[clients.beta]
+plan = \"silver\"
+networks = \"203.0.113.0/24\"
+
+# Partners.
+
+[clients.\"gamma.example\"]
+plan = 'silver'
+networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
+# the end
+";
+
+    fn belongings(api_keys: &[&str], networks: &[&str]) -> Belongings {
+        let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        Belongings { api_keys: owned(api_keys), subjects: vec![], networks: owned(networks) }
+    }
+
+    /// What an edit makes of a text.
+    fn edited(text: &str, edit: impl FnOnce(&mut Pages)) -> String {
+        let mut pages = Pages::read(text).unwrap();
+        edit(&mut pages);
+        pages.to_string()
+    }
+
+    #[track_caller]
+    fn assert_replaces(edit: impl FnOnce(&mut Pages), changes: &[(&str, &str)]) {
+        let expected = changes.iter().fold(FILE.to_owned(), |text, (old, new)| {
+            assert!(text.contains(old), "{old}");
+            text.replacen(old, new, 1)
+        });
+        assert_eq!(edited(FILE, edit), expected);
+    }
+
+    #[test]
+    fn nothing_is_changed_where_nothing_is_to_be() {
+        assert_eq!(edited(FILE, |_| {}), FILE);
+        let known = belongings(&["sha256:bb"], &[]);
+        assert_eq!(edited(FILE, |pages| pages.add("acme", Some("gold"), &known)), FILE);
+        assert_eq!(edited(FILE, |pages| pages.add("gamma.example", None, &belongings(&[], &["192.0.2.1"]))), FILE);
+    }
+
+    #[test]
+    fn a_client_comes_last() {
+        let add = |pages: &mut Pages| pages.add("delta", Some("gold"), &belongings(&["sha256:dd"], &[]));
+        let new = "[clients.delta]\nplan = \"gold\"\napi_keys = [\"sha256:dd\"]\n";
+        assert_eq!(edited("", add), new);
+        assert_eq!(edited("# Clients.\n", add), format!("# Clients.\n\n{new}"));
+        assert_replaces(add, &[("# the end\n", &format!("\n{new}# the end\n"))]);
+        let inline = edited("clients = { acme = { plan = \"gold\" } }\n", add);
+        let expected = "{ acme = { plan = \"gold\" }, delta = { plan = \"gold\", api_keys = [\"sha256:dd\"] } }";
+        assert_eq!(inline, format!("clients = {expected}\n"));
+    }
+
+    #[test]
+    fn what_a_client_has_more_stands_with_the_rest() {
+        let add = |pages: &mut Pages| pages.add("acme", Some("silver"), &belongings(&["sha256:cc"], &["::1/128"]));
+        let keys = "    \"sha256:bb\",\n    \"sha256:cc\",\n]\nnetworks = [\"::1/128\"]\n";
+        assert_replaces(add, &[("\"gold\"", "\"silver\""), ("    \"sha256:bb\",\n]\n", keys)]);
+        let commented = FILE.replace("bb\",", "bb\" # the new one");
+        let add = |pages: &mut Pages| pages.add("acme", None, &belongings(&["sha256:cc"], &[]));
+        let both = "    \"sha256:bb\", # the new one\n    \"sha256:cc\",\n]\n";
+        assert!(edited(&commented, add).contains(both), "{}", edited(&commented, add));
+        let add = |pages: &mut Pages| pages.add("beta", None, &belongings(&[], &["::1/128"]));
+        assert_replaces(add, &[("\"203.0.113.0/24\"", "[\"203.0.113.0/24\", \"::1/128\"]")]);
+    }
+
+    #[test]
+    fn what_a_client_has_no_more_is_gone() {
+        let take = |pages: &mut Pages| pages.take_away("acme", &belongings(&["sha256:bb"], &[]));
+        assert_replaces(take, &[("    \"sha256:bb\",\n", "")]);
+        let take = |pages: &mut Pages| pages.take_away("acme", &belongings(&["sha256:aa"], &[]));
+        assert_replaces(take, &[("    \"sha256:aa\", # the old one\n", "")]);
+        let take = |pages: &mut Pages| pages.take_away("beta", &belongings(&[], &["203.0.113.0/24"]));
+        assert_replaces(take, &[("networks = \"203.0.113.0/24\"\n", "")]);
+        let take = |pages: &mut Pages| pages.take_away("gamma.example", &belongings(&[], &["192.0.2.1/32"]));
+        assert_replaces(take, &[("\"192.0.2.1/32\", ", "")]);
+    }
+
+    #[test]
+    fn a_client_goes_with_its_own_comment_and_no_other() {
+        let between = |from: &str, to: &str| FILE[FILE.find(from).unwrap()..FILE.find(to).unwrap()].to_owned();
+        assert_replaces(|pages| pages.remove("acme"), &[(&between("# since", "[clients.beta]"), "")]);
+        assert_replaces(|pages| pages.remove("beta"), &[(&between("\n[clients.beta]", "\n# Partners"), "")]);
+        let last = between("[clients.\"gamma", "# the end");
+        assert_replaces(|pages| pages.remove("gamma.example"), &[(&last, "")]);
+        let all = |pages: &mut Pages| ["acme", "beta", "gamma.example"].iter().for_each(|name| pages.remove(name));
+        let rest = edited(FILE, all);
+        let lines: Vec<&str> = rest.lines().filter(|line| !line.is_empty()).collect();
+        assert_eq!(lines, ["# Who is on which plan.", "# Ask sales before you change it.", "# Partners.", "# the end"]);
+    }
+}

@@ -1,0 +1,297 @@
+//! Days, weeks and months of a place on earth: the moments at which they begin.
+//!
+//! A zone is looked up in the system's time-zone database, and where that lacks it in the one that
+//! comes with the program. The lists are made last, for a configuration without problems: a day's
+//! has fifty thousand entries, and rules with the same calendar share one. This file never asks
+//! what time it is.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use jiff::tz::{self, TimeZone, TimeZoneDatabase};
+use jiff::{Timestamp, civil};
+
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Word, nearest};
+use transom_limiter::rule::Rule;
+use transom_limiter::window::{Calendar, LAST_MS, Windows};
+
+/// The periods that begin at a place's midnight.
+pub const PERIODS: [&str; 3] = ["day", "week", "month"];
+
+const DAY_MS: i64 = 24 * 60 * 60 * 1000;
+/// From the epoch, a Thursday, to the first Monday.
+const MONDAY_MS: u64 = 4 * DAY_MS as u64;
+
+/// The windows of a period, one of [`PERIODS`], in a zone. The list of a calendar is still empty: see
+/// [`complete`].
+pub fn windows(period: &str, zone: &Word, report: &mut Report) -> Option<Windows> {
+    let Some(zone) = known(zone.text) else {
+        report.problem(zone.span.clone(), format!("there is no time zone {}", shown(zone.text)), meant(zone.text));
+        return None;
+    };
+    Some(match (period, zone.as_str()) {
+        ("day", "UTC") => Windows::Even { period_ms: DAY_MS as u64, offset_ms: 0 },
+        ("week", "UTC") => Windows::Even { period_ms: 7 * DAY_MS as u64, offset_ms: MONDAY_MS },
+        ("month", "UTC") => Windows::Calendar(Calendar::utc_months()),
+        _ => Windows::Calendar(Calendar { name: format!("{period} {zone}"), ends: Arc::default() }),
+    })
+}
+
+/// Makes the lists of all calendars that rules name.
+pub fn complete(rules: &mut [Rule]) {
+    let mut made: BTreeMap<String, Arc<[u64]>> = BTreeMap::new();
+    for rule in rules {
+        let plans = rule.plans.iter_mut().map(|plan| &mut plan.layers);
+        let overrides = rule.overrides.iter_mut().map(|other| &mut other.layers);
+        for limit in std::iter::once(&mut rule.layers).chain(plans).chain(overrides).flatten() {
+            if let Windows::Calendar(calendar) = &mut limit.windows {
+                let ends = made.entry(calendar.name.clone()).or_insert_with(|| match calendar.name.split_once(' ') {
+                    Some((period, zone)) if calendar.ends.is_empty() => ends(period, zone),
+                    _ => Arc::clone(&calendar.ends),
+                });
+                calendar.ends = Arc::clone(ends);
+            }
+        }
+    }
+}
+
+/// A zone's name as the database spells it.
+fn known(name: &str) -> Option<String> {
+    let zone = find(name)?;
+    match zone.iana_name()? {
+        "UTC" | "Etc/UTC" | "Etc/UCT" | "UCT" | "Zulu" | "Etc/Zulu" | "Universal" | "Etc/Universal" => {
+            Some("UTC".to_owned())
+        }
+        name => Some(name.to_owned()),
+    }
+}
+
+fn find(name: &str) -> Option<TimeZone> {
+    let zone = tz::db().get(name).or_else(|_absent| TimeZoneDatabase::bundled().get(name)).ok();
+    zone.filter(|zone| !zone.is_unknown())
+}
+
+/// What to write instead of a zone that there is none of.
+fn meant(text: &str) -> String {
+    if let Some(offset) = offset(text) {
+        return offset_fix(offset);
+    }
+    let known: Vec<String> = TimeZoneDatabase::bundled().available().map(|name| name.as_str().to_owned()).collect();
+    // Who writes `Paris` means the last part of a name.
+    let place = |name: &&String| name.rsplit('/').next().is_some_and(|place| place.eq_ignore_ascii_case(text.trim()));
+    // Of six hundred names only those that begin alike are compared letter by letter.
+    let begins =
+        |name: &&str| text.get(..2).is_some_and(|two| name.get(..2).is_some_and(|n| n.eq_ignore_ascii_case(two)));
+    let names = || known.iter().map(String::as_str).filter(begins);
+    let guess = known.iter().find(place).map(String::as_str).or_else(|| nearest(text, names()));
+    match guess {
+        Some(guess) => format!("did you mean `\"{guess}\"`?"),
+        None => String::from("write a name of the IANA database, such as `\"Europe/Paris\"`, or `\"UTC\"`"),
+    }
+}
+
+/// What follows `GMT`, `UTC` or nothing where a zone was written as an offset from UTC: `+2`, `-05:30`.
+fn offset(text: &str) -> Option<&str> {
+    let text = text.trim();
+    let named = text.get(..3).filter(|name| ["GMT", "UTC"].iter().any(|known| name.eq_ignore_ascii_case(known)));
+    let offset = text[named.map_or(0, str::len)..].trim_start();
+    offset.starts_with(['+', '-']).then_some(offset)
+}
+
+/// The zone with an offset from UTC. The names in `Etc` count hours westwards, so their sign is the opposite one: two hours ahead
+/// of UTC is `Etc/GMT-2`.
+fn offset_fix(offset: &str) -> String {
+    let place = "a place, such as `\"Europe/Paris\"`, which knows summer time";
+    let digits = offset[1..].trim_start().trim_end_matches(":00");
+    let digits = if digits.len() == 4 { digits.strip_suffix("00").unwrap_or(digits) } else { digits };
+    let sign = if offset.starts_with('+') { '-' } else { '+' };
+    match digits.parse::<u8>().map(|hours| format!("Etc/GMT{sign}{hours}")) {
+        Ok(name) if find(&name).is_some() => {
+            format!("write {place}, or `\"{name}\"`: names in `Etc` have the opposite sign")
+        }
+        _ => format!("write {place}"),
+    }
+}
+
+/// The moments at which windows end, Unix milliseconds, from 1970 to beyond [`LAST_MS`].
+fn ends(period: &str, zone: &str) -> Arc<[u64]> {
+    let Some(zone) = find(zone) else { return Arc::default() };
+    let mut ends = Vec::new();
+    let mut open = None;
+    for (start_ms, day) in days(&zone) {
+        let number = match period {
+            "day" => day,
+            // The epoch was a Thursday; weeks begin on Monday.
+            "week" => (day + 3).div_euclid(7),
+            _ => month(day),
+        };
+        if open.replace(number).is_some_and(|open| open != number)
+            && let Ok(end_ms @ 1..) = u64::try_from(start_ms)
+        {
+            ends.push(end_ms);
+        }
+    }
+    ends.into()
+}
+
+/// The first moments of a place's days, Unix milliseconds, and which day since the epoch each is.
+///
+/// Between two changes of the clocks midnights are a day apart. Where clocks are set forward over a
+/// midnight, the day begins with that change; where they are set back over one, it does not begin again.
+fn days(zone: &TimeZone) -> Vec<(i64, i64)> {
+    let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
+    let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));
+    let changes: Vec<_> = std::iter::once((first, zone.to_offset(first)))
+        .chain(changes.take_while(|(at, _)| at.as_millisecond() <= LAST_MS as i64 + 40 * DAY_MS))
+        .map(|(at, offset)| (at.as_millisecond(), i64::from(offset.seconds()) * 1000))
+        .collect();
+    let mut days = Vec::new();
+    let mut today = i64::MIN;
+    for (i, (start_ms, offset_ms)) in changes.iter().enumerate() {
+        let end_ms = changes.get(i + 1).map_or(LAST_MS as i64 + 40 * DAY_MS, |(next_ms, _)| *next_ms);
+        let day = (start_ms + offset_ms).div_euclid(DAY_MS);
+        if day > today {
+            days.push((*start_ms, day));
+            today = day;
+        }
+        loop {
+            let midnight_ms = (today + 1) * DAY_MS - offset_ms;
+            if midnight_ms >= end_ms {
+                break;
+            }
+            today += 1;
+            days.push((midnight_ms, today));
+        }
+    }
+    days
+}
+
+/// Counts the months up to that of a day since the epoch.
+fn month(day: i64) -> i64 {
+    let date = civil::date(1970, 1, 1).saturating_add(jiff::Span::new().days(day.clamp(-DAYS_MAX, DAYS_MAX)));
+    i64::from(date.year()) * 12 + i64::from(date.month())
+}
+
+/// More than a calendar ever asks for, less than a span can hold.
+const DAYS_MAX: i64 = 1_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_offset_is_answered_with_the_zone_that_has_it() {
+        for (text, name) in [
+            ("GMT+2", "Etc/GMT-2"),
+            ("UTC+02:00", "Etc/GMT-2"),
+            ("+0200", "Etc/GMT-2"),
+            ("utc -5", "Etc/GMT+5"),
+            ("GMT+14", "Etc/GMT-14"),
+        ] {
+            assert!(meant(text).contains(&format!("or `\"{name}\"`: ")), "{text}: {}", meant(text));
+            let hours =
+                TimeZoneDatabase::bundled().get(name).unwrap().to_offset(Timestamp::UNIX_EPOCH).seconds() / 3600;
+            assert_eq!(hours < 0, text.contains('-'), "{text} is {hours} hours from UTC");
+        }
+        // No zone in `Etc` has half hours, nor is one so far from UTC.
+        for text in ["UTC+5:30", "GMT+20", "GMT+", "+x", "-é"] {
+            assert!(!meant(text).contains("Etc"), "{text}: {}", meant(text));
+        }
+    }
+
+    fn ms(text: &str) -> u64 {
+        text.parse::<Timestamp>().unwrap().as_millisecond() as u64
+    }
+
+    fn has(ends: &[u64], text: &str) -> bool {
+        ends.binary_search(&ms(text)).is_ok()
+    }
+
+    /// The same, asked of jiff for every single day.
+    fn by_jiff(zone: &str) -> Vec<u64> {
+        let zone = find(zone).unwrap();
+        let mut ends: Vec<u64> = Vec::new();
+        for day in civil::date(1970, 1, 2).series(jiff::Span::new().days(1)) {
+            let at = day.to_zoned(zone.clone()).unwrap().start_of_day().unwrap().timestamp().as_millisecond() as u64;
+            if ends.last().is_none_or(|last| at > *last) {
+                ends.push(at);
+            }
+            if at > LAST_MS {
+                return ends;
+            }
+        }
+        unreachable!("days go on beyond the year 2110")
+    }
+
+    #[test]
+    fn days_begin_when_jiff_says_so() {
+        for zone in [
+            "Europe/Paris",
+            "America/New_York",
+            "America/Sao_Paulo",
+            "Africa/Cairo",
+            "Asia/Beirut",
+            "America/Havana",
+            "Asia/Kolkata",
+            "Australia/Lord_Howe",
+            "Pacific/Apia",
+            "Pacific/Kwajalein",
+            "Africa/Monrovia",
+            "America/St_Johns",
+        ] {
+            let (ends, expected) = (ends("day", zone), by_jiff(zone));
+            // Neither need agree on the day in which the list begins.
+            let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= LAST_MS);
+            let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= LAST_MS);
+            assert!(expected.eq(found), "{zone}");
+            assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > LAST_MS, "{zone}");
+        }
+    }
+
+    #[test]
+    fn days_have_23_and_25_hours_where_clocks_are_set() {
+        let ends = ends("day", "Europe/Paris");
+        for (start, end) in
+            [("2025-03-29T23:00:00Z", "2025-03-30T22:00:00Z"), ("2025-10-25T22:00:00Z", "2025-10-26T23:00:00Z")]
+        {
+            assert!(has(&ends, start) && has(&ends, end));
+            let between = ends.iter().filter(|at| (ms(start)..ms(end)).contains(at)).count();
+            assert_eq!(between, 1, "{start}");
+        }
+    }
+
+    #[test]
+    fn a_day_without_a_midnight_begins_with_its_first_moment() {
+        // In Beirut the clocks go from 24:00 to 01:00.
+        let ends = ends("day", "Asia/Beirut");
+        assert!(has(&ends, "2024-03-30T22:00:00Z"));
+        assert_eq!(
+            "2024-03-31T01:00:00+03:00".parse::<Timestamp>().unwrap().as_millisecond() as u64,
+            ms("2024-03-30T22:00:00Z")
+        );
+    }
+
+    #[test]
+    fn weeks_begin_on_monday_and_months_on_the_first() {
+        let weeks = ends("week", "America/New_York");
+        assert!(has(&weeks, "2025-03-03T05:00:00Z") && has(&weeks, "2025-03-10T04:00:00Z"));
+        assert!(weeks.windows(2).skip(1).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
+        let months = ends("month", "America/New_York");
+        assert!(has(&months, "2025-03-01T05:00:00Z") && has(&months, "2025-04-01T04:00:00Z"));
+        assert!(months.len() > 12 * 139 && *months.last().unwrap() > LAST_MS);
+    }
+
+    #[test]
+    fn zones_are_known_by_the_databases_spelling() {
+        assert_eq!(known("europe/paris").as_deref(), Some("Europe/Paris"));
+        for utc in ["UTC", "utc", "Etc/UTC", "Zulu"] {
+            assert_eq!(known(utc).as_deref(), Some("UTC"), "{utc}");
+        }
+        for none in ["Mars/Olympus", "", "Etc/Unknown", "../UTC", "/etc/passwd", "+02:00"] {
+            assert_eq!(known(none), None, "{none}");
+        }
+        assert_eq!(meant("Europe/Pariss"), "did you mean `\"Europe/Paris\"`?");
+        assert_eq!(meant("new_york"), "did you mean `\"America/New_York\"`?");
+    }
+}

@@ -1,0 +1,271 @@
+//! Whom a rule does not treat as everyone: the clients of a plan, single keys, and whom it exempts.
+//!
+//! The value of a key is compared as it stands in a request. So one that no request can have is a
+//! problem: the operator believes that it has an effect.
+
+use std::collections::HashSet;
+
+use toml::de::DeValue;
+
+use super::{name, rule_windows};
+use crate::config::diagnostics::{Report, listed, shown};
+use crate::config::toml_reader::{Item, Word};
+use transom_limiter::ip_prefix::{Network, NotANetwork, counted};
+use transom_limiter::key::Part;
+use transom_limiter::rule::{Exemptions, Override, Plan, Rule, Value};
+use transom_limiter::secret_digest::Digest;
+
+const PLAN_FIX: &str = "write `[rules.NAME.plans.PLAN]`, then its `windows`";
+const OVERRIDE_FIX: &str = "write `[[rules.NAME.overrides]]`, then its `key` and its `windows`";
+const WINDOWS_FIX: &str = "write `windows = [\"33/minute\"]`";
+const EXEMPTIONS: &str = "[\"10.0.0.0/8\", \"key:VALUE\"]";
+
+/// What the text of an exemption begins with if it is the value of a key.
+const KEY: &str = "key:";
+
+/// What a rule says about its exceptions.
+pub struct Settings<'d> {
+    pub plans: Option<Item<'d>>,
+    pub overrides: Option<Item<'d>>,
+    pub exemptions: Option<Item<'d>>,
+}
+
+impl Settings<'_> {
+    /// Fills in a rule whose key is known.
+    pub fn read(self, rule: &mut Rule, report: &mut Report) {
+        rule.plans = self.plans.map(|item| plans(&item, &rule.name, report)).unwrap_or_default();
+        let mut keys = Keys { parts: &rule.key, seen: HashSet::new() };
+        rule.overrides = self.overrides.map(|item| overrides(&item, &mut keys, report)).unwrap_or_default();
+        rule.exemptions = self.exemptions.map(|item| exemptions(&item, &mut keys, report)).unwrap_or_default();
+    }
+}
+
+fn plans(item: &Item, rule: &str, report: &mut Report) -> Vec<Plan> {
+    let Some(table) = item.table("the plans", PLAN_FIX, report) else { return Vec::new() };
+    let mut plans = Vec::new();
+    for entry in table.all() {
+        name(&entry, report);
+        let title = format!("`[rules.{rule}.plans.{}]`", entry.key);
+        let Some(mut table) = entry.table(title, PLAN_FIX, report) else { continue };
+        let windows = table.require("windows", WINDOWS_FIX);
+        table.finish(report);
+        let layers = windows.map(|item| rule_windows::layers(&item, report)).unwrap_or_default();
+        plans.push(Plan { name: entry.key.to_owned(), layers });
+    }
+    plans
+}
+
+fn overrides(item: &Item, keys: &mut Keys, report: &mut Report) -> Vec<Override> {
+    let DeValue::Array(_) = item.value else {
+        return item.wrong_type("a list of tables", OVERRIDE_FIX, report).unwrap_or_default();
+    };
+    let mut overrides = Vec::new();
+    for entry in item.list("[]", report).unwrap_or_default() {
+        let Some(mut table) = entry.table("the override", OVERRIDE_FIX, report) else { continue };
+        let key = table.require("key", "write `key = \"VALUE\"`: the value of the rule's key that is meant");
+        let windows = table.require("windows", WINDOWS_FIX);
+        table.finish(report);
+        let key = key.and_then(|item| keys.read(&item, report));
+        let layers = windows.map(|item| rule_windows::layers(&item, report)).unwrap_or_default();
+        overrides.extend(key.map(|key| Override { key, layers }));
+    }
+    overrides
+}
+
+fn exemptions(item: &Item, keys: &mut Keys, report: &mut Report) -> Exemptions {
+    let mut exemptions = Exemptions::default();
+    for entry in item.list(EXEMPTIONS, report).unwrap_or_default() {
+        match entry.value {
+            DeValue::String(text) => match text.strip_prefix(KEY) {
+                Some(value) => {
+                    let word = Word { text: value, span: entry.span.clone() };
+                    exemptions.keys.extend(keys.of(&[word], &entry, report));
+                }
+                None => exemptions.networks.extend(exempt_network(text, &entry, report)),
+            },
+            DeValue::Table(_) => {
+                let Some(mut table) = entry.table("the exemption", "", report) else { continue };
+                let key = table.get("key");
+                let network = table.get("network");
+                let misspelt = table.finish(report);
+                if key.is_none() == network.is_none() && misspelt.is_empty() {
+                    let message = "an exemption is either a `key` or a `network`";
+                    let fix = "write `{ key = \"VALUE\" }` or `{ network = \"10.0.0.0/8\" }`";
+                    report.unless_broken(entry.span.clone(), message, fix);
+                }
+                exemptions.keys.extend(key.and_then(|item| keys.read(&item, report)));
+                let word = network.and_then(|item| item.text("\"10.0.0.0/8\"", report));
+                exemptions.networks.extend(word.and_then(|word| network_of(&word, report)));
+            }
+            _ => {
+                let fix = entry.write(EXEMPTIONS);
+                entry.wrong_type::<()>("a network or the value of a key", &fix, report);
+            }
+        }
+    }
+    exemptions
+}
+
+/// A text that looks like neither a network nor a key may have been meant as either.
+fn exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Network> {
+    if text.contains(['/', '.', ':']) || text.is_empty() {
+        return network_of(&Word { text, span: entry.span.clone() }, report);
+    }
+    let fix = format!("write `\"{KEY}{text}\"`, if the value of a key is meant");
+    report.problem(entry.span.clone(), format!("{} is no network", shown(text)), fix);
+    None
+}
+
+/// A network, for rules and clients alike.
+pub fn network_of(word: &Word, report: &mut Report) -> Option<Network> {
+    match word.text.parse() {
+        Ok(network) => Some(network),
+        Err(NotANetwork::Form) => {
+            let message = format!("{} is no network", shown(word.text));
+            report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
+            None
+        }
+        Err(NotANetwork::HostBits(network)) => {
+            let message = format!("{} goes on behind its first `{}` bits", shown(word.text), network.prefix);
+            let address = word.text.split('/').next().unwrap_or_default();
+            let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
+            report.problem(word.span.clone(), message, fix);
+            None
+        }
+    }
+}
+
+/// The keys that a rule treats in a way of their own; each once.
+struct Keys<'r> {
+    parts: &'r [Part],
+    seen: HashSet<Vec<Digest>>,
+}
+
+impl Keys<'_> {
+    /// The value of a key: a string, or a list of as many as the key has parts.
+    fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<Value>> {
+        let words = item.texts("\"VALUE\"", report)?;
+        self.of(&words, item, report)
+    }
+
+    fn of(&mut self, words: &[Word], item: &Item, report: &mut Report) -> Option<Vec<Value>> {
+        if self.parts.is_empty() {
+            // The key could not be read, and that has been said.
+            return None;
+        }
+        if self.parts.contains(&Part::Global) {
+            let message = "there is no key to name: the rule counts all requests as one";
+            report.problem(item.span.clone(), message, "remove it, or change the rule's windows");
+            return None;
+        }
+        if words.len() != self.parts.len() {
+            let parts: Vec<String> = self.parts.iter().map(Part::to_string).collect();
+            let parts = listed(parts.iter().map(String::as_str), "and");
+            let one = if words.len() == 1 { "one value" } else { "another number of values" };
+            let message = format!("the rule's key is made of {parts}, and this is {one}");
+            let example: Vec<String> = self.parts.iter().map(|part| format!("\"{}\"", example(part))).collect();
+            let fix = match example.as_slice() {
+                [one] => format!("give one value: `key = {one}`"),
+                several => format!("give each of them, in that order: `{{ key = [{}] }}`", several.join(", ")),
+            };
+            report.problem(item.span.clone(), message, fix);
+            return None;
+        }
+        let values: Vec<Option<Value>> =
+            self.parts.iter().zip(words).map(|(part, word)| value(part, word, report)).collect();
+        let values: Vec<Value> = values.into_iter().collect::<Option<_>>()?;
+        if !self.seen.insert(values.iter().map(Value::digest).collect()) {
+            let message = "this key is overridden or exempt already";
+            report.problem(item.span.clone(), message, "keep one of the two");
+            return None;
+        }
+        Some(values)
+    }
+}
+
+fn example(part: &Part) -> &'static str {
+    match part {
+        Part::Ip { .. } => "192.0.2.7",
+        Part::Host => "api.example.com",
+        Part::Method => "GET",
+        Part::Path => "/login",
+        Part::ClientCert => "9f86d081…",
+        Part::Header(_)
+        | Part::Cookie(_)
+        | Part::Query(_)
+        | Part::Jwt(_)
+        | Part::Param(_)
+        | Part::Route
+        | Part::Global => "VALUE",
+    }
+}
+
+/// What a part of a key has to be in a request, as it has to be there.
+fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
+    let text = word.text;
+    if let Part::Ip { v4_prefix, v6_prefix } = part {
+        let Ok(address) = text.parse().map(counted) else {
+            let fix = "write such as `192.0.2.7`; whole networks can be exempt, but have no windows of their own";
+            report.problem(word.span.clone(), format!("{} is no address", shown(text)), fix);
+            return None;
+        };
+        // All that the rule counts as one client are meant; so are they in whatever spelling.
+        let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
+        return Some(Value::Clear(Network::of(address, prefix).address.to_string()));
+    }
+    if *part == Part::ClientCert {
+        return fingerprint(word, report).map(Value::Clear);
+    }
+    if text.starts_with(Digest::PREFIX) {
+        let digest = digest(word, report)?;
+        return Some(Value::Digest(digest));
+    }
+    let fix = match part {
+        Part::Header(_) if text.is_empty() || text.trim() != text => "a field has a value, without blanks around it",
+        Part::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove what can not be seen",
+        Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) if text.is_empty() => "write its value; an empty one is none",
+        Part::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
+            "write the host's name alone, in lower case"
+        }
+        Part::Method if text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ') => {
+            "write a method in upper case, such as `GET`"
+        }
+        Part::Path if !text.starts_with('/') => "write the path as it is matched, such as `/login`",
+        Part::Ip { .. }
+        | Part::Header(_)
+        | Part::Cookie(_)
+        | Part::Query(_)
+        | Part::Jwt(_)
+        | Part::Param(_)
+        | Part::ClientCert
+        | Part::Host
+        | Part::Method
+        | Part::Path
+        | Part::Route
+        | Part::Global => return Some(Value::Clear(text.to_owned())),
+    };
+    report.problem(word.span.clone(), format!("no request has {} as its `{part}`", shown(text)), fix);
+    None
+}
+
+/// The fingerprint of a certificate, as requests are counted by it: however it is written here, such as by
+/// `openssl x509 -fingerprint -sha256`.
+pub fn fingerprint(word: &Word, report: &mut Report) -> Option<String> {
+    let digits = word.text.strip_prefix(Digest::PREFIX).unwrap_or(word.text).replace(':', "").to_ascii_lowercase();
+    if digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return Some(digits);
+    }
+    let fix = "write its SHA-256, as `openssl x509 -in FILE -noout -fingerprint -sha256` does";
+    report.problem(word.span.clone(), format!("{} is no fingerprint of a certificate", shown(word.text)), fix);
+    None
+}
+
+/// The digest of a secret.
+pub fn digest(word: &Word, report: &mut Report) -> Option<Digest> {
+    let digest = Digest::parse(word.text);
+    if digest.is_none() {
+        let message = "this is no digest: behind `sha256:` stand 64 hex digits";
+        report.problem(word.span.clone(), message, "copy all of it from `printf %s KEY | sha256sum`");
+    }
+    digest
+}

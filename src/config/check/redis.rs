@@ -1,0 +1,405 @@
+//! `[counters.shared]`: the servers through which gateways count together, and what rules make of it.
+//!
+//! Nothing is resolved or connected here. A password stands in a file, in a variable of the environment, or in the
+//! URL; wherever it is from, no message repeats it. So messages show URLs without what stands before their `@`.
+
+use std::path::Path;
+use std::time::Duration;
+
+use toml::de::DeValue;
+
+use super::jwt::without_line_end;
+use super::redis_url::{Address, DATABASE_MAX, address};
+use super::{duration, upstream_tls};
+use crate::config::client_tls::ClientTls;
+use crate::config::diagnostics::{Report, Span, shown};
+use crate::config::redis::{Hidden, Node, Nodes, PREFIX, Shared, TIMEOUT};
+use crate::config::toml_reader::{Item, Table, Word};
+use crate::config::{Files, Variables};
+use transom_limiter::rule::{OnOutage, Rule, Sharing};
+
+const EXAMPLE: &str = "\"redis://127.0.0.1:6379\"";
+pub const TABLE_FIX: &str = "write `[counters.shared]`, then `redis = \"redis://127.0.0.1:6379\"`";
+const SECRET_FIX: &str = "its value does not stand here: write `{}_file = \"FILE\"` or `{}_env = \"VARIABLE\"`";
+const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
+
+const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
+const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Own)];
+const OUTAGES: [(&str, OnOutage); 3] =
+    [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
+
+/// Who waits longer for a decision has waited in vain.
+const TIMEOUT_MAX_MS: u64 = 10_000;
+const PREFIX_MAX_BYTES: usize = 64;
+/// What is shorter could be found by trying.
+const DIGEST_KEY_MIN_BYTES: usize = 16;
+
+/// How rules are counted that do not say it themselves.
+#[derive(Clone, Copy)]
+pub enum Usual {
+    /// There is no `[counters.shared]`.
+    Own,
+    /// There is one, or there may be: something was misspelt.
+    Shared(Sharing, OnOutage),
+}
+
+/// Reads the table. `files` and `variables` are where secrets come from.
+pub fn shared(item: &Item, files: Files, variables: Variables, report: &mut Report) -> (Option<Shared>, Usual) {
+    let mut usual = Usual::Shared(Sharing::Lease, OnOutage::Local);
+    if matches!(item.value, DeValue::String(_)) {
+        // It is not shown: who writes a URL here may have put a password into it.
+        report.problem(item.span.clone(), "`shared`: expected a table, found a string", TABLE_FIX);
+        return (None, usual);
+    }
+    let Some(mut table) = item.table("`[counters.shared]`", TABLE_FIX, report) else { return (None, usual) };
+    let redis = table.require("redis", format!("write `redis = {EXAMPLE}`"));
+    for (key, meant) in [("password", "password_file"), ("digest_key", "digest_key_file")] {
+        table.instead(key, meant, SECRET_FIX.replace("{}", key));
+    }
+    for key in ["url", "host", "servers", "nodes"] {
+        table.instead(key, "redis", format!("write `redis = {EXAMPLE}`, or a list for a cluster"));
+    }
+    table.instead("tls", "redis", "write `rediss://` in `redis`");
+    table.instead("shared", "mode", "did you mean `mode`? That is how it is called here, for all rules");
+    let master = table.get("sentinel_master");
+    let login = Login {
+        username: table.get("username"),
+        file: table.get("password_file"),
+        variable: table.get("password_env"),
+    };
+    let (database, prefix) = (table.get("database"), table.get("prefix"));
+    let mode = table.get("mode").and_then(|item| item.choice(&MODES, report)).unwrap_or(Sharing::Lease);
+    let on_outage = table.get("on_outage").and_then(|item| item.choice(&OUTAGES, report)).unwrap_or(OnOutage::Local);
+    usual = Usual::Shared(mode, on_outage);
+    let timeout = table.get("timeout").and_then(|item| duration(&item, 1..=TIMEOUT_MAX_MS, TIMEOUT, report));
+    let (key_file, key_variable) = (table.get("digest_key_file"), table.get("digest_key_env"));
+    let tls = upstream_tls::Settings {
+        ca: table.get("ca"),
+        server_name: None,
+        certificate: table.get("certificate"),
+        private_key: table.get("private_key"),
+    };
+    let misspelt = table.finish(report);
+
+    let prefix = prefix.and_then(|item| self::prefix(&item, report)).unwrap_or_else(|| PREFIX.to_owned());
+    let timeout = timeout.map_or(TIMEOUT, Duration::from_millis);
+    let places = Places { files, variables };
+    let digest_key = digest_key(key_file.as_ref(), key_variable.as_ref(), &places, report);
+    let servers = redis.as_ref().and_then(|item| Servers::read(item, report));
+    let nodes = servers.as_ref().and_then(|servers| servers.nodes(master.as_ref(), report));
+    let database = self::database(database.as_ref(), servers.as_ref(), nodes.as_ref(), report);
+    let (username, password) = login.read(servers.as_ref(), &misspelt, &places, report);
+    let tls = self::tls(tls, servers.as_ref(), &misspelt, files, report);
+    let shared = nodes.zip(database).map(|(nodes, database)| Shared {
+        nodes,
+        username,
+        password,
+        database,
+        prefix,
+        timeout,
+        digest_key,
+        tls,
+    });
+    (shared, usual)
+}
+
+/// What a rule says about being counted together.
+pub struct OfRule<'d> {
+    shared: Option<Item<'d>>,
+    on_outage: Option<Item<'d>>,
+}
+
+impl<'d> OfRule<'d> {
+    pub fn of(table: &mut Table<'d>) -> OfRule<'d> {
+        OfRule { shared: table.get("shared"), on_outage: table.get("on_outage") }
+    }
+
+    /// Fills in a rule. `misspelt`: there is a setting that was probably meant to be `shared`.
+    pub fn read(self, rule: &mut Rule, usual: Usual, misspelt: bool, report: &mut Report) {
+        let shared = self.shared.as_ref().map(|item| item.choice(&RULE_MODES, report));
+        let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
+        let Usual::Shared(mode, outage) = usual else {
+            // What is counted by this gateway alone is what such a rule asks for.
+            let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Own)));
+            for item in asks.into_iter().chain(&self.on_outage) {
+                let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
+                report.unless_broken(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
+            }
+            return;
+        };
+        rule.sharing = shared.flatten().unwrap_or(mode);
+        rule.on_outage = on_outage.flatten().unwrap_or(outage);
+        if let (Sharing::Own, Some(item), false) = (rule.sharing, &self.on_outage, misspelt) {
+            let message = "`on_outage` has no effect: the rule is not counted together with other gateways";
+            report.unless_broken(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
+        }
+    }
+}
+
+/// What `redis` says.
+struct Servers<'d> {
+    item: Item<'d>,
+    is_list: bool,
+    words: Vec<Word<'d>>,
+    addresses: Vec<Address>,
+}
+
+impl<'d> Servers<'d> {
+    /// `None` beside a problem.
+    fn read(item: &Item<'d>, report: &mut Report) -> Option<Servers<'d>> {
+        let is_list = matches!(item.value, DeValue::Array(_));
+        let words = item.texts(EXAMPLE, report)?;
+        if words.is_empty() {
+            report.problem(item.span.clone(), "`redis` is an empty list", item.write(EXAMPLE));
+        }
+        let before = report.count();
+        let mut addresses: Vec<Address> = Vec::new();
+        for word in &words {
+            match address(word.text) {
+                Ok(address) if addresses.iter().any(|other| other.node == address.node) => {
+                    let message = format!("`{}` is there twice", address.node);
+                    report.problem(word.span.clone(), message, "remove one of the two");
+                }
+                Ok(address) => addresses.push(address),
+                Err((message, fix)) => report.problem(word.span.clone(), message, fix),
+            }
+        }
+        let first = addresses.first()?;
+        if report.count() > before {
+            return None;
+        }
+        if let Some(other) = addresses.iter().position(|other| other.secure != first.secure) {
+            let message = "some of these servers are reached by TLS, and some are not";
+            report.problem(words[other].span.clone(), message, "write `rediss://` for all of them, or for none");
+            return None;
+        }
+        Some(Servers { item: item.clone(), is_list, words, addresses })
+    }
+
+    fn nodes(&self, master: Option<&Item>, report: &mut Report) -> Option<Nodes> {
+        let nodes: Vec<Node> = self.addresses.iter().map(|address| address.node.clone()).collect();
+        if master.is_some() || self.is_list {
+            for (address, word) in self.addresses.iter().zip(&self.words) {
+                let one = if master.is_some() { "a sentinel" } else { "a node of a cluster" };
+                let (wrong, fix) = if matches!(address.node, Node::Unix(_)) {
+                    ("is reached through a socket: the others could not be found by it", "write its host and port")
+                } else if address.username.is_some() || address.password.is_some() {
+                    let fix =
+                        "write `username` and `password_file` or `password_env`, which hold for all of the servers";
+                    ("has a login of its own", fix)
+                } else if address.database.is_some() {
+                    ("has a database of its own", if master.is_some() { "write `database`" } else { "remove it" })
+                } else {
+                    continue;
+                };
+                report.problem(word.span.clone(), format!("`{}`, {one}, {wrong}", address.node), fix);
+                return None;
+            }
+        }
+        if let Some(item) = master {
+            let master = item.text("\"mymaster\"", report)?;
+            let is_name = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+            if master.text.is_empty() || !master.text.chars().all(is_name) {
+                let message = format!("{} is no name that Sentinel can give to a master", shown(master.text));
+                report.problem(
+                    master.span,
+                    message,
+                    "write the name of `sentinel monitor NAME …`: letters, digits, `.-_`",
+                );
+                return None;
+            }
+            return Some(Nodes::Sentinel { nodes, master: master.text.to_owned() });
+        }
+        if self.is_list {
+            return Some(Nodes::Cluster(nodes));
+        }
+        nodes.into_iter().next().map(Nodes::Single)
+    }
+}
+
+fn database(item: Option<&Item>, servers: Option<&Servers>, nodes: Option<&Nodes>, report: &mut Report) -> Option<i64> {
+    let given = match item {
+        Some(item) => Some(item.integer(0..=DATABASE_MAX, report)?),
+        None => None,
+    };
+    let of_url = servers.and_then(|servers| servers.addresses.first()?.database);
+    match (item, given, of_url, nodes) {
+        (Some(item), _, _, Some(Nodes::Cluster(_))) => {
+            let message = "`database` is given, and a cluster has only one";
+            let fix = "remove it, or write `redis` without brackets if it is no cluster";
+            report.problem(item.key_span.clone(), message, fix);
+            None
+        }
+        (Some(item), _, Some(_), _) => {
+            let message = "`database` is given, and the URL has one as well";
+            report.problem(item.key_span.clone(), message, "keep one of the two");
+            None
+        }
+        (_, given, of_url, _) => i64::try_from(given.or(of_url).unwrap_or(0)).ok(),
+    }
+}
+
+/// Where secrets come from.
+struct Places<'f> {
+    files: Files<'f>,
+    variables: Variables<'f>,
+}
+
+impl Places<'_> {
+    /// What a file or a variable holds, without the line end that editors put there.
+    fn secret(&self, item: &Item, report: &mut Report) -> Option<Vec<u8>> {
+        let is_file = item.key.ends_with("_file");
+        let word = item.text(if is_file { "\"FILE\"" } else { "\"VARIABLE\"" }, report)?;
+        let (bytes, what) = if is_file {
+            let read = (self.files)(Path::new(word.text));
+            let read = read.map_err(|error| {
+                report.problem(word.span.clone(), format!("can not read {}: {error}", shown(word.text)), FILE_FIX);
+            });
+            (read.ok()?, shown(word.text))
+        } else {
+            let Some(value) = (self.variables)(word.text) else {
+                let message = format!("there is no variable {} in the environment", shown(word.text));
+                let fix = "set it where the gateway is started, or name a file instead";
+                report.problem(word.span, message, fix);
+                return None;
+            };
+            (value, format!("the variable {}", shown(word.text)))
+        };
+        let secret = without_line_end(&bytes).to_vec();
+        if secret.is_empty() {
+            report.problem(word.span, format!("{what} is empty"), "put the secret there");
+            return None;
+        }
+        Some(secret)
+    }
+}
+
+/// Reports two settings of which one is enough, and says whether it did.
+fn both(first: &str, second: &Item, report: &mut Report) {
+    let message = format!("{first} and `{}` are both given", second.key);
+    report.problem(second.key_span.clone(), message, "keep one of the two");
+}
+
+/// Who the gateway is.
+struct Login<'d> {
+    username: Option<Item<'d>>,
+    file: Option<Item<'d>>,
+    variable: Option<Item<'d>>,
+}
+
+impl Login<'_> {
+    fn read(
+        &self,
+        servers: Option<&Servers>,
+        misspelt: &[&str],
+        places: &Places,
+        report: &mut Report,
+    ) -> (Option<String>, Option<Hidden<String>>) {
+        let of_url = servers.filter(|servers| !servers.is_list).and_then(|servers| servers.addresses.first());
+        let (url_name, url_password) =
+            of_url.map_or((None, None), |address| (address.username.clone(), address.password.clone()));
+        let name = match (&self.username, url_name) {
+            (Some(item), Some(_)) => {
+                both("a user name in the URL", item, report);
+                return (None, None);
+            }
+            (Some(item), None) => {
+                let word = item.text("\"transom\"", report);
+                if let Some(Word { span, .. }) = word.as_ref().filter(|word| word.text.is_empty()) {
+                    report.problem(span.clone(), "`username` is empty", "write it, or leave it out");
+                }
+                word.map(|word| word.text.to_owned())
+            }
+            (None, name) => name,
+        };
+        let given = [&self.file, &self.variable].into_iter().flatten().collect::<Vec<_>>();
+        let password = match (url_password, given.as_slice()) {
+            (Some(_), [item, ..]) => {
+                both("a password in the URL", item, report);
+                return (None, None);
+            }
+            (None, [first, second, ..]) => {
+                both(&format!("`{}`", first.key), second, report);
+                return (None, None);
+            }
+            (None, [item]) => {
+                let Some(bytes) = places.secret(item, report) else { return (None, None) };
+                let Ok(password) = String::from_utf8(bytes) else {
+                    report.problem(item.span.clone(), "the password is no UTF-8 text", "choose another password");
+                    return (None, None);
+                };
+                Some(password)
+            }
+            (Some(password), []) => Some(password),
+            (None, []) => None,
+        };
+        let is_meant = misspelt.iter().any(|key| key.starts_with("password"));
+        let nameless = name.is_some() && password.is_none() && !is_meant;
+        if let (true, Some(servers)) = (nameless, servers) {
+            let span = self.username.as_ref().map_or(servers.item.span.clone(), |item| item.key_span.clone());
+            report.unless_broken(
+                span,
+                "a user name is given without a password",
+                "add `password_file = \"FILE\"` or `password_env = \"VARIABLE\"`",
+            );
+        }
+        (name, password.map(Hidden))
+    }
+}
+
+/// The key of the digests that stand for secret parts of keys.
+fn digest_key(
+    file: Option<&Item>,
+    variable: Option<&Item>,
+    places: &Places,
+    report: &mut Report,
+) -> Option<Hidden<Vec<u8>>> {
+    let item = match (file, variable) {
+        (Some(_), Some(variable)) => {
+            both("`digest_key_file`", variable, report);
+            return None;
+        }
+        (None, None) => return None,
+        (Some(item), None) | (None, Some(item)) => item,
+    };
+    let key = places.secret(item, report)?;
+    if key.len() < DIGEST_KEY_MIN_BYTES {
+        let message = format!("the key that `{}` names has less than {DIGEST_KEY_MIN_BYTES} bytes", item.key);
+        report.problem(item.span.clone(), message, "make one at random: `openssl rand -hex 32`");
+        return None;
+    }
+    Some(Hidden(key))
+}
+
+fn prefix(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text(&format!("\"{PREFIX}\""), report)?;
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || ".~_:-".contains(c);
+    if !word.text.is_empty() && word.text.len() <= PREFIX_MAX_BYTES && word.text.chars().all(is_plain) {
+        return Some(word.text.to_owned());
+    }
+    let message = format!("{} can not be what keys begin with", shown(word.text));
+    let fix = format!("write at most {PREFIX_MAX_BYTES} letters, digits and `.~_:-`");
+    report.problem(word.span, message, fix);
+    None
+}
+
+fn tls(
+    settings: upstream_tls::Settings,
+    servers: Option<&Servers>,
+    misspelt: &[&str],
+    files: Files,
+    report: &mut Report,
+) -> Option<ClientTls> {
+    let servers = servers?;
+    let given = [&settings.ca, &settings.certificate, &settings.private_key];
+    if !servers.addresses.iter().any(|address| address.secure) {
+        for item in given.into_iter().flatten() {
+            let message = format!("`{}` has no effect: no server is reached by TLS", item.key);
+            report.unless_broken(item.key_span.clone(), message, "remove it, or write `rediss://` in `redis`");
+        }
+        return None;
+    }
+    let mut roots = upstream_tls::SystemRoots::default();
+    let span: Span = servers.item.span.clone();
+    settings.read(span, misspelt, files, &mut roots, report)
+}

@@ -1,0 +1,162 @@
+//! The URL of a server of Redis or Valkey.
+//!
+//! `redis://[user[:password]@]host[:port][/database]`, `rediss://` for TLS, `redis+unix:///path` or `unix:///path` for a
+//! socket. What stands before `@` never goes into a message.
+
+use super::upstreams::{Parsed, authority, socket_path};
+use crate::config::diagnostics::shown;
+use crate::config::redis::Node;
+
+const PORT: u16 = 6379;
+pub const DATABASE_MAX: u64 = 65_535;
+
+/// What a URL says.
+#[derive(PartialEq, Debug)]
+pub struct Address {
+    /// Whether it is reached by TLS.
+    pub secure: bool,
+    pub node: Node,
+    pub username: Option<String>,
+    pub password: Option<String>,
+    pub database: Option<u64>,
+}
+
+pub fn address(url: &str) -> Parsed<Address> {
+    let Some((scheme, rest)) = url.split_once("://") else { return Err(without_scheme(url)) };
+    let secure = match scheme {
+        "redis" | "valkey" => false,
+        "rediss" | "valkeys" => true,
+        "redis+unix" | "valkey+unix" | "unix" => {
+            if rest.contains('@') && !rest.starts_with('/') {
+                let fix = "write `redis+unix:///PATH`, and `username` and `password_file` beside it";
+                return Err(("the URL of a socket has a login".to_owned(), fix.to_owned()));
+            }
+            let path = socket_path(url, rest, &format!("{scheme}://"))?;
+            let node = Node::Unix(path.into());
+            return Ok(Address { secure: false, node, username: None, password: None, database: None });
+        }
+        scheme => {
+            let message = format!("{} is no scheme of a server that counters can be shared through", shown(scheme));
+            let fix = "write `redis://HOST:PORT`, `rediss://HOST:PORT` for TLS, or `redis+unix:///PATH`";
+            return Err((message, fix.to_owned()));
+        }
+    };
+    let (login, rest) = rest.rsplit_once('@').map_or((None, rest), |(login, rest)| (Some(login), rest));
+    let (username, password) = login.map_or(Ok((None, None)), self::login)?;
+    let bare = format!("{scheme}://{rest}");
+    if let Some(end) = rest.find(['?', '#']) {
+        let message = format!("the URL of {} has settings behind `{}`", shown(&rest[..end]), &rest[end..=end]);
+        return Err((message, "remove them; there are keys of `[counters.shared]` for what can be set".to_owned()));
+    }
+    let (host, path) = rest.split_once('/').map_or((rest, ""), |(host, path)| (host, path));
+    let database = match path {
+        "" => None,
+        path => {
+            let number = path.bytes().all(|byte| byte.is_ascii_digit()).then(|| path.parse::<u64>().ok()).flatten();
+            let Some(number) = number.filter(|number| *number <= DATABASE_MAX) else {
+                let message = format!("{} has {} for a database", shown(&bare), shown(path));
+                return Err((message, format!("write a number from `0` to `{DATABASE_MAX}`, or none")));
+            };
+            Some(number)
+        }
+    };
+    let (host, port) = authority(&bare, host, (scheme, PORT))?;
+    Ok(Address { secure, node: Node::Tcp { host, port }, username, password, database })
+}
+
+fn without_scheme(url: &str) -> (String, String) {
+    let fix = match url.strip_prefix("unix:") {
+        Some(path) if path.starts_with('/') => format!("write `\"unix://{path}\"`"),
+        _ if url.is_empty() || url.contains('@') => "write `\"redis://HOST:PORT\"`".to_owned(),
+        _ => format!("write `\"redis://{}\"`", url.trim()),
+    };
+    let shown = if url.contains('@') { "this".to_owned() } else { shown(url) };
+    (format!("{shown} is no URL of a server"), fix)
+}
+
+type Login = (Option<String>, Option<String>);
+
+/// User name and password, which may be left out.
+fn login(text: &str) -> Parsed<Login> {
+    let (name, password) = text.split_once(':').map_or((text, None), |(name, password)| (name, Some(password)));
+    let decoded = |text: &str| {
+        decoded(text).ok_or_else(|| {
+            let fix = "write such characters as `%` and two hex digits (`%40` for `@`, `%2F` for `/`, `%25` for `%`), or \
+                       use `password_file`";
+            ("the login in the URL has characters that can not stand there".to_owned(), fix.to_owned())
+        })
+    };
+    let some = |text: String| Some(text).filter(|text| !text.is_empty());
+    Ok((some(decoded(name)?), some(decoded(password.unwrap_or_default())?)))
+}
+
+/// Without its percent-encoding; `None` where something is not encoded that has to be, or is no text.
+fn decoded(text: &str) -> Option<String> {
+    if text.contains(['@', '/', '?', '#', '[', ']', ' ']) {
+        return None;
+    }
+    let mut pieces = text.split('%');
+    let mut bytes = pieces.next()?.as_bytes().to_vec();
+    for piece in pieces {
+        let digits = piece.get(..2).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()))?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        bytes.extend_from_slice(&piece.as_bytes()[2..]);
+    }
+    String::from_utf8(bytes).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tcp(host: &str, port: u16) -> Address {
+        let node = Node::Tcp { host: host.to_owned(), port };
+        Address { secure: false, node, username: None, password: None, database: None }
+    }
+
+    #[test]
+    fn urls_are_read_as_written() {
+        let some = |text: &str| Some(text.to_owned());
+        for (url, expected) in [
+            ("redis://127.0.0.1", tcp("127.0.0.1", 6379)),
+            ("redis://Cache.internal:7000/", tcp("cache.internal", 7000)),
+            ("valkey://[::1]:7000/3", Address { database: Some(3), ..tcp("::1", 7000) }),
+            ("rediss://cache", Address { secure: true, ..tcp("cache", 6379) }),
+            ("redis://:p%40ss%2f@cache", Address { password: some("p@ss/"), ..tcp("cache", 6379) }),
+            ("redis://me:a:b@cache", Address { username: some("me"), password: some("a:b"), ..tcp("cache", 6379) }),
+            ("unix:///run/r@1.sock", Address { node: Node::Unix("/run/r@1.sock".into()), ..tcp("", 0) }),
+            ("redis+unix:///run/r.sock", Address { node: Node::Unix("/run/r.sock".into()), ..tcp("", 0) }),
+        ] {
+            assert_eq!(address(url), Ok(expected), "{url}");
+        }
+    }
+
+    #[test]
+    fn what_is_none_is_refused_and_no_login_repeated() {
+        for url in [
+            "",
+            "127.0.0.1:6379",
+            "http://127.0.0.1",
+            "hunter2@cache:6379",
+            "redis://",
+            "redis://:hunter2@",
+            "redis://:hunter2@cache:0",
+            "redis://:hunter2@cache:66666/0",
+            "redis://:hunter2@cache/x",
+            "redis://:hunter2@cache/-1",
+            "redis://:hunter2@cache?db=1",
+            "redis://:hunter2@::1",
+            "redis://:hunter2/@cache",
+            "redis://:hunter2@@cache",
+            "redis://:hunter2%@cache",
+            "redis://:hunter2%ff@cache",
+            "REDIS://:hunter2@cache",
+            "redis+unix://:hunter2@/run/r.sock",
+            "unix://run/r.sock",
+            "unix:/run/r.sock",
+        ] {
+            let (message, fix) = address(url).expect_err(url);
+            assert!(!message.contains("hunter2") && !fix.contains("hunter2"), "{url}: {message}: {fix}");
+        }
+    }
+}

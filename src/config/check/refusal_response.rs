@@ -1,0 +1,78 @@
+//! What a refusal by a rule looks like: status, body and type.
+
+use std::time::Duration;
+
+use super::{DAY_MS, Table, duration};
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::Item;
+use crate::config::{Body, Refusal};
+
+/// Every refusal carries it, so it should not be long.
+const BODY_MAX_BYTES: usize = 64 * 1024;
+
+/// What a rule says about its refusals.
+pub struct Settings<'d> {
+    status: Option<Item<'d>>,
+    body: Option<Item<'d>>,
+    content_type: Option<Item<'d>>,
+    retry_jitter: Option<Item<'d>>,
+}
+
+impl<'d> Settings<'d> {
+    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
+        Settings {
+            status: table.get("status"),
+            body: table.get("body"),
+            content_type: table.get("content_type"),
+            retry_jitter: table.get("retry_jitter"),
+        }
+    }
+
+    pub fn read(self, report: &mut Report) -> Refusal {
+        let status = self.status.and_then(|item| item.integer(400..=599, report));
+        let body = own_body(self.body, self.content_type, "the rule", report);
+        let jitter_ms = self.retry_jitter.and_then(|item| duration(&item, 0..=DAY_MS, Duration::from_secs(5), report));
+        Refusal {
+            status: status.and_then(|status| u16::try_from(status).ok()),
+            body,
+            retry_jitter_s: jitter_ms.unwrap_or(0).div_ceil(1000),
+        }
+    }
+}
+
+/// A body that the gateway answers with, and its type; `of` is whose it is.
+pub fn own_body(body: Option<Item>, kind: Option<Item>, of: &str, report: &mut Report) -> Option<Body> {
+    let content_type = kind.as_ref().and_then(|item| content_type(item, report));
+    if let (None, Some(item)) = (&body, &kind) {
+        let message = format!("`content_type` has no effect: {of} has no `body` of its own");
+        report.problem(item.key_span.clone(), message, "add `body`, or remove `content_type`");
+    }
+    let text = body.and_then(|item| self::body(&item, report))?;
+    Some(Body { text, content_type: content_type.unwrap_or_else(|| "text/plain; charset=utf-8".to_owned()) })
+}
+
+fn body(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text("\"slow down\\n\"", report)?;
+    if word.text.len() > BODY_MAX_BYTES {
+        let message = format!("`body` has `{}` bytes", word.text.len());
+        report.problem(word.span, message, format!("write at most `{BODY_MAX_BYTES}`"));
+        return None;
+    }
+    Some(word.text.to_owned())
+}
+
+/// A media type (RFC 9110, section 8.3.1), as far as it has to be one to be a field's value.
+fn content_type(item: &Item, report: &mut Report) -> Option<String> {
+    let word = item.text("\"application/json\"", report)?;
+    let token = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    };
+    let (name, parameters) = word.text.split_once(';').unwrap_or((word.text, ""));
+    let sound = name.trim_end().split_once('/').is_some_and(|(kind, sub)| token(kind) && token(sub));
+    if !sound || !parameters.bytes().all(|byte| (b' '..=b'~').contains(&byte)) {
+        let fix = "write such as `\"application/json\"` or `\"text/html; charset=utf-8\"`";
+        report.problem(word.span, format!("{} is no media type", shown(word.text)), fix);
+        return None;
+    }
+    Some(word.text.trim().to_owned())
+}

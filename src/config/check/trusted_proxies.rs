@@ -1,0 +1,49 @@
+//! Whom to believe about whom they were asked by: the networks of proxies in front of the gateway.
+
+use super::overrides::network_of;
+use crate::config::diagnostics::{Report, shown};
+use crate::config::toml_reader::{Item, Table};
+use crate::config::{ForwardedBy, Proxies};
+
+const EXAMPLE: &str = "[\"10.0.0.0/8\", \"fd00::/8\"]";
+
+/// What `[listen]` says about proxies.
+pub struct Settings<'d> {
+    trusted: Option<Item<'d>>,
+    forwarded: Option<Item<'d>>,
+}
+
+impl<'d> Settings<'d> {
+    pub fn of(table: &mut Table<'d>) -> Settings<'d> {
+        Settings { trusted: table.get("trusted_proxies"), forwarded: table.get("forwarded") }
+    }
+
+    pub fn read(self, report: &mut Report) -> Option<Proxies> {
+        let fields = [("x-forwarded-for", ForwardedBy::XForwardedFor), ("forwarded", ForwardedBy::Forwarded)];
+        let by = self.forwarded.as_ref().and_then(|item| item.choice(&fields, report));
+        let Some(item) = self.trusted else {
+            if let Some(item) = self.forwarded {
+                let message = "`forwarded` has no effect: nobody is believed who sends it";
+                report.unless_broken(item.key_span, message, "add `trusted_proxies`, or remove `forwarded`");
+            }
+            return None;
+        };
+        let words = item.texts(EXAMPLE, report)?;
+        if words.is_empty() {
+            report.problem(item.span, "`trusted_proxies` is an empty list", "leave it out: nobody is believed then");
+            return None;
+        }
+        let mut networks = Vec::new();
+        for word in words {
+            let Some(network) = network_of(&word, report) else { continue };
+            if networks.contains(&network) {
+                report.problem(word.span, format!("{} is there twice", shown(word.text)), "remove it");
+            } else if network.prefix == 0 {
+                let message = format!("{} is everybody: each client could say that it is another", shown(word.text));
+                report.problem(word.span, message, "write the networks that your proxies are in");
+            }
+            networks.push(network);
+        }
+        Some(Proxies { networks, by: by.unwrap_or(ForwardedBy::XForwardedFor) })
+    }
+}

@@ -1,0 +1,298 @@
+//! What is wrong with a configuration, where, and what to write instead.
+//!
+//! A [`Report`] collects [`Problem`]s while a file is read, so that all of them can be shown at
+//! once, each with its place: an operator who mends a gateway at night should need one attempt.
+//! This file does not know what a configuration says, only how to point into its text.
+
+use std::fmt::Write;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::redaction::Secrets;
+
+/// Where something stands in the text, in bytes.
+pub type Span = Range<usize>;
+
+/// Longer values are cut in messages, so that the end of the sentence stays in sight.
+const VALUE_CHARS: usize = 60;
+/// Longer lines are shown in part, around the place in question.
+const LINE_CHARS: usize = 120;
+
+/// One thing that is wrong.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Problem {
+    /// The file, if it is not the one that was read first but one that it names; as it is named there.
+    pub file: Option<PathBuf>,
+    /// Bytes of the text that are meant; never outside of it, never within a character.
+    pub span: Span,
+    /// From 1.
+    pub line: usize,
+    /// From 1, in characters.
+    pub column: usize,
+    pub message: String,
+    /// What to do about it.
+    pub fix: String,
+}
+
+/// All that is wrong with one text.
+pub struct Report<'t> {
+    text: &'t str,
+    /// As in [`Problem::file`]. What such a file says is kept to itself: it may be a secret.
+    file: Option<PathBuf>,
+    line_starts: Vec<usize>,
+    problems: Vec<Problem>,
+    /// Some of the text is no TOML and was left out, so what seems absent may be in there.
+    pub broken: bool,
+}
+
+impl<'t> Report<'t> {
+    pub fn new(text: &'t str) -> Report<'t> {
+        Report { text, file: None, line_starts: line_starts(text), problems: Vec::new(), broken: false }
+    }
+
+    /// For a file that the first one names.
+    pub fn of_other(text: &'t str, file: &Path) -> Report<'t> {
+        Report { file: Some(file.to_owned()), ..Report::new(text) }
+    }
+
+    /// Takes over what is wrong with a file that this one names.
+    pub fn absorb(&mut self, other: Report) {
+        self.problems.extend(other.problems);
+    }
+
+    pub fn problem(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
+        let span = self.clamp(span);
+        let line = self.line(span.start);
+        let column = self.text[self.line_starts[line - 1]..span.start].chars().count() + 1;
+        let (file, message, fix) = (self.file.clone(), message.into(), fix.into());
+        self.problems.push(Problem { file, span, line, column, message, fix });
+    }
+
+    /// Like `problem`, for what would also look so if a part of the file could not be read: then it
+    /// is left unsaid, for the operator would search for a mistake that is not there.
+    pub fn unless_broken(&mut self, span: Span, message: impl Into<String>, fix: impl Into<String>) {
+        if !self.broken {
+            self.problem(span, message, fix);
+        }
+    }
+
+    /// The line, from 1, that a byte of the text is in.
+    pub fn line(&self, offset: usize) -> usize {
+        self.line_starts.partition_point(|start| *start <= offset).max(1)
+    }
+
+    /// A piece of the text as it was written, to be shown.
+    pub fn written(&self, span: Span) -> &'t str {
+        if self.file.is_some() { "…" } else { &self.text[self.clamp(span)] }
+    }
+
+    /// How many problems there are so far.
+    pub fn count(&self) -> usize {
+        self.problems.len()
+    }
+
+    /// The problems, by their place.
+    pub fn into_problems(mut self) -> Vec<Problem> {
+        self.problems.sort_by(|a, b| (&a.file, a.span.start).cmp(&(&b.file, b.span.start)));
+        self.problems.dedup();
+        let secrets = Secrets::find(self.text);
+        for problem in &mut self.problems {
+            secrets.untold(&mut problem.message);
+            secrets.untold(&mut problem.fix);
+        }
+        self.problems
+    }
+
+    /// What lies past the last visible character is moved right behind it, where an operator looks.
+    fn clamp(&self, span: Span) -> Span {
+        let end_of_text = self.text.trim_end().len();
+        let start = floor_char(self.text, span.start.min(end_of_text));
+        let end = floor_char(self.text, span.end.min(self.text.len())).max(start);
+        start..end
+    }
+}
+
+fn line_starts(text: &str) -> Vec<usize> {
+    std::iter::once(0).chain(text.match_indices('\n').map(|(at, _)| at + 1)).collect()
+}
+
+fn floor_char(text: &str, mut at: usize) -> usize {
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}
+
+/// A value as messages show it: in backticks, on one line, not too long, nothing invisible.
+pub fn shown(value: &str) -> String {
+    if value.is_empty() {
+        return String::from("`\"\"`");
+    }
+    let mut out = String::from("`");
+    for (i, c) in value.chars().enumerate() {
+        if i == VALUE_CHARS {
+            out.push('…');
+            break;
+        }
+        match c {
+            '"' | '\'' | '\\' => out.push(c),
+            _ => out.extend(c.escape_debug()),
+        }
+    }
+    out.push('`');
+    out
+}
+
+/// Values as messages list them: `a`, `b` or `c`.
+pub fn listed<'v>(values: impl IntoIterator<Item = &'v str>, last_word: &str) -> String {
+    let values: Vec<String> = values.into_iter().map(shown).collect();
+    match values.as_slice() {
+        [] => String::from("nothing"),
+        [one] => one.clone(),
+        [init @ .., last] => format!("{} {last_word} {last}", init.join(", ")),
+    }
+}
+
+/// All problems as the operator reads them: place, message, the line itself, the fix; then how many.
+/// `text` is that of the file of this name; of other files no lines are shown.
+pub fn render(problems: &[Problem], file_name: &str, text: &str) -> String {
+    let text = &Secrets::find(text).covered();
+    let starts = line_starts(text);
+    let mut out = String::new();
+    let (own, others): (Vec<&Problem>, Vec<&Problem>) = problems.iter().partition(|problem| problem.file.is_none());
+    for problem in sorted(own) {
+        let start = starts.get(problem.line.saturating_sub(1)).copied().unwrap_or(text.len());
+        let line = text[start..].split('\n').next().unwrap_or("");
+        write(problem, file_name, Some(line), &mut out);
+    }
+    let mut files: Vec<&Path> = others.iter().filter_map(|problem| problem.file.as_deref()).collect();
+    files.sort();
+    files.dedup();
+    let count = |of: usize, name: &str, out: &mut String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{of} {} in {name}", if of == 1 { "problem" } else { "problems" });
+    };
+    if problems.len() > others.len() || others.is_empty() {
+        count(problems.len() - others.len(), file_name, &mut out);
+    }
+    for file in files {
+        // It is named from where the first file lies.
+        let name = Path::new(file_name).parent().unwrap_or(Path::new("")).join(file).display().to_string();
+        let of_file: Vec<&Problem> =
+            others.iter().copied().filter(|problem| problem.file.as_deref() == Some(file)).collect();
+        let number = of_file.len();
+        sorted(of_file).into_iter().for_each(|problem| write(problem, &name, None, &mut out));
+        count(number, &name, &mut out);
+    }
+    out
+}
+
+fn sorted(mut problems: Vec<&Problem>) -> Vec<&Problem> {
+    problems.sort_by_key(|problem| (problem.line, problem.column));
+    problems
+}
+
+fn write(problem: &Problem, file_name: &str, line: Option<&str>, out: &mut String) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "{file_name}:{}:{}: {}", problem.line, problem.column, problem.message);
+    let (excerpt, carets) = line.map(|line| excerpt(line, problem)).unwrap_or_default();
+    if !excerpt.trim().is_empty() {
+        let number = problem.line.to_string();
+        let gutter = " ".repeat(number.len());
+        let _ = writeln!(out, "  {number} | {excerpt}\n  {gutter} | {carets}");
+    }
+    let _ = writeln!(out, "  fix: {}\n", problem.fix);
+}
+
+/// The line of a problem and, of equal width, the carets to put underneath.
+fn excerpt(line: &str, problem: &Problem) -> (String, String) {
+    let line = line.trim_end();
+    let chars: Vec<char> = line.chars().collect();
+    let from = (problem.column - 1).min(chars.len());
+    let marked = problem.span.end.saturating_sub(problem.span.start);
+    let rest: String = chars[from..].iter().collect();
+    // A span may go on in the lines that follow; the carets end with this one.
+    let width = rest.char_indices().take_while(|(at, _)| *at < marked).count().max(1);
+    let first = if chars.len() > LINE_CHARS { from.saturating_sub(LINE_CHARS / 3) } else { 0 };
+    let last = chars.len().min(first + LINE_CHARS);
+    let (mut shown, mut carets) = (String::new(), String::new());
+    if first > 0 {
+        shown.push_str("… ");
+        carets.push_str("  ");
+    }
+    for (i, c) in chars.iter().enumerate().take(last).skip(first) {
+        // A tab stays one, above and below, so that both lines agree wherever it leads.
+        shown.push(if c.is_control() && *c != '\t' { '\u{fffd}' } else { *c });
+        carets.push(match c {
+            _ if (from..from + width).contains(&i) => '^',
+            '\t' => '\t',
+            _ => ' ',
+        });
+    }
+    if last < chars.len() {
+        shown.push_str(" …");
+    }
+    if from == chars.len() {
+        carets.push('^');
+    }
+    (shown, carets.trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(text: &str, span: Span) -> Problem {
+        let mut report = Report::new(text);
+        report.problem(span, "it is wrong", "mend it");
+        report.into_problems().remove(0)
+    }
+
+    #[test]
+    fn columns_count_characters() {
+        let text = "é = 1\r\nüü = \"ß\"\r\n";
+        let problem = one(text, 15..19);
+        assert_eq!((problem.line, problem.column), (2, 6));
+        assert_eq!(
+            render(&[problem], "gateway.toml", text),
+            "gateway.toml:2:6: it is wrong\n  2 | üü = \"ß\"\n    |      ^^^\n  fix: mend it\n\n1 problem in gateway.toml\n"
+        );
+    }
+
+    #[test]
+    fn every_place_is_inside_the_text() {
+        for text in ["", "\n", "a", "a\r\n", "\r", "é\n\n\n", "\t\tx\n", "\u{feff}a"] {
+            for start in 0..text.len() + 3 {
+                for end in 0..text.len() + 3 {
+                    let problem = one(text, start..end);
+                    assert!(problem.span.end <= text.len() && problem.line >= 1 && problem.column >= 1);
+                    let rendered = render(&[problem], "f", text);
+                    assert!(rendered.contains("fix: mend it"), "{rendered}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn carets_keep_the_tabs_before_them() {
+        let problem = one("\tx = 1", 1..2);
+        assert_eq!(excerpt("\tx = 1", &problem), ("\tx = 1".to_owned(), "\t^".to_owned()));
+    }
+
+    #[test]
+    fn a_long_line_is_shown_around_the_place() {
+        let text = format!("{}x{}", "a".repeat(500), "b".repeat(500));
+        let (excerpt, carets) = excerpt(&text, &one(&text, 500..501));
+        assert!(excerpt.chars().count() < LINE_CHARS + 6);
+        let at = carets.chars().count() - 1;
+        assert_eq!(excerpt.chars().nth(at), Some('x'));
+    }
+
+    #[test]
+    fn values_are_shown_on_one_line() {
+        assert_eq!(shown("a\nb"), "`a\\nb`");
+        assert_eq!(shown("say \"hi\""), "`say \"hi\"`");
+        assert_eq!(shown(&"x".repeat(100)).chars().count(), VALUE_CHARS + 3);
+        assert_eq!(listed(["a", "b", "c"], "or"), "`a`, `b` or `c`");
+    }
+}

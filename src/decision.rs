@@ -1,0 +1,304 @@
+//! Decisions for those who ask without a request: may this key pass this rule, and what has it used?
+//!
+//! The question and the answer are JSON; the counters are those of the requests. This file knows no
+//! socket: it is handed the text of a question and a clock.
+
+use std::cmp::Reverse;
+use std::sync::Arc;
+
+use serde_json::{Map, Value, json};
+
+use crate::http::error::Unanswered;
+use crate::http::key_source::{address, kind};
+use crate::http::overrides::{Exceptions, Standing};
+use crate::http::rate_limit_key::Starts;
+use crate::http::ratelimit_headers::seconds_until;
+use crate::http::store_key_text::{Digester, Spelling};
+use transom_limiter::acquire::Charge;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::key::{KeyHash, KeyHasher, Part, Seed};
+use transom_limiter::rule_set::{Book, Entry, Judgement, Line, Roster};
+use transom_limiter::table::Table;
+
+/// What is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verb {
+    /// Decide and consume.
+    Limit,
+    /// Decide only.
+    Check,
+    /// Forget the key.
+    Reset,
+    /// Read only.
+    Value,
+}
+
+/// All rules, each for itself, for those who ask by name and key.
+#[derive(Debug)]
+pub struct Counsel {
+    book: Arc<Book>,
+    /// Spells what is secret, where gateways share counters.
+    digester: Option<Arc<Digester>>,
+    rules: Vec<Ready>,
+}
+
+#[derive(Debug)]
+struct Ready {
+    roster: Roster,
+    starts: Starts,
+    spelling: Spelling,
+    exceptions: Option<Arc<Exceptions>>,
+}
+
+/// A question, read.
+struct Question {
+    rule: usize,
+    key: Vec<String>,
+    cost: Option<u32>,
+    reserve: bool,
+}
+
+/// A question about a key that the rule counts.
+pub struct Heard {
+    pub asker: Asker,
+    rule: usize,
+    key: Vec<String>,
+    pub reserve: bool,
+}
+
+impl Counsel {
+    /// `exceptions` has one place for each rule of the book.
+    pub fn new(
+        book: &Arc<Book>,
+        exceptions: &[Option<Arc<Exceptions>>],
+        seed: Seed,
+        digester: Option<Arc<Digester>>,
+    ) -> Counsel {
+        let ready = |(rule, entry): (usize, &Entry)| Ready {
+            roster: book.roster_alone(rule),
+            starts: Starts::new(entry, seed, None),
+            spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
+            exceptions: exceptions[rule].clone(),
+        };
+        Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book), digester }
+    }
+
+    /// Reads a question. `None`: the rule does not count that key, and everything is allowed.
+    pub fn hear(&self, text: &[u8]) -> Result<Option<Heard>, Unanswered> {
+        let question = self.read(text)?;
+        let asker = self.asker(&question)?;
+        Ok(asker.map(|asker| Heard { asker, rule: question.rule, key: question.key, reserve: question.reserve }))
+    }
+
+    /// What is said of a key that the rule does not count.
+    pub fn uncounted() -> Value {
+        json!({ "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [] })
+    }
+
+    /// The rule of a question alone.
+    pub fn roster(&self, heard: &Heard) -> (&Arc<Book>, &Roster) {
+        (&self.book, &self.rules[heard.rule].roster)
+    }
+
+    /// Answers a question in JSON, by the counters of this machine.
+    pub fn answer(&self, verb: Verb, heard: &Heard, table: &Table, clock: &dyn Fn() -> u64) -> Value {
+        let now = Now::by(clock);
+        let roster = &self.rules[heard.rule].roster;
+        let mut desk = Desk::default();
+        desk.askers.push(Some(heard.asker));
+        desk.reserve = heard.reserve;
+        let (allowed, again_ms) = match verb {
+            Verb::Limit => {
+                let judgement = self.book.judge(roster, table, now, &mut desk);
+                self.outcome(heard, &judgement, &desk, desk.decided_ms)
+            }
+            // Whether there is a place in a window to come is found out by taking it.
+            Verb::Check if heard.reserve => match self.book.judge(roster, table, now, &mut desk) {
+                Judgement::Refused => (false, self.book.again_ms(roster, &desk, desk.decided_ms)),
+                taken => {
+                    let shares: Vec<_> = desk.all_shares().collect();
+                    self.book.give_back(&shares, u32::MAX, table, desk.decided_ms);
+                    let outcome = self.outcome(heard, &taken, &desk, desk.decided_ms);
+                    self.book.look(roster, table, Now::by(clock), &mut desk);
+                    outcome
+                }
+            },
+            Verb::Check | Verb::Value => {
+                let room = self.book.look(roster, table, now, &mut desk);
+                (room, self.book.again_ms(roster, &desk, desk.decided_ms))
+            }
+            Verb::Reset => {
+                self.book.look(roster, table, now, &mut desk);
+                self.book.forget(table, desk.decided_ms, &desk);
+                let room = self.book.look(roster, table, Now::by(clock), &mut desk);
+                (room, Some(desk.decided_ms))
+            }
+        };
+        self.tell(heard, &desk, allowed, again_ms, desk.decided_ms)
+    }
+
+    /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
+    pub fn outcome(&self, heard: &Heard, judgement: &Judgement, desk: &Desk, now_ms: u64) -> (bool, Option<u64>) {
+        match judgement {
+            Judgement::Admitted => (true, Some(now_ms)),
+            Judgement::Delayed { until_ms, .. } => (true, Some(*until_ms)),
+            Judgement::Refused => (false, self.again_ms(heard, desk, now_ms)),
+        }
+    }
+
+    /// When a question may be asked again that finds what lies on the desk.
+    pub fn again_ms(&self, heard: &Heard, desk: &Desk, now_ms: u64) -> Option<u64> {
+        self.book.again_ms(&self.rules[heard.rule].roster, desk, now_ms)
+    }
+
+    /// The answer in JSON.
+    pub fn tell(&self, heard: &Heard, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+        told(&self.book.entries[heard.rule], desk, allowed, again_ms, now_ms)
+    }
+
+    fn read(&self, text: &[u8]) -> Result<Question, Unanswered> {
+        let malformed = |why: &str| Unanswered::Malformed(why.to_owned());
+        let question: Map<String, Value> =
+            serde_json::from_slice(text).map_err(|_| malformed("the question is not a JSON object"))?;
+        let known = ["rule", "key", "cost", "reserve"];
+        if let Some(other) = question.keys().find(|name| !known.contains(&name.as_str())) {
+            let other: String = other.chars().take(64).collect();
+            return Err(Unanswered::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
+        }
+        let Some(Value::String(name)) = question.get("rule") else { return Err(malformed("`rule` is not a text")) };
+        let rule = self.book.entries.iter().position(|entry| entry.rule.name == *name);
+        let rule = rule.ok_or_else(|| Unanswered::UnknownRule(name.chars().take(64).collect()))?;
+        let text = |value: &Value| match value {
+            Value::String(text) if !text.is_empty() => Some(text.clone()),
+            _ => None,
+        };
+        let key = match question.get("key") {
+            None | Some(Value::Null) => Some(Vec::new()),
+            Some(Value::Array(parts)) => parts.iter().map(text).collect(),
+            Some(value) => text(value).map(|text| vec![text]),
+        };
+        let key = key.ok_or_else(|| malformed("`key` is neither a text nor a list of texts, none of them empty"))?;
+        let cost = match question.get("cost") {
+            None | Some(Value::Null) => None,
+            Some(cost) => {
+                let cost = cost.as_u64().and_then(|cost| u32::try_from(cost).ok());
+                Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
+            }
+        };
+        let reserve = match question.get("reserve") {
+            None | Some(Value::Null) => false,
+            Some(Value::Bool(reserve)) => *reserve,
+            Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
+        };
+        Ok(Question { rule, key, cost, reserve })
+    }
+
+    /// What a question's key is in the store; `None` if the rule is not shared.
+    pub fn text_of(&self, heard: &Heard) -> Option<String> {
+        let is_shared = self.rules[heard.rule].roster.is_shared;
+        let digester = self.digester.as_ref().filter(|_| is_shared)?;
+        let mut text = String::new();
+        self.text(heard.rule, &heard.key, digester, &mut text).then_some(text)
+    }
+
+    /// Adds the text of a key under a rule, as [`crate::http::caller::Identity::text`] does for requests that have it. Returns
+    /// whether it is one; if not, nothing is added.
+    pub(super) fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
+        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.book.entries.get(rule)) else { return false };
+        let start = out.len();
+        ready.spelling.begin(out);
+        for (position, part) in entry.rule.key.iter().enumerate() {
+            let value = match (part, key.get(position)) {
+                (_, Some(value)) => value.as_str(),
+                (Part::Global, None) => "",
+                (_, None) => {
+                    out.truncate(start);
+                    return false;
+                }
+            };
+            let mut take = |kind: u8, bytes: &[u8]| ready.spelling.part(position, kind, bytes, digester, out);
+            match (part, value.parse()) {
+                (Part::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
+                    address(parsed, *v4_prefix, *v6_prefix, &mut take);
+                }
+                (Part::Ip { .. }, Err(_)) => {
+                    out.truncate(start);
+                    return false;
+                }
+                _ => take(kind(part), value.as_bytes()),
+            }
+        }
+        true
+    }
+
+    /// Who asks; `None` if the rule does not count that key.
+    fn asker(&self, question: &Question) -> Result<Option<Asker>, Unanswered> {
+        let (ready, rule) = (&self.rules[question.rule], &self.book.entries[question.rule].rule);
+        // One counter for all has no key, or any.
+        let parts: &[Part] = if rule.key == [Part::Global] { &[] } else { &rule.key };
+        if parts.len() != question.key.len() && !parts.is_empty() {
+            let names: Vec<String> = parts.iter().map(Part::to_string).collect();
+            return Err(Unanswered::Malformed(format!("the key of this rule has the parts `{}`", names.join("`, `"))));
+        }
+        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, Unanswered> {
+            let mut hasher = start.clone();
+            let given = if parts.is_empty() { &[][..] } else { &question.key };
+            for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
+                crate::http::overrides::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
+                    Unanswered::Malformed(String::from("the key is no address where the rule counts by `ip`"))
+                })?;
+            }
+            Ok(hasher.finish())
+        };
+        let key = hash(&ready.starts.own, false)?;
+        let offset = match &ready.starts.everywhere {
+            Some(start) => hash(start, false)?.place,
+            None => 0,
+        };
+        let mut variant = 0;
+        if let Some(exceptions) = ready.exceptions.as_ref().filter(|exceptions| exceptions.has_keys()) {
+            let known = match &exceptions.by_digest {
+                Some(start) => hash(start, true)?,
+                None => key,
+            };
+            match exceptions.of_key(known) {
+                Some(Standing::Exempt) => return Ok(None),
+                Some(Standing::Variant(of_key)) => variant = of_key,
+                None => {}
+            }
+        }
+        Ok(Some(Asker { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.usual()) }))
+    }
+}
+
+/// The answer: at its top stands the layer nearest its limit.
+fn told(entry: &Entry, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+    let seconds = |ms: u64| seconds_until(ms, now_ms);
+    // In the order of the configuration, not in that of the charges.
+    let mut asked: Vec<_> = desk.charges.iter().zip(&desk.lines).collect();
+    asked.sort_by_key(|(_, line)| line.layer);
+    let remaining =
+        |charge: &Charge, line: &Line| u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used);
+    let window = |(charge, line): &(&Charge, &Line)| {
+        let mut window = Map::new();
+        window.insert("count".to_owned(), json!(charge.usage.used));
+        window.insert("limit".to_owned(), json!(charge.ask.limit));
+        window.insert("remaining".to_owned(), json!(remaining(charge, line)));
+        window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
+        window
+    };
+    let nearness = |(charge, line): &&(&Charge, &Line)| (remaining(charge, line), Reverse(charge.usage.end_ms));
+    let mut answer = asked.iter().min_by_key(nearness).map(window).unwrap_or_default();
+    answer.insert("allowed".to_owned(), json!(allowed));
+    // What costs more than there ever is will never be allowed.
+    let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
+    answer.insert("retry_after".to_owned(), json!(retry_after));
+    let named = |asked: &(&Charge, &Line)| {
+        let mut window = window(asked);
+        window.insert("name".to_owned(), json!(entry.layer_name(asked.1.layer)));
+        Value::Object(window)
+    };
+    answer.insert("windows".to_owned(), asked.iter().map(named).collect());
+    Value::Object(answer)
+}

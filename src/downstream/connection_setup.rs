@@ -1,0 +1,231 @@
+//! What happens to a connection before its first request: who opened it, whether there is room for it,
+//! and what is spoken on it.
+//!
+//! Nothing here is waited for without a limit. What is only needed by some connections is kept apart,
+//! so that a plain one takes no memory for it.
+
+use std::future::poll_fn;
+use std::net::IpAddr;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use rustls::{HandshakeKind, ServerConfig};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::server::TlsStream;
+use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
+
+use super::connection_limit::Place;
+use super::drain::Guest;
+use super::listener_context::Listener;
+use super::protocol_detect::{Spoken, listen_for};
+use super::proxy_protocol::{MAX_BYTES, Progress, Source, parse};
+use super::tls::{HTTP2, fingerprint};
+use crate::downstream::http1::connection::serve;
+use crate::downstream::http1::io::{LINGER, LINGER_BYTES};
+use crate::downstream::http2::connection;
+use crate::http::error::Fault;
+use crate::http::responses;
+use crate::io_stream::Wire;
+use crate::metrics::events::TurnedAway;
+use crate::proxy::request_record;
+use crate::proxy::worker_state::{Hall, Origin};
+use crate::timer::Timer;
+
+/// The first byte of a TLS handshake (RFC 8446, section 5.1).
+const HANDSHAKE: u8 = 22;
+/// How long a connection may still take to say what it wants once it is let go.
+const LAST_ORDERS: Duration = Duration::from_secs(1);
+
+/// Why a connection ends before its first request.
+enum End {
+    /// Nothing is left to count: the refusal was counted, or the client only looked whether the port is open.
+    Left,
+    TurnedAway(TurnedAway),
+}
+
+impl From<TurnedAway> for End {
+    fn from(why: TurnedAway) -> End {
+        End::TurnedAway(why)
+    }
+}
+
+/// Takes in a connection, and serves it until it ends.
+pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<Listener>, guest: Guest) {
+    listener.meter.connected();
+    match welcome(stream, peer, place, &listener, guest).await {
+        Ok(()) | Err(End::Left) => {}
+        Err(End::TurnedAway(why)) => count_refusal(why, peer, &listener),
+    }
+    listener.meter.disconnected();
+}
+
+/// Says no to a connection for which there is no place, without taking it in.
+pub fn turn_away(stream: TcpStream, peer: IpAddr, listener: &Listener) {
+    count_refusal(TurnedAway::MaxConnections, peer, listener);
+    say_no(stream, peer, listener);
+}
+
+fn count_refusal(why: TurnedAway, peer: IpAddr, listener: &Listener) {
+    tracing::debug!(%peer, ?why, "a connection was turned away");
+    listener.meter.turned_away(why);
+}
+
+/// Answers a connection for which there is no place, where that needs no TLS handshake first.
+fn say_no(stream: TcpStream, address: IpAddr, listener: &Listener) {
+    if !listener.is_secure() {
+        request_record::refused_head(&listener.lobby.hall, address, &Fault::Crowded);
+        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&Fault::Crowded)));
+    }
+}
+
+async fn welcome(
+    mut stream: TcpStream,
+    peer: IpAddr,
+    mut place: Place,
+    listener: &Listener,
+    guest: Guest,
+) -> Result<(), End> {
+    let hall = Rc::clone(&listener.lobby.hall);
+    let address = if listener.lobby.is_proxy(peer) {
+        let limit = hall.view().snapshot.config.timeouts.proxy_protocol;
+        let timer = hall.timers.timer();
+        let source = Box::pin(within(&timer, limit, &guest, read_source(&mut stream))).await;
+        match source.ok_or(TurnedAway::ProxyHeaderTimeout)?? {
+            Source::Client(address) => address,
+            Source::Proxy => peer,
+        }
+    } else {
+        peer
+    };
+    if !place.is_free_for(address) {
+        // Counted before the answer: a client that has read it finds it in the metrics.
+        count_refusal(TurnedAway::MaxConnectionsPerClient, address, listener);
+        say_no(stream, address, listener);
+        return Err(End::Left);
+    }
+    let (wire, origin) = match listener.tls() {
+        None => (Wire::tcp(stream), Origin::new(address, false)),
+        Some(tls) => Box::pin(secure(stream, tls, address, listener, &guest)).await?,
+    };
+    let origin = Rc::new(origin);
+    let (wire, spoken) = match origin.is_secure {
+        // Where a client names nothing, it speaks HTTP/1.1.
+        true if wire.alpn() == Some(HTTP2) => (wire, Spoken::Http2),
+        false if hall.view().snapshot.config.http2.h2c => match listen_for(wire, &hall, &guest).await {
+            Some(found) => found,
+            None => return Ok(()),
+        },
+        true | false => (wire, Spoken::Http1),
+    };
+    match spoken {
+        Spoken::Http1 => serve(wire, origin, hall, guest).await,
+        // Apart, so that the others take no memory for it.
+        Spoken::Http2 => Box::pin(connection::serve(wire, origin, hall, guest)).await,
+    }
+    Ok(())
+}
+
+/// Leads a connection through TLS, and notes whose it is.
+async fn secure(
+    stream: TcpStream,
+    tls: Arc<ServerConfig>,
+    address: IpAddr,
+    listener: &Listener,
+    guest: &Guest,
+) -> Result<(Wire, Origin), End> {
+    let hall = &listener.lobby.hall;
+    let limit = hall.view().snapshot.config.timeouts.tls_handshake;
+    let timer = hall.timers.timer();
+    let shaken = within(&timer, limit, guest, handshake(stream, tls, address, hall)).await;
+    let stream = shaken.ok_or(TurnedAway::HandshakeTimeout)??;
+    let (_, session) = stream.get_ref();
+    listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
+    let origin = Origin::new(address, true).with_certificate(certificate);
+    Ok((Wire::tls(EitherSide::from(stream)), origin))
+}
+
+/// The TLS handshake. Whoever speaks HTTP in the clear is told so.
+async fn handshake(
+    stream: TcpStream,
+    tls: Arc<ServerConfig>,
+    address: IpAddr,
+    hall: &Hall,
+) -> Result<TlsStream<TcpStream>, End> {
+    let mut first = [0];
+    // Looked at, not taken: to what it does not know, rustls answers with an alert.
+    match stream.peek(&mut first).await {
+        Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
+        Ok(1..) => {
+            request_record::refused_head(hall, address, &Fault::Cleartext);
+            part(stream, &Fault::Cleartext).await;
+            return Err(TurnedAway::Cleartext.into());
+        }
+        Ok(0) | Err(_) => return Err(End::Left),
+    }
+    TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
+        tracing::debug!(%address, %error, "a TLS handshake failed");
+        TurnedAway::Handshake.into()
+    })
+}
+
+/// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and
+/// thrown away for a moment.
+async fn part(mut stream: TcpStream, fault: &Fault) {
+    let parting = async {
+        stream.write_all(&responses::written(&responses::fault(fault))).await?;
+        stream.shutdown().await?;
+        let mut rest = (&mut stream).take(LINGER_BYTES as u64);
+        tokio::io::copy(&mut rest, &mut tokio::io::sink()).await
+    };
+    // A client that does not wait for its answer needs none.
+    let _ = tokio::time::timeout(LINGER, parting).await;
+}
+
+/// Reads a PROXY header, and nothing of what comes behind it.
+async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
+    let mut seen = Vec::new();
+    let mut peeked = vec![0; MAX_BYTES];
+    loop {
+        let taken = seen.len();
+        match stream.peek(&mut peeked).await {
+            // Balancers look whether a port is open.
+            Ok(0) if taken == 0 => return Err(End::Left),
+            Ok(0) | Err(_) => return Err(TurnedAway::ProxyHeader.into()),
+            Ok(count) => seen.extend_from_slice(&peeked[..count]),
+        }
+        let (length, source) = match parse(&seen) {
+            Progress::More => (seen.len(), None),
+            Progress::Complete { length, source } => (length, Some(source)),
+            Progress::Malformed => return Err(TurnedAway::ProxyHeader.into()),
+        };
+        // These bytes are there, so nothing is waited for. What was seen of the header before is taken already.
+        seen.truncate(length);
+        stream.read_exact(&mut seen[taken..]).await.map_err(|_gone| TurnedAway::ProxyHeader)?;
+        if let Some(source) = source {
+            return Ok(source);
+        }
+    }
+}
+
+/// Waits for something no longer than for so long, and not much longer once the connection is let go.
+async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: impl Future<Output = T>) -> Option<T> {
+    timer.arm(limit);
+    let mut waited_for = pin!(waited_for);
+    let mut told = false;
+    poll_fn(|cx| {
+        if let Poll::Ready(done) = waited_for.as_mut().poll(cx) {
+            return Poll::Ready(Some(done));
+        }
+        if !told && guest.poll_released(cx) {
+            told = true;
+            timer.arm(limit.min(LAST_ORDERS));
+        }
+        if timer.poll_up(cx) { Poll::Ready(None) } else { Poll::Pending }
+    })
+    .await
+}

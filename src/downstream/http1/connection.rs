@@ -1,0 +1,294 @@
+//! One client connection that speaks HTTP/1.1: hyper's loop of requests and answers, its limits, and its end.
+
+use std::convert::Infallible;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http::header::{CONNECTION, DATE};
+use http::{HeaderValue, Method, Request, Response};
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::Service;
+use hyper_util::rt::TokioIo;
+use tokio::io::AsyncWrite;
+
+use crate::downstream::drain::Guest;
+use crate::downstream::http1::connection_state::Stage;
+use crate::downstream::http1::io::Guard;
+use crate::http::error::Fault;
+use crate::http::headers::Marks;
+use crate::io_stream::Wire;
+use crate::proxy::pass;
+use crate::proxy::response_body::{self, Body};
+use crate::proxy::response_future::Passing;
+use crate::proxy::worker_state::{Hall, Origin, Peer};
+
+/// Fields that hyper has room for without an allocation for each head.
+const USUAL_FIELDS: usize = 100;
+
+/// Serves a connection until it ends. While the gateway drains, an answer says that it is the last one; a connection
+/// that is not released yet stays for a request that may be on its way, which would be lost if it were closed.
+///
+/// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
+/// that lies idle takes little memory.
+pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
+    let address = origin.address;
+    let (stage, shape) = {
+        let config = &hall.view().snapshot.config;
+        let (timeouts, limits) = (&config.timeouts, &config.limits);
+        let timer = hall.timers.timer();
+        let drain = Rc::clone(guest.drain());
+        let stage = Stage::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
+        (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
+    };
+    let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
+    peer.body_limit = Rc::clone(stage.body_limit());
+    let peer = Rc::new(peer);
+    let mut door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
+    let mut guard = Guard::new(wire, Rc::clone(&stage), Rc::clone(&hall), Rc::clone(&peer));
+    loop {
+        match rest(&guard, &stage, &guest).await {
+            Rest::Over => {}
+            Rest::Late => break,
+            Rest::Drained => break leave(guard, Bytes::new(), &stage, &peer).await,
+        }
+        let mut connection = shape.connection(guard, door);
+        match attend(&mut connection, &stage, &guest).await {
+            Ok(End::Tired) => {
+                let parts = connection.into_parts();
+                (guard, door) = (parts.io.into_inner(), parts.service);
+                peer.again.take();
+                // What is no request may have come, as an empty line.
+                if !parts.read_buf.is_empty() {
+                    guard.put_back(parts.read_buf);
+                }
+            }
+            Ok(End::Done) => {
+                let leaving = {
+                    let parts = connection.into_parts();
+                    leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)
+                };
+                break leaving.await;
+            }
+            Ok(End::Late) => {
+                let mut guard = connection.into_parts().io.into_inner();
+                match stage.lateness() {
+                    Some(fault @ Fault::HeadTimeout) => guard.refuse(&fault),
+                    Some(fault) => {
+                        hall.meter.fault(fault.kind());
+                        if fault == Fault::Stalled {
+                            guard.abandon();
+                        }
+                    }
+                    None => {}
+                }
+                break;
+            }
+            Err(error) => {
+                tracing::debug!(%address, %error, "a client connection broke off");
+                if error.is_parse() {
+                    let mut guard = connection.into_parts().io.into_inner();
+                    guard.refuse(&Fault::Malformed);
+                    leave(guard, Bytes::new(), &stage, &peer).await;
+                }
+                break;
+            }
+        }
+    }
+}
+
+/// hyper's side of a connection; apart, so that one that lies idle has no room for it.
+type Connection = Box<http1::Connection<TokioIo<Guard>, Door>>;
+
+/// How large a head may be.
+struct Shape {
+    fields: usize,
+    head_bytes: usize,
+}
+
+impl Shape {
+    fn connection(&self, guard: Guard, door: Door) -> Connection {
+        let mut builder = http1::Builder::new();
+        if self.fields != USUAL_FIELDS {
+            builder.max_headers(self.fields);
+        }
+        builder
+            .header_read_timeout(None)
+            .auto_date_header(false)
+            // The guard looks for clients that go away.
+            .half_close(true)
+            // The read buffer may hold more than this once it has grown.
+            .max_header_size(self.head_bytes)
+            .max_buf_size(self.head_bytes);
+        Box::new(builder.serve_connection(TokioIo::new(guard), door))
+    }
+}
+
+/// How a wait for a request ends.
+enum Rest {
+    /// There is something to read.
+    Over,
+    Late,
+    Drained,
+}
+
+/// Waits until something comes.
+async fn rest(guard: &Guard, stage: &Stage, guest: &Guest) -> Rest {
+    poll_fn(|cx| {
+        if guard.poll_readable(cx).is_ready() {
+            Poll::Ready(Rest::Over)
+        } else if guest.poll_released(cx) {
+            Poll::Ready(Rest::Drained)
+        } else if stage.poll_late(cx) {
+            Poll::Ready(Rest::Late)
+        } else {
+            Poll::Pending
+        }
+    })
+    .await
+}
+
+/// How hyper's part in a connection ends.
+enum End {
+    /// No other request comes for a while.
+    Tired,
+    /// There will be no other request.
+    Done,
+    Late,
+}
+
+/// Lets hyper answer requests.
+async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Result<End, hyper::Error> {
+    let mut told = false;
+    poll_fn(|cx| {
+        let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
+        if poll.is_pending() && stage.poll_late(cx) {
+            return Poll::Ready(Ok(End::Late));
+        }
+        if poll.is_pending() && !told && (stage.is_tired() || guest.poll_released(cx) && stage.is_untouched()) {
+            // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
+            // closes the connection after that.
+            told = true;
+            Pin::new(&mut **connection).graceful_shutdown();
+            poll = connection.poll_without_shutdown(cx).map_ok(|()| End::Tired);
+        }
+        poll
+    })
+    .await
+}
+
+/// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
+/// request has no room for it.
+fn leave<'a>(
+    mut guard: Guard,
+    early: Bytes,
+    stage: &'a Stage,
+    peer: &'a Peer,
+) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
+    Box::pin(async move {
+        let Some(passage) = peer.passage.take() else {
+            // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
+            let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
+                Poll::Pending if !stage.poll_late(cx) => Poll::Pending,
+                _ => Poll::Ready(()),
+            });
+            return closed.await;
+        };
+        guard.step_aside();
+        passage.open(guard, early, &peer.timer).await;
+    })
+}
+
+/// What hyper calls with every request of a connection.
+struct Door {
+    hall: Rc<Hall>,
+    stage: Rc<Stage>,
+    peer: Rc<Peer>,
+}
+
+impl Service<Request<Incoming>> for Door {
+    type Response = Response<Staged>;
+    type Error = Infallible;
+    type Future = Answering;
+
+    fn call(&self, request: Request<Incoming>) -> Answering {
+        self.peer.repeats.set(self.stage.repeats());
+        self.stage.begin(request.body().size_hint().exact());
+        // What only the bytes tell.
+        let fields = request.headers().len();
+        let is_head = request.method() == Method::HEAD;
+        let doubts = |marks: Marks| self.stage.doubt(marks, fields);
+        let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
+        Answering { passing, is_head, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
+    }
+}
+
+/// An answer that is there, or under way.
+struct Answering {
+    passing: Passing,
+    is_head: bool,
+    stage: Rc<Stage>,
+    hall: Rc<Hall>,
+}
+
+impl Future for Answering {
+    type Output = Result<Response<Staged>, Infallible>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.get_mut();
+        let mut answer = ready!(this.passing.poll_answer(cx));
+        if this.is_head {
+            response_body::leave_out(&mut answer);
+        }
+        let stage = Rc::clone(&this.stage);
+        stage.moved();
+        let mut answer = answer.map(|body| Staged { body, stage });
+        if !answer.headers().keys().any(|name| *name == DATE) {
+            answer.headers_mut().insert(DATE, this.hall.date());
+        }
+        if this.stage.is_last() && !answer.status().is_informational() {
+            // hyper closes the connection behind an answer that says so.
+            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        Poll::Ready(Ok(answer))
+    }
+}
+
+/// A body that tells the guard of the socket when it has been handed over.
+struct Staged {
+    body: Body,
+    stage: Rc<Stage>,
+}
+
+impl HttpBody for Staged {
+    type Data = Bytes;
+    type Error = <Body as HttpBody>::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let this = self.get_mut();
+        let frame = Pin::new(&mut this.body).poll_frame(cx);
+        match frame {
+            Poll::Ready(_) => this.stage.moved(),
+            Poll::Pending => this.stage.awaits_piece(),
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        self.stage.end();
+    }
+}

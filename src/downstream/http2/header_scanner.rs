@@ -1,0 +1,798 @@
+//! What a client sends on an HTTP/2 connection, between its socket and h2: all of it passes, but for what h2 would end the
+//! connection for although it need not.
+//!
+//! A block of fields is held until it is complete, and scanned (`hpack`). An empty DATA frame becomes one that is ignored: h2 bears with a
+//! hundred of them in the life of a connection, and `conduct` counts them by the second. This file knows no socket.
+
+use crate::downstream::http2::frame_header::{Frame, HEAD_BYTES, PREFACE};
+use crate::downstream::http2::hpack::{Flaw, Limits, MALFORMED, Scanned, Scanner};
+
+/// A frame type that is not defined; receivers ignore it (RFC 9113, section 4.1).
+const UNKNOWN: u8 = 0xff;
+/// The largest payload that h2 takes in one frame.
+const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
+/// HEADERS on stream 0: an error of the connection.
+const BROKEN: [u8; HEAD_BYTES] = [0, 0, 0, Frame::HEADERS, 4, 0, 0, 0, 0];
+
+/// A block of fields that has come.
+#[derive(Clone, Copy, Debug)]
+pub struct Block {
+    pub stream: u32,
+    /// It opens the stream; otherwise it is trailers.
+    pub is_head: bool,
+    /// Of its fields, as the limits count.
+    pub bytes: usize,
+    pub flaw: Option<Flaw>,
+}
+
+/// Observes the header blocks that pass, and bounds them.
+pub trait Watch {
+    /// How many bytes of fields a head may have that comes now.
+    fn room(&self) -> usize;
+    fn block(&self, block: Block);
+}
+
+#[derive(Debug)]
+pub struct Input {
+    scanner: Scanner,
+    /// The beginning of a frame's head, or of a block.
+    held: Vec<u8>,
+    /// So much of it is whole frames.
+    whole: usize,
+    /// What goes to h2 before anything else is read; so much of it has gone.
+    ready: Vec<u8>,
+    given: usize,
+    /// Bytes that pass before the next frame.
+    skip: usize,
+    /// There was a connection error, which was passed on to h2. Nothing behind it passes: h2 takes some such errors for those
+    /// of a stream, and does not read the fields then.
+    is_over: bool,
+    last_stream: u32,
+}
+
+/// Where a block ends.
+enum End {
+    /// More has to come; so much of what is there is whole frames.
+    Later(usize),
+    At(usize),
+    /// Another frame comes in between, or none has a place for padding.
+    Never,
+}
+
+impl Input {
+    pub fn new(limits: Limits) -> Input {
+        Input {
+            scanner: Scanner::new(limits),
+            held: Vec::new(),
+            whole: 0,
+            ready: Vec::new(),
+            given: 0,
+            skip: PREFACE.len(),
+            is_over: false,
+            last_stream: 0,
+        }
+    }
+
+    /// What goes to h2 first; it is asked for until there is none.
+    pub fn take_ready(&mut self, most: usize) -> &[u8] {
+        let start = self.given;
+        self.given = self.ready.len().min(start + most);
+        if start == self.given {
+            // Memory is kept only for what comes often.
+            self.ready = Vec::new();
+            self.given = 0;
+            return &[];
+        }
+        &self.ready[start..self.given]
+    }
+
+    /// Looks at what has come. So many of the bytes pass as they are; the others are held, or ready.
+    pub fn pass(&mut self, bytes: &mut [u8], watch: &impl Watch) -> usize {
+        if self.held.is_empty() {
+            let (passed, taken) = self.screen(bytes, false, watch);
+            self.held.extend_from_slice(&bytes[taken..]);
+            return passed;
+        }
+        let mut held = std::mem::take(&mut self.held);
+        held.extend_from_slice(bytes);
+        let (_, taken) = self.screen(&mut held, true, watch);
+        if taken < held.len() {
+            held.drain(..taken);
+            self.held = held;
+        }
+        0
+    }
+
+    /// Takes whole frames. How many bytes pass unchanged, and how many were taken; those between are ready. All of them are
+    /// if it is `diverted`.
+    fn screen(&mut self, bytes: &mut [u8], mut diverted: bool, watch: &impl Watch) -> (usize, usize) {
+        let (mut at, mut passed) = (0, 0);
+        while at < bytes.len() {
+            if self.is_over {
+                return (passed, bytes.len());
+            }
+            let left = &mut bytes[at..];
+            let pass = if self.skip > 0 {
+                self.skip.min(left.len())
+            } else {
+                let Some(head) = left.first_chunk::<HEAD_BYTES>() else { break };
+                let frame = Frame::read(head);
+                if frame.kind == Frame::HEADERS {
+                    match block_end(left, std::mem::take(&mut self.whole)) {
+                        End::Later(whole) => {
+                            self.whole = whole;
+                            break;
+                        }
+                        End::Never => {
+                            self.break_off();
+                            continue;
+                        }
+                        End::At(end) => {
+                            if let Some(instead) = self.block(&left[..end], frame, watch) {
+                                self.ready.extend_from_slice(&instead);
+                                diverted = true;
+                                at += end;
+                                continue;
+                            }
+                            end
+                        }
+                    }
+                } else if frame.kind == Frame::PUSH_PROMISE {
+                    // No client sends one (RFC 9113, section 8.4). It has fields as well.
+                    self.break_off();
+                    continue;
+                } else {
+                    let is_empty = frame.kind == Frame::DATA && frame.length == 0 && !frame.ends_stream();
+                    if is_empty && (1..=self.last_stream).contains(&frame.stream) {
+                        left[3] = UNKNOWN;
+                    }
+                    self.skip = HEAD_BYTES + frame.length as usize;
+                    continue;
+                }
+            };
+            self.skip = self.skip.saturating_sub(pass);
+            if diverted {
+                self.ready.extend_from_slice(&left[..pass]);
+            } else {
+                passed += pass;
+            }
+            at += pass;
+        }
+        (passed, at)
+    }
+
+    fn break_off(&mut self) {
+        self.ready.extend_from_slice(&BROKEN);
+        self.is_over = true;
+    }
+
+    /// Scans a block of whole frames, the first of which is `first`. What takes its place, if it does not go on as it is.
+    fn block(&mut self, frames: &[u8], first: Frame, watch: &impl Watch) -> Option<Vec<u8>> {
+        let mut gathered = Vec::new();
+        let payload = &frames[HEAD_BYTES..][..first.length as usize];
+        let Some(mut block) = fragment(payload, first) else {
+            self.is_over = true;
+            return Some(BROKEN.to_vec());
+        };
+        let mut rest = &frames[HEAD_BYTES + payload.len()..];
+        if !rest.is_empty() {
+            gathered.extend_from_slice(block);
+            while let Some((head, behind)) = rest.split_first_chunk::<HEAD_BYTES>() {
+                let (payload, behind) = behind.split_at(Frame::read(head).length as usize);
+                gathered.extend_from_slice(payload);
+                rest = behind;
+            }
+            block = &gathered;
+        }
+        let is_head = first.stream > self.last_stream;
+        self.last_stream = self.last_stream.max(first.stream);
+        let room = if is_head { watch.room() } else { usize::MAX };
+        let Scanned { bytes, mut flaw } = self.scanner.scan(block, room);
+        if flaw.is_none() && depends_on_itself(payload, first) {
+            // An error of the stream, for which h2 would leave the fields unread.
+            flaw = Some((Flaw::Malformed, [block, MALFORMED].concat()));
+        }
+        watch.block(Block { stream: first.stream, is_head, bytes, flaw: flaw.as_ref().map(|(flaw, _)| *flaw) });
+        let Some((flaw, mut block)) = flaw else {
+            // h2 reads frame by frame, and takes what is malformed in one before the last for an error of the connection.
+            return (!gathered.is_empty()).then(|| framed(first, &gathered));
+        };
+        if !is_head && let Flaw::TooLarge { .. } = flaw {
+            // Trailers that are too large have no response of their own: the stream is reset.
+            block.extend_from_slice(MALFORMED);
+        }
+        self.is_over |= flaw == Flaw::Undecodable;
+        Some(framed(first, &block))
+    }
+}
+
+/// Where the block ends that these bytes begin with, of which so many were looked at before.
+fn block_end(bytes: &[u8], known: usize) -> End {
+    let mut at = known;
+    while let Some(head) = bytes.get(at..).and_then(<[u8]>::first_chunk::<HEAD_BYTES>) {
+        let frame = Frame::read(head);
+        if at > 0 && frame.kind != Frame::CONTINUATION {
+            return End::Never;
+        }
+        let end = at + HEAD_BYTES + frame.length as usize;
+        if end > bytes.len() {
+            break;
+        }
+        at = end;
+        if frame.ends_head() {
+            return End::At(at);
+        }
+    }
+    End::Later(at)
+}
+
+/// The fields in the payload of HEADERS (RFC 9113, section 6.2).
+fn fragment(payload: &[u8], frame: Frame) -> Option<&[u8]> {
+    let (padding, payload) = match payload.split_first() {
+        Some((padding, payload)) if frame.is_padded() => (usize::from(*padding), payload),
+        None if frame.is_padded() => return None,
+        _ => (0, payload),
+    };
+    let payload = if frame.has_priority() { payload.get(5..)? } else { payload };
+    payload.get(..payload.len().checked_sub(padding)?)
+}
+
+/// Whether HEADERS with a priority makes its stream depend on itself (RFC 7540, section 5.3.1).
+fn depends_on_itself(payload: &[u8], frame: Frame) -> bool {
+    let at = usize::from(frame.is_padded());
+    let parent = payload.get(at..).and_then(<[u8]>::first_chunk).map(|parent| u32::from_be_bytes(*parent) & !(1 << 31));
+    frame.has_priority() && parent == Some(frame.stream)
+}
+
+/// A block as frames, without priority and padding.
+fn framed(first: Frame, block: &[u8]) -> Vec<u8> {
+    let mut frames = Vec::with_capacity(block.len() + HEAD_BYTES);
+    let mut fragments = block.chunks(PAYLOAD_MAX_BYTES);
+    let mut kind = Frame::HEADERS;
+    // An empty block is one frame as well.
+    let mut fragment = fragments.next().unwrap_or_default();
+    loop {
+        let next = fragments.next();
+        frames.extend_from_slice(&Frame::header(kind, first, fragment.len(), next.is_none()));
+        frames.extend_from_slice(fragment);
+        kind = Frame::CONTINUATION;
+        let Some(next) = next else { return frames };
+        fragment = next;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! Random connections: the test knows what each request means, and h2 must see just that behind the scanner.
+
+    use std::cell::RefCell;
+    use std::collections::{HashMap, VecDeque};
+    use std::pin::Pin;
+    use std::task::{Context, Poll, Waker};
+
+    use bytes::Bytes;
+    use fastrand::Rng;
+    use h2::RecvStream;
+    use h2::server::{Connection, SendResponse};
+    use http::{HeaderMap, HeaderName, HeaderValue, Request};
+    use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
+
+    use super::*;
+    use crate::downstream::http2::frame_header::Frames;
+    use crate::downstream::http2::huffman;
+
+    /// RFC 7541, appendix A.
+    const STATIC: &str = ":authority=|:method=GET|:method=POST|:path=/|:path=/index.html|:scheme=http|:scheme=https|:status=200|\
+        :status=204|:status=206|:status=304|:status=400|:status=404|:status=500|accept-charset=|accept-encoding=gzip, deflate|\
+        accept-language=|accept-ranges=|accept=|access-control-allow-origin=|age=|allow=|authorization=|cache-control=|\
+        content-disposition=|content-encoding=|content-language=|content-length=|content-location=|content-range=|content-type=|\
+        cookie=|date=|etag=|expect=|expires=|from=|host=|if-match=|if-modified-since=|if-none-match=|if-range=|\
+        if-unmodified-since=|last-modified=|link=|location=|max-forwards=|proxy-authenticate=|proxy-authorization=|range=|referer=|\
+        refresh=|retry-after=|server=|set-cookie=|strict-transport-security=|transfer-encoding=|user-agent=|vary=|via=|\
+        www-authenticate=";
+    const NAMES: [&str; 12] = [
+        "x-a",
+        "x-b",
+        "x-longer-name-of-a-field",
+        "te",
+        "accept",
+        "age",
+        "cookie",
+        "cookie",
+        "user-agent",
+        "host",
+        "via",
+        "~",
+    ];
+    /// Each makes a request malformed, as its first field or as its last.
+    const BAD: [(&str, &str); 18] = [
+        ("X-Upper", "1"),
+        ("x space", "1"),
+        ("", "1"),
+        ("x-a", "line\nbreak"),
+        ("x-b", "\0"),
+        ("cookie", "\x7f"),
+        ("te", "gzip"),
+        ("connection", "close"),
+        ("transfer-encoding", "chunked"),
+        ("upgrade", "x"),
+        ("keep-alive", "1"),
+        ("proxy-connection", "x"),
+        (":path", "/again"),
+        (":method", "GET"),
+        (":method", "G T"),
+        (":status", "200"),
+        (":status", "none"),
+        (":other", "1"),
+    ];
+    const END_STREAM: u8 = 1;
+    const END_HEADERS: u8 = 4;
+    const PADDED: u8 = 8;
+    const PRIORITY: u8 = 0x20;
+
+    type Field = (Vec<u8>, Vec<u8>);
+
+    fn field(name: &str, value: impl AsRef<[u8]>) -> Field {
+        (name.as_bytes().to_vec(), value.as_ref().to_vec())
+    }
+
+    fn fields_bytes<'a>(fields: impl IntoIterator<Item = &'a Field>) -> usize {
+        fields.into_iter().map(|(name, value)| name.len() + value.len() + 32).sum()
+    }
+
+    fn is_over(fields: &[Field], limits: Limits) -> bool {
+        let cookies = fields.iter().filter(|(name, _)| name == b"cookie").count();
+        let counted = fields.iter().filter(|(name, _)| !name.starts_with(b":") || name == b":authority").count();
+        fields_bytes(fields) >= limits.bytes
+            || counted - cookies + cookies.min(1) > limits.fields
+            || cookies > 2 * limits.fields
+    }
+
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum Meaning {
+        Good,
+        Malformed,
+        TooLarge,
+    }
+
+    /// What the client has sent on a stream.
+    struct Sent {
+        head: Vec<Field>,
+        meaning: Meaning,
+        body_bytes: usize,
+        trailers: Option<(Vec<Field>, Meaning)>,
+        is_open: bool,
+        is_reset: bool,
+    }
+
+    /// What an h2 server has made of a connection.
+    struct Served {
+        connection: Connection<DuplexStream, Bytes>,
+        requests: HashMap<u32, Request<RecvStream>>,
+        answers: Vec<SendResponse<Bytes>>,
+        sent: Vec<Frame>,
+        error: Option<h2::Error>,
+    }
+
+    /// A client that uses everything HPACK and HTTP/2 have.
+    struct Client {
+        rng: Rng,
+        limits: Limits,
+        fixed: Vec<Field>,
+        table: VecDeque<Field>,
+        table_max: usize,
+        wire: Vec<u8>,
+        streams: Vec<Sent>,
+        pings: usize,
+    }
+
+    impl Client {
+        fn int(&mut self, block: &mut Vec<u8>, first: u8, prefix: u32, number: usize) {
+            let mask = (1 << prefix) - 1;
+            if number < mask {
+                block.push(first | number as u8);
+                return;
+            }
+            block.push(first | mask as u8);
+            let (mut rest, mut spare) = (number - mask, 3);
+            while rest >= 128 || spare > 0 && self.rng.u8(..4) == 0 {
+                block.push(rest as u8 | 0x80);
+                rest >>= 7;
+                spare -= 1;
+            }
+            block.push(rest as u8);
+        }
+
+        fn text(&mut self, block: &mut Vec<u8>, text: &[u8]) {
+            if self.rng.bool() {
+                let encoded = huffman::tests::encoded(text);
+                self.int(block, 0x80, 7, encoded.len());
+                block.extend(encoded);
+            } else {
+                self.int(block, 0, 7, text.len());
+                block.extend(text);
+            }
+        }
+
+        fn resize(&mut self, block: &mut Vec<u8>) {
+            self.table_max = [0, 32, 33, 100, 500, self.rng.usize(..=4096), 4095, 4096][self.rng.usize(..8)];
+            self.int(block, 0x20, 5, self.table_max);
+            self.evict();
+        }
+
+        fn evict(&mut self) {
+            while fields_bytes(&self.table) > self.table_max {
+                self.table.pop_back();
+            }
+        }
+
+        /// The index of an entry of both tables.
+        fn any_of(&mut self, is_wanted: impl Fn(&Field) -> bool) -> Option<usize> {
+            let known = (1..).zip(self.fixed.iter().chain(&self.table));
+            let found: Vec<usize> = known.filter(|(_, known)| is_wanted(known)).map(|(index, _)| index).collect();
+            self.rng.choice(found)
+        }
+
+        fn encode(&mut self, fields: &[Field]) -> Vec<u8> {
+            let mut block = Vec::new();
+            while self.rng.u8(..8) == 0 {
+                self.resize(&mut block);
+            }
+            for field in fields {
+                if let Some(index) = self.any_of(|known| known == field).filter(|_| self.rng.u8(..4) > 0) {
+                    self.int(&mut block, 0x80, 7, index);
+                    continue;
+                }
+                let (first, prefix) = [(0x40, 6), (0x40, 6), (0x00, 4), (0x10, 4)][self.rng.usize(..4)];
+                match self.any_of(|(name, _)| *name == field.0).filter(|_| self.rng.u8(..4) > 0) {
+                    Some(index) => self.int(&mut block, first, prefix, index),
+                    None => {
+                        block.push(first);
+                        self.text(&mut block, &field.0);
+                    }
+                }
+                self.text(&mut block, &field.1);
+                if first == 0x40 {
+                    self.table.push_front(field.clone());
+                    self.evict();
+                }
+            }
+            block
+        }
+
+        fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+            let [_, length @ ..] = (payload.len() as u32).to_be_bytes();
+            self.wire.extend(length);
+            self.wire.extend([kind, flags]);
+            self.wire.extend(stream.to_be_bytes());
+            self.wire.extend(payload);
+        }
+
+        /// Splits a block over HEADERS and CONTINUATION.
+        fn block(&mut self, stream: u32, block: &[u8], mut flags: u8) {
+            let pieces = [0, 0, 1, 2, 3, 12][self.rng.usize(..6)];
+            let mut cuts: Vec<usize> = (0..pieces).map(|_| self.rng.usize(..=block.len())).collect();
+            cuts.extend((0..=block.len()).step_by(16_000));
+            cuts.push(block.len());
+            cuts.sort_unstable();
+            if block.len() < 16_000 && pieces == 0 {
+                cuts = vec![0, block.len()];
+            }
+            let mut kind = Frame::HEADERS;
+            for (n, cut) in cuts.windows(2).enumerate() {
+                let mut payload = block[cut[0]..cut[1]].to_vec();
+                if kind == Frame::HEADERS {
+                    if self.rng.u8(..3) == 0 {
+                        flags |= PRIORITY;
+                        let on = [0, stream + 2][self.rng.usize(..2)];
+                        payload.splice(..0, [&on.to_be_bytes()[..], &[7]].concat());
+                    }
+                    if self.rng.u8(..3) == 0 {
+                        flags |= PADDED;
+                        let padding = self.rng.u8(..);
+                        payload.insert(0, padding);
+                        payload.resize(payload.len() + usize::from(padding), 0);
+                    }
+                }
+                let last = if n + 2 == cuts.len() { END_HEADERS } else { 0 };
+                self.frame(kind, flags | last, stream, &payload);
+                (kind, flags) = (Frame::CONTINUATION, 0);
+            }
+        }
+
+        fn value(&mut self) -> Vec<u8> {
+            let most = [2, 2, 40, 200, self.limits.bytes / 2][self.rng.usize(..5)];
+            let bytes = |rng: &mut Rng| loop {
+                let byte = if rng.bool() { rng.u8(..) } else { rng.u8(b'0'..=b'z') };
+                if byte >= 32 && byte != 127 || byte == b'\t' {
+                    return byte;
+                }
+            };
+            (0..self.rng.usize(..most)).map(|_| bytes(&mut self.rng)).collect()
+        }
+
+        fn plain(&mut self, fields: &mut Vec<Field>, count: usize) {
+            for _ in 0..count {
+                let name = NAMES[self.rng.usize(..NAMES.len())];
+                fields.push(if name == "te" { field(name, "trailers") } else { field(name, self.value()) });
+            }
+        }
+
+        /// Brings fields within the limits, beyond them, or makes them malformed; so many of them are pseudo-header fields.
+        fn spoil(&mut self, fields: &mut Vec<Field>, pseudo: usize) -> Meaning {
+            let meaning = [Meaning::Good, Meaning::Good, Meaning::Malformed, Meaning::TooLarge][self.rng.usize(..4)];
+            let limits = match meaning {
+                // There is one field more.
+                Meaning::Malformed => Limits { fields: self.limits.fields - 1, bytes: self.limits.bytes - 100 },
+                _ => self.limits,
+            };
+            while is_over(fields, limits) && fields.len() > pseudo {
+                fields.pop();
+            }
+            match meaning {
+                Meaning::Good => {}
+                Meaning::Malformed => {
+                    // h2 leaves out pseudo-header fields of trailers.
+                    let (name, value) = BAD[self.rng.usize(..if pseudo > 0 { BAD.len() } else { 12 })];
+                    let at = self.rng.usize(pseudo..=fields.len());
+                    fields.insert(at, field(name, value));
+                }
+                Meaning::TooLarge => {
+                    while !is_over(fields, self.limits) {
+                        self.plain(fields, 1);
+                    }
+                    self.plain(fields, 3);
+                }
+            }
+            meaning
+        }
+
+        fn request(&mut self) {
+            let stream = self.streams.len() as u32 * 2 + 1;
+            let method = ["GET", "POST", "PUT", "QUERY"][self.rng.usize(..4)];
+            let path = ["/".to_owned(), "/index.html".to_owned(), format!("/{}", self.rng.u8(..9))];
+            let mut head = vec![
+                field(":method", method),
+                field(":scheme", ["http", "https"][self.rng.usize(..2)]),
+                field(":path", &path[self.rng.usize(..3)]),
+                field(":authority", ["a", "example.org:80"][self.rng.usize(..2)]),
+            ];
+            head.truncate(self.rng.usize(3..5));
+            self.rng.shuffle(&mut head);
+            let pseudo = head.len();
+            let count = self.rng.usize(..self.limits.fields + 2);
+            self.plain(&mut head, count);
+            let meaning = self.spoil(&mut head, pseudo);
+            let block = self.encode(&head);
+            let is_open = self.rng.bool();
+            self.block(stream, &block, if is_open { 0 } else { END_STREAM });
+            self.streams.push(Sent { head, meaning, body_bytes: 0, trailers: None, is_open, is_reset: false });
+        }
+
+        fn trailers(&mut self, at: usize) {
+            let mut fields = Vec::new();
+            self.plain(&mut fields, 2);
+            let meaning = self.spoil(&mut fields, 0);
+            let block = self.encode(&fields);
+            self.block(at as u32 * 2 + 1, &block, END_STREAM);
+            self.streams[at].trailers = Some((fields, meaning));
+            self.streams[at].is_open = false;
+        }
+
+        /// Anything that may come between blocks.
+        fn other(&mut self) {
+            let open: Vec<usize> = (0..self.streams.len()).filter(|at| self.streams[*at].is_open).collect();
+            let any = self.rng.choice(open);
+            match (self.rng.u8(..10), any) {
+                (0, _) => {
+                    self.frame(Frame::PING, 0, 0, b"whatever");
+                    self.pings += 1;
+                }
+                (1, _) => self.frame(Frame::WINDOW_UPDATE, 0, 0, &[0, 0, 0, 9]),
+                (2, Some(at)) => self.frame(Frame::WINDOW_UPDATE, 0, at as u32 * 2 + 1, &[0, 0, 0, 9]),
+                (3, _) => self.frame(0xfa, 0xff, 0, b"nobody knows"),
+                (4, Some(at)) if self.streams.iter().filter(|sent| sent.is_reset).count() < 5 => {
+                    self.frame(Frame::RST_STREAM, 0, at as u32 * 2 + 1, &[0, 0, 0, 8]);
+                    (self.streams[at].is_reset, self.streams[at].is_open) = (true, false);
+                }
+                (5 | 6, Some(at)) => self.trailers(at),
+                (_, Some(at)) => {
+                    let bytes = [0, 0, 1, 500][self.rng.usize(..4)];
+                    let ends = self.rng.u8(..6) == 0;
+                    self.frame(Frame::DATA, u8::from(ends), at as u32 * 2 + 1, &vec![b'd'; bytes]);
+                    self.streams[at].body_bytes += bytes;
+                    self.streams[at].is_open = !ends;
+                }
+                _ => {}
+            }
+        }
+
+        /// Ends the connection with a block that no decoder reads.
+        fn undecodable(&mut self) {
+            let bad: [&[u8]; 8] = [
+                b"\x80",
+                b"\xff\x80\x7f",
+                b"\x82\x20",
+                b"\x3f\xe2\x1f",
+                b"\xff\x80\x80\x80\x80\x00",
+                b"\x00\x01a\x81\xff",
+                b"\x00\x01a\x84\xff\xff\xff\xff",
+                b"\x00\x01a\x02b",
+            ];
+            let block = bad[self.rng.usize(..8)];
+            self.block(self.streams.len() as u32 * 2 + 1, block, END_STREAM);
+        }
+    }
+
+    struct Seen {
+        blocks: RefCell<Vec<Block>>,
+    }
+
+    impl Watch for Seen {
+        fn room(&self) -> usize {
+            usize::MAX
+        }
+
+        fn block(&self, block: Block) {
+            self.blocks.borrow_mut().push(block);
+        }
+    }
+
+    fn map<'a>(fields: impl IntoIterator<Item = &'a Field>) -> HeaderMap {
+        let mut map = HeaderMap::new();
+        for (name, value) in fields {
+            map.append(HeaderName::from_bytes(name).unwrap(), HeaderValue::from_bytes(value).unwrap());
+        }
+        map
+    }
+
+    /// Gives bytes to an h2 server, until it has answered so many PINGs or given up.
+    fn serve(bytes: &[u8], limits: Limits, pings: usize) -> Served {
+        let (mut client, server) = tokio::io::duplex(bytes.len() + 100_000);
+        let cx = &mut Context::from_waker(Waker::noop());
+        assert!(matches!(Pin::new(&mut client).poll_write(cx, bytes), Poll::Ready(Ok(n)) if n == bytes.len()));
+        let handshake = h2::server::Builder::new()
+            .max_local_error_reset_streams(None)
+            .max_header_list_size(limits.bytes as u32)
+            .initial_window_size(1 << 20)
+            .initial_connection_window_size(1 << 20)
+            .handshake(server);
+        let Poll::Ready(Ok(connection)) = std::pin::pin!(handshake).poll(cx) else { panic!("no handshake") };
+        let mut served =
+            Served { connection, requests: HashMap::new(), answers: Vec::new(), sent: Vec::new(), error: None };
+        let mut frames = Frames::of_server();
+        // Nothing but memory is between both sides.
+        for _ in 0..1000 {
+            while let Poll::Ready(Some(next)) = served.connection.poll_accept(cx) {
+                match next {
+                    Ok((request, answer)) => {
+                        served.requests.insert(request.body().stream_id().into(), request);
+                        served.answers.push(answer);
+                    }
+                    Err(error) => {
+                        served.error = Some(error);
+                        return served;
+                    }
+                }
+            }
+            let mut memory = [0; 4096];
+            let mut buffer = ReadBuf::new(&mut memory);
+            if Pin::new(&mut client).poll_read(cx, &mut buffer).is_ready() {
+                frames.pass(buffer.filled(), |frame| served.sent.push(frame));
+            } else if served.sent.iter().filter(|f| f.kind == Frame::PING && f.is_acknowledgement()).count() == pings {
+                return served;
+            }
+        }
+        panic!("the connection stands still");
+    }
+
+    fn holds(seed: u64) {
+        let mut rng = Rng::with_seed(seed);
+        let limits = [(8, 1000), (20, 5000), (100, 17_000), (200, 40_000)][rng.usize(..4)];
+        let limits = Limits { fields: limits.0, bytes: limits.1 };
+        let mut client = Client {
+            rng,
+            limits,
+            fixed: STATIC.split('|').map(|entry| entry.split_once('=').unwrap()).map(|(n, v)| field(n, v)).collect(),
+            table: VecDeque::new(),
+            table_max: 4096,
+            wire: PREFACE.to_vec(),
+            streams: Vec::new(),
+            pings: 0,
+        };
+        client.frame(Frame::SETTINGS, 0, 0, &[]);
+        for _ in 0..client.rng.usize(1..20) {
+            client.request();
+            (0..client.rng.usize(..4)).for_each(|_| client.other());
+        }
+        let is_broken = client.rng.u8(..4) == 0;
+        if is_broken {
+            client.undecodable();
+        }
+        client.frame(Frame::PING, 0, 0, b"the last");
+        client.pings += 1;
+
+        let seen = Seen { blocks: RefCell::default() };
+        let mut input = Input::new(limits);
+        let mut bytes = Vec::new();
+        let most = [1, 3, 20, 500, 20_000][client.rng.usize(..5)];
+        let mut rest = &mut client.wire[..];
+        while !rest.is_empty() {
+            let size = client.rng.usize(1..=most).min(rest.len());
+            let (came, behind) = rest.split_at_mut(size);
+            let passed = input.pass(came, &seen);
+            bytes.extend_from_slice(&came[..passed]);
+            loop {
+                let ready = input.take_ready(client.rng.usize(1..5000));
+                if ready.is_empty() {
+                    break;
+                }
+                bytes.extend_from_slice(ready);
+            }
+            rest = behind;
+        }
+
+        let Served { connection: _connection, mut requests, answers: _answers, sent, error } =
+            serve(&bytes, limits, client.pings);
+        if is_broken {
+            assert!(error.is_some(), "a connection survived a block that can not be decoded");
+        } else {
+            assert!(error.is_none(), "the connection ended: {error:?}");
+        }
+        let cx = &mut Context::from_waker(Waker::noop());
+        let was_refused =
+            |stream| sent.iter().any(|f| f.kind == Frame::RST_STREAM && f.stream == stream && f.code == 1);
+        for (at, expected) in client.streams.iter().enumerate() {
+            let stream = at as u32 * 2 + 1;
+            let request = requests.remove(&stream);
+            let seen = seen.blocks.borrow();
+            let head_flaw = seen.iter().find(|block| block.stream == stream && block.is_head).unwrap().flaw;
+            let is_large = matches!(head_flaw, Some(Flaw::TooLarge { .. }));
+            assert_eq!(is_large, expected.meaning == Meaning::TooLarge, "{stream}: {head_flaw:?}");
+            if expected.is_reset || is_broken {
+                assert!(request.is_none() || expected.meaning != Meaning::Malformed);
+                continue;
+            }
+            if expected.meaning == Meaning::Malformed {
+                assert!(request.is_none() && was_refused(stream), "{stream}: {:?}", expected.head);
+                continue;
+            }
+            if head_flaw == Some(Flaw::TooLarge { by_h2: true }) {
+                assert!(request.is_none() && sent.iter().any(|f| f.kind == Frame::HEADERS && f.stream == stream));
+                continue;
+            }
+            let (parts, mut body) = request.unwrap_or_else(|| panic!("{stream} was lost")).into_parts();
+            let get = |name: &[u8]| expected.head.iter().find(|(known, _)| known == name).map(|(_, value)| &value[..]);
+            assert_eq!(Some(parts.method.as_str().as_bytes()), get(b":method"));
+            assert_eq!(Some(parts.uri.path().as_bytes()), get(b":path"));
+            assert_eq!(parts.uri.authority().map(|a| a.as_str().as_bytes()), get(b":authority"));
+            if expected.meaning == Meaning::Good {
+                assert_eq!(parts.headers, map(expected.head.iter().filter(|(name, _)| !name.starts_with(b":"))));
+            }
+            let is_bad = matches!(&expected.trailers, Some((_, meaning)) if *meaning != Meaning::Good);
+            assert_eq!(was_refused(stream), is_bad, "{stream}: {:?}", expected.trailers);
+            if is_bad {
+                continue;
+            }
+            let mut body_bytes = 0;
+            while let Poll::Ready(Some(data)) = body.poll_data(cx) {
+                body_bytes += data.unwrap().len();
+            }
+            assert_eq!(body_bytes, expected.body_bytes);
+            if let Some((fields, _)) = &expected.trailers {
+                let Poll::Ready(Ok(Some(trailers))) = body.poll_trailers(cx) else { panic!("{stream}: no trailers") };
+                assert_eq!(trailers, map(fields));
+            }
+        }
+        assert!(requests.is_empty());
+    }
+
+    #[test]
+    fn h2_sees_what_clients_mean() {
+        for seed in 0..80 {
+            if std::panic::catch_unwind(|| holds(seed)).is_err() {
+                panic!("seed {seed}");
+            }
+        }
+    }
+}

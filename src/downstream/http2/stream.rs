@@ -1,0 +1,336 @@
+//! One HTTP/2 stream above h2: the request on it, the answer, and what is left of the request's body
+//! when the answer is over.
+//!
+//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests
+//! that have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which
+//! nothing moves is reset. And a body that nobody wants any more is read on for a moment: a client that is told to stop
+//! in the middle of sending may drop the answer with the rest.
+
+use std::cell::RefCell;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::header;
+use http::{Method, Request, Response};
+use http_body::Body as _;
+
+use crate::downstream::http2::body_sender::Outflow;
+use crate::downstream::http2::flood_guard::HeadFlaw;
+use crate::downstream::http2::monitor::Session;
+use crate::downstream::http2::tunnel;
+use crate::downstream::http2::tunnel::Strand;
+use crate::http::error::Fault;
+use crate::http::headers;
+use crate::informational;
+use crate::proxy::response_body::{self, Body};
+use crate::proxy::response_future::Passing;
+use crate::proxy::worker_state::{Hall, Origin, Peer};
+use crate::proxy::{pass, request_record};
+
+/// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
+/// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
+/// processor is given some; what it keeps is one of its own streams.
+const UNWANTED_MAX_BYTES: usize = 256 * 1024;
+const UNWANTED_MAX: Duration = Duration::from_secs(10);
+
+/// What streams need that a connection keeps for those to come.
+const FREE_MAX: usize = 32;
+
+/// What takes an answer to its client.
+type Respond = SendResponse<Bytes>;
+
+/// All streams of a connection.
+pub struct Streams {
+    shared: Rc<Shared>,
+    /// Answers that are there, and not sent yet.
+    at_hand: Vec<(Response<Body>, Respond)>,
+}
+
+struct Shared {
+    hall: Rc<Hall>,
+    /// The connection as a whole.
+    whole: Peer,
+    session: Rc<Session>,
+    /// For streams to come.
+    free: RefCell<Vec<Rc<Peer>>>,
+}
+
+impl Streams {
+    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
+        let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
+        let shared = Shared { hall, whole, session, free: RefCell::default() };
+        Streams { shared: Rc::new(shared), at_hand: Vec::new() }
+    }
+
+    /// Takes a request.
+    pub fn take(&mut self, mut request: Request<RecvStream>, mut respond: Respond) {
+        let mut flaw = None;
+        match self.shared.session.flaw_of(respond.stream_id().into()) {
+            None => {}
+            // The client may ask again.
+            Some(HeadFlaw::Crowded) => return respond.send_reset(Reason::REFUSED_STREAM),
+            Some(HeadFlaw::TooLarge) => flaw = Some(Fault::HeadTooLarge),
+        }
+        let mut tunnel = None;
+        let is_connect = request.method() == Method::CONNECT;
+        if is_connect && !tunnel::asked(&mut request) {
+            // It had a body, where none can be.
+            return respond.send_reset(Reason::INTERNAL_ERROR);
+        }
+        let is_head = request.method() == Method::HEAD;
+        let (parts, stream) = request.into_parts();
+        let mut body = None;
+        if is_connect {
+            tunnel = Some(stream);
+        } else if !stream.is_end_stream() {
+            body = Some(stream);
+        }
+        let (peer, is_bare) = (self.shared.peer(), body.is_none());
+        let request = Request::from_parts(parts, body);
+        // Chunks are unknown here, and so is a length beside them.
+        let mut passing = Passing::begin(|| pass(&self.shared.hall, &peer, request, |_marks| flaw));
+        if is_bare && let Some(mut answer) = passing.at_once() {
+            self.shared.give_back(peer);
+            if is_head {
+                response_body::leave_out(&mut answer);
+            }
+            return self.at_hand.push((answer, respond));
+        }
+        self.shared.work(Stage::Passing { passing, is_head, tunnel }, respond, peer);
+    }
+
+    /// Records requests that h2 has answered by itself.
+    pub fn record_refused(&self) {
+        let Shared { hall, whole, session, .. } = &*self.shared;
+        for _ in 0..session.take_unrecorded() {
+            request_record::refused_head(hall, whole.origin.address, &Fault::HeadTooLarge);
+        }
+    }
+
+    /// Hands over the answers that are there; `false` if there are none. h2 would send each by itself if it were given
+    /// them one by one, with a system call for each.
+    pub fn hand_over(&mut self) -> bool {
+        if self.at_hand.is_empty() {
+            return false;
+        }
+        let Streams { shared, at_hand } = self;
+        shared.hall.end_together(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
+        true
+    }
+}
+
+impl Shared {
+    fn peer(&self) -> Rc<Peer> {
+        let free = self.free.borrow_mut().pop();
+        free.unwrap_or_else(|| Rc::new(Peer::of_stream(&self.whole, self.hall.timers.timer())))
+    }
+
+    fn give_back(&self, peer: Rc<Peer>) {
+        // A body that somebody still has would be left with a stream to come, and hints told there. So they go with the peer.
+        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1)
+            && Rc::strong_count(&peer.interim) == 1;
+        let mut free = self.free.borrow_mut();
+        if is_free && free.len() < FREE_MAX {
+            free.push(peer);
+        }
+    }
+
+    /// Lets a task look after a stream.
+    fn work(self: &Rc<Self>, stage: Stage, respond: Respond, peer: Rc<Peer>) {
+        self.session.attend();
+        let work = Work { stage, respond, peer, shared: Rc::clone(self), hinted: 0 };
+        drop(tokio::task::spawn_local(work));
+    }
+
+    /// Gives an answer of the gateway's own.
+    fn answer(self: &Rc<Self>, answer: Response<Body>, mut respond: Respond) {
+        let Some((mut sending, mut body)) = self.send_head(answer, &mut respond, false) else { return };
+        // Some of the client's window at least must be open: else the stream is looked after.
+        sending.reserve_capacity(1);
+        if sending.capacity() > 0
+            && let Some(bytes) = body.take_own()
+        {
+            // Fails if the client has reset the stream meanwhile.
+            let _ = sending.send_data(bytes, true);
+            return;
+        }
+        let peer = self.peer();
+        peer.body_limit.set(self.hall.view().snapshot.config.timeouts.body);
+        peer.timer.arm(peer.body_limit.get());
+        self.work(Stage::Body(Outflow::new(body, sending)), respond, peer);
+    }
+
+    /// Sends the head of an answer; `None` if nothing follows. A stream that `stays_open` does not end with it.
+    fn send_head(
+        &self,
+        answer: Response<Body>,
+        respond: &mut Respond,
+        stays_open: bool,
+    ) -> Option<(SendStream<Bytes>, Body)> {
+        let (mut head, body) = answer.into_parts();
+        if !headers::answer_on_stream(&mut head.headers) {
+            head.headers.insert(header::DATE, self.hall.date());
+        }
+        let is_all = !stays_open && body.is_end_stream();
+        match respond.send_response(Response::from_parts(head, ()), is_all) {
+            Ok(sending) => (!is_all).then_some((sending, body)),
+            Err(error) => {
+                // The client has reset the stream; nothing else is wrong with answers.
+                tracing::debug!(%error, "an answer could not be given");
+                respond.send_reset(Reason::INTERNAL_ERROR);
+                None
+            }
+        }
+    }
+}
+
+/// All that is to be done for a stream. Dropped, it resets a stream that is not at its end.
+struct Work {
+    stage: Stage,
+    respond: Respond,
+    peer: Rc<Peer>,
+    shared: Rc<Shared>,
+    /// So many bytes of informational answers were told.
+    hinted: usize,
+}
+
+enum Stage {
+    /// There is no answer yet; `tunnel` is what the client sends if a CONNECT is granted.
+    Passing {
+        passing: Passing,
+        is_head: bool,
+        tunnel: Option<RecvStream>,
+    },
+    Body(Outflow),
+    Tunnel(Box<Strand>),
+    /// What is left is the rest of the request's body, of which so many bytes have been read.
+    Rest(usize),
+}
+
+impl Future for Work {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let this = self.get_mut();
+        loop {
+            match &mut this.stage {
+                Stage::Passing { passing, is_head, tunnel } => {
+                    let answer = passing.poll_answer(cx);
+                    let hints = this.peer.interim.take();
+                    // The client may have changed its mind.
+                    if (answer.is_pending() || hints.is_some()) && this.respond.poll_reset(cx).is_ready() {
+                        return Poll::Ready(());
+                    }
+                    if let Some(hints) = hints {
+                        tell_hints(&hints, &mut this.hinted, &mut this.respond);
+                    }
+                    let mut answer = ready!(answer);
+                    if *is_head {
+                        response_body::leave_out(&mut answer);
+                    }
+                    let tunnel = tunnel.take();
+                    this.stage = this.begin_answer(answer, tunnel);
+                }
+                Stage::Body(outflow) => {
+                    if outflow.poll(&this.peer, cx).is_pending() {
+                        return this.poll_stalled(cx);
+                    }
+                    this.stage = this.rest();
+                }
+                Stage::Tunnel(strand) => return strand.poll(cx),
+                Stage::Rest(read) => return poll_rest(&this.peer, read, cx),
+            }
+        }
+    }
+}
+
+impl Work {
+    /// Sends the head of an answer; what is to be done next.
+    fn begin_answer(&mut self, mut answer: Response<Body>, tunnel: Option<RecvStream>) -> Stage {
+        let (shared, peer) = (&self.shared, &self.peer);
+        peer.timer.arm(peer.body_limit.get());
+        if let Some((inward, passage)) = tunnel.zip(peer.passage.take()) {
+            let Some((outward, _)) = shared.send_head(answer, &mut self.respond, true) else { return self.rest() };
+            shared.session.tunnel_opened();
+            return Stage::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
+        }
+        if !answer.body().is_end_stream() {
+            response_body::tell_length(&mut answer);
+        }
+        match shared.send_head(answer, &mut self.respond, false) {
+            Some((sending, body)) => Stage::Body(Outflow::new(body, sending)),
+            None => self.rest(),
+        }
+    }
+
+    /// The answer is over.
+    fn rest(&mut self) -> Stage {
+        // What belongs to the request goes first: only then it is known what nobody wants.
+        self.stage = Stage::Rest(0);
+        self.peer.timer.arm(UNWANTED_MAX);
+        Stage::Rest(0)
+    }
+
+    /// Nothing more of the answer leaves for now.
+    fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
+        let Peer { timer, unwanted, body_limit, .. } = &*self.peer;
+        if !timer.poll_up(cx) {
+            return Poll::Pending;
+        }
+        // It waits for as long as the request's body moves.
+        if !unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved()) {
+            return Poll::Ready(());
+        }
+        timer.arm(body_limit.get());
+        let _ = timer.poll_up(cx);
+        Poll::Pending
+    }
+}
+
+/// Passes informational answers on. No window holds them up, so there is an end to those that one request may get.
+fn tell_hints(heads: &[u8], hinted: &mut usize, respond: &mut Respond) {
+    *hinted += heads.len();
+    if *hinted <= informational::WAITING_MAX_BYTES {
+        // One that can not be told is no more than a hint.
+        informational::answers(heads).for_each(|head| drop(respond.send_informational(head)));
+    }
+}
+
+fn poll_rest(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
+    let Some(unwanted) = peer.unwanted.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
+    while *read < UNWANTED_MAX_BYTES {
+        match unwanted.poll_piece(cx) {
+            Poll::Ready(Some(bytes)) => *read += bytes,
+            Poll::Ready(None) => return Poll::Ready(()),
+            Poll::Pending => break,
+        }
+    }
+    if peer.timer.poll_up(cx) { Poll::Ready(()) } else { Poll::Pending }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // What belongs to the request first: it gives up its place.
+        let stage = std::mem::replace(&mut self.stage, Stage::Rest(0));
+        if let Stage::Tunnel(_) = stage {
+            self.shared.session.tunnel_ended();
+        }
+        drop(stage);
+        let Peer { timer, unwanted, passage, interim, .. } = &*self.peer;
+        drop(interim.take());
+        if let Some(unwanted) = unwanted {
+            unwanted.clear();
+        }
+        // A stream may be reset between the answer that opens a tunnel and the tunnel.
+        drop(passage.take());
+        // What a task has of memory lasts as long as anybody could wake it.
+        timer.hand_over();
+        self.shared.give_back(Rc::clone(&self.peer));
+        self.shared.session.leave();
+    }
+}

@@ -1,0 +1,37 @@
+//! Which requests belong to the same server: a hash of parts of the request, for upstreams that choose
+//! by one.
+//!
+//! The parts are those of a rule's key, found in the same way. The hash is the same on every gateway,
+//! and nothing secret: it says who is served together, and not who is counted together.
+
+use std::num::NonZeroU64;
+
+use super::key_source::Source;
+use super::rate_limit_key::Caller;
+use crate::config::upstream_policy::Balance;
+use transom_limiter::key::{KeyHasher, Seed};
+
+/// Where the parts of an upstream's hash are found.
+#[derive(Debug)]
+pub struct Affinity(Vec<Source>);
+
+impl Affinity {
+    /// `None` for an upstream that does not choose by a hash.
+    pub fn new(balance: &Balance) -> Option<Affinity> {
+        match balance {
+            // No part is a parameter of a route's path: the configuration has been checked.
+            Balance::Hash(parts) => Some(Affinity(parts.iter().map(|part| Source::new(part, &[])).collect())),
+            Balance::LeastRequests | Balance::RoundRobin => None,
+        }
+    }
+
+    /// The hash; `None` if the request lacks a part, or gives one twice.
+    pub fn of(&self, caller: &Caller<'_>) -> Option<NonZeroU64> {
+        let mut hasher = KeyHasher::new(Seed::EVERYWHERE, 0);
+        for part in &self.0 {
+            part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)).ok()?;
+        }
+        // One bit less, so that an absent hash takes no room in every request's future.
+        NonZeroU64::new(hasher.finish().place | 1)
+    }
+}

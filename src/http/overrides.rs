@@ -1,0 +1,195 @@
+//! Whom a rule does not treat as everyone: whom it exempts, and who has windows of their own.
+//!
+//! Keys are found as their counters are, by their hash, made at load of what the configuration says.
+//! So a request costs one more look into a map, and where a rule has no exceptions nothing at all. An
+//! exemption or an override by the key's value goes before the plan of a client.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+
+use foldhash::fast::RandomState;
+
+use super::client_plans::{Clients, PlanId, SECRET_MAX_BYTES};
+use super::key_source::{address, kind};
+use transom_limiter::ip_prefix::Networks;
+use transom_limiter::key::{KeyHash, KeyHasher, Part};
+use transom_limiter::rule::Value;
+use transom_limiter::rule_set::Entry;
+use transom_limiter::secret_digest::Digest;
+
+/// The exceptions of one rule, made ready.
+#[derive(Debug)]
+pub struct Exceptions {
+    networks: Option<Networks<()>>,
+    /// The hashes are keyed already, so it matters little how the map hashes them.
+    keys: HashMap<KeyHash, Standing, RandomState>,
+    /// If some key is given as a digest, all are looked up by the digests of their parts.
+    pub by_digest: Option<KeyHasher>,
+    /// For each plan that a client is on, the variant of the rule.
+    plans: Vec<usize>,
+}
+
+/// How a rule treats a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Standing {
+    Exempt,
+    /// With the windows of this variant.
+    Variant(usize),
+}
+
+impl Exceptions {
+    /// `None` if the rule has none. `start` is the hash of the rule's key as far as it does not depend
+    /// on a request.
+    pub fn new(entry: &Entry, start: &KeyHasher, clients: Option<&Clients>) -> Option<Exceptions> {
+        let rule = &entry.rule;
+        let plans = clients.map_or(&[][..], |clients| &clients.plans);
+        let plans: Vec<usize> = plans.iter().map(|plan| entry.variant_of_plan(plan)).collect();
+        let overridden = rule.overrides.iter().enumerate();
+        let overridden = overridden.map(|(i, other)| (&other.key, Standing::Variant(entry.variant_of_override(i))));
+        let exempt = rule.exemptions.keys.iter().map(|key| (key, Standing::Exempt));
+        let keys: Vec<_> = overridden.chain(exempt).collect();
+        let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, Value::Digest(_))));
+        let exceptions = Exceptions {
+            networks: (!rule.exemptions.networks.is_empty())
+                .then(|| Networks::new(rule.exemptions.networks.iter().map(|network| (*network, ())))),
+            keys: keys.iter().map(|(key, standing)| (hash(start, &rule.key, key, digests), *standing)).collect(),
+            by_digest: digests.then(|| start.clone()),
+            plans: if plans.iter().any(|variant| *variant != 0) { plans } else { Vec::new() },
+        };
+        let any = exceptions.networks.is_some() || !exceptions.keys.is_empty() || !exceptions.plans.is_empty();
+        any.then_some(exceptions)
+    }
+
+    /// Whether requests from an address are not counted.
+    pub fn exempts(&self, address: IpAddr) -> bool {
+        self.networks.as_ref().is_some_and(|networks| networks.of(address).is_some())
+    }
+
+    /// Whether single keys are exceptions.
+    pub fn has_keys(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    pub fn of_key(&self, key: KeyHash) -> Option<Standing> {
+        self.keys.get(&key).copied()
+    }
+
+    /// Whether it matters which plan a client is on.
+    pub fn has_plans(&self) -> bool {
+        !self.plans.is_empty()
+    }
+
+    pub fn variant_of(&self, plan: Option<PlanId>) -> usize {
+        plan.and_then(|plan| self.plans.get(plan as usize)).copied().unwrap_or(0)
+    }
+}
+
+/// The hash that a request with these values has; as digests, if they are looked up so.
+fn hash(start: &KeyHasher, parts: &[Part], values: &[Value], digests: bool) -> KeyHash {
+    let mut hasher = start.clone();
+    for (part, value) in parts.iter().zip(values) {
+        match value {
+            // The configuration has been checked: what is no address never gets here.
+            Value::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
+            Value::Digest(digest) => hasher.part(kind(part), digest.bytes()),
+        }
+    }
+    hasher.finish()
+}
+
+/// Adds a part of a key that was given as a text; `None` if it is no address where there has to be one.
+pub fn feed_text(hasher: &mut KeyHasher, part: &Part, text: &str, digest: bool) -> Option<()> {
+    match part {
+        Part::Ip { v4_prefix, v6_prefix } => {
+            let parsed = text.parse().ok()?;
+            address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed(hasher, kind, bytes, digest));
+        }
+        _ => feed(hasher, kind(part), text.as_bytes(), digest),
+    }
+    Some(())
+}
+
+/// Adds a part of a key, or its digest. What is too long for a secret is no secret that is known, so
+/// it need not be digested.
+pub fn feed(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
+    match digest && bytes.len() <= SECRET_MAX_BYTES {
+        true => hasher.part(kind, Digest::of(bytes).bytes()),
+        false => hasher.part(kind, bytes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use http::HeaderMap;
+
+    use super::*;
+    use crate::http::rate_limit_key::Identity;
+    use crate::http::rate_limit_key::tests::{SEED, of, route, rule};
+    use transom_limiter::key::OnMissing;
+    use transom_limiter::rule::Exemptions;
+    use transom_limiter::rule_set::Book;
+
+    /// A rule on every kind of part, and a request that has all of them.
+    fn parts() -> (Vec<Part>, HeaderMap, [&'static str; 7]) {
+        let parts = [
+            Part::Ip { v4_prefix: 24, v6_prefix: 64 },
+            Part::Header("x-user".to_owned()),
+            Part::Param("id".to_owned()),
+            Part::Host,
+            Part::Method,
+            Part::Path,
+            Part::Route,
+        ];
+        let mut headers = HeaderMap::new();
+        headers.insert("x-user", "bob".parse().unwrap());
+        (parts.to_vec(), headers, ["10.0.0.7", "bob", "77", "example.com", "GET", "/u/77", "route"])
+    }
+
+    fn exempting(key: &[Part], keys: Vec<Vec<Value>>) -> Identity {
+        let mut rule = rule(key, OnMissing::Fallback(vec![Part::Global]));
+        rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
+        let book = Book::new(&[rule], SEED, None);
+        let exceptions = Identity::exceptions(&book.entries[0], None, SEED).map(Arc::new);
+        Identity::new(&book.entries[0], &route(), SEED).with(exceptions)
+    }
+
+    #[test]
+    fn a_key_is_exempt_by_the_values_that_requests_have() {
+        let (parts, headers, values) = parts();
+        for digests in [false, true] {
+            // An address is never a secret.
+            let value = |(i, text): (usize, &&str)| match digests && i > 0 {
+                true => Value::Digest(Digest::of(text.as_bytes())),
+                false => Value::Clear((*text).to_owned()),
+            };
+            let key: Vec<Value> = values.iter().enumerate().map(value).collect();
+            let all = exempting(&parts, vec![key.clone()]);
+            assert_eq!(of(&all, "10.0.0.99", &headers), Ok(None));
+            assert!(of(&all, "10.0.1.7", &headers).unwrap().is_some());
+            assert!(of(&all, "10.0.0.99", &HeaderMap::new()).unwrap().is_some(), "counted under the fallback");
+            // Whichever part differs.
+            for i in 0..parts.len() {
+                let mut other = key.clone();
+                other[i] = Value::Clear("10.9.9.9".to_owned());
+                let other = exempting(&parts, vec![other]);
+                assert!(of(&other, "10.0.0.99", &headers).unwrap().is_some(), "{}", parts[i]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_network_is_exempt_whatever_the_key() {
+        let rule = exempting(&[Part::Header("x-user".to_owned())], vec![]);
+        assert_eq!(of(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
+        assert_eq!(of(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
+        assert!(of(&rule, "192.0.3.0", &HeaderMap::new()).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_rule_without_exceptions_looks_for_none() {
+        let book = Book::new(&[rule(&[Part::Host], OnMissing::Never)], SEED, None);
+        assert!(Identity::exceptions(&book.entries[0], None, SEED).is_none());
+    }
+}

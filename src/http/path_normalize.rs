@@ -1,0 +1,346 @@
+//! Which endpoint a path names: one spelling for all the spellings of a path.
+//!
+//! RFC 3986, section 6.2.2: dot segments are resolved, hex digits become upper case, percent-encoded
+//! unreserved characters are decoded. Beyond it, all that may stand in a segment as it is, such as
+//! `@`, is decoded, and all that may not, such as `|` or a byte of UTF-8, is encoded, since servers
+//! take both spellings for one; and runs of slashes become one. What servers disagree about is
+//! refused rather than guessed, unless the configuration says how the upstream reads it.
+
+use std::borrow::Cow;
+
+use super::error::Fault;
+use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, doubt, is_plain};
+
+/// The normal form of an absolute path (it starts with a slash; no query).
+pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, Fault> {
+    let is_one = |path: &str| {
+        (reading.parameters == PathParameters::Keep || !path.contains(';'))
+            && (reading.trailing_slash == TrailingSlash::Keep || path == "/" || !path.ends_with('/'))
+    };
+    if is_normal(path.as_bytes()) && is_one(path) {
+        return Ok(Cow::Borrowed(path));
+    }
+    resolve(&decode(path, reading.encoded_slash)?, reading).map(Cow::Owned)
+}
+
+/// Whether there is nothing to do: only plain characters, no empty or dotted segment inside. A
+/// segment that merely starts with a dot is sent the long way round.
+fn is_normal(path: &[u8]) -> bool {
+    let mut after_slash = false;
+    for &byte in path {
+        if byte == b'/' {
+            if after_slash {
+                return false;
+            }
+            after_slash = true;
+        } else if !is_plain(byte) || (after_slash && byte == b'.') {
+            return false;
+        } else {
+            after_slash = false;
+        }
+    }
+    path.first() == Some(&b'/')
+}
+
+fn decode(path: &str, slashes: EncodedSlash) -> Result<String, Fault> {
+    let mut out = String::with_capacity(path.len());
+    let mut bytes = path.bytes();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'/' => out.push('/'),
+            b'\\' => return Err(Fault::Path("the path contains a backslash")),
+            b'%' => {
+                let digit = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16));
+                let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
+                    return Err(Fault::Path("the path contains a `%` without two hex digits"));
+                };
+                match (high << 4 | low) as u8 {
+                    b'/' | b'\\' if slashes == EncodedSlash::Refuse => {
+                        return Err(Fault::Path("the path contains an encoded slash"));
+                    }
+                    byte => push(byte, &mut out),
+                }
+            }
+            byte => push(byte, &mut out),
+        }
+    }
+    Ok(out)
+}
+
+/// Writes a byte of a segment: as it is, or escaped.
+fn push(byte: u8, out: &mut String) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
+    if is_plain(byte) {
+        out.push(char::from(byte));
+    } else {
+        out.extend(['%', HEX[usize::from(byte >> 4)].into(), HEX[usize::from(byte & 15)].into()]);
+    }
+}
+
+fn resolve(path: &str, reading: PathReading) -> Result<String, Fault> {
+    let Some(rest) = path.strip_prefix('/') else { return Err(Fault::Path("the path does not start with a slash")) };
+    let mut segments: Vec<&str> = Vec::new();
+    // Whether the path ends in a slash once what is last has been resolved.
+    let mut open = true;
+    for segment in rest.split('/') {
+        let segment = without_parameters(segment, reading.parameters)?;
+        open = matches!(segment, "" | "." | "..");
+        match segment {
+            "." => {}
+            ".." => match segments.pop() {
+                None => return Err(Fault::Path("the path leads above the root")),
+                // Is it the empty segment that is taken back, or the one before? Servers disagree.
+                Some("") => return Err(Fault::Path("the path has a `..` behind an empty segment")),
+                Some(_) => {}
+            },
+            segment => match doubt(segment) {
+                None => segments.push(segment),
+                Some(doubt) => return Err(Fault::Path(doubt)),
+            },
+        }
+    }
+    let mut out = String::with_capacity(path.len());
+    segments.retain(|segment| !segment.is_empty());
+    for segment in &segments {
+        out.push('/');
+        out.push_str(segment);
+    }
+    if segments.is_empty() || (open && reading.trailing_slash == TrailingSlash::Keep) {
+        out.push('/');
+    }
+    Ok(out)
+}
+
+/// As much of a segment as names something.
+fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str, Fault> {
+    match (segment.split_once(';'), parameters) {
+        (None, _) | (Some(_), PathParameters::Keep) => Ok(segment),
+        (Some(_), PathParameters::Refuse) => Err(Fault::Path("the path contains a semicolon")),
+        // What is not counted goes upstream all the same.
+        (Some((name, _)), PathParameters::Strip) => doubt(segment).map_or(Ok(name), |doubt| Err(Fault::Path(doubt))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn normal(path: &str) -> Result<String, Fault> {
+        normalize(path, PathReading::verbatim(EncodedSlash::Refuse)).map(Cow::into_owned)
+    }
+
+    /// As `path_parameters` and `trailing_slash` have it.
+    fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, Fault> {
+        let reading = PathReading { encoded_slash: EncodedSlash::Refuse, parameters, trailing_slash };
+        normalize(path, reading).map(Cow::into_owned)
+    }
+
+    #[test]
+    fn every_spelling_of_login_is_login() {
+        for path in
+            ["/login", "//login", "/%6Cogin", "/%6cogin", "/x/../login", "/./login", "/x/%2e%2E/login", "///.//login"]
+        {
+            assert_eq!(normal(path).as_deref(), Ok("/login"), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_character_and_its_escape_are_one() {
+        for (path, expected) in [
+            ("/users/%40me", "/users/@me"),
+            ("/a%3ab%3b%2c", "/a:b;,"),
+            ("/caf\u{e9}", "/caf%C3%A9"),
+            ("/caf%c3%a9", "/caf%C3%A9"),
+            ("/a|b[c]", "/a%7Cb%5Bc%5D"),
+        ] {
+            assert_eq!(normal(path).as_deref(), Ok(expected), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_trailing_slash_stays_and_dots_leave_one() {
+        for (path, expected) in [
+            ("/", "/"),
+            ("//", "/"),
+            ("/a/", "/a/"),
+            ("/a//", "/a/"),
+            ("/a/.", "/a/"),
+            ("/a/b/..", "/a/"),
+            ("/a/..", "/"),
+            ("/.well-known/x", "/.well-known/x"),
+            ("/...", "/..."),
+            ("/a/.b/..c", "/a/.b/..c"),
+            ("/a%20b%c3%a9", "/a%20b%C3%A9"),
+            ("/a;v=1,2@:!$&'()*+=", "/a;v=1,2@:!$&'()*+="),
+            ("/%252F", "/%252F"),
+            ("/%252e%252e/a", "/%252e%252e/a"),
+            ("/a%3fb%23c", "/a%3Fb%23c"),
+            ("/..a;b/c;..", "/..a;b/c;.."),
+            ("/%E0%A4%85%F0%9F%98%80", "/%E0%A4%85%F0%9F%98%80"),
+            ("/%c0x%80", "/%C0x%80"),
+        ] {
+            assert_eq!(normal(path).as_deref(), Ok(expected), "{path}");
+        }
+    }
+
+    #[test]
+    fn what_servers_disagree_about_is_refused() {
+        for path in [
+            "/..",
+            "/a/../..",
+            "/%2e%2e/x",
+            "/a//../b",
+            "//../b",
+            "/a/b//../..",
+            "/%",
+            "/%4",
+            "/%zz",
+            "/%+1",
+            "/%00",
+            "/a%2fb",
+            "/a%5Cb",
+            "/a\\b",
+            "",
+            "*",
+            "a/b",
+            // Tomcat and Jetty take off what is behind the semicolon, and then resolve the dots.
+            "/..;/admin",
+            "/a/..;x=1/admin",
+            "/a/%2e%2e;/admin",
+            "/a/.;/admin",
+            "/..%3b/admin",
+            // `$` of a pattern matches before a line end.
+            "/login%0a",
+            "/login%0D%0A",
+            "/login%7f",
+            "/a%09/..",
+            // A slash, a dot and a letter, as no UTF-8 has them.
+            "/a%c0%afb",
+            "/%c0%ae%c0%ae/admin",
+            "/%C1%ACogin",
+            "/%e0%80%af",
+            "/%F0%80%80%AF",
+        ] {
+            assert!(normal(path).is_err(), "{path}");
+        }
+        assert_eq!(normalize("/a%2fb", PathReading::verbatim(EncodedSlash::Keep)).as_deref(), Ok("/a%2Fb"));
+    }
+
+    #[test]
+    fn parameters_of_a_path_are_read_as_configured() {
+        for (path, expected) in [
+            ("/login", "/login"),
+            ("/login;x", "/login"),
+            ("/login;x=1;y=2", "/login"),
+            ("/login;", "/login"),
+            ("/login%3Bx", "/login"),
+            ("/login%3bx;y", "/login"),
+            ("/a;x/b;y/c", "/a/b/c"),
+            ("/a;x/", "/a/"),
+            ("/a/;x", "/a/"),
+            ("/;x/login", "/login"),
+            ("/;x", "/"),
+            ("/a/b;x/../login", "/a/login"),
+        ] {
+            assert_eq!(read(path, PathParameters::Strip, TrailingSlash::Keep).as_deref(), Ok(expected), "{path}");
+            let is_refused = read(path, PathParameters::Refuse, TrailingSlash::Keep).is_err();
+            assert_eq!(is_refused, path != "/login", "{path}");
+        }
+        for path in ["/..;x/login", "/a;%0a", "/a;%zz", "/a;%2f", "/a;\\", "/a/;x/../b", "/a;%c0%af"] {
+            assert!(read(path, PathParameters::Strip, TrailingSlash::Keep).is_err(), "{path}");
+        }
+    }
+
+    #[test]
+    fn a_trailing_slash_is_read_as_configured() {
+        for (path, expected) in [
+            ("/", "/"),
+            ("//", "/"),
+            ("/login/", "/login"),
+            ("/login//", "/login"),
+            ("/login/.", "/login"),
+            ("/login/x/..", "/login"),
+            ("/a/b/", "/a/b"),
+            ("/a;x/", "/a;x"),
+        ] {
+            assert_eq!(read(path, PathParameters::Keep, TrailingSlash::Ignore).as_deref(), Ok(expected), "{path}");
+        }
+        assert_eq!(read("/login;x/;y", PathParameters::Strip, TrailingSlash::Ignore).as_deref(), Ok("/login"));
+    }
+
+    #[test]
+    fn the_normal_form_is_its_own() {
+        for path in ["/a/%2e/b", "//x/é", "/%7euser/%41", "/.//."] {
+            let once = normal(path).unwrap();
+            assert_eq!(normal(&once).as_deref(), Ok(once.as_str()));
+        }
+    }
+
+    /// A segment in normal form, with all kinds of characters in it.
+    fn segment() -> impl Strategy<Value = String> {
+        let piece = prop_oneof![
+            4 => "[a-zA-Z0-9._~!$&'()*+,=:@-]{1,3}",
+            1 => Just(String::from(";v")),
+            1 => Just(String::from("%20")),
+            1 => Just(String::from("%C3%A9")),
+            1 => Just(String::from("%25")),
+        ];
+        let segment = proptest::collection::vec(piece, 1..4).prop_map(|pieces| pieces.concat());
+        segment.prop_filter("dots are no segment", |segment| {
+            doubt(segment).is_none() && !matches!(segment.as_str(), "." | "..")
+        })
+    }
+
+    /// One of the spellings of a path, as `choices` have it.
+    fn respelt(segments: &[String], choices: &[u8]) -> String {
+        let mut choices = choices.iter().copied().cycle();
+        let mut choice = move |of: u8| choices.next().unwrap_or_default() % of;
+        let mut out = String::new();
+        for segment in segments {
+            out.push_str(["/", "//", "/./", "/%2e/", "/x/../", "/x/%2E./", "/x/y/../../"][usize::from(choice(7))]);
+            let bytes = segment.as_bytes();
+            let mut at = 0;
+            while at < bytes.len() {
+                let width = if bytes[at] == b'%' { 3 } else { 1 };
+                let piece = &segment[at..at + width];
+                match (width, choice(3)) {
+                    (1, 0) => out.push_str(&format!("%{:02x}", bytes[at])),
+                    (1, 1) => out.push_str(&format!("%{:02X}", bytes[at])),
+                    (3, 0) => out.push_str(&piece.to_ascii_lowercase()),
+                    _ => out.push_str(piece),
+                }
+                at += width;
+            }
+        }
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn no_spelling_of_a_path_is_another_endpoint(
+            segments in proptest::collection::vec(segment(), 1..5),
+            choices in proptest::collection::vec(any::<u8>(), 1..40),
+        ) {
+            let expected: String = segments.iter().map(|segment| format!("/{segment}")).collect();
+            let spelt = respelt(&segments, &choices);
+            prop_assert_eq!(normal(&expected), Ok(expected.clone()));
+            // What servers could disagree about, a `..` behind `//`, is refused; nothing is another path.
+            if let Ok(found) = normal(&spelt) {
+                prop_assert_eq!(found, expected);
+            }
+        }
+
+        #[test]
+        fn what_is_normal_stays_so_and_has_nothing_left_to_resolve(path in "/[a/.%;2e5cCfF0\\\\é|]{0,24}") {
+            if let Ok(once) = read(&path, PathParameters::Strip, TrailingSlash::Ignore) {
+                prop_assert_eq!(read(&once, PathParameters::Strip, TrailingSlash::Ignore), Ok(once.clone()));
+                prop_assert!(!once.contains(';') && (once == "/" || !once.ends_with('/')));
+            }
+            if let Ok(once) = normal(&path) {
+                prop_assert_eq!(normal(&once), Ok(once.clone()));
+                prop_assert!(once.starts_with('/') && !once.contains("//") && !once.contains("/../") && !once.contains("/./"));
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What was said to whoever was refused last.
+//!
+//! A client that is over its limits and does not slow down asks many times in a millisecond, and is told the same each
+//! time, to the letter. So what a refusal says is not worked out again as long as all that it depends on is as it was. This
+//! file does not know what that is made of: `reply` does.
+
+use bytes::Bytes;
+use http::StatusCode;
+
+use super::responses::{self, Refused, Reply};
+use transom_limiter::acquire::Charge;
+use transom_limiter::counter::{Ask, Use};
+use transom_limiter::decision_context::Desk;
+use transom_limiter::rule_set::Line;
+
+/// The last refusal by the rules of one book.
+#[derive(Debug, Default)]
+pub struct Last {
+    slate: usize,
+    now_ms: u64,
+    facts: Vec<Fact>,
+    /// `None` before the first.
+    refused: Option<Refused>,
+    /// The same as it is sent over HTTP/1.1; empty until it is asked for.
+    bytes: Bytes,
+}
+
+/// What was found of one layer. Nothing here tells one client from another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Fact {
+    line: Line,
+    ask: Ask,
+    usage: Use,
+    full: bool,
+}
+
+impl Fact {
+    fn of((charge, line): (&Charge, &Line)) -> Fact {
+        Fact { line: *line, ask: charge.ask, usage: charge.usage, full: charge.full }
+    }
+}
+
+impl Last {
+    /// What is answered: as the last time, or else what `work_out` finds. `slate` is the position of the rules that decided
+    /// on `desk`.
+    pub fn refusal(&mut self, slate: usize, now_ms: u64, desk: &Desk, work_out: impl FnOnce() -> Refused) -> Reply {
+        self.renew(slate, now_ms, desk, work_out).0.clone()
+    }
+
+    /// As [`Last::refusal`], as it is sent over HTTP/1.1; and its status.
+    pub fn written(
+        &mut self,
+        slate: usize,
+        now_ms: u64,
+        desk: &Desk,
+        work_out: impl FnOnce() -> Refused,
+    ) -> (StatusCode, Bytes) {
+        let (reply, bytes) = self.renew(slate, now_ms, desk, work_out);
+        if bytes.is_empty() {
+            *bytes = responses::written(reply);
+        }
+        (reply.status(), bytes.clone())
+    }
+
+    fn renew(
+        &mut self,
+        slate: usize,
+        now_ms: u64,
+        desk: &Desk,
+        work_out: impl FnOnce() -> Refused,
+    ) -> (&Reply, &mut Bytes) {
+        let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
+        let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
+        // Where chance has a part in it, the next is told something else.
+        if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {
+            (self.slate, self.now_ms) = (slate, now_ms);
+            self.facts.clear();
+            self.facts.extend(facts());
+            self.bytes = Bytes::new();
+            self.refused = None;
+        }
+        let refused = self.refused.get_or_insert_with(|| {
+            let mut refused = work_out();
+            // Whoever sends a copy adds a field or two, such as the date.
+            refused.reply.headers_mut().reserve(4);
+            refused
+        });
+        (&refused.reply, &mut self.bytes)
+    }
+}

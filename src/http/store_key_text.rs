@@ -1,0 +1,303 @@
+//! A key as other gateways and people read it: `RULE|PART|PART`.
+//!
+//! The parts are those that go into the hash of the key, in the same order, each spelt so that nothing a client sends
+//! is mistaken for what stands between them. What is a secret is not told to the store: a keyed digest stands for
+//! it, equal for all gateways that have the same key; the same goes for what is too long. Two keys of a rule
+//! never have the same text, up to collisions of HMAC-SHA256.
+
+use std::fmt::{self, Write};
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use aws_lc_rs::hmac;
+
+use crate::config::redis::is_secret;
+use transom_limiter::key::Part;
+use transom_limiter::store_key::spell;
+
+/// What a digest begins with.
+const DIGEST: &str = "hmac-";
+/// How much of it is told: 32 hex digits.
+const DIGEST_BYTES: usize = 16;
+/// A part whose spelling is longer is told by its digest.
+const PART_MAX_BYTES: usize = 256;
+
+/// How the keys of a rule are spelt: what does not depend on a request.
+#[derive(Debug)]
+pub struct Spelling {
+    /// What all of them begin with.
+    lead: Box<str>,
+    parts: Vec<Part>,
+    /// Which of the parts are secrets by what they are called.
+    secret: Vec<bool>,
+}
+
+impl Spelling {
+    /// Keys of a fallback have a part before their own that names it, with a `=` that no other has.
+    pub fn new(rule: &str, parts: &[Part], is_fallback: bool) -> Spelling {
+        let mut lead = String::new();
+        spell(rule.as_bytes(), &mut lead);
+        if is_fallback {
+            lead.push_str("|else=");
+            let names: Vec<String> = parts.iter().map(Part::to_string).collect();
+            spell(names.join(",").as_bytes(), &mut lead);
+        }
+        Spelling { lead: lead.into(), parts: parts.to_vec(), secret: parts.iter().map(is_secret).collect() }
+    }
+
+    /// What a part is called.
+    pub fn name(&self, position: usize) -> String {
+        self.parts.get(position).map(Part::to_string).unwrap_or_default()
+    }
+
+    /// Begins the text of a key.
+    pub fn begin(&self, out: &mut String) {
+        out.push_str(&self.lead);
+    }
+
+    /// Adds the part at a position, as [`super::part::Source::feed`] hands it on.
+    pub fn part(&self, position: usize, kind: u8, bytes: &[u8], digester: &Digester, out: &mut String) {
+        let (Some(part), Some(secret)) = (self.parts.get(position), self.secret.get(position)) else { return };
+        out.push('|');
+        if *secret || digester.api_key.as_ref() == Some(part) {
+            return digester.digest(bytes, out);
+        }
+        let start = out.len();
+        match (part, kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
+            (Part::Global, ..) => {}
+            (Part::Ip { .. }, 1, Ok(v4), _) => spell(Ipv4Addr::from(v4).to_string().as_bytes(), out),
+            (Part::Ip { .. }, 2, _, Ok(v6)) => spell(Ipv6Addr::from(v6).to_string().as_bytes(), out),
+            // What a client sends can not pass for a digest.
+            _ if bytes.starts_with(DIGEST.as_bytes()) => {
+                out.push_str("%68");
+                spell(bytes.get(1..).unwrap_or_default(), out);
+            }
+            _ => spell(bytes, out),
+        }
+        if out.len() - start > PART_MAX_BYTES {
+            out.truncate(start);
+            digester.digest(bytes, out);
+        }
+    }
+}
+
+/// Makes the digests that stand for what is not told.
+pub struct Digester {
+    key: hmac::Key,
+    /// The part that is a client's secret by the configuration.
+    api_key: Option<Part>,
+}
+
+impl Digester {
+    /// `key` is the same for all gateways that count together; `api_key` is where requests have their client's.
+    pub fn new(key: &[u8], api_key: Option<&Part>) -> Digester {
+        Digester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
+    }
+
+    fn digest(&self, bytes: &[u8], out: &mut String) {
+        out.push_str(DIGEST);
+        for byte in hmac::sign(&self.key, bytes).as_ref().iter().take(DIGEST_BYTES) {
+            // Writing to a string cannot fail.
+            let _ = write!(out, "{byte:02x}");
+        }
+    }
+}
+
+/// Nothing of the key is shown.
+impl fmt::Debug for Digester {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Digester").field("api_key", &self.api_key).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use base64::Engine;
+    use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+    use http::{HeaderMap, HeaderValue};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::decision::Counsel;
+    use crate::http::rate_limit_key::Identity;
+    use crate::http::rate_limit_key::tests::{SEED, asked, route, rule};
+    use crate::jwt::Trust;
+    use crate::jwt::cache::Checker;
+    use crate::jwt::verification_key::Key;
+    use transom_limiter::key::{KeyHasher, OnMissing};
+    use transom_limiter::rule_set::Book;
+
+    const SECRET: &[u8] = b"an example of a secret, long enough";
+    const V4: Part = Part::Ip { v4_prefix: 32, v6_prefix: 64 };
+
+    fn digester() -> Digester {
+        Digester::new(b"a key", None)
+    }
+
+    fn tokens() -> Checker {
+        let trust = Trust { keys: vec![Key::secret(SECRET, None).unwrap()], ..Trust::default() };
+        Checker::new(trust, vec!["sub".to_owned()], KeyHasher::new(SEED, 0))
+    }
+
+    fn token(claims: &str) -> String {
+        let encode = |text: &str| URL_SAFE_NO_PAD.encode(text);
+        let signed = format!("{}.{}", encode(r#"{"alg":"HS256"}"#), encode(claims));
+        let signature = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, SECRET), signed.as_bytes());
+        format!("{signed}.{}", URL_SAFE_NO_PAD.encode(signature))
+    }
+
+    fn headers(fields: &[(&'static str, &[u8])]) -> HeaderMap {
+        fields.iter().map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_bytes(value).unwrap())).collect()
+    }
+
+    /// The text that a request has under a key.
+    fn text_by(digester: &Digester, key: &[Part], on_missing: OnMissing, address: &str, headers: &HeaderMap) -> String {
+        let book = Book::new(&[rule(key, on_missing)], SEED, None);
+        let identity = Identity::new(&book.entries[0], &route(), SEED);
+        let mut text = String::from("transom:");
+        let found = asked(address, headers, &tokens(), |caller| {
+            assert_eq!(matches!(identity.of(caller), Ok(Some(_))), identity.text(caller, digester, &mut String::new()));
+            identity.text(caller, digester, &mut text)
+        });
+        assert!(found || text == "transom:");
+        text.split_off("transom:".len())
+    }
+
+    fn text(key: &[Part], address: &str, headers: &HeaderMap) -> String {
+        text_by(&digester(), key, OnMissing::Refuse, address, headers)
+    }
+
+    /// The text that the decision API has for a key.
+    fn told(key: &[Part], values: &[&str]) -> Option<String> {
+        let book = Arc::new(Book::new(&[rule(key, OnMissing::Refuse)], SEED, None));
+        let counsel = Counsel::new(&book, &[None], SEED, None);
+        let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
+        let mut text = String::new();
+        counsel.text(0, &values, &digester(), &mut text).then_some(text)
+    }
+
+    #[test]
+    fn requests_and_the_decision_api_spell_every_part_alike() {
+        let bearer = format!("Bearer {}", token(r#"{"sub":"al ice"}"#));
+        let headers =
+            headers(&[("x-user", b"bob|{1}"), ("cookie", b"id=c00kie"), ("authorization", bearer.as_bytes())]);
+        let named = |name: &str| name.to_owned();
+        let all = [
+            (Part::Ip { v4_prefix: 24, v6_prefix: 64 }, "10.0.0.7", "10.0.0.0"),
+            (Part::Header(named("x-user")), "bob|{1}", "bob%7C%7B1%7D"),
+            (Part::Cookie(named("id")), "c00kie", "hmac-f7e5ea46dcf22b0c2e8dd9bb4bf7dc5a"),
+            (Part::Query(named("token")), "a b", "hmac-"),
+            (Part::Jwt(named("sub")), "al ice", "al%20ice"),
+            (Part::Param(named("id")), "77", "77"),
+            (Part::ClientCert, "f00d", "f00d"),
+            (Part::Host, "example.com", "example.com"),
+            (Part::Method, "GET", "GET"),
+            (Part::Path, "/u/77", "%2Fu%2F77"),
+            (Part::Route, "route", "route"),
+            (Part::Global, "", ""),
+        ];
+        for (part, value, spelt) in &all {
+            let of_request = text(std::slice::from_ref(part), "10.0.0.7", &headers);
+            assert_eq!(told(std::slice::from_ref(part), &[value]), Some(of_request.clone()), "{part}");
+            match spelt.strip_prefix(DIGEST) {
+                None => assert_eq!(of_request, format!("r|{spelt}"), "{part}"),
+                Some(_) => assert!(of_request.starts_with("r|hmac-") && of_request.len() == 39, "{part}"),
+            }
+        }
+        let parts: Vec<Part> = all.iter().map(|(part, ..)| part.clone()).collect();
+        let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
+        assert_eq!(told(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
+        assert_eq!(told(&[Part::Global], &[]), Some("r|".to_owned()));
+        assert_eq!(told(&[Part::Global], &["any"]), Some("r|".to_owned()));
+        assert_eq!(told(&[V4], &["10.0.0"]), None);
+        assert_eq!(told(&[V4, Part::Host], &["10.0.0.1"]), None);
+    }
+
+    #[test]
+    fn addresses_are_spelt_as_networks() {
+        let none = HeaderMap::new();
+        for (address, spelt) in [
+            ("10.0.0.1", "r|10.0.0.1"),
+            ("::ffff:10.0.0.1", "r|10.0.0.1"),
+            ("2001:db8:0:1:2:3:4:5", "r|2001%3Adb8%3A0%3A1%3A%3A"),
+            ("2001:DB8::1", "r|2001%3Adb8%3A%3A"),
+        ] {
+            assert_eq!(text(&[V4], address, &none), spelt);
+        }
+    }
+
+    #[test]
+    fn a_digest_is_hmac_sha_256() {
+        // RFC 4231, test case 2.
+        let mut out = String::new();
+        Digester::new(b"Jefe", None).digest(b"what do ya want for nothing?", &mut out);
+        assert_eq!(out, "hmac-5bdcc146bf60754e6a042426089575c7");
+    }
+
+    #[test]
+    fn what_lets_somebody_in_is_told_by_its_digest() {
+        let header = |name: &str| Part::Header(name.to_owned());
+        for name in ["authorization", "proxy-authorization", "x-api-key", "x-auth-token", "my-session-id"] {
+            assert!(is_secret(&header(name)), "{name}");
+        }
+        assert!(is_secret(&Part::Query("API_KEY".to_owned())) && is_secret(&Part::Cookie("theme".to_owned())));
+        assert!(!is_secret(&header("x-user")) && !is_secret(&Part::Jwt("sub".to_owned())));
+        let user = headers(&[("x-user", b"bob")]);
+        let configured = Digester::new(b"a key", Some(&header("x-user")));
+        let known = |digester: &Digester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);
+        assert_eq!(known(&digester()), "r|bob");
+        assert!(known(&configured).starts_with("r|hmac-"));
+        assert_ne!(known(&configured), known(&Digester::new(b"another key", Some(&header("x-user")))));
+        assert!(!format!("{configured:?}").contains("a key"));
+    }
+
+    #[test]
+    fn keys_stay_bounded_and_nothing_passes_for_a_digest() {
+        let user =
+            |value: &[u8]| text(&[Part::Header("x-user".to_owned())], "10.0.0.1", &headers(&[("x-user", value)]));
+        assert_eq!(user(&[b'a'; 256]).len(), 2 + 256);
+        let long = user(&[b'a'; 257]);
+        assert!(long.starts_with("r|hmac-") && long.len() == 39);
+        assert!(user(&[b'|'; 86]).starts_with("r|hmac-"));
+        assert_eq!(user(&long.as_bytes()[2..]), format!("r|%68{}", &long[3..]));
+        assert!(user(&[long.as_bytes(), &[b'a'; 300]].concat()).len() <= 2 + 256);
+    }
+
+    #[test]
+    fn keys_of_a_fallback_are_no_others() {
+        let key = [Part::Header("x-user".to_owned()), Part::Method];
+        let fallback = |parts: &[Part]| OnMissing::Fallback(parts.to_vec());
+        let spelt =
+            |parts: &[Part], headers: &HeaderMap| text_by(&digester(), &key, fallback(parts), "10.0.0.1", headers);
+        let none = HeaderMap::new();
+        assert_eq!(spelt(&[V4], &none), "r|else=ip|10.0.0.1");
+        assert_eq!(spelt(&[V4, Part::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
+        assert_eq!(spelt(&[Part::Global], &none), "r|else=global|");
+        assert_eq!(spelt(&[V4], &headers(&[("x-user", b"else=ip")])), "r|else%3Dip|GET");
+        assert_eq!(text_by(&digester(), &key, OnMissing::Skip, "10.0.0.1", &none), "");
+    }
+
+    proptest! {
+        #[test]
+        fn different_keys_have_different_texts(
+            a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
+            at in 0..40_usize,
+        ) {
+            let spelling = Spelling::new("r", &[Part::Path, Part::Path], false);
+            let spelt = |key: [&[u8]; 2]| {
+                let mut text = String::new();
+                spelling.begin(&mut text);
+                key.iter().enumerate().for_each(|(i, bytes)| spelling.part(i, 7, bytes, &digester(), &mut text));
+                prop_assert!(text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".~-%|".contains(&byte)));
+                prop_assert_eq!(text.matches('|').count(), 2);
+                Ok(text)
+            };
+            // The same bytes, divided otherwise, and others.
+            let both = [a.as_slice(), b.as_slice()].concat();
+            let (left, right) = both.split_at(at.min(both.len()));
+            prop_assert_eq!(spelt([&a, &b])? == spelt([left, right])?, a == left);
+            prop_assert_eq!(spelt([&a, &b])? == spelt([&b, &a])?, a == b);
+        }
+    }
+}

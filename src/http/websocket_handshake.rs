@@ -1,0 +1,285 @@
+//! Opening a WebSocket, as far as a proxy has to understand it: by changing over an HTTP/1.1 connection (RFC 9110,
+//! section 7.8; RFC 6455, section 4), or with an extended CONNECT on a stream of HTTP/2 (RFC 8441).
+//!
+//! It is the only protocol that is changed over to. Any other that a client offers stays behind, as it may
+//! by the RFC, and its request goes on as an ordinary one: behind `h2c` a client could send requests that
+//! no rule would see. A CONNECT has nothing that it could go on as, and is refused.
+//!
+//! An extended CONNECT is made the GET that it stands for as soon as it comes, so that routes, rules and the
+//! upstream meet one kind of handshake only.
+
+use aws_lc_rs::{digest, rand};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Request, Response, StatusCode, Version};
+
+use super::error::Fault;
+
+const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
+
+/// What a server adds to a key before it takes the digest (RFC 6455, section 1.3).
+const ACCEPTING: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
+
+/// What an extended CONNECT asks for, among the extensions of its request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Extended {
+    WebSocket,
+    Other,
+}
+
+/// How a client asks for a WebSocket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// Its connection changes over.
+    Upgrade,
+    /// By an extended CONNECT.
+    Connect,
+}
+
+/// Takes note of a CONNECT that names a protocol. One that asks for a WebSocket becomes the GET that it stands for.
+pub fn extend<B>(request: &mut Request<B>, protocol: &str) {
+    let asked = if protocol.eq_ignore_ascii_case("websocket") { Extended::WebSocket } else { Extended::Other };
+    if asked == Extended::WebSocket {
+        *request.method_mut() = Method::GET;
+    }
+    request.extensions_mut().insert(asked);
+}
+
+/// Whether a request was an extended CONNECT, for whatever protocol.
+pub fn is_extended(parts: &Parts) -> bool {
+    parts.extensions.get::<Extended>().is_some()
+}
+
+/// How a request asks for a WebSocket, if it does; `names` says whether it has an Upgrade field. It is to be asked before
+/// fields are made ready for the upstream.
+pub fn way(parts: &Parts, names: bool) -> Result<Option<Way>, Fault> {
+    if parts.version == Version::HTTP_2 {
+        return Ok((parts.extensions.get() == Some(&Extended::WebSocket)).then_some(Way::Connect));
+    }
+    Ok((names && is_wanted(parts)?).then_some(Way::Upgrade))
+}
+
+/// Whether a request that has an Upgrade field asks for WebSocket.
+fn is_wanted(parts: &Parts) -> Result<bool, Fault> {
+    let headers = &parts.headers;
+    if parts.version != Version::HTTP_11 || !only(headers, &header::UPGRADE).is_some_and(is_websocket) {
+        return Ok(false);
+    }
+    let options = headers.get_all(header::CONNECTION).iter().flat_map(|value| value.as_bytes().split(|b| *b == b','));
+    if !options.map(<[u8]>::trim_ascii).any(|option| option.eq_ignore_ascii_case(b"upgrade")) {
+        return Ok(false);
+    }
+    let no_length = headers.get_all(header::CONTENT_LENGTH).iter().all(|length| length.as_bytes() == b"0");
+    if headers.contains_key(header::TRANSFER_ENCODING) || !no_length {
+        // Where the body ends and the other protocol begins would be a matter of opinion.
+        return Err(Fault::Framing("a request that asks for another protocol can not have a body"));
+    }
+    Ok(parts.method == Method::GET && only(headers, &header::SEC_WEBSOCKET_KEY).is_some())
+}
+
+/// `Sec-WebSocket-Key` of a handshake: a nonce of 16 bytes, as it is written.
+#[derive(Clone, Debug)]
+pub struct Key(HeaderValue);
+
+impl Key {
+    /// One for a handshake that the gateway makes by itself.
+    pub fn new() -> Result<Key, Fault> {
+        let mut nonce = [0; 16];
+        rand::fill(&mut nonce).map_err(|_no_entropy| Fault::Panic)?;
+        HeaderValue::from_str(&STANDARD.encode(nonce)).map(Key).map_err(|_invalid| Fault::Panic)
+    }
+
+    /// The key of a handshake; `None` if that has none.
+    pub fn of(headers: &HeaderMap) -> Option<Key> {
+        headers.get(header::SEC_WEBSOCKET_KEY).cloned().map(Key)
+    }
+
+    /// Takes the key from a handshake; `None` if that has none.
+    pub fn taken_from(headers: &mut HeaderMap) -> Option<Key> {
+        headers.remove(header::SEC_WEBSOCKET_KEY).map(Key)
+    }
+
+    pub fn put(&self, headers: &mut HeaderMap) {
+        headers.insert(header::SEC_WEBSOCKET_KEY, self.0.clone());
+    }
+
+    /// What a server says that has understood the handshake.
+    fn accept(&self) -> String {
+        let mut digest = digest::Context::new(&digest::SHA1_FOR_LEGACY_USE_ONLY);
+        digest.update(self.0.as_bytes());
+        digest.update(ACCEPTING);
+        STANDARD.encode(digest.finish())
+    }
+
+    /// Whether an answer is one to this handshake.
+    pub fn is_accepted(&self, headers: &HeaderMap) -> bool {
+        only(headers, &header::SEC_WEBSOCKET_ACCEPT).is_some_and(|value| value.as_bytes() == self.accept().as_bytes())
+    }
+}
+
+/// Makes an answer that changes over a connection the one to an extended CONNECT (RFC 8441, section 5).
+pub fn grant_stream<B>(answer: &mut Response<B>) {
+    *answer.status_mut() = StatusCode::OK;
+    for name in [header::CONNECTION, header::UPGRADE, header::SEC_WEBSOCKET_ACCEPT, header::CONTENT_LENGTH] {
+        answer.headers_mut().remove(name);
+    }
+}
+
+/// The other way round: makes the answer that opened a stream to the upstream one that changes over a connection.
+pub fn grant_connection<B>(answer: &mut Response<B>, key: Option<&Key>) {
+    *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    ask(answer.headers_mut());
+    if let Some(accept) = key.and_then(|key| HeaderValue::from_str(&key.accept()).ok()) {
+        answer.headers_mut().insert(header::SEC_WEBSOCKET_ACCEPT, accept);
+    }
+}
+
+/// Takes away the two fields that make the change.
+pub fn withdraw(headers: &mut HeaderMap) {
+    headers.remove(header::CONNECTION);
+    headers.remove(header::UPGRADE);
+}
+
+/// Puts back the two fields that make the change, behind those that stayed behind.
+pub fn ask(headers: &mut HeaderMap) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(header::UPGRADE, WEBSOCKET);
+}
+
+/// Whether an answer changes over to another protocol.
+pub fn is_switch<B>(answer: &Response<B>) -> bool {
+    answer.status() == StatusCode::SWITCHING_PROTOCOLS
+}
+
+/// Whether an answer changes over to the protocol that was asked for.
+pub fn is_granted<B>(answer: &Response<B>) -> bool {
+    is_switch(answer) && only(answer.headers(), &header::UPGRADE).is_some_and(is_websocket)
+}
+
+/// The value of a field that is given once.
+fn only<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
+    let mut values = headers.get_all(name).iter();
+    values.next().filter(|_| values.next().is_none())
+}
+
+fn is_websocket(value: &HeaderValue) -> bool {
+    value.as_bytes().eq_ignore_ascii_case(b"websocket")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn asked(change: impl FnOnce(&mut Request<()>)) -> Result<bool, Fault> {
+        let mut request = Request::get("/")
+            .header("connection", "keep-alive, Upgrade")
+            .header("upgrade", "WebSocket")
+            .header("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ==")
+            .body(())
+            .unwrap();
+        change(&mut request);
+        is_wanted(&request.into_parts().0)
+    }
+
+    fn set(request: &mut Request<()>, name: &'static str, value: &'static str) {
+        request.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+
+    #[test]
+    fn a_clear_handshake_is_one() {
+        assert_eq!(asked(|_| {}), Ok(true));
+        assert_eq!(asked(|request| set(request, "content-length", "0")), Ok(true));
+    }
+
+    #[test]
+    fn what_is_none_goes_on_without() {
+        assert_eq!(asked(|request| set(request, "upgrade", "h2c")), Ok(false));
+        assert_eq!(asked(|request| set(request, "upgrade", "websocket, h2c")), Ok(false));
+        assert_eq!(asked(|request| set(request, "connection", "keep-alive")), Ok(false));
+        assert_eq!(asked(|request| *request.method_mut() = Method::POST), Ok(false));
+        assert_eq!(asked(|request| *request.version_mut() = Version::HTTP_10), Ok(false));
+        assert_eq!(asked(|request| *request.version_mut() = Version::HTTP_2), Ok(false));
+        assert_eq!(asked(|request| drop(request.headers_mut().remove("sec-websocket-key"))), Ok(false));
+        let two = |request: &mut Request<()>| {
+            request.headers_mut().append("upgrade", WEBSOCKET);
+        };
+        assert_eq!(asked(two), Ok(false));
+    }
+
+    #[test]
+    fn one_with_a_body_is_refused() {
+        assert!(matches!(asked(|request| set(request, "content-length", "1")), Err(Fault::Framing(_))));
+        assert!(matches!(asked(|request| set(request, "transfer-encoding", "chunked")), Err(Fault::Framing(_))));
+        assert_eq!(
+            asked(|request| {
+                set(request, "upgrade", "h2c");
+                set(request, "content-length", "1");
+            }),
+            Ok(false)
+        );
+    }
+
+    #[test]
+    fn only_what_was_asked_for_is_granted() {
+        let answer = |status: u16, upgrade: &str| {
+            Response::builder().status(status).header("upgrade", upgrade).body(()).unwrap()
+        };
+        assert!(is_granted(&answer(101, "websocket")));
+        assert!(!is_granted(&answer(200, "websocket")));
+        assert!(!is_granted(&answer(101, "h2c")));
+    }
+
+    #[test]
+    fn an_extended_connect_becomes_the_get_it_stands_for() {
+        let extended = |protocol: &str| {
+            let mut request = Request::connect("https://a/chat").version(Version::HTTP_2).body(()).unwrap();
+            extend(&mut request, protocol);
+            request.into_parts().0
+        };
+        let parts = extended("WebSocket");
+        assert!(is_extended(&parts));
+        assert_eq!((&parts.method, way(&parts, false)), (&Method::GET, Ok(Some(Way::Connect))));
+        let parts = extended("connect-udp");
+        assert!(is_extended(&parts));
+        assert_eq!((&parts.method, way(&parts, false)), (&Method::CONNECT, Ok(None)));
+        let plain = Request::get("https://a/chat").version(Version::HTTP_2).body(()).unwrap().into_parts().0;
+        assert!(!is_extended(&plain));
+        assert_eq!(way(&plain, true), Ok(None));
+    }
+
+    #[test]
+    fn a_key_is_accepted_by_whoever_has_read_it() {
+        // RFC 6455, section 1.3.
+        let mut headers = HeaderMap::new();
+        headers.insert("sec-websocket-key", HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
+        let key = Key::taken_from(&mut headers).unwrap();
+        assert!(headers.is_empty() && !key.is_accepted(&headers));
+        headers.insert("sec-websocket-accept", HeaderValue::from_static("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+        assert!(key.is_accepted(&headers));
+        let own = Key::new().unwrap();
+        assert!(!own.is_accepted(&headers));
+        assert_ne!(own.0, Key::new().unwrap().0);
+        assert_eq!(STANDARD.decode(&own.0).unwrap().len(), 16);
+    }
+
+    #[test]
+    fn answers_are_made_those_of_the_other_version() {
+        let mut answer = Response::builder()
+            .status(101)
+            .header("upgrade", "websocket")
+            .header("sec-websocket-accept", "a")
+            .header("sec-websocket-protocol", "chat")
+            .body(())
+            .unwrap();
+        grant_stream(&mut answer);
+        assert_eq!((answer.status().as_u16(), answer.headers().len()), (200, 1));
+        let key = Key(HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ=="));
+        grant_connection(&mut answer, Some(&key));
+        assert!(is_granted(&answer) && key.is_accepted(answer.headers()));
+        withdraw(answer.headers_mut());
+        assert!(!is_granted(&answer));
+    }
+}

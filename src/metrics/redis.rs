@@ -1,0 +1,139 @@
+//! What is counted of the store in which gateways share counters.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::events::{counter, gauge, histogram};
+use super::storage::{Cell, Histogram};
+use super::{LoopId, Name, Registry};
+
+pub static REQUESTS: Name =
+    counter("transom_shared_requests_total", "Calls of the store of shared counters, by what came of them.");
+pub static DURATION: Name = histogram("transom_shared_duration_seconds", "From a call of the store to its answer.");
+pub static OUTSTANDING: Name = gauge(
+    "transom_shared_outstanding_tokens",
+    "Tokens fetched and not spent yet, at most: what several loops fetched for one counter counts for each.",
+);
+pub static TOKENS: Name = counter(
+    "transom_shared_tokens_total",
+    "Tokens by what became of them: fetched, returned, expired with their window, or reported after an outage.",
+);
+pub static AWAY: Name =
+    gauge("transom_shared_servers_away", "Servers of shared counters that can not be reached; each loop counts them.");
+pub static EVICTING: Name = gauge(
+    "transom_shared_servers_evicting",
+    "Connected servers of shared counters whose maxmemory-policy evicts counters; each loop counts them.",
+);
+pub static OUTAGES: Name = counter("transom_shared_outages_total", "How often a server of shared counters was lost.");
+pub static WITHOUT: Name = counter(
+    "transom_shared_outage_decisions_total",
+    "Decisions of rules that could not ask the store, by what they did.",
+);
+
+/// What calls of the store come to.
+const OUTCOMES: [&str; 7] = ["granted", "refused", "other_window", "given_back", "error", "unreachable", "timeout"];
+
+/// What one event loop tells of its store.
+#[derive(Debug)]
+pub struct SharedMeter {
+    outcomes: [Arc<Cell>; 7],
+    duration: Arc<Histogram>,
+    outstanding: Arc<Cell>,
+    fetched: Arc<Cell>,
+    returned: Arc<Cell>,
+    expired: Arc<Cell>,
+    reported: Arc<Cell>,
+    away: Arc<Cell>,
+    evicting: Arc<Cell>,
+    outages: Arc<Cell>,
+    without: [Arc<Cell>; 3],
+}
+
+/// What came of a call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    Granted,
+    Refused,
+    OtherWindow,
+    GivenBack,
+    Error,
+    Unreachable,
+    Timeout,
+}
+
+/// What a rule does that can not ask the store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Without {
+    Local,
+    Allowed,
+    Refused,
+}
+
+impl SharedMeter {
+    pub fn new(registry: &Registry, owner: LoopId) -> SharedMeter {
+        let cell = |name| registry.cell(name, owner, &[]);
+        let tokens = |fate| registry.cell(&TOKENS, owner, &[("fate", fate)]);
+        SharedMeter {
+            outcomes: OUTCOMES.map(|outcome| registry.cell(&REQUESTS, owner, &[("outcome", outcome)])),
+            duration: registry.histogram(&DURATION, owner, &[]),
+            outstanding: cell(&OUTSTANDING),
+            fetched: tokens("fetched"),
+            returned: tokens("returned"),
+            expired: tokens("expired"),
+            reported: tokens("reported"),
+            away: cell(&AWAY),
+            evicting: cell(&EVICTING),
+            outages: cell(&OUTAGES),
+            without: ["local", "allowed", "refused"]
+                .map(|policy| registry.cell(&WITHOUT, owner, &[("policy", policy)])),
+        }
+    }
+
+    pub fn asked(&self, outcome: Outcome, took: Duration) {
+        self.outcomes[outcome as usize].add(1);
+        self.duration.record(took);
+    }
+
+    pub fn failed(&self, outcome: Outcome) {
+        self.outcomes[outcome as usize].add(1);
+    }
+
+    pub fn fetched(&self, tokens: u64) {
+        self.fetched.add(tokens);
+    }
+
+    pub fn returned(&self, tokens: u64) {
+        self.returned.add(tokens);
+    }
+
+    pub fn expired(&self, tokens: u64) {
+        self.expired.add(tokens);
+    }
+
+    pub fn reported(&self, tokens: u64) {
+        self.reported.add(tokens);
+    }
+
+    pub fn outstanding(&self, tokens: u64) {
+        self.outstanding.set(tokens);
+    }
+
+    pub fn evicting(&self, servers: u64) {
+        self.evicting.set(servers);
+    }
+
+    /// A server can not be reached any more.
+    pub fn lost(&self) {
+        self.away.add(1);
+        self.outages.add(1);
+    }
+
+    /// It can again.
+    pub fn found(&self) {
+        self.away.sub(1);
+    }
+
+    pub fn did_without(&self, what: Without) {
+        self.without[what as usize].add(1);
+    }
+}

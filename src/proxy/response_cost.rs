@@ -1,0 +1,129 @@
+//! What a request cost, once its answer says so.
+//!
+//! A rule may learn the cost of a request from a field of the answer. Something is charged before;
+//! the rest when the fields arrive, or what was too much is given back. What the windows can not
+//! cover any more is owed, and those to come grant that much less.
+
+use std::rc::Rc;
+
+use http::{HeaderMap, HeaderName};
+
+use super::compiled_config::Slate;
+use super::worker_state::{Hall, View};
+use crate::config::Config;
+use crate::http::ratelimit_headers::Stamp;
+use crate::redis_store::scripts::Gift;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::rule::Cost;
+use transom_limiter::sharded_counter::Share;
+
+/// A rule of a route whose cost the answer tells.
+#[derive(Debug)]
+pub struct Term {
+    /// Position of the rule in the roster.
+    position: usize,
+    field: HeaderName,
+    /// What was charged before.
+    reserve: u32,
+    /// No answer costs more.
+    max: u32,
+}
+
+impl Term {
+    /// The rules among these whose cost the answer tells.
+    pub fn of(config: &Config, rules: &[usize]) -> Vec<Term> {
+        let term = |(position, rule): (usize, &usize)| match &config.rules[*rule].cost {
+            Cost::Response { header, reserve, max } => {
+                let field = HeaderName::from_bytes(header.as_bytes()).ok()?;
+                Some(Term { position, field, reserve: *reserve, max: *max })
+            }
+            Cost::Fixed(_) | Cost::Request { .. } => None,
+        };
+        rules.iter().enumerate().filter_map(term).collect()
+    }
+
+    /// What an answer says that the request cost; `None` if it says nothing, or nothing clear.
+    fn told(&self, fields: &HeaderMap) -> Option<u32> {
+        let mut values = fields.get_all(&self.field).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return None };
+        let text = value.to_str().ok()?.trim();
+        let number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
+        // More digits than fit say more than the most.
+        number.then(|| text.parse().unwrap_or(self.max).min(self.max))
+    }
+}
+
+/// A request whose cost is not known yet.
+pub struct Settlement {
+    slate: usize,
+    askers: Vec<Option<Asker>>,
+    /// What was charged before, for each term of the slate.
+    reserved: Vec<Vec<Share>>,
+    /// What the store has charged before, for rules by their position.
+    gifts: Vec<(usize, Gift)>,
+    /// What the keys are in the store, of the rules that are shared.
+    texts: Vec<Option<Rc<str>>>,
+}
+
+impl Settlement {
+    /// Remembers what was decided on `desk`, if the slate has terms.
+    pub fn of(
+        slate: &Slate,
+        position: usize,
+        desk: &Desk,
+        gifts: &[(usize, Gift)],
+        texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
+    ) -> Option<Box<Settlement>> {
+        if slate.terms.is_empty() {
+            return None;
+        }
+        let reserved = slate.terms.iter().map(|term| desk.shares_of(term.position).collect());
+        Some(Box::new(Settlement {
+            slate: position,
+            askers: desk.askers.clone(),
+            reserved: reserved.collect(),
+            gifts: gifts.to_vec(),
+            texts: texts(),
+        }))
+    }
+
+    /// Takes note of what was charged again, on `desk`, because the request passes in another window.
+    pub fn charged_again(&mut self, slate: &Slate, desk: &Desk, gifts: &[(usize, Gift)], now_ms: u64) {
+        self.gifts.extend_from_slice(gifts);
+        for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
+            reserved.retain(|share| share.paid.end_ms() > now_ms);
+            reserved.extend(desk.shares_of(term.position));
+        }
+    }
+
+    /// Charges or gives back the difference; returns what is to be said of the limits afterwards.
+    pub fn settle(self, hall: &Rc<Hall>, view: &View, fields: &HeaderMap) -> Option<Stamp> {
+        let snapshot = &*view.snapshot;
+        let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
+        let clock = || hall.clock.now().unix_ms;
+        let now_ms = clock();
+        let mut settled = false;
+        for (term, reserved) in slate.terms.iter().zip(&self.reserved) {
+            let (Some(asker), Some(cost)) = (self.askers[term.position], term.told(fields)) else { continue };
+            settled = true;
+            if cost > term.reserve {
+                let asker = Asker { cost: cost - term.reserve, ..asker };
+                let (rule, text) = (slate.roster.rules[term.position], self.texts.get(term.position));
+                match (&hall.shared, text.and_then(Option::as_ref)) {
+                    (Some(shared), Some(text)) => shared.overdraw(book, rule, asker, text),
+                    _ => book.overdraw(rule, asker, &hall.table, now_ms),
+                }
+            } else {
+                book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
+                let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);
+                let less = |(_, gift): &(usize, Gift)| Gift {
+                    tokens: gift.tokens.min(u64::from(term.reserve - cost)),
+                    ..gift.clone()
+                };
+                hall.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
+            }
+        }
+        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, Now::since(now_ms, &clock)))
+    }
+}

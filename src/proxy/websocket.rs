@@ -1,0 +1,97 @@
+//! The end of a handshake for a WebSocket: the upstream's answer opens a tunnel, or is an ordinary one.
+//!
+//! To the upstream a handshake is always one of HTTP/1.1. What the client made, and is to be answered in, is
+//! known here. A stream of HTTP/2 is a tunnel as soon as it is answered with any 2xx, so nothing but the
+//! upstream's consent may be told so.
+
+use http::{HeaderMap, Response};
+
+use super::request_record::Record;
+use super::response_body::{Body, Content};
+use super::tunnel_session::Passage;
+use super::worker_state::{Peer, View};
+use super::{fail, finish};
+use crate::http::error::Fault;
+use crate::http::responses::Dialect;
+use crate::http::websocket_handshake::{self, Key, Way};
+
+/// How a tunnel is opened for a client.
+pub struct Opening {
+    way: Way,
+    /// Of the handshake with the upstream: the client's where its connection changes over, or else the gateway's own.
+    key: Key,
+}
+
+impl Opening {
+    /// `None`: the request goes on as an ordinary one. `takes`: whether the route and its upstream take WebSockets.
+    pub fn of(
+        way: Option<Way>,
+        headers: &HeaderMap,
+        takes: impl FnOnce() -> bool,
+    ) -> Result<Option<Box<Opening>>, Fault> {
+        let key = match way {
+            None => None,
+            Some(Way::Upgrade) => Key::of(headers).filter(|_| takes()),
+            Some(Way::Connect) => Some(Key::new()?),
+        };
+        Ok(way.zip(key).map(|(way, key)| Box::new(Opening { way, key })))
+    }
+
+    /// Asks the upstream to change protocols.
+    pub fn ask(&self, headers: &mut HeaderMap) {
+        websocket_handshake::ask(headers);
+        self.key.put(headers);
+    }
+}
+
+/// Makes of the upstream's answer, or the route's own, what the client is told.
+pub async fn conclude(
+    answer: Response<Content>,
+    opening: Box<Opening>,
+    dialect: Dialect,
+    record: Record,
+    peer: &Peer,
+    view: &View,
+) -> Response<Body> {
+    if websocket_handshake::is_switch(&answer) {
+        return open(answer, &opening, dialect, record, peer, view).await;
+    }
+    let fault = match (opening.way, answer.body()) {
+        (Way::Connect, Content::Own(_)) if answer.status().is_success() => Fault::NO_WEBSOCKET,
+        (Way::Connect, Content::Upstream(_)) if answer.status().is_success() => {
+            Fault::Upstream("it did not switch protocols".to_owned())
+        }
+        (Way::Upgrade | Way::Connect, _) => return finish(answer, record),
+    };
+    fail(&fault, dialect, record)
+}
+
+/// Makes the answer that opens a tunnel, and the tunnel behind it.
+async fn open(
+    mut answer: Response<Content>,
+    opening: &Opening,
+    dialect: Dialect,
+    mut record: Record,
+    peer: &Peer,
+    view: &View,
+) -> Response<Body> {
+    if !opening.key.is_accepted(answer.headers()) {
+        let why = "it switched protocols without the `Sec-WebSocket-Accept` of this handshake";
+        return fail(&Fault::Upstream(why.to_owned()), dialect, record);
+    }
+    match opening.way {
+        Way::Upgrade => websocket_handshake::ask(answer.headers_mut()),
+        Way::Connect => websocket_handshake::grant_stream(&mut answer),
+    }
+    let (parts, content) = answer.into_parts();
+    let tunnel = match content {
+        Content::Upstream(download) => download.into_tunnel().await,
+        Content::Own(_) => None,
+    };
+    let Some(tunnel) = tunnel else {
+        return fail(&Fault::Upstream("it broke off behind its switch of protocols".to_owned()), dialect, record);
+    };
+    record.answer(parts.status.as_u16());
+    peer.passage.replace(Some(Passage::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
+    Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
+}

@@ -1,0 +1,378 @@
+//! What the store decides itself, request by request: rules that are counted exactly, and places in windows to come.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::Shared;
+use super::circuit_breaker::UNLIMITED;
+use super::decision::{Inquiry, Next, within};
+use super::lease_sizing::Record;
+use super::scripts::{Answer, Gift, Took, Want, gifts};
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::rule::OnOutage;
+use transom_limiter::rule_set::{Book, Judgement, Line, Roster, Wait};
+use transom_limiter::shared_counting::{Stand, Step};
+
+/// How often a request tries to take a place that another one took in between.
+const TRIES: u32 = 16;
+
+/// What the store said to what was sent.
+pub(super) enum Sent {
+    /// With what gives it back.
+    Granted(Vec<(usize, Gift)>),
+    Refused,
+    /// The windows that were asked for are not those that are open there.
+    OtherWindow,
+    /// There was no answer, or the store was not asked. The rules whose server did not answer do without.
+    Failed,
+}
+
+/// What came of all calls of one request.
+enum Outcome {
+    Granted(Vec<Took>),
+    /// Nothing is charged. The first so many were looked at.
+    Refused(Vec<Took>),
+    OtherWindow,
+    Failed,
+}
+
+/// All calls of one request, one after the other.
+struct Charging {
+    told: oneshot::Receiver<Outcome>,
+    /// How many of what is wanted were granted so far: what comes next is under way, or has failed.
+    granted: Rc<Cell<usize>>,
+}
+
+/// The lines of a request that waits.
+struct Parts {
+    /// Those of full rules; and behind the first so many, which are counted here, what the store decides.
+    placed: Vec<Line>,
+    here: usize,
+    /// The others.
+    kept: Vec<Line>,
+}
+
+impl Shared {
+    /// Charges all of this, or nothing. Where counters lie on different servers, those that fewer share come first, and
+    /// are given back if another refuses. A request that goes away has it undone.
+    fn charge(self: &Rc<Self>, wants: Vec<Want>) -> Charging {
+        let (tell, told) = oneshot::channel();
+        let (shared, granted) = (Rc::clone(self), Rc::new(Cell::new(0)));
+        let progress = Rc::clone(&granted);
+        tokio::task::spawn_local(async move {
+            let outcome = shared.charge_calls(&wants, &progress).await;
+            if let Err(Outcome::Granted(took)) = tell.send(outcome) {
+                shared.give(gifts(&wants, &took)).await;
+            }
+        });
+        Charging { told, granted }
+    }
+
+    /// `granted` is told how many were, call by call.
+    async fn charge_calls(self: &Rc<Self>, wants: &[Want], granted: &Cell<usize>) -> Outcome {
+        let (mut took, mut rest) = (Vec::new(), wants);
+        let outcome = loop {
+            let (call, others) = rest.split_at(self.first_call(rest));
+            if call.is_empty() {
+                return Outcome::Granted(took);
+            }
+            match self.take(call).await {
+                Ok(Answer::Granted { took: more, .. }) => {
+                    took.extend(more);
+                    granted.set(took.len());
+                }
+                Ok(Answer::Refused { took: seen, .. }) => {
+                    let mut all = took.clone();
+                    all.extend(seen);
+                    break Outcome::Refused(all);
+                }
+                Ok(Answer::OtherWindow { time_ms }) if self.follows(time_ms) => break Outcome::OtherWindow,
+                Ok(Answer::OtherWindow { .. }) | Err(_) => break Outcome::Failed,
+            }
+            rest = others;
+        };
+        self.give(gifts(&wants[..took.len()], &took)).await;
+        outcome
+    }
+
+    /// How many of these, from the first on, are asked for in one call.
+    fn first_call(&self, wants: &[Want]) -> usize {
+        let Some(first) = wants.first() else { return 0 };
+        wants.iter().take_while(|want| self.store.is_one_call(&first.base, &want.base)).count()
+    }
+
+    /// Gives back all that was charged for a request, here and in the store. Places that others stand behind are given back
+    /// when those have gone.
+    pub(super) fn undo(self: &Rc<Self>, book: &Arc<Book>, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+        let now_ms = self.clock.now().unix_ms;
+        for share in desk.take_back(first).into_iter().rev() {
+            self.abandoned.give_up([share], share.paid.end_ms(), book, &self.table, now_ms);
+        }
+        self.give_later(gifts);
+    }
+
+    /// Gives back in the background.
+    pub fn give_later(self: &Rc<Self>, gifts: Vec<Gift>) {
+        if !gifts.is_empty() {
+            let shared = Rc::clone(self);
+            tokio::task::spawn_local(async move { shared.give(gifts).await });
+        }
+    }
+
+    /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; on
+    /// this machine, if nobody else can be told.
+    pub fn overdraw(self: &Rc<Self>, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
+        if self.is_beyond(&self.base(text, "", 0)) {
+            return self.overdraw_alone(book, rule, asker, text);
+        }
+        let (shared, book, text) = (Rc::clone(self), Arc::clone(book), Rc::clone(text));
+        tokio::task::spawn_local(async move {
+            for _ in 0..TRIES {
+                let wants = shared.wants_beyond(&book, rule, asker, &text);
+                match shared.charge_calls(&wants, &Cell::new(0)).await {
+                    Outcome::Granted(_) | Outcome::Refused(_) => return,
+                    Outcome::OtherWindow => {}
+                    Outcome::Failed => break,
+                }
+            }
+            shared.overdraw_alone(&book, rule, asker, &text);
+        });
+    }
+
+    /// What is asked of the store for tokens that were used already.
+    fn wants_beyond(&self, book: &Book, rule: usize, asker: Asker, text: &str) -> Vec<Want> {
+        let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
+        let want = |layer| {
+            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
+            Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
+        };
+        book.entries[rule].variant(asker.variant).map(want).collect()
+    }
+
+    fn overdraw_alone(&self, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
+        let entry = &book.entries[rule];
+        if entry.rule.on_outage == OnOutage::Local {
+            book.overdraw(rule, asker, &self.table, self.clock.now().unix_ms);
+            entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
+        }
+    }
+}
+
+impl Inquiry {
+    /// Sends what lies on the desk behind `first`, and puts down there what the store says.
+    pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Sent {
+        let shared = Rc::clone(&self.shared);
+        let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
+        if self.gives_up_on(&rules) {
+            return Sent::Failed;
+        }
+        let now_ms = shared.clock.now().unix_ms;
+        let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
+        let Inquiry { desk, texts, .. } = self;
+        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
+            let (Some(asker), Some(Some(text))) = (desk.askers[line.rule], texts.get(line.rule)) else { continue };
+            if charge.usage.end_ms == 0 {
+                // Nothing is known of it, unless the store answers: a window of which nothing is used.
+                charge.usage.end_ms = charge.ask.end_ms;
+            }
+            let blank = shared.want(book, roster, *line, asker, text, now_ms);
+            known.push(blank.least);
+            let alone = u64::from(book.layer_of(roster, *line).capacity).saturating_sub(blank.ceiling);
+            here.push(alone);
+            let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling.saturating_sub(alone));
+            wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
+        }
+        if !self.progress.asks && self.is_used_up(book, roster, first, now_ms) {
+            return Sent::Refused;
+        }
+        let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
+        let Charging { told, granted } = shared.charge(wants.clone());
+        let answer = within(self.deadline, told).await;
+        // Only those do without whose server has not answered.
+        let failing = || {
+            let granted = granted.get();
+            &rules[granted..granted + shared.first_call(&wants[granted..])]
+        };
+        let (refused, took) = match answer {
+            Some(Ok(Outcome::Granted(took))) => (false, took),
+            Some(Ok(Outcome::Refused(took))) => (true, took),
+            Some(Ok(Outcome::OtherWindow)) => return Sent::OtherWindow,
+            Some(Ok(Outcome::Failed) | Err(_)) => {
+                self.do_without(failing());
+                return Sent::Failed;
+            }
+            None => {
+                self.lose_patience(failing(), began);
+                return Sent::Failed;
+            }
+        };
+        let gifts = rules.iter().copied().zip(gifts(&wants, &took)).collect();
+        for (i, took) in took.iter().enumerate() {
+            let Some(charge) = self.desk.charges.get_mut(first + i) else { break };
+            let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
+            let line = self.desk.lines[first + i];
+            let counter = self.desk.askers[line.rule].map(|asker| book.layer_of(roster, line).counter(asker));
+            // Where nothing was taken, the store says what it knows.
+            let least = known.get(i).copied().unwrap_or(0);
+            let known = counter.map_or(least, |counter| shared.known(counter, took.end_ms, least, generation));
+            let used = used.max(known);
+            charge.usage.used = used.saturating_add(here.get(i).copied().unwrap_or(0));
+            charge.usage.end_ms = took.end_ms;
+            charge.full =
+                refused && charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            if let Some(counter) = counter {
+                shared.hear(counter, took.end_ms, used, now_ms);
+            }
+        }
+        if refused { Sent::Refused } else { Sent::Granted(gifts) }
+    }
+
+    /// Whether it is known that the store would refuse what lies on the desk behind `first`; then it lies there as if it had.
+    /// Now and then it is asked all the same: a counter may have been reset, or tokens given back.
+    fn is_used_up(&mut self, book: &Book, roster: &Roster, first: usize, now_ms: u64) -> bool {
+        let shared = Rc::clone(&self.shared);
+        let now = shared.clock.instant();
+        let mut is_full = false;
+        let Desk { charges, lines, askers, .. } = &mut self.desk;
+        for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
+            let Some(asker) = askers[line.rule] else { continue };
+            let layer = book.layer_of(roster, *line);
+            let tally = shared.table.tally(layer.counter(asker), now_ms);
+            let here = shared.used_here(book, roster.rules[line.rule], line.layer, asker).used;
+            charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
+            charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
+            charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            if charge.full {
+                let period_ms = book.timelines[layer.timeline].usual_ms();
+                let due = |record: &mut Record| record.is_recheck_due(now, period_ms);
+                if shared.leases.with(layer.counter(asker), shared.own_shard, now, due) != Some(false) {
+                    return false;
+                }
+                is_full = true;
+            }
+        }
+        is_full
+    }
+
+    /// Takes places in windows to come, for the rules that are full and let a request wait; what else it asks for is charged
+    /// now.
+    pub(super) async fn place(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Next {
+        let shared = Rc::clone(&self.shared);
+        let mut wait: Option<Wait> = None;
+        let Parts { placed, here, kept } = self.parts(book, roster, first, lines);
+        let clock = || shared.clock.now().unix_ms;
+        // Places are counted from the windows that were open when it was found that there is no room.
+        let mut now = Now::since(self.desk.decided_ms, &clock);
+        for _ in 0..TRIES {
+            let now_ms = now.unix_ms;
+            let time = book.time(now_ms);
+            let Some(turns) = book.turns(roster, time, &self.desk) else { break };
+            if wait.is_none() {
+                match book.enter(roster, &self.desk) {
+                    Some(entered) => wait = entered,
+                    None => break,
+                }
+            }
+            let told: Vec<_> =
+                self.desk.charges.iter().zip(&self.desk.lines).map(|(charge, line)| (*line, charge.usage)).collect();
+            self.desk.rewind(first);
+            match book.step(roster, &kept, &shared.table, now, &mut self.desk, false) {
+                Step::Decided(Judgement::Admitted) => {}
+                Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => return Next::Done(Judgement::Refused),
+                Step::Lacking => return Next::Fetch { first },
+            }
+            let behind = book.lay_aside(roster, &placed, &shared.table, now_ms, &mut self.desk);
+            let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
+            let again = book.ask_for_turns(roster, &turns, &told, time, &mut self.desk, first, behind);
+            let mid = behind + here;
+            let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
+                false => Sent::Refused,
+                true if placed[here..].is_empty() => Sent::Granted(Vec::new()),
+                true => self.send(book, roster, mid).await,
+            };
+            if !matches!(sent, Sent::Granted(_)) {
+                shared.undo(book, &mut self.desk, first, Vec::new());
+            }
+            match sent {
+                Sent::Granted(gifts) => {
+                    shared.owe(book, roster, &self.desk, first, &self.texts);
+                    self.keep_places(gifts, &turns, now_ms, mid);
+                    self.progress.judgement = Some(Judgement::Delayed { until_ms, wait, again });
+                    self.charge_again_what_ends(mid, |line| turns[line.rule] <= now_ms);
+                    self.progress.group = 1;
+                    return self.go_on(book, roster);
+                }
+                Sent::Refused => {
+                    now = Now::by(&clock);
+                    book.measure(roster, &shared.table, now.unix_ms, &mut self.desk, behind);
+                }
+                Sent::OtherWindow | Sent::Failed => {
+                    self.desk.rewind(first);
+                    return self.go_on(book, roster);
+                }
+            }
+        }
+        Next::Done(Judgement::Refused)
+    }
+
+    /// Who decides on which lines of a request that waits.
+    fn parts(&mut self, book: &Book, roster: &Roster, first: usize, lines: &[Line]) -> Parts {
+        let full = self.full_rules(first);
+        let Inquiry { desk, progress, .. } = self;
+        book.stands(roster, |position| progress.beyond[position], &mut desk.stands);
+        let lines = lines.iter().filter(|line| desk.askers[line.rule].is_some() && !desk.in_hand.contains(line));
+        let (mut placed, mut asked, mut kept) = (Vec::new(), Vec::new(), Vec::new());
+        for line in lines {
+            match (desk.stands[line.rule], full.contains(&line.rule)) {
+                (Stand::Own | Stand::Alone, true) => placed.push(*line),
+                (Stand::Leased, true) => asked.push(*line),
+                // What the store decides itself it decides in the same call.
+                (Stand::Aside, _) if !progress.beyond[line.rule] => asked.push(*line),
+                (Stand::Own | Stand::Alone | Stand::Leased | Stand::Aside, _) => kept.push(*line),
+            }
+        }
+        let here = placed.len();
+        placed.append(&mut asked);
+        Parts { placed, here, kept }
+    }
+
+    /// Remembers what gives back what the store has charged from `mid` on.
+    fn keep_places(&mut self, gifts: Vec<(usize, Gift)>, turns: &[u64], now_ms: u64, mid: usize) {
+        self.desk.charges.iter_mut().for_each(|charge| charge.full = false);
+        let used = self.desk.charges[mid..].iter().map(|charge| charge.usage.used);
+        let places = gifts.into_iter().zip(used);
+        // Nobody who has a place may be moved by whoever gives up his.
+        let last = |((rule, gift), used): ((usize, Gift), u64)| {
+            let only_if_used = (turns[rule] > now_ms).then_some(used);
+            (rule, Gift { only_if_used, ..gift })
+        };
+        self.progress.gifts.extend(places.map(last));
+    }
+
+    /// Of what the store has charged from `mid` on, for the windows that are open, remembers which windows are over by the
+    /// time that the request passes.
+    pub(super) fn charge_again_what_ends(&mut self, mid: usize, is_charged_now: impl Fn(&Line) -> bool) {
+        let Some(Judgement::Delayed { until_ms, again, .. }) = &mut self.progress.judgement else { return };
+        let charged = self.desk.charges[mid..].iter().zip(&self.desk.lines[mid..]);
+        let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
+        again.extend(ends.map(|(_, line)| *line));
+    }
+
+    fn go_on(&mut self, book: &Arc<Book>, roster: &Roster) -> Next {
+        let Inquiry { shared, desk, texts, progress, .. } = self;
+        Rc::clone(shared).advance(book, roster, desk, texts, progress)
+    }
+
+    fn full_rules(&self, first: usize) -> Vec<usize> {
+        let full = self.desk.charges.iter().zip(&self.desk.lines).skip(first).filter(|(charge, _)| charge.full);
+        let mut rules: Vec<usize> = full.map(|(_, line)| line.rule).collect();
+        rules.sort_unstable();
+        rules.dedup();
+        rules
+    }
+}

@@ -1,0 +1,194 @@
+//! What is asked of the store, worked out from rules and what lies on a desk: for those who wait, and in the background.
+
+use std::rc::Rc;
+
+use super::Shared;
+use super::decision::Progress;
+use super::lease_sizing::id;
+use super::scripts::{At, Want};
+use super::token_fetch::Errand;
+use transom_limiter::counter::Use;
+use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_time::Now;
+use transom_limiter::rule::Sharing;
+use transom_limiter::rule_set::{Book, Form, Line, Roster};
+use transom_limiter::shared_counting::Stand;
+use transom_limiter::store_key::{Span, span};
+use transom_limiter::table::Counter;
+
+impl Shared {
+    /// Asks for more tokens where few are left, before somebody has to wait for them.
+    pub(super) fn prefetch(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &mut Desk) {
+        if desk.low.is_empty() {
+            return;
+        }
+        let now = self.clock.instant();
+        let mut errands = Vec::new();
+        for i in std::mem::take(&mut desk.low) {
+            let (charge, line) = (&desk.charges[i], desk.lines[i]);
+            let Some(asker) = desk.askers[line.rule] else { continue };
+            let counter = book.layer_of(roster, line).counter(asker);
+            let now_ms = self.clock.now().unix_ms;
+            let left = u64::from(self.table.purse(counter, now_ms));
+            let cost = u64::from(charge.ask.cost);
+            let low = self.leases.known(id(counter), |record| {
+                let text = record.text.clone().filter(|_| record.is_low(left, now_ms))?;
+                Some((text, record.slice(cost, now)))
+            });
+            if let Some((text, slice)) = low.flatten() {
+                errands.push(self.errand(book, roster, line, asker, text, 0, slice));
+            }
+        }
+        if !errands.is_empty() {
+            self.launch(errands);
+        }
+    }
+
+    /// Asks in the background whether windows that are used up have room again: others may have returned what they had
+    /// fetched, or the key may have been reset.
+    pub(super) fn recheck(
+        self: &Rc<Self>,
+        book: &Book,
+        roster: &Roster,
+        desk: &Desk,
+        text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        let now = self.clock.instant();
+        let mut errands = Vec::new();
+        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+            let Some(asker) = desk.askers[line.rule].filter(|_| desk.stands.get(line.rule) == Some(&Stand::Leased))
+            else {
+                continue;
+            };
+            let layer = book.layer_of(roster, *line);
+            if u64::from(charge.ask.cost) > u64::from(layer.capacity) {
+                continue;
+            }
+            let period_ms = book.timelines[layer.timeline].usual_ms();
+            let due = self
+                .leases
+                .with(layer.counter(asker), self.own_shard, now, |record| record.is_recheck_due(now, period_ms));
+            if due == Some(true)
+                && let Some(text) = text(line.rule)
+                && !self.is_beyond(&self.base(&text, "", 0))
+            {
+                errands.push(self.errand(book, roster, *line, asker, text, 0, u64::from(charge.ask.cost)));
+            }
+        }
+        if !errands.is_empty() {
+            self.launch(errands);
+        }
+    }
+
+    /// Lets a refused request consume what is left in the store, of rules for which refusals count; in the background.
+    pub(super) fn count_refusal(
+        self: &Rc<Self>,
+        book: &Book,
+        roster: &Roster,
+        desk: &Desk,
+        progress: &Progress,
+        text: impl Fn(usize) -> Option<Rc<str>>,
+    ) {
+        if !roster.counts_refused() {
+            return;
+        }
+        let now_ms = self.clock.now().unix_ms;
+        let mut wants = Vec::new();
+        for (charge, line) in desk.charges.iter().zip(&desk.lines) {
+            let rule = &book.entries[roster.rules[line.rule]].rule;
+            let is_elsewhere = rule.count_refused && rule.sharing != Sharing::Own && !progress.beyond[line.rule];
+            let capacity = u64::from(book.layer_of(roster, *line).capacity);
+            let tokens = u64::from(charge.ask.cost).min(capacity.saturating_sub(charge.usage.used));
+            let (true, Some(asker), Some(text)) = (is_elsewhere && tokens > 0, desk.askers[line.rule], text(line.rule))
+            else {
+                continue;
+            };
+            let blank = self.want(book, roster, *line, asker, &text, now_ms);
+            wants.push(Want { need: tokens, want: tokens, ..blank });
+        }
+        // Each for itself: that one has too little left is no reason not to consume another.
+        for want in wants {
+            let shared = Rc::clone(self);
+            tokio::task::spawn_local(async move { shared.take(&[want]).await });
+        }
+    }
+
+    /// What is asked of the store for one layer: nothing yet.
+    pub(super) fn want(&self, book: &Book, roster: &Roster, line: Line, asker: Asker, text: &str, now_ms: u64) -> Want {
+        self.want_of(book, roster.rules[line.rule], line.layer, asker, text, now_ms)
+    }
+
+    /// As [`Shared::want`], for a layer of the rule at a position in the book.
+    pub(super) fn want_of(
+        &self,
+        book: &Book,
+        rule: usize,
+        layer: usize,
+        asker: Asker,
+        text: &str,
+        now_ms: u64,
+    ) -> Want {
+        let entry = &book.entries[rule];
+        // What was counted here alone and is not told yet is not to be handed out.
+        let here = self.used_here(book, rule, layer, asker).used;
+        let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
+        let windows = &book.timelines[layer.timeline];
+        let at = match (layer.form, span(windows, now_ms, asker.offset)) {
+            (Form::Plain, Some(Span { number, end_ms, next_end_ms })) => At::Plain { number, end_ms, next_end_ms },
+            (Form::Account, Some(Span { number, end_ms, next_end_ms })) => At::Grid { number, end_ms, next_end_ms },
+            (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
+        };
+        let base = self.base(text, suffix, 0);
+        let ceiling = u64::from(layer.capacity).saturating_sub(here);
+        let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
+        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least, asked_ms: now_ms }
+    }
+
+    /// What a key has used of a layer by the counters of this machine.
+    pub(super) fn used_here(&self, book: &Book, rule: usize, layer: usize, asker: Asker) -> Use {
+        book.used_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms))
+    }
+
+    /// What is certainly used of a counter, if the store may not know it any more.
+    fn least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
+        self.met(self.clock.instant());
+        let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
+        let is_confirmed = self.leases.known(id(counter), |record| record.generation == self.generation.get());
+        let is_doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
+        if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
+    }
+
+    /// What is certainly used, after an answer: the store was told so, or it is another one than when `least` was worked
+    /// out, in `generation`. The call that finds a new connection is the first that would believe a store that has forgotten.
+    pub(super) fn known(&self, counter: Counter, end_ms: u64, least: u64, generation: u64) -> u64 {
+        if generation == self.generation.get() {
+            return least;
+        }
+        let tally = self.table.tally(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
+        least.max(tally.map_or(0, |(_, used)| u64::from(used)))
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
+    pub(super) fn errand(
+        &self,
+        book: &Book,
+        roster: &Roster,
+        line: Line,
+        asker: Asker,
+        text: Rc<str>,
+        need: u64,
+        want: u64,
+    ) -> Errand {
+        let entry = &book.entries[roster.rules[line.rule]];
+        let layer = entry.layer(line.layer);
+        let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
+        Errand {
+            counter: layer.counter(asker),
+            suffix: entry.suffix(line.layer).into(),
+            text,
+            shards: layer.shards_elsewhere,
+            generation: self.generation.get(),
+            want: Want { need, want, ..blank },
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The life of one event loop: it waits until the gateway opens, serves, takes over configurations, and drains.
+
+use std::net::TcpListener as StdListener;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::TcpListener;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use crate::access_log::Sink;
+use crate::downstream::drain::Drain;
+use crate::downstream::listener;
+use crate::downstream::listener_context::{Listener, Lobby, Terms};
+use crate::proxy::compiled_config::Snapshot;
+
+/// How often idle upstream connections are looked through.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// What an event loop is told.
+pub enum Order {
+    /// From now on connections are accepted.
+    Open,
+    Adopt(Arc<Snapshot>, Arc<Terms>, Option<Sink>),
+    Drain(Pace),
+    /// The drain should not wait any longer for those who do not ask for anything.
+    Release,
+}
+
+/// How long a drain takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Until connections are closed on which nothing is asked.
+    pub patience: Duration,
+    /// Until what is left is broken off.
+    pub limit: Duration,
+}
+
+/// Runs the loop to its end. It ends early, without having accepted anything, where the gateway does not open.
+pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, mut inbox: UnboundedReceiver<Order>) {
+    let Some(Order::Open) = inbox.recv().await else { return };
+    let hall = Rc::clone(&lobby.hall);
+    for (socket, listener) in listeners {
+        match TcpListener::from_std(socket) {
+            Ok(socket) => drop(tokio::task::spawn_local(listener::accept(socket, listener))),
+            Err(error) => tracing::error!(%error, "a listener can not be used"),
+        }
+    }
+    let sweeper = tokio::task::spawn_local({
+        let hall = Rc::clone(&hall);
+        async move {
+            loop {
+                tokio::time::sleep(SWEEP).await;
+                hall.sweep();
+            }
+        }
+    });
+    let ticker = tokio::task::spawn_local({
+        let hall = Rc::clone(&hall);
+        async move { hall.timers.run().await }
+    });
+    let sharer = hall.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
+    let mut patience = None;
+    while let Some(order) = inbox.recv().await {
+        match order {
+            Order::Open => {}
+            // It can come before the drain has begun.
+            Order::Release => patience = Some(Duration::ZERO),
+            Order::Adopt(snapshot, terms, access) => {
+                hall.adopt(snapshot, access);
+                lobby.adopt(terms);
+            }
+            Order::Drain(pace) => {
+                let drained = drained(&lobby.drain, patience.unwrap_or(pace.patience), &mut inbox);
+                if tokio::time::timeout(pace.limit, drained).await.is_err() {
+                    tracing::warn!("requests that did not finish in time were broken off");
+                }
+                break;
+            }
+        }
+    }
+    ticker.abort();
+    if let (Some(sharer), Some(shared)) = (sharer, &hall.shared) {
+        sharer.abort();
+        shared.close().await;
+    }
+    sweeper.abort();
+}
+
+/// Waits until nobody is inside any more.
+async fn drained(drain: &Drain, patience: Duration, inbox: &mut UnboundedReceiver<Order>) {
+    drain.begin();
+    tokio::select! {
+        () = drain.ended() => return,
+        () = tokio::time::sleep(patience) => {}
+        _ = inbox.recv() => {}
+    }
+    drain.release();
+    drain.ended().await;
+}

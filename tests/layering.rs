@@ -1,0 +1,313 @@
+//! The layering of the source: which module may use which, and which files may read the clock, use atomics, contain
+//! `unsafe` or name status codes.
+//!
+//! The test reads the source as text and looks for `crate::module` paths.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Every module of the gateway, from the top layer to the bottom, with the modules it may use. A module uses only modules
+/// that stand below it in this list, so there are no cycles.
+const MODULES: [(&str, &[&str]); 20] = [
+    ("cli", &["atomic_file", "clock", "config", "downstream", "file_watch", "metrics", "redis_store", "server"]),
+    ("atomic_file", &[]),
+    ("file_watch", &[]),
+    (
+        "server",
+        &[
+            "access_log",
+            "admin",
+            "clock",
+            "config",
+            "decision",
+            "downstream",
+            "metrics",
+            "persistence",
+            "proxy",
+            "redis_store",
+            "upstream",
+        ],
+    ),
+    ("admin", &["clock", "decision", "http", "metrics", "persistence", "redis_store", "upstream"]),
+    ("downstream", &["config", "http", "informational", "io_stream", "metrics", "proxy", "timer"]),
+    ("persistence", &["clock", "config", "metrics"]),
+    (
+        "proxy",
+        &[
+            "access_log",
+            "clock",
+            "config",
+            "decision",
+            "http",
+            "informational",
+            "jwt",
+            "metrics",
+            "redis_store",
+            "timer",
+            "upstream",
+        ],
+    ),
+    ("access_log", &["config", "metrics"]),
+    ("decision", &["http"]),
+    ("redis_store", &["clock", "config", "metrics"]),
+    ("upstream", &["clock", "config", "http", "informational", "io_stream", "metrics", "timer"]),
+    ("clock", &[]),
+    ("http", &["config", "jwt"]),
+    ("informational", &[]),
+    ("io_stream", &[]),
+    ("metrics", &[]),
+    ("timer", &[]),
+    ("config", &["jwt"]),
+    ("jwt", &[]),
+];
+
+/// Modules without I/O and waiting.
+const PURE: [&str; 4] = ["decision", "http", "config", "jwt"];
+
+/// Files that may name status codes, with the reason.
+const STATUS_CODES: [(&str, &str); 2] = [
+    ("http/responses.rs", "builds every response of the gateway"),
+    ("http/websocket_handshake.rs", "tells a response of the upstream from a change of protocols"),
+];
+/// Files that may use atomics, with the reason.
+const ATOMICS: [(&str, &str); 10] = [
+    ("clock.rs", "workers share the offset of the clock"),
+    ("metrics/storage.rs", "counted by one worker, read by a scrape"),
+    ("server.rs", "whether the gateway is ready"),
+    (
+        "downstream/connection_limit.rs",
+        "connections of all workers are counted, once at their start and once at their end",
+    ),
+    ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
+    ("upstream/server_health.rs", "workers share the health of servers"),
+    ("upstream/server_state.rs", "workers share the health of one server"),
+    ("upstream/gated_waker.rs", "wakers may be shared between threads"),
+    ("access_log.rs", "whether the file was moved away"),
+    ("admin/mod.rs", "whether the gateway is ready"),
+];
+/// The only file of the workspace with `unsafe`.
+const UNSAFE: &str = "crates/limiter/src/memory.rs";
+const CLOCKS: [(&str, &str); 1] = [("clock.rs", "the only module that reads time")];
+
+const NO_NAMES: [&str; 7] = ["utils", "util", "common", "helpers", "helper", "manager", "types"];
+
+struct Source {
+    /// The path below the folder that was searched.
+    name: String,
+    text: String,
+}
+
+impl Source {
+    /// The lines without comments, with their numbers.
+    fn code(&self) -> impl Iterator<Item = (usize, &str)> {
+        let lines = self.text.lines().enumerate().map(|(n, line)| (n + 1, line.trim_start()));
+        lines.filter(|(_, line)| !line.starts_with("//"))
+    }
+
+    /// `file:line: word` for every line of code that contains the word.
+    fn lines_with(&self, word: &str) -> Vec<String> {
+        self.code().filter(|(_, line)| line.contains(word)).map(|(n, _)| format!("{}:{n}: {word}", self.name)).collect()
+    }
+
+    fn module(&self) -> &str {
+        self.name.split('/').next().unwrap().trim_end_matches(".rs")
+    }
+}
+
+fn sources(folder: &str) -> Vec<Source> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let mut found = Vec::new();
+    let mut folders = vec![root.clone()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path: PathBuf = entry.unwrap().path();
+            let name = path.strip_prefix(&root).unwrap().display().to_string();
+            if path.is_dir() && name != "target" && !name.starts_with('.') && !name.ends_with("/target") {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(Source { text: fs::read_to_string(&path).unwrap(), name });
+            }
+        }
+    }
+    assert!(!found.is_empty(), "nothing under {folder}");
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    found
+}
+
+/// All Rust files of the workspace.
+fn everything() -> Vec<Source> {
+    let mut all = Vec::new();
+    for folder in ["src", "crates", "tests", "benches"] {
+        for mut source in sources(folder) {
+            source.name = format!("{folder}/{}", source.name);
+            all.push(source);
+        }
+    }
+    all
+}
+
+#[track_caller]
+fn none(what: &str, found: Vec<String>) {
+    assert!(found.is_empty(), "{what}:\n{}", found.join("\n"));
+}
+
+/// Fails for a file that contains one of the words and is not listed, and for a listed file that contains none.
+fn only_in(words: &[&str], files: &[(&str, &str)]) {
+    let sources = sources("src");
+    let listed = |name: &str| files.iter().any(|(file, _)| *file == name);
+    let found = |source: &Source| words.iter().flat_map(|word| source.lines_with(word)).collect::<Vec<_>>();
+    none("elsewhere", sources.iter().filter(|source| !listed(&source.name)).flat_map(found).collect());
+    for (file, _) in files {
+        let source = sources.iter().find(|source| source.name == *file);
+        assert!(source.is_some_and(|source| !found(source).is_empty()), "{file} needs no exception");
+    }
+}
+
+/// The modules that a file names as `crate::module`, outside of its unit tests.
+fn used(source: &Source) -> BTreeSet<String> {
+    let paths = source.code().take_while(|(_, line)| *line != "mod tests {");
+    let paths = paths.flat_map(|(_, line)| line.split("crate::").skip(1));
+    let names = paths.map(|rest| rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or(""));
+    names.filter(|name| *name != source.module()).map(str::to_owned).collect()
+}
+
+#[test]
+fn a_module_uses_only_the_modules_it_may() {
+    let mut uses: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for source in sources("src").iter().filter(|source| !["lib.rs", "main.rs"].contains(&source.name.as_str())) {
+        assert!(MODULES.iter().any(|(name, _)| *name == source.module()), "{} is in no listed module", source.name);
+        uses.entry(source.module().to_owned()).or_default().extend(used(source));
+    }
+    let mut wrong = Vec::new();
+    for (layer, (module, may)) in MODULES.iter().enumerate() {
+        let used = uses.remove(*module).unwrap_or_else(|| panic!("there is no module `{module}`"));
+        let may: BTreeSet<String> = may.iter().map(|name| (*name).to_owned()).collect();
+        if used != may {
+            wrong.push(format!("`{module}` uses {used:?}, and may use {may:?}"));
+        }
+        for other in used {
+            if MODULES.iter().position(|(name, _)| *name == other).is_none_or(|below| below <= layer) {
+                wrong.push(format!("`{module}` does not stand above `{other}`"));
+            }
+        }
+    }
+    none("layering", wrong);
+}
+
+#[test]
+fn main_uses_the_commands_only() {
+    let main = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/main.rs")).unwrap();
+    let used = main.split("transom::").skip(1).map(|rest| rest.split(|c: char| !c.is_alphanumeric()).next().unwrap());
+    assert_eq!(used.collect::<BTreeSet<_>>(), BTreeSet::from(["cli"]));
+}
+
+#[test]
+fn the_map_in_lib_shows_every_module() {
+    let lib = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lib.rs")).unwrap();
+    for (module, _) in MODULES {
+        assert!(lib.contains(&format!("pub mod {module};")), "{module}");
+        assert!(
+            lib.lines().any(|line| line.starts_with("//! | ") && line.contains(&format!("[`{module}`]"))),
+            "{module}"
+        );
+    }
+}
+
+#[test]
+fn pure_modules_and_the_limiter_do_no_io() {
+    let forbidden = [
+        "tokio",
+        "hyper",
+        "tracing",
+        "std::fs",
+        "std::env",
+        "std::thread",
+        "TcpStream",
+        "TcpListener",
+        "Instant",
+        "SystemTime",
+        "async ",
+        ".await",
+        "println!",
+    ];
+    let mut found = Vec::new();
+    for source in sources("src").iter().filter(|source| PURE.contains(&source.module())) {
+        found.extend(forbidden.iter().flat_map(|word| source.lines_with(word)));
+    }
+    for source in sources("crates/limiter/src") {
+        let more = ["use http", "http::", "toml", "serde", "redis"];
+        found.extend(forbidden.iter().chain(&more).flat_map(|word| source.lines_with(word)));
+    }
+    none("in a module without I/O", found);
+}
+
+#[test]
+fn status_codes_are_named_in_listed_files_only() {
+    only_in(&["StatusCode::"], &STATUS_CODES);
+}
+
+#[test]
+fn atomics_are_used_in_listed_files_only() {
+    only_in(&["sync::atomic", "portable_atomic"], &ATOMICS);
+}
+
+#[test]
+fn time_is_read_in_one_module() {
+    only_in(&["Instant::now", "SystemTime::now"], &CLOCKS);
+}
+
+#[test]
+fn nothing_is_unsafe_unfinished_or_ignored() {
+    // Put together here, so that this file does not find itself.
+    let words = ["uns|afe ", "TO|DO", "FIX|ME", "to|do!", "unimple|mented!", "#[ig|nore", "allow(de|ad_code)", "db|g!"];
+    let words = words.map(|word| word.replace('|', ""));
+    let mut found = Vec::new();
+    for source in everything() {
+        // Memory can be mapped only by `unsafe` code.
+        let words = if source.name == UNSAFE { &words[1..] } else { &words[..] };
+        for word in words {
+            for (n, line) in source.text.lines().enumerate().filter(|(_, line)| line.contains(word)) {
+                found.push(format!("{}:{}: {}", source.name, n + 1, line.trim()));
+            }
+        }
+    }
+    none("not allowed here", found);
+}
+
+#[test]
+fn every_exception_to_a_lint_gives_its_reason() {
+    let mut found = Vec::new();
+    for source in everything() {
+        let code: Vec<(usize, &str)> = source.code().collect();
+        for (i, (n, line)) in code.iter().enumerate() {
+            let attribute: String = code[i..].iter().take(4).map(|(_, line)| *line).collect();
+            let is_exception = ["#[allow(", "#![allow(", "#[expect(", "#![expect("].iter().any(|a| line.starts_with(a));
+            if is_exception && !attribute.split(")]").next().unwrap_or("").contains("reason = ") {
+                found.push(format!("{}:{n}: {line}", source.name));
+            }
+        }
+    }
+    none("without a reason", found);
+}
+
+#[test]
+fn every_file_opens_with_a_description() {
+    let sources = everything();
+    let undescribed = sources.iter().filter(|source| !source.text.starts_with("//! "));
+    none("files without a `//!` header", undescribed.map(|source| source.name.clone()).collect());
+}
+
+#[test]
+fn files_have_names_that_say_something() {
+    let named = |source: &Source| {
+        let stem = |part: &str| NO_NAMES.contains(&part.trim_end_matches(".rs"));
+        source.name.split('/').any(stem).then(|| source.name.clone())
+    };
+    none("names that say nothing", everything().iter().filter_map(named).collect());
+}
+
+#[test]
+fn no_module_reexports_another() {
+    only_in(&["pub use ", "pub(crate) use "], &[]);
+}
