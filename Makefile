@@ -49,7 +49,7 @@ check: deny
 # changed, so what was built by the last one is removed as well.
 release:
 	$(if $(word 2,$(CURDIR)),$(error `make release` needs a path without spaces))
-	PROFDATA=$(PROFDATA) tests/parts/debian.sh release
+	PROFDATA=$(PROFDATA) tests/external/debian.sh release
 	RUSTFLAGS="$$RUSTFLAGS -Cprofile-generate=$(CURDIR)/$(TRAINING)/counts" \
 		cargo build --locked --profile dist --bin transom --target-dir $(TRAINING)
 	rm -rf $(TRAINING)/counts
@@ -74,16 +74,16 @@ model:
 
 # `make test` kills a few times; this says what came of it.
 kills:
-	TRANSOM_KILLS=$(KILLS) cargo test --locked --test it -- kills:: killed_while --nocapture --test-threads=1
+	TRANSOM_KILLS=$(KILLS) cargo test --locked --test integration -- kills:: killed_while --nocapture --test-threads=1
 
 # Four gateways on one Redis, killed under load.
 kills-shared:
-	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test it -- shared_kills:: --nocapture --test-threads=1
+	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test integration -- shared_kills:: --nocapture --test-threads=1
 
 # Two upstream servers killed and started again under 2,000 requests a second, with the default settings. A release build,
 # for the load.
 failover:
-	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test it -- lose_nothing_under_load --nocapture --test-threads=1
+	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_nothing_under_load --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs. Where there is none, the one that builds everything else is told
 # to take the flags of one: that holds for this build alone, which nobody ships. Inputs are long from the first:
@@ -101,18 +101,18 @@ fuzz:
 
 # The servers and programs that tests talk to.
 parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/browser/packages
-	tests/parts/debian.sh
+	tests/external/debian.sh
 
-$(PARTS)/%/installed: tests/parts/%.txt
-	tests/parts/debian.sh
+$(PARTS)/%/installed: tests/external/%.txt
+	tests/external/debian.sh
 	rm -rf $(@D)
 	python3 -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
 # What drives the browser, by a Node.js of its own.
-$(PARTS)/browser/packages: $(PARTS)/browser/installed tests/parts/browser/package.json tests/parts/browser/package-lock.json
-	cp tests/parts/browser/*.json $(@D)
+$(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/package.json tests/external/browser/package-lock.json
+	cp tests/external/browser/*.json $(@D)
 	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund --no-update-notifier
 	touch $@
 

@@ -20,8 +20,8 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use governor::clock::{FakeRelativeClock, QuantaClock};
 use transom::clock::Clock;
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::decision_context::Desk;
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::decision_context::DecisionContext;
 
 use sides::{Governor, NOW_MS, Transom};
 use stopwatch::{Runner, Samples, in_turn, on_threads};
@@ -95,11 +95,11 @@ fn machine() -> String {
 }
 
 /// Times a pass over `keys` on each of `threads` threads, which begin at different keys.
-fn pass(threads: usize, keys: &[IpAddr], admits: impl Fn(&IpAddr, &mut Desk) -> bool + Sync) -> f64 {
+fn pass(threads: usize, keys: &[IpAddr], admits: impl Fn(&IpAddr, &mut DecisionContext) -> bool + Sync) -> f64 {
     on_threads(threads, keys.len(), |thread| {
-        let mut desk = Desk::default();
+        let mut context = DecisionContext::default();
         let (late, early) = keys.split_at(keys.len() * thread / threads);
-        let admitted = early.iter().chain(late).filter(|key| admits(key, &mut desk)).count();
+        let admitted = early.iter().chain(late).filter(|key| admits(key, &mut context)).count();
         black_box(admitted);
     })
 }
@@ -125,8 +125,10 @@ fn beside_governor(keys: &[IpAddr]) {
         print_beside(
             name,
             &mut [
-                Runner::new("", || pass(threads, keys, |key, desk| handed.admits(key, NOW_MS, desk))),
-                Runner::new("", || pass(threads, keys, |key, desk| reading.admits(key, clock.now().unix_ms, desk))),
+                Runner::new("", || pass(threads, keys, |key, context| handed.admits(key, NOW_MS, context))),
+                Runner::new("", || {
+                    pass(threads, keys, |key, context| reading.admits(key, clock.now().unix_ms, context))
+                }),
                 Runner::new("", || pass(threads, keys, |key, _| still.admits(key))),
                 Runner::new("", || pass(threads, keys, |key, _| own.admits(key))),
             ],
@@ -138,11 +140,11 @@ fn beside_governor(keys: &[IpAddr]) {
         &mut [
             Runner::new("", || {
                 let fresh = Transom::new(&WIDE, CAPACITY);
-                pass(1, keys, |key, desk| fresh.admits(key, NOW_MS, desk))
+                pass(1, keys, |key, context| fresh.admits(key, NOW_MS, context))
             }),
             Runner::new("", || {
                 let fresh = Transom::new(&WIDE, CAPACITY);
-                pass(1, keys, |key, desk| fresh.admits(key, clock.now().unix_ms, desk))
+                pass(1, keys, |key, context| fresh.admits(key, clock.now().unix_ms, context))
             }),
             Runner::new("", || {
                 let fresh = Governor::<FakeRelativeClock>::new();
@@ -191,16 +193,16 @@ fn transom_alone(keys: &[IpAddr]) {
     ];
     for (name, side) in [("1 layer", &one), ("2 layers", &two), ("6 layers", &six), ("refused, 2 layers", &refusing)] {
         for (which, keys) in [("a million keys", keys), ("hot key", &hot)] {
-            let sample = move || pass(1, keys, |key, desk| side.admits(key, NOW_MS, desk));
+            let sample = move || pass(1, keys, |key, context| side.admits(key, NOW_MS, context));
             runners.push(Runner::new(format!("{name}, {which}"), sample));
         }
     }
     runners.push(Runner::new("2 layers, table 95 % full, its keys", || {
-        pass(1, &keys[..KEYS * 95 / 100], |key, desk| crowded.admits(key, NOW_MS, desk))
+        pass(1, &keys[..KEYS * 95 / 100], |key, context| crowded.admits(key, NOW_MS, context))
     }));
     runners.push(Runner::new("2 layers, table 95 % full, new keys until 97 %", || {
         let crowded = self::crowded(keys);
-        pass(1, &newcomers, |key, desk| crowded.admits(key, NOW_MS, desk))
+        pass(1, &newcomers, |key, context| crowded.admits(key, NOW_MS, context))
     }));
     let samples = in_turn(ROUNDS, &mut runners);
     print_alone(&runners, &samples);
@@ -209,22 +211,22 @@ fn transom_alone(keys: &[IpAddr]) {
 /// A table whose capacity is used to 95 % by the first of these keys, two layers each.
 fn crowded(keys: &[IpAddr]) -> Transom {
     let side = Transom::new(&WIDE, KEYS * 2);
-    pass(1, &keys[..KEYS * 95 / 100], |key, desk| side.admits(key, NOW_MS, desk));
+    pass(1, &keys[..KEYS * 95 / 100], |key, context| side.admits(key, NOW_MS, context));
     side
 }
 
 /// The counting room on its own: no hash, no window arithmetic.
 fn counting(side: &Transom, key: &IpAddr) -> f64 {
-    let mut desk = Desk::default();
-    assert!(side.admits(key, NOW_MS, &mut desk), "nothing is refused here");
-    let ready: Vec<Charge> = desk.charges.iter().map(|charge| Charge::new(charge.counter, charge.ask)).collect();
+    let mut context = DecisionContext::default();
+    assert!(side.admits(key, NOW_MS, &mut context), "nothing is refused here");
+    let ready: Vec<Charge> = context.charges.iter().map(|charge| Charge::new(charge.counter, charge.ask)).collect();
     on_threads(1, KEYS, |_| {
         let mut charges = ready.clone();
         for _ in 0..KEYS {
             charges.copy_from_slice(&ready);
             assert!(
-                decide(&*side.table, black_box(&mut charges), &mut Vec::new(), side.book.time(NOW_MS))
-                    == Verdict::Admitted
+                decide(&*side.table, black_box(&mut charges), &mut Vec::new(), side.rule_set.time(NOW_MS))
+                    == AcquireResult::Admitted
             );
         }
     })

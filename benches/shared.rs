@@ -15,8 +15,8 @@ use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use transom::clock::Clock;
 use transom::config::redis::{Node, Nodes, Shared};
-use transom::redis_store::client::Store;
-use transom::redis_store::scripts::{self, Answer, Ask, At, By, Decision, Scripts, Want};
+use transom::redis_store::client::RedisClient;
+use transom::redis_store::scripts::{self, AcquireCall, Answer, At, By, CounterRequest, Decision, Scripts};
 
 /// The allocator of the gateway, for both sides.
 #[global_allocator]
@@ -34,7 +34,7 @@ fn main() {
         return;
     }
     let redis = Redis::start();
-    let keys: Vec<[Want; 3]> = (0..KEYS).map(wants).collect();
+    let keys: Vec<[CounterRequest; 3]> = (0..KEYS).map(wants).collect();
     let (mut blocking, mut alone, mut together) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         blocking.push(waiting(redis.port, &keys));
@@ -54,7 +54,7 @@ fn main() {
 }
 
 /// One thread that asks and waits.
-fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
+fn waiting(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
     let scripts = Scripts::default();
@@ -71,7 +71,7 @@ fn waiting(port: u16, keys: &[[Want; 3]]) -> f64 {
 }
 
 /// A task of an event loop that asks and waits, by redis-rs alone.
-fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
+fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
     runtime.block_on(async {
         let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
@@ -91,11 +91,11 @@ fn one_by_one(port: u16, keys: &[[Want; 3]]) -> f64 {
 }
 
 /// Many requests that ask through the store of one event loop.
-fn one_event_loop(port: u16, keys: &[[Want; 3]]) -> f64 {
+fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
-    let keys: Rc<[[Want; 3]]> = keys.into();
+    let keys: Rc<[[CounterRequest; 3]]> = keys.into();
     runtime.block_on(async {
-        let store = Store::new(&settings(port));
+        let store = RedisClient::new(&settings(port));
         store.probe().await.expect("redis-server answers");
         let now_ms = now_ms();
         let start = Clock::system().instant();
@@ -121,22 +121,31 @@ fn one_event_loop(port: u16, keys: &[[Want; 3]]) -> f64 {
     })
 }
 
-fn asks(keys: &[[Want; 3]]) -> Vec<Ask> {
+fn asks(keys: &[[CounterRequest; 3]]) -> Vec<AcquireCall> {
     let now_ms = now_ms();
-    keys.iter().map(|wants| Ask { wants: wants.to_vec(), floor_ms: now_ms, at_ms: now_ms }).collect()
+    keys.iter().map(|wants| AcquireCall { wants: wants.to_vec(), floor_ms: now_ms, at_ms: now_ms }).collect()
 }
 
 fn check(decisions: Option<Vec<Decision>>) {
     assert!(matches!(decisions.as_deref(), Some([Ok(Answer::Granted { .. })])));
 }
 
-fn wants(key: usize) -> [Want; 3] {
+fn wants(key: usize) -> [CounterRequest; 3] {
     let now_ms = now_ms();
     let window = |period_ms: u64, name: &str| {
         let number = now_ms / period_ms;
         let at = At::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
         let base = format!("transom:{{bench|{key}}}:{name}").into();
-        Want { base, at, limit: u32::MAX, ceiling: u64::from(u32::MAX), need: 1, want: 1, least: 0, asked_ms: 0 }
+        CounterRequest {
+            base,
+            at,
+            limit: u32::MAX,
+            ceiling: u64::from(u32::MAX),
+            need: 1,
+            want: 1,
+            least: 0,
+            asked_ms: 0,
+        }
     };
     // Periods that do not end while it runs, but once in a long while.
     [window(86_400_000, "day"), window(7 * 86_400_000, "week"), window(30 * 86_400_000, "month")]

@@ -41,10 +41,10 @@ pub struct Moment {
 
 /// Shared by all event loops, so that they agree on the time after a step.
 #[derive(Clone, Debug)]
-pub struct Clock(Arc<Source>);
+pub struct Clock(Arc<ClockSource>);
 
 #[derive(Debug)]
-enum Source {
+enum ClockSource {
     System(System),
     Manual(Manual),
 }
@@ -65,13 +65,13 @@ struct System {
     latest_ms: AtomicU64,
     /// What to add instead, where another clock is followed; 0 where none is.
     guide_ms: AtomicU64,
-    heard: Mutex<Heard>,
+    heard: Mutex<RemoteReading>,
 }
 
 /// What answers told of another clock lately: how far it is ahead of the milliseconds since the origin, at least. An answer has
 /// been on its way for some time, so the most is nearest to the truth.
 #[derive(Clone, Copy, Debug)]
-struct Heard {
+struct RemoteReading {
     since: Instant,
     now_ms: u64,
     before_ms: u64,
@@ -85,21 +85,24 @@ impl Clock {
             offset_ns: AtomicU64::new(0),
             latest_ms: AtomicU64::new(0),
             guide_ms: AtomicU64::new(0),
-            heard: Mutex::new(Heard { since: origin, now_ms: 0, before_ms: 0 }),
+            heard: Mutex::new(RemoteReading { since: origin, now_ms: 0, before_ms: 0 }),
         };
         // Nothing was told yet, and nothing is to be told before the wall clock was looked at.
         system.look();
-        Clock(Arc::new(Source::System(system)))
+        Clock(Arc::new(ClockSource::System(system)))
     }
 
     /// A clock that stands still until it is told to move, for tests.
     pub fn manual(unix_ms: u64) -> Clock {
-        Clock(Arc::new(Source::Manual(Manual { unix_ms: AtomicU64::new(unix_ms), wall_ms: AtomicU64::new(unix_ms) })))
+        Clock(Arc::new(ClockSource::Manual(Manual {
+            unix_ms: AtomicU64::new(unix_ms),
+            wall_ms: AtomicU64::new(unix_ms),
+        })))
     }
 
     /// Moves a manual clock; the system's clock is not ours to move.
     pub fn advance(&self, by: Duration) {
-        if let Source::Manual(manual) = &*self.0 {
+        if let ClockSource::Manual(manual) = &*self.0 {
             for clock_ms in [&manual.unix_ms, &manual.wall_ms] {
                 clock_ms.fetch_add(by.as_millis() as u64, Ordering::SeqCst);
             }
@@ -108,15 +111,15 @@ impl Clock {
 
     /// Sets the wall clock of a manual clock, and leaves the gateway's time where it is.
     pub fn set_wall_clock(&self, unix_ms: u64) {
-        if let Source::Manual(manual) = &*self.0 {
+        if let ClockSource::Manual(manual) = &*self.0 {
             manual.wall_ms.store(unix_ms, Ordering::SeqCst);
         }
     }
 
     pub fn now(&self) -> Moment {
         match &*self.0 {
-            Source::System(system) => system.now(),
-            Source::Manual(manual) => {
+            ClockSource::System(system) => system.now(),
+            ClockSource::Manual(manual) => {
                 Moment { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: Instant::now() }
             }
         }
@@ -128,14 +131,14 @@ impl Clock {
         let unix_ms = if unix_ms > CREDIBLE_MAX_MS { 0 } else { unix_ms };
         match &*self.0 {
             // Ordering: as in `System::now`.
-            Source::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
-            Source::Manual(manual) => manual.unix_ms.fetch_max(unix_ms, Ordering::SeqCst),
+            ClockSource::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
+            ClockSource::Manual(manual) => manual.unix_ms.fetch_max(unix_ms, Ordering::SeqCst),
         };
     }
 
     /// Follows another clock, which has just said what time it was. A manual clock follows nobody.
     pub fn follow(&self, unix_ms: u64) {
-        if let Source::System(system) = &*self.0
+        if let ClockSource::System(system) = &*self.0
             && (1..=CREDIBLE_MAX_MS).contains(&unix_ms)
         {
             system.follow(unix_ms, Instant::now());
@@ -146,11 +149,11 @@ impl Clock {
     /// clock shows no credible time, the gateway's time is returned.
     pub fn wall_ms(&self) -> u64 {
         match &*self.0 {
-            Source::System(system) => match wall_ns() / MS_NS {
+            ClockSource::System(system) => match wall_ns() / MS_NS {
                 0 => system.now().unix_ms,
                 wall_ms => wall_ms,
             },
-            Source::Manual(manual) => manual.wall_ms.load(Ordering::SeqCst),
+            ClockSource::Manual(manual) => manual.wall_ms.load(Ordering::SeqCst),
         }
     }
 
@@ -227,9 +230,9 @@ impl System {
         let most_ms = heard.now_ms.max(heard.before_ms);
         if most_ms.saturating_sub(ahead_ms) > SETBACK_MS {
             // No answer is on its way for so long: this is another clock, or it was set back.
-            *heard = Heard { since: instant, now_ms: ahead_ms, before_ms: 0 };
+            *heard = RemoteReading { since: instant, now_ms: ahead_ms, before_ms: 0 };
         } else if instant.saturating_duration_since(heard.since) > HEARSAY {
-            *heard = Heard { since: instant, now_ms: ahead_ms, before_ms: heard.now_ms };
+            *heard = RemoteReading { since: instant, now_ms: ahead_ms, before_ms: heard.now_ms };
         } else {
             heard.now_ms = heard.now_ms.max(ahead_ms);
         }
@@ -288,7 +291,7 @@ mod tests {
     #[test]
     fn a_step_forward_is_seen_with_the_next_millisecond() {
         let clock = Clock::system();
-        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         let before_ms = clock.now().unix_ms;
         // As if the wall clock had been an hour behind until now.
         system.offset_ns.fetch_sub(3_600_000 * MS_NS, Ordering::Relaxed);
@@ -303,7 +306,7 @@ mod tests {
         let ahead_ms = 3_600_000;
         let clock = Clock::system();
         let before_ms = clock.now().unix_ms;
-        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         // As if the wall clock had been an hour ahead once.
         system.offset_ns.fetch_add(ahead_ms * MS_NS, Ordering::Relaxed);
         let first_ms = clock.now().unix_ms;
@@ -315,7 +318,7 @@ mod tests {
     fn a_faked_step_back_of_both_clocks_does_not_stop_time() {
         let clock = Clock::system();
         let latest_ms = clock.now().unix_ms + 3_600_000;
-        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         system.latest_ms.store(latest_ms, Ordering::Relaxed);
         assert!(clock.now().unix_ms >= latest_ms);
         assert!(system.read().0.unix_ms >= latest_ms);
@@ -355,7 +358,7 @@ mod tests {
     #[test]
     fn clocks_that_drift_apart_are_not_followed_for_ever() {
         let clock = Clock::system();
-        let Source::System(system) = &*clock.0 else { unreachable!("made above") };
+        let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         let start_ms = clock.now().unix_ms;
         system.follow(start_ms + 500, system.origin);
         for seconds in [11, 22, 33] {

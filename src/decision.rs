@@ -8,17 +8,17 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use crate::http::error::Unanswered;
+use crate::http::error::DecisionError;
 use crate::http::key_source::{address, kind};
-use crate::http::overrides::{Exceptions, Standing};
+use crate::http::overrides::{Overrides, RuleTreatment};
 use crate::http::rate_limit_key::Starts;
 use crate::http::ratelimit_headers::seconds_until;
 use crate::http::store_key_text::{Digester, Spelling};
 use transom_limiter::acquire::Charge;
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::{KeyHash, KeyHasher, Part, Seed};
-use transom_limiter::rule_set::{Book, Entry, Judgement, Line, Roster};
+use transom_limiter::rule_set::{ChargePlan, CompiledRule, Decision, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 
 /// What is asked for.
@@ -36,8 +36,8 @@ pub enum Verb {
 
 /// All rules, each for itself, for those who ask by name and key.
 #[derive(Debug)]
-pub struct Counsel {
-    book: Arc<Book>,
+pub struct DecisionService {
+    rule_set: Arc<RuleSet>,
     /// Spells what is secret, where gateways share counters.
     digester: Option<Arc<Digester>>,
     rules: Vec<Ready>,
@@ -45,14 +45,14 @@ pub struct Counsel {
 
 #[derive(Debug)]
 struct Ready {
-    roster: Roster,
+    charge_plan: ChargePlan,
     starts: Starts,
     spelling: Spelling,
-    exceptions: Option<Arc<Exceptions>>,
+    exceptions: Option<Arc<Overrides>>,
 }
 
 /// A question, read.
-struct Question {
+struct DecisionRequest {
     rule: usize,
     key: Vec<String>,
     cost: Option<u32>,
@@ -60,35 +60,44 @@ struct Question {
 }
 
 /// A question about a key that the rule counts.
-pub struct Heard {
-    pub asker: Asker,
+pub struct DecisionQuery {
+    pub keyed_request: KeyedRequest,
     rule: usize,
     key: Vec<String>,
     pub reserve: bool,
 }
 
-impl Counsel {
+impl DecisionService {
     /// `exceptions` has one place for each rule of the book.
     pub fn new(
-        book: &Arc<Book>,
-        exceptions: &[Option<Arc<Exceptions>>],
+        rule_set: &Arc<RuleSet>,
+        exceptions: &[Option<Arc<Overrides>>],
         seed: Seed,
         digester: Option<Arc<Digester>>,
-    ) -> Counsel {
-        let ready = |(rule, entry): (usize, &Entry)| Ready {
-            roster: book.roster_alone(rule),
+    ) -> DecisionService {
+        let ready = |(rule, entry): (usize, &CompiledRule)| Ready {
+            charge_plan: rule_set.roster_alone(rule),
             starts: Starts::new(entry, seed, None),
             spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
             exceptions: exceptions[rule].clone(),
         };
-        Counsel { rules: book.entries.iter().enumerate().map(ready).collect(), book: Arc::clone(book), digester }
+        DecisionService {
+            rules: rule_set.entries.iter().enumerate().map(ready).collect(),
+            rule_set: Arc::clone(rule_set),
+            digester,
+        }
     }
 
     /// Reads a question. `None`: the rule does not count that key, and everything is allowed.
-    pub fn hear(&self, text: &[u8]) -> Result<Option<Heard>, Unanswered> {
+    pub fn hear(&self, text: &[u8]) -> Result<Option<DecisionQuery>, DecisionError> {
         let question = self.read(text)?;
-        let asker = self.asker(&question)?;
-        Ok(asker.map(|asker| Heard { asker, rule: question.rule, key: question.key, reserve: question.reserve }))
+        let keyed_request = self.keyed_request(&question)?;
+        Ok(keyed_request.map(|keyed_request| DecisionQuery {
+            keyed_request,
+            rule: question.rule,
+            key: question.key,
+            reserve: question.reserve,
+        }))
     }
 
     /// What is said of a key that the rule does not count.
@@ -97,78 +106,91 @@ impl Counsel {
     }
 
     /// The rule of a question alone.
-    pub fn roster(&self, heard: &Heard) -> (&Arc<Book>, &Roster) {
-        (&self.book, &self.rules[heard.rule].roster)
+    pub fn charge_plan(&self, heard: &DecisionQuery) -> (&Arc<RuleSet>, &ChargePlan) {
+        (&self.rule_set, &self.rules[heard.rule].charge_plan)
     }
 
     /// Answers a question in JSON, by the counters of this machine.
-    pub fn answer(&self, verb: Verb, heard: &Heard, table: &Table, clock: &dyn Fn() -> u64) -> Value {
+    pub fn answer(&self, verb: Verb, heard: &DecisionQuery, table: &Table, clock: &dyn Fn() -> u64) -> Value {
         let now = Now::by(clock);
-        let roster = &self.rules[heard.rule].roster;
-        let mut desk = Desk::default();
-        desk.askers.push(Some(heard.asker));
-        desk.reserve = heard.reserve;
+        let charge_plan = &self.rules[heard.rule].charge_plan;
+        let mut context = DecisionContext::default();
+        context.keyed_requests.push(Some(heard.keyed_request));
+        context.reserve = heard.reserve;
         let (allowed, again_ms) = match verb {
             Verb::Limit => {
-                let judgement = self.book.judge(roster, table, now, &mut desk);
-                self.outcome(heard, &judgement, &desk, desk.decided_ms)
+                let judgement = self.rule_set.judge(charge_plan, table, now, &mut context);
+                self.outcome(heard, &judgement, &context, context.decided_ms)
             }
             // Whether there is a place in a window to come is found out by taking it.
-            Verb::Check if heard.reserve => match self.book.judge(roster, table, now, &mut desk) {
-                Judgement::Refused => (false, self.book.again_ms(roster, &desk, desk.decided_ms)),
+            Verb::Check if heard.reserve => match self.rule_set.judge(charge_plan, table, now, &mut context) {
+                Decision::Refused => (false, self.rule_set.again_ms(charge_plan, &context, context.decided_ms)),
                 taken => {
-                    let shares: Vec<_> = desk.all_shares().collect();
-                    self.book.give_back(&shares, u32::MAX, table, desk.decided_ms);
-                    let outcome = self.outcome(heard, &taken, &desk, desk.decided_ms);
-                    self.book.look(roster, table, Now::by(clock), &mut desk);
+                    let shares: Vec<_> = context.all_shares().collect();
+                    self.rule_set.give_back(&shares, u32::MAX, table, context.decided_ms);
+                    let outcome = self.outcome(heard, &taken, &context, context.decided_ms);
+                    self.rule_set.look(charge_plan, table, Now::by(clock), &mut context);
                     outcome
                 }
             },
             Verb::Check | Verb::Value => {
-                let room = self.book.look(roster, table, now, &mut desk);
-                (room, self.book.again_ms(roster, &desk, desk.decided_ms))
+                let room = self.rule_set.look(charge_plan, table, now, &mut context);
+                (room, self.rule_set.again_ms(charge_plan, &context, context.decided_ms))
             }
             Verb::Reset => {
-                self.book.look(roster, table, now, &mut desk);
-                self.book.forget(table, desk.decided_ms, &desk);
-                let room = self.book.look(roster, table, Now::by(clock), &mut desk);
-                (room, Some(desk.decided_ms))
+                self.rule_set.look(charge_plan, table, now, &mut context);
+                self.rule_set.forget(table, context.decided_ms, &context);
+                let room = self.rule_set.look(charge_plan, table, Now::by(clock), &mut context);
+                (room, Some(context.decided_ms))
             }
         };
-        self.tell(heard, &desk, allowed, again_ms, desk.decided_ms)
+        self.tell(heard, &context, allowed, again_ms, context.decided_ms)
     }
 
     /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
-    pub fn outcome(&self, heard: &Heard, judgement: &Judgement, desk: &Desk, now_ms: u64) -> (bool, Option<u64>) {
+    pub fn outcome(
+        &self,
+        heard: &DecisionQuery,
+        judgement: &Decision,
+        context: &DecisionContext,
+        now_ms: u64,
+    ) -> (bool, Option<u64>) {
         match judgement {
-            Judgement::Admitted => (true, Some(now_ms)),
-            Judgement::Delayed { until_ms, .. } => (true, Some(*until_ms)),
-            Judgement::Refused => (false, self.again_ms(heard, desk, now_ms)),
+            Decision::Admitted => (true, Some(now_ms)),
+            Decision::Delayed { until_ms, .. } => (true, Some(*until_ms)),
+            Decision::Refused => (false, self.again_ms(heard, context, now_ms)),
         }
     }
 
     /// When a question may be asked again that finds what lies on the desk.
-    pub fn again_ms(&self, heard: &Heard, desk: &Desk, now_ms: u64) -> Option<u64> {
-        self.book.again_ms(&self.rules[heard.rule].roster, desk, now_ms)
+    pub fn again_ms(&self, heard: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
+        self.rule_set.again_ms(&self.rules[heard.rule].charge_plan, context, now_ms)
     }
 
     /// The answer in JSON.
-    pub fn tell(&self, heard: &Heard, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
-        told(&self.book.entries[heard.rule], desk, allowed, again_ms, now_ms)
+    pub fn tell(
+        &self,
+        heard: &DecisionQuery,
+        context: &DecisionContext,
+        allowed: bool,
+        again_ms: Option<u64>,
+        now_ms: u64,
+    ) -> Value {
+        told(&self.rule_set.entries[heard.rule], context, allowed, again_ms, now_ms)
     }
 
-    fn read(&self, text: &[u8]) -> Result<Question, Unanswered> {
-        let malformed = |why: &str| Unanswered::Malformed(why.to_owned());
+    fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
+        let malformed = |why: &str| DecisionError::Malformed(why.to_owned());
         let question: Map<String, Value> =
             serde_json::from_slice(text).map_err(|_| malformed("the question is not a JSON object"))?;
         let known = ["rule", "key", "cost", "reserve"];
         if let Some(other) = question.keys().find(|name| !known.contains(&name.as_str())) {
             let other: String = other.chars().take(64).collect();
-            return Err(Unanswered::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
+            return Err(DecisionError::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
         }
         let Some(Value::String(name)) = question.get("rule") else { return Err(malformed("`rule` is not a text")) };
-        let rule = self.book.entries.iter().position(|entry| entry.rule.name == *name);
-        let rule = rule.ok_or_else(|| Unanswered::UnknownRule(name.chars().take(64).collect()))?;
+        let rule = self.rule_set.entries.iter().position(|entry| entry.rule.name == *name);
+        let rule = rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))?;
         let text = |value: &Value| match value {
             Value::String(text) if !text.is_empty() => Some(text.clone()),
             _ => None,
@@ -191,12 +213,12 @@ impl Counsel {
             Some(Value::Bool(reserve)) => *reserve,
             Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
         };
-        Ok(Question { rule, key, cost, reserve })
+        Ok(DecisionRequest { rule, key, cost, reserve })
     }
 
     /// What a question's key is in the store; `None` if the rule is not shared.
-    pub fn text_of(&self, heard: &Heard) -> Option<String> {
-        let is_shared = self.rules[heard.rule].roster.is_shared;
+    pub fn text_of(&self, heard: &DecisionQuery) -> Option<String> {
+        let is_shared = self.rules[heard.rule].charge_plan.is_shared;
         let digester = self.digester.as_ref().filter(|_| is_shared)?;
         let mut text = String::new();
         self.text(heard.rule, &heard.key, digester, &mut text).then_some(text)
@@ -205,7 +227,7 @@ impl Counsel {
     /// Adds the text of a key under a rule, as [`crate::http::caller::Identity::text`] does for requests that have it. Returns
     /// whether it is one; if not, nothing is added.
     pub(super) fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
-        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.book.entries.get(rule)) else { return false };
+        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.entries.get(rule)) else { return false };
         let start = out.len();
         ready.spelling.begin(out);
         for (position, part) in entry.rule.key.iter().enumerate() {
@@ -233,20 +255,23 @@ impl Counsel {
     }
 
     /// Who asks; `None` if the rule does not count that key.
-    fn asker(&self, question: &Question) -> Result<Option<Asker>, Unanswered> {
-        let (ready, rule) = (&self.rules[question.rule], &self.book.entries[question.rule].rule);
+    fn keyed_request(&self, question: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
+        let (ready, rule) = (&self.rules[question.rule], &self.rule_set.entries[question.rule].rule);
         // One counter for all has no key, or any.
         let parts: &[Part] = if rule.key == [Part::Global] { &[] } else { &rule.key };
         if parts.len() != question.key.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(Part::to_string).collect();
-            return Err(Unanswered::Malformed(format!("the key of this rule has the parts `{}`", names.join("`, `"))));
+            return Err(DecisionError::Malformed(format!(
+                "the key of this rule has the parts `{}`",
+                names.join("`, `")
+            )));
         }
-        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, Unanswered> {
+        let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, DecisionError> {
             let mut hasher = start.clone();
             let given = if parts.is_empty() { &[][..] } else { &question.key };
             for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
                 crate::http::overrides::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
-                    Unanswered::Malformed(String::from("the key is no address where the rule counts by `ip`"))
+                    DecisionError::Malformed(String::from("the key is no address where the rule counts by `ip`"))
                 })?;
             }
             Ok(hasher.finish())
@@ -263,24 +288,25 @@ impl Counsel {
                 None => key,
             };
             match exceptions.of_key(known) {
-                Some(Standing::Exempt) => return Ok(None),
-                Some(Standing::Variant(of_key)) => variant = of_key,
+                Some(RuleTreatment::Exempt) => return Ok(None),
+                Some(RuleTreatment::Variant(of_key)) => variant = of_key,
                 None => {}
             }
         }
-        Ok(Some(Asker { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.usual()) }))
+        Ok(Some(KeyedRequest { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.usual()) }))
     }
 }
 
 /// The answer: at its top stands the layer nearest its limit.
-fn told(entry: &Entry, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+fn told(entry: &CompiledRule, context: &DecisionContext, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
     // In the order of the configuration, not in that of the charges.
-    let mut asked: Vec<_> = desk.charges.iter().zip(&desk.lines).collect();
+    let mut asked: Vec<_> = context.charges.iter().zip(&context.lines).collect();
     asked.sort_by_key(|(_, line)| line.layer);
-    let remaining =
-        |charge: &Charge, line: &Line| u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used);
-    let window = |(charge, line): &(&Charge, &Line)| {
+    let remaining = |charge: &Charge, line: &LayerRef| {
+        u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used)
+    };
+    let window = |(charge, line): &(&Charge, &LayerRef)| {
         let mut window = Map::new();
         window.insert("count".to_owned(), json!(charge.usage.used));
         window.insert("limit".to_owned(), json!(charge.ask.limit));
@@ -288,13 +314,13 @@ fn told(entry: &Entry, desk: &Desk, allowed: bool, again_ms: Option<u64>, now_ms
         window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
         window
     };
-    let nearness = |(charge, line): &&(&Charge, &Line)| (remaining(charge, line), Reverse(charge.usage.end_ms));
+    let nearness = |(charge, line): &&(&Charge, &LayerRef)| (remaining(charge, line), Reverse(charge.usage.end_ms));
     let mut answer = asked.iter().min_by_key(nearness).map(window).unwrap_or_default();
     answer.insert("allowed".to_owned(), json!(allowed));
     // What costs more than there ever is will never be allowed.
     let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
     answer.insert("retry_after".to_owned(), json!(retry_after));
-    let named = |asked: &(&Charge, &Line)| {
+    let named = |asked: &(&Charge, &LayerRef)| {
         let mut window = window(asked);
         window.insert("name".to_owned(), json!(entry.layer_name(asked.1.layer)));
         Value::Object(window)

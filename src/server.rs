@@ -21,31 +21,31 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
 use crate::access_log::{Sink, Writer};
-use crate::admin::{self, Doorway, Office};
+use crate::admin::{self, AcceptState, AdminState};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config, lint};
-use crate::decision::Counsel;
-use crate::downstream::connection_limit::{Capacity, raise_descriptors};
+use crate::decision::DecisionService;
+use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptors};
 use crate::downstream::listener::Inherited;
-use crate::downstream::listener_context::{Listener, Lobby, Terms};
-use crate::downstream::listeners::{Door, Doors};
+use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
+use crate::downstream::listeners::{Listeners, WorkerListener};
 use crate::metrics::Registry;
 use crate::metrics::events::{AccessLogMeter, Expiries, ListenerMeter, SnapshotMeter};
 use crate::metrics::redis::SharedMeter;
 use crate::persistence::Counters;
-use crate::persistence::background::Keeper;
-use crate::proxy::compiled_config::Snapshot;
-use crate::proxy::worker_state::Hall;
+use crate::persistence::background::BackgroundWriter;
+use crate::proxy::compiled_config::CompiledConfig;
+use crate::proxy::worker_state::WorkerState;
 use crate::redis_store::Shared;
 use crate::upstream::health_check;
-use crate::upstream::server_health::{self, Fleet};
+use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError, TooManyLayers};
 use transom_limiter::counter::END_MAX_MS;
-use transom_limiter::deferred_refunds::Abandoned;
+use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::Book;
+use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::PERIOD_MAX_MS;
-use worker::{Order, Pace};
+use worker::{DrainTimes, Order};
 
 pub mod error;
 mod worker;
@@ -71,28 +71,28 @@ pub struct Gateway {
     counters: Arc<Counters>,
     /// Some rules can not do yet what they are to do, because others count in the same memory.
     is_held: bool,
-    keeper: Option<Keeper>,
+    keeper: Option<BackgroundWriter>,
     config: Config,
     pub registry: Arc<Registry>,
     expiries: Expiries,
     /// What requests that went away left charged.
-    abandoned: Arc<Abandoned>,
+    abandoned: Arc<DeferredRefunds>,
     ready: Arc<AtomicBool>,
     orders: Vec<UnboundedSender<Order>>,
     /// All sockets that it listens on, with the addresses as configured: a successor gets them.
     sockets: Vec<(SocketAddr, StdListener)>,
-    doorway: watch::Sender<Doorway>,
+    doorway: watch::Sender<AcceptState>,
     loops: Vec<JoinHandle<()>>,
     office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
     /// What holds for new connections.
-    terms: Arc<Terms>,
-    capacity: Arc<Capacity>,
+    terms: Arc<ListenerConfig>,
+    capacity: Arc<ConnectionLimit>,
     /// Who answers the decision API, by the configuration that is in force.
-    counsel: watch::Sender<Option<Arc<Counsel>>>,
+    counsel: watch::Sender<Option<Arc<DecisionService>>>,
     /// The rules that are in force.
-    book: Option<Arc<Book>>,
+    rule_set: Option<Arc<RuleSet>>,
     /// The upstream servers, as all loops know them.
-    fleets: watch::Sender<Vec<Arc<Fleet>>>,
+    upstream_health: watch::Sender<Vec<Arc<UpstreamHealth>>>,
     /// By which names the admin address may be asked.
     admin_hosts: watch::Sender<Vec<String>>,
     /// Who asks the servers how they are, once somebody should.
@@ -133,15 +133,15 @@ impl Gateway {
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::default());
         raise_descriptors();
-        let terms = Terms::new(&config.listen, None).map_err(StartError::Tls)?;
-        let opened = Doors::open(&config.listen, workers, &mut inherited)
+        let terms = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
+        let opened = Listeners::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
         let mut gateway = Gateway {
             http: opened.http,
             https: opened.https,
             admin: None,
             terms,
-            capacity: Capacity::new(&config.listen),
+            capacity: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
             is_held: false,
             keeper: None,
@@ -151,12 +151,12 @@ impl Gateway {
             ready: Arc::new(AtomicBool::new(true)),
             orders: Vec::new(),
             sockets: opened.sockets,
-            doorway: watch::Sender::new(Doorway::Shut),
+            doorway: watch::Sender::new(AcceptState::Shut),
             loops: Vec::new(),
             office: None,
             counsel: watch::Sender::default(),
-            book: None,
-            fleets: watch::Sender::default(),
+            rule_set: None,
+            upstream_health: watch::Sender::default(),
             admin_hosts: watch::Sender::new(config.admin.hosts.clone()),
             prober: None,
             clock: clock.clone(),
@@ -170,12 +170,12 @@ impl Gateway {
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        let fleets = gateway.fleets_of(&config);
-        gateway.start_prober(&fleets)?;
-        let book = gateway.ready_book(&config, !counters.shared).map_err(StartError::Layers)?;
+        let upstream_health = gateway.fleets_of(&config);
+        gateway.start_prober(&upstream_health)?;
+        let rule_set = gateway.ready_book(&config, !counters.shared).map_err(StartError::Layers)?;
         drop(alone);
-        let snapshot = Snapshot::new(config, counters.seed, book, fleets);
-        gateway.book = Some(Arc::clone(&snapshot.book));
+        let snapshot = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
+        gateway.rule_set = Some(Arc::clone(&snapshot.rule_set));
         gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         if let Some(address) = gateway.config.listen.admin {
             gateway.start_office(address, &mut inherited)?;
@@ -186,13 +186,17 @@ impl Gateway {
         gateway.start_loops(opened.by_loop, &snapshot)?;
         // Last: what does not come to serve leaves the snapshot alone.
         let meter = SnapshotMeter::new(&gateway.registry);
-        let keeper = Keeper::start(counters, clock, &gateway.config.counters, meter);
+        let keeper = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
         gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         Ok(gateway)
     }
 
     /// Starts a loop for each list of doors. None accepts anything yet.
-    fn start_loops(&mut self, by_loop: Vec<Vec<Door>>, snapshot: &Arc<Snapshot>) -> Result<(), StartError> {
+    fn start_loops(
+        &mut self,
+        by_loop: Vec<Vec<WorkerListener>>,
+        snapshot: &Arc<CompiledConfig>,
+    ) -> Result<(), StartError> {
         for (id, doors) in by_loop.into_iter().enumerate() {
             let (orders, inbox) = unbounded_channel();
             let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
@@ -200,13 +204,14 @@ impl Gateway {
             let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.terms));
             let (capacity, abandoned) = (Arc::clone(&self.capacity), Arc::clone(&self.abandoned));
             let run = move || {
-                let hall = Rc::new(Hall::new(id, table, clock, abandoned, Arc::clone(&registry), snapshot, access));
-                let lobby = Rc::new(Lobby::new(hall, capacity, terms));
+                let worker =
+                    Rc::new(WorkerState::new(id, table, clock, abandoned, Arc::clone(&registry), snapshot, access));
+                let listener_context = Rc::new(ListenerContext::new(worker, capacity, terms));
                 let listeners = doors.into_iter().map(|door| {
                     let meter = ListenerMeter::new(&registry, id, &door.address.to_string(), door.https.is_some());
-                    (door.socket, Rc::new(Listener::new(Rc::clone(&lobby), meter, door.https)))
+                    (door.socket, Rc::new(Listener::new(Rc::clone(&listener_context), meter, door.https)))
                 });
-                worker::run(Rc::clone(&lobby), listeners.collect(), inbox)
+                worker::run(Rc::clone(&listener_context), listeners.collect(), inbox)
             };
             self.loops.push(spawn(format!("loop-{id}"), run)?);
             self.orders.push(orders);
@@ -217,7 +222,7 @@ impl Gateway {
     /// Lets connections in.
     pub fn open(&self) {
         self.tell(|| Order::Open);
-        self.doorway.send_replace(Doorway::Open);
+        self.doorway.send_replace(AcceptState::Open);
     }
 
     /// The sockets that it listens on, with the addresses as configured.
@@ -268,14 +273,15 @@ impl Gateway {
                 return Err(ReloadError::NeedsRestart(name));
             }
         }
-        let terms = Terms::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
+        let terms =
+            ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
         match &config.access_log {
             None => self.access = None,
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
         // Last of what can fail: others may write by what it makes known, so this process has to read by it.
-        let book = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
+        let rule_set = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
         self.terms = terms;
         // What the reload before took away may have ended meanwhile.
         self.registry.remove_unused();
@@ -283,12 +289,12 @@ impl Gateway {
         self.capacity.adopt(&config.listen);
         self.config = config.clone();
         self.admin_hosts.send_replace(config.admin.hosts.clone());
-        let fleets = self.fleets_of(&config);
-        if let Err(error) = self.start_prober(&fleets) {
+        let upstream_health = self.fleets_of(&config);
+        if let Err(error) = self.start_prober(&upstream_health) {
             tracing::error!(%error, "servers are not checked");
         }
-        let snapshot = Snapshot::new(config, self.counters.seed, book, fleets);
-        self.book = Some(Arc::clone(&snapshot.book));
+        let snapshot = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
+        self.rule_set = Some(Arc::clone(&snapshot.rule_set));
         self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
         self.tell(|| Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
         Ok(())
@@ -326,18 +332,18 @@ impl Gateway {
 
     /// The rules made ready to read and write counters as is known to all who count in the same memory. What is new can
     /// only be made known while nobody else counts there: `alone`, if that is certain already.
-    fn ready_book(&mut self, config: &Config, alone: bool) -> Result<Book, TooManyLayers> {
+    fn ready_book(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
         let ledger = &self.counters.ledger;
-        let mut book = Book::new(&config.rules, self.counters.seed, self.book.as_deref());
-        let wanted = book.ways();
+        let mut rule_set = RuleSet::new(&config.rules, self.counters.seed, self.rule_set.as_deref());
+        let wanted = rule_set.ways();
         if !ledger.ways().cover(&wanted) {
             let join = || ledger.join(&wanted);
             let joined = if alone { Some(join()) } else { self.counters.while_alone(join) };
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
         let ways = ledger.ways();
-        book.agree(&ways);
-        let is_held = book.abide_by(&ways);
+        rule_set.agree(&ways);
+        let is_held = rule_set.abide_by(&ways);
         if is_held && !self.is_held {
             tracing::warn!(
                 "rules that are to roll over, wait, reserve or split otherwise than before have plain windows until no \
@@ -345,7 +351,7 @@ impl Gateway {
             );
         }
         self.is_held = is_held;
-        Ok(book)
+        Ok(rule_set)
     }
 
     /// Opens the access log again, which may have been moved away to be rotated.
@@ -358,16 +364,16 @@ impl Gateway {
     pub fn drain(self) {
         self.ready.store(false, Ordering::Release);
         let limit = self.config.timeouts.drain;
-        self.end(Pace { patience: LAST_ORDERS, limit });
+        self.end(DrainTimes { patience: LAST_ORDERS, limit });
     }
 
     /// As [`Gateway::drain`], where another process serves on the same sockets already. So nobody misses this one,
     /// and connections that lie idle are kept for as long as there is time: whoever asks for something on one is
     /// answered, and comes to the other the next time.
     pub fn drain_for_successor(self) {
-        self.doorway.send_replace(Doorway::Left);
+        self.doorway.send_replace(AcceptState::Left);
         let limit = self.config.timeouts.drain;
-        self.end(Pace { patience: limit - FAREWELL.min(limit / 2), limit });
+        self.end(DrainTimes { patience: limit - FAREWELL.min(limit / 2), limit });
     }
 
     /// What makes a drain that has begun let go of connections that lie idle.
@@ -376,7 +382,7 @@ impl Gateway {
         move || loops.iter().for_each(|orders| drop(orders.send(Order::Release)))
     }
 
-    fn end(mut self, pace: Pace) {
+    fn end(mut self, pace: DrainTimes) {
         // As long as one descriptor of a socket is there, clients can connect to it.
         self.sockets.clear();
         self.tell(|| Order::Drain(pace));
@@ -384,14 +390,14 @@ impl Gateway {
             join(thread);
         }
         // The prober runs for as long as it could be told of other servers.
-        drop(self.fleets);
+        drop(self.upstream_health);
         self.prober.into_iter().for_each(join);
         if let Some((stop, thread)) = self.office.take() {
             let _ = stop.send(());
             join(thread);
         }
         // Nothing is counted any more.
-        self.keeper.take().into_iter().for_each(Keeper::finish);
+        self.keeper.take().into_iter().for_each(BackgroundWriter::finish);
         self.access = None;
         for writer in self.writers.drain(..) {
             writer.finish(LAST_LINES);
@@ -407,18 +413,19 @@ impl Gateway {
     }
 
     /// The servers of a configuration, with what is known of them, told to whoever watches.
-    fn fleets_of(&self, config: &Config) -> Vec<Arc<Fleet>> {
-        let former = self.fleets.borrow().clone();
-        let fleets = server_health::fleets(config, &former, &self.registry, self.workers, self.clock.instant());
-        self.fleets.send_replace(fleets.clone());
-        fleets
+    fn fleets_of(&self, config: &Config) -> Vec<Arc<UpstreamHealth>> {
+        let former = self.upstream_health.borrow().clone();
+        let upstream_health =
+            server_health::upstream_health(config, &former, &self.registry, self.workers, self.clock.instant());
+        self.upstream_health.send_replace(upstream_health.clone());
+        upstream_health
     }
 
     /// Starts the checks of servers, if there are any and they do not run yet.
-    fn start_prober(&mut self, fleets: &[Arc<Fleet>]) -> Result<(), StartError> {
-        if self.prober.is_none() && health_check::is_wanted(fleets) {
-            let (fleets, clock) = (self.fleets.subscribe(), self.clock.clone());
-            self.prober = Some(spawn("health".to_owned(), move || health_check::run(fleets, clock))?);
+    fn start_prober(&mut self, upstream_health: &[Arc<UpstreamHealth>]) -> Result<(), StartError> {
+        if self.prober.is_none() && health_check::is_wanted(upstream_health) {
+            let (upstream_health, clock) = (self.upstream_health.subscribe(), self.clock.clone());
+            self.prober = Some(spawn("health".to_owned(), move || health_check::run(upstream_health, clock))?);
         }
         Ok(())
     }
@@ -426,7 +433,7 @@ impl Gateway {
     fn start_office(&mut self, address: SocketAddr, inherited: &mut Inherited) -> Result<(), StartError> {
         let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
         let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
-        let (counsel, fleets) = (self.counsel.subscribe(), self.fleets.subscribe());
+        let (counsel, upstream_health) = (self.counsel.subscribe(), self.upstream_health.subscribe());
         let hosts = self.admin_hosts.subscribe();
         let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
         let abandoned = Arc::clone(&self.abandoned);
@@ -442,7 +449,8 @@ impl Gateway {
             let shared = settings
                 .map(|settings| Shared::new(&settings, Arc::clone(&counters.table), clock.clone(), abandoned, meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
-            let office = Office { registry, counters, clock, ready, doorway, hosts, counsel, fleets, shared };
+            let office =
+                AdminState { registry, counters, clock, ready, doorway, hosts, counsel, upstream_health, shared };
             tokio::select! {
                 served = admin::serve(listener, Rc::new(office)) => {
                     if let Err(error) = served {

@@ -16,7 +16,7 @@ mod proxy_header;
 
 use fastrand::Rng;
 use transom::persistence::file_header::Header;
-use transom_limiter::counter::{END_MAX_MS, Word};
+use transom_limiter::counter::{CounterWord, END_MAX_MS};
 use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
 
@@ -126,7 +126,7 @@ fn counters_files() {
     let header = Header { plan: Table::plan(64), layers: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
     // Counters of nobody, some of whose windows are open; 24 bytes each, as in a snapshot.
     let words = |end_ms: u64| -> Vec<u8> {
-        let word = |n: u64| Word::new(1 << 50 | n, end_ms + n, n as u32).bits();
+        let word = |n: u64| CounterWord::new(1 << 50 | n, end_ms + n, n as u32).bits();
         (0u64..9).flat_map(|n| [n.to_le_bytes().to_vec(), word(n).to_le_bytes().to_vec()].concat()).collect()
     };
     let seeds =

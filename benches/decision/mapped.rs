@@ -75,8 +75,9 @@ pub fn beside_the_heap(keys: &[IpAddr]) {
         ("one hot key, 1 thread", 1, &hot[..]),
         ("one hot key, 2 threads", 2, &hot[..]),
     ] {
-        let runner =
-            |side| Runner::new("", move || pass(threads, keys, |key, desk| Transom::admits(side, key, NOW_MS, desk)));
+        let runner = |side| {
+            Runner::new("", move || pass(threads, keys, |key, context| Transom::admits(side, key, NOW_MS, context)))
+        };
         let samples = in_turn(TURNS, &mut sides.each_ref().map(runner));
         let [heap, file, nameless] = samples.as_slice() else { unreachable!("as many samples as runners") };
         let percent = |samples: &Samples| (samples.over(heap).median() - 1.0) * 100.0;

@@ -14,12 +14,12 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::{Book, Judgement, Roster};
+use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
 use transom_limiter::table::Table;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);
@@ -28,8 +28,8 @@ pub const NOW_MS: u64 = 1_700_000_000_000;
 
 /// One rule per address, its table, and what a route with that rule needs to decide.
 pub struct Transom {
-    pub book: Book,
-    pub roster: Roster,
+    pub rule_set: RuleSet,
+    pub charge_plan: ChargePlan,
     pub table: Arc<Table>,
 }
 
@@ -46,17 +46,17 @@ impl Transom {
             let layers = windows.iter().map(|text| Limit::parse(text).expect("a window")).collect();
             Rule::new("per-client", key, OnMissing::Never, layers)
         };
-        let book = Book::new(&[rule], SEED, None);
-        let roster = book.roster(&[0]);
-        Transom { book, roster, table }
+        let rule_set = RuleSet::new(&[rule], SEED, None);
+        let charge_plan = rule_set.charge_plan(&[0]);
+        Transom { rule_set, charge_plan, table }
     }
 
-    pub fn asker(&self, address: &IpAddr) -> Asker {
-        Asker { key: self.hash(address), offset: 0, variant: 0, cost: 1 }
+    pub fn keyed_request(&self, address: &IpAddr) -> KeyedRequest {
+        KeyedRequest { key: self.hash(address), offset: 0, variant: 0, cost: 1 }
     }
 
     pub fn hash(&self, address: &IpAddr) -> KeyHash {
-        let mut hasher = KeyHasher::new(SEED, self.book.entries[0].identity);
+        let mut hasher = KeyHasher::new(SEED, self.rule_set.entries[0].identity);
         match address {
             IpAddr::V4(v4) => hasher.part(1, &v4.octets()),
             IpAddr::V6(v6) => hasher.part(1, &v6.octets()),
@@ -64,10 +64,10 @@ impl Transom {
         hasher.finish()
     }
 
-    pub fn admits(&self, address: &IpAddr, now_ms: u64, desk: &mut Desk) -> bool {
-        desk.askers.clear();
-        desk.askers.push(Some(self.asker(address)));
-        matches!(self.book.judge(&self.roster, &self.table, Now::by(&|| now_ms), desk), Judgement::Admitted)
+    pub fn admits(&self, address: &IpAddr, now_ms: u64, context: &mut DecisionContext) -> bool {
+        context.keyed_requests.clear();
+        context.keyed_requests.push(Some(self.keyed_request(address)));
+        matches!(self.rule_set.judge(&self.charge_plan, &self.table, Now::by(&|| now_ms), context), Decision::Admitted)
     }
 }
 

@@ -11,11 +11,11 @@ use transom::clock::Clock;
 use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
 use transom::persistence::{Counters, OpenError, snapshot};
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
-use transom_limiter::format_registry::Ways;
+use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::{KeyHash, Seed};
-use transom_limiter::rule_set::Book;
+use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 
 const NOW_MS: u64 = 1_700_000_100_000;
@@ -95,19 +95,19 @@ impl Bench {
         }
         put(&path, &whole);
         let counters = open(Some(&path), None).expect("it is used or set aside");
-        let mut book = Book::new(&self.config.rules, counters.seed, None);
+        let mut rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
         // There may be no room for more layers.
-        let _ = counters.ledger.join(&book.ways());
-        book.agree(&counters.ledger.ways());
-        let roster = book.roster(&[0]);
-        let mut desk = Desk::default();
+        let _ = counters.ledger.join(&rule_set.ways());
+        rule_set.agree(&counters.ledger.ways());
+        let charge_plan = rule_set.charge_plan(&[0]);
+        let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {
             for number in 0..3 {
                 let bits = Seed(1, 2).bits(&[&number.to_string()]);
                 let key = KeyHash { place: bits, tag: bits.rotate_left(32) };
-                desk.askers = vec![Some(Asker { key, offset: bits, variant: 0, cost })];
-                desk.reserve = number == 1;
-                book.judge(&roster, &counters.table, Now::by(&|| NOW_MS), &mut desk);
+                context.keyed_requests = vec![Some(KeyedRequest { key, offset: bits, variant: 0, cost })];
+                context.reserve = number == 1;
+                rule_set.judge(&charge_plan, &counters.table, Now::by(&|| NOW_MS), &mut context);
             }
         }
         counters.table.census(NOW_MS);
@@ -128,7 +128,7 @@ impl Bench {
         let is_same = fs::read(&path).expect("it is there") == good;
         assert_eq!(snapshot::find(&path, plan).is_some(), is_same);
         let after = open(None, Some(&path)).expect("there is memory");
-        assert!(after.table.open(0).count() == 0 && after.ledger.ways() == Ways::default());
+        assert!(after.table.open(0).count() == 0 && after.ledger.ways() == CounterFormats::default());
     }
 }
 

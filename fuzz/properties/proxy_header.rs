@@ -1,26 +1,26 @@
 //! Of any bytes: a PROXY header ends where it ends, whatever comes behind it; until then all bytes are its own, and
 //! what is none with few bytes is none with more.
 
-use transom::downstream::proxy_protocol::{MAX_BYTES, Progress, parse};
+use transom::downstream::proxy_protocol::{HeaderProgress, MAX_BYTES, parse};
 
 pub fn holds(bytes: &[u8]) {
     let whole = parse(bytes);
     match whole {
-        Progress::Complete { length, .. } => {
+        HeaderProgress::Complete { length, .. } => {
             assert!(length <= bytes.len() && length <= MAX_BYTES);
             assert_eq!(parse(&bytes[..length]), whole);
             for end in 0..length {
-                assert_eq!(parse(&bytes[..end]), Progress::More, "{end} of {length} bytes");
+                assert_eq!(parse(&bytes[..end]), HeaderProgress::More, "{end} of {length} bytes");
             }
         }
-        Progress::More => {
+        HeaderProgress::More => {
             assert!(bytes.len() < MAX_BYTES);
-            assert!((0..bytes.len()).all(|end| parse(&bytes[..end]) == Progress::More));
+            assert!((0..bytes.len()).all(|end| parse(&bytes[..end]) == HeaderProgress::More));
         }
-        Progress::Malformed => {
+        HeaderProgress::Malformed => {
             let mut longer = bytes.to_vec();
             longer.extend_from_slice(b"\r\n\0\r\nQUIT\n 1 2\r\n");
-            assert_eq!(parse(&longer), Progress::Malformed);
+            assert_eq!(parse(&longer), HeaderProgress::Malformed);
         }
     }
 }

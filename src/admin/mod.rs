@@ -25,18 +25,18 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::decision::{Counsel, Verb};
-use crate::http::error::Fault;
-use crate::http::error::Unanswered;
+use crate::decision::{DecisionService, Verb};
+use crate::http::error::DecisionError;
+use crate::http::error::RequestError;
 use crate::http::responses::{self, Reply};
 use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
 use crate::persistence::Counters;
 use crate::redis_store::Shared;
-use crate::redis_store::admin_queries::{Standing, Subject};
+use crate::redis_store::admin_queries::{KeyState, Subject};
 use crate::redis_store::decision::Unavailable;
-use crate::upstream::server_health::Fleet;
+use crate::upstream::server_health::UpstreamHealth;
 
 mod write_timeout;
 
@@ -53,7 +53,7 @@ const QUESTION_MAX_BYTES: usize = 64 * 1024;
 
 /// Who is let in at the admin address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Doorway {
+pub enum AcceptState {
     /// Nobody yet.
     Shut,
     Open,
@@ -62,26 +62,26 @@ pub enum Doorway {
 }
 
 /// What the admin pages tell of.
-pub struct Office {
+pub struct AdminState {
     pub registry: Arc<Registry>,
     pub counters: Arc<Counters>,
     pub clock: Clock,
     /// Whether new clients should be sent here; down before anything else when the gateway drains.
     pub ready: Arc<AtomicBool>,
-    pub doorway: watch::Receiver<Doorway>,
+    pub doorway: watch::Receiver<AcceptState>,
     /// Names by which it may be asked, as the configuration has them.
     pub hosts: watch::Receiver<Vec<String>>,
     /// Who answers the decision API.
-    pub counsel: watch::Receiver<Option<Arc<Counsel>>>,
-    pub fleets: watch::Receiver<Vec<Arc<Fleet>>>,
+    pub counsel: watch::Receiver<Option<Arc<DecisionService>>>,
+    pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
     /// Where gateways share counters.
     pub shared: Option<Rc<Shared>>,
 }
 
 /// Serves the admin pages until the task is dropped.
-pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result<()> {
+pub async fn serve(listener: StdListener, office: Rc<AdminState>) -> std::io::Result<()> {
     let mut doorway = office.doorway.clone();
-    if doorway.wait_for(|doorway| *doorway != Doorway::Shut).await.is_err() {
+    if doorway.wait_for(|doorway| *doorway != AcceptState::Shut).await.is_err() {
         return Ok(());
     }
     let listener = TcpListener::from_std(listener)?;
@@ -90,7 +90,7 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = doorway.wait_for(|doorway| *doorway == Doorway::Left) => break,
+            _ = doorway.wait_for(|doorway| *doorway == AcceptState::Left) => break,
         };
         match accepted {
             Ok((stream, _peer)) => {
@@ -126,9 +126,9 @@ pub async fn serve(listener: StdListener, office: Rc<Office>) -> std::io::Result
     std::future::pending().await
 }
 
-async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn answer(office: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
     if !is_addressed(&request, &office.hosts.borrow()) {
-        return Ok(seen_off(&office, responses::unanswered(&Unanswered::Host)));
+        return Ok(seen_off(&office, responses::unanswered(&DecisionError::Host)));
     }
     let verb = match request.uri().path() {
         "/v1/limit" => Verb::Limit,
@@ -142,28 +142,28 @@ async fn answer(office: Rc<Office>, request: Request<Incoming>) -> Result<Respon
 }
 
 /// An answer, which is the last one on its connection if another process is asked from now on.
-fn seen_off(office: &Office, mut reply: Reply) -> Response<Full<Bytes>> {
-    if *office.doorway.borrow() == Doorway::Left {
+fn seen_off(office: &AdminState, mut reply: Reply) -> Response<Full<Bytes>> {
+    if *office.doorway.borrow() == AcceptState::Left {
         reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
     reply.map(Full::new)
 }
 
 /// One question to the decision API.
-async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Reply {
+async fn decide(office: &AdminState, verb: Verb, request: Request<Incoming>) -> Reply {
     if request.method() != Method::POST {
-        let mut reply = responses::fault(&Fault::Method);
+        let mut reply = responses::fault(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
         return reply;
     }
     if is_foreign(request.headers()) {
-        return responses::unanswered(&Unanswered::Foreign);
+        return responses::unanswered(&DecisionError::Foreign);
     }
     let question = Limited::new(request.into_body(), QUESTION_MAX_BYTES).collect();
     let text = match tokio::time::timeout(HEAD_TIMEOUT, question).await {
         Ok(Ok(text)) => text.to_bytes(),
-        Ok(Err(_too_long_or_broken)) => return responses::unanswered(&Unanswered::TooLong),
-        Err(_elapsed) => return responses::unanswered(&Unanswered::TooSlow),
+        Ok(Err(_too_long_or_broken)) => return responses::unanswered(&DecisionError::TooLong),
+        Err(_elapsed) => return responses::unanswered(&DecisionError::TooSlow),
     };
     let counsel = office.counsel.borrow().clone();
     // There is one before the first question can come.
@@ -175,38 +175,49 @@ async fn decide(office: &Office, verb: Verb, request: Request<Incoming>) -> Repl
 }
 
 /// Answers a question: by the counters of this machine, or by those that gateways share.
-async fn consider(office: &Office, counsel: &Counsel, verb: Verb, text: &[u8]) -> Result<Value, Unanswered> {
-    let Some(heard) = counsel.hear(text)? else { return Ok(Counsel::uncounted()) };
+async fn consider(
+    office: &AdminState,
+    counsel: &DecisionService,
+    verb: Verb,
+    text: &[u8],
+) -> Result<Value, DecisionError> {
+    let Some(heard) = counsel.hear(text)? else { return Ok(DecisionService::uncounted()) };
     let now_ms = || office.clock.now().unix_ms;
     let (Some(shared), Some(text)) = (&office.shared, counsel.text_of(&heard)) else {
         return Ok(counsel.answer(verb, &heard, &office.counters.table, &now_ms));
     };
-    let (book, roster) = counsel.roster(&heard);
-    let subject = Subject { book, roster, asker: heard.asker, reserve: heard.reserve, text: text.into() };
-    let uncounted = |Unavailable| Unanswered::Uncounted;
-    let (desk, allowed, again_ms) = match verb {
+    let (rule_set, charge_plan) = counsel.charge_plan(&heard);
+    let subject = Subject {
+        rule_set,
+        charge_plan,
+        keyed_request: heard.keyed_request,
+        reserve: heard.reserve,
+        text: text.into(),
+    };
+    let uncounted = |Unavailable| DecisionError::Uncounted;
+    let (context, allowed, again_ms) = match verb {
         Verb::Limit => {
             let ruling = shared.limit(&subject).await.map_err(uncounted)?;
-            let (allowed, again_ms) = counsel.outcome(&heard, &ruling.judgement, &ruling.desk, now_ms());
-            (ruling.desk, allowed, again_ms)
+            let (allowed, again_ms) = counsel.outcome(&heard, &ruling.judgement, &ruling.context, now_ms());
+            (ruling.context, allowed, again_ms)
         }
         // Whether there is a place in a window to come is found out by taking it.
         Verb::Check if heard.reserve => {
             let (judgement, standing) = shared.check(&subject).await.map_err(uncounted)?;
-            let (allowed, again_ms) = counsel.outcome(&heard, &judgement, &standing.desk, now_ms());
-            (standing.desk, allowed, again_ms)
+            let (allowed, again_ms) = counsel.outcome(&heard, &judgement, &standing.context, now_ms());
+            (standing.context, allowed, again_ms)
         }
         Verb::Check | Verb::Value => {
-            let Standing { desk, room } = shared.value(&subject).await.map_err(uncounted)?;
-            let again_ms = counsel.again_ms(&heard, &desk, now_ms());
-            (desk, room, again_ms)
+            let KeyState { context, room } = shared.value(&subject).await.map_err(uncounted)?;
+            let again_ms = counsel.again_ms(&heard, &context, now_ms());
+            (context, room, again_ms)
         }
         Verb::Reset => {
-            let Standing { desk, room } = shared.reset(&subject).await.map_err(uncounted)?;
-            (desk, room, Some(now_ms()))
+            let KeyState { context, room } = shared.reset(&subject).await.map_err(uncounted)?;
+            (context, room, Some(now_ms()))
         }
     };
-    Ok(counsel.tell(&heard, &desk, allowed, again_ms, now_ms()))
+    Ok(counsel.tell(&heard, &context, allowed, again_ms, now_ms()))
 }
 
 /// Whether a request is for this address by a name that nobody else can have lead here. Clients of HTTP/1.0 need not
@@ -238,9 +249,9 @@ fn is_foreign(fields: &HeaderMap) -> bool {
     origin.split_once("://").is_none_or(|(_, authority)| authority != host)
 }
 
-fn page<B>(office: &Office, request: &Request<B>) -> Reply {
+fn page<B>(office: &AdminState, request: &Request<B>) -> Reply {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
-        let mut reply = responses::fault(&Fault::Method);
+        let mut reply = responses::fault(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));
         return reply;
     }
@@ -250,19 +261,19 @@ fn page<B>(office: &Office, request: &Request<B>) -> Reply {
         "/healthz" => responses::text("ok\n".to_owned()),
         "/readyz" if office.ready.load(Ordering::Acquire) => responses::text("ready\n".to_owned()),
         "/readyz" => responses::not_ready("draining\n".to_owned()),
-        _ => responses::fault(&Fault::NoRoute),
+        _ => responses::fault(&RequestError::NoRoute),
     }
 }
 
 /// How the servers are.
-fn upstreams(office: &Office) -> serde_json::Value {
+fn upstreams(office: &AdminState) -> serde_json::Value {
     let now = office.clock.instant();
-    let fleets = office.fleets.borrow();
-    let fleets = fleets.iter().filter(|fleet| !fleet.servers.is_empty());
-    serde_json::json!({ "upstreams": fleets.map(|fleet| fleet.describe(now)).collect::<Vec<_>>() })
+    let upstream_health = office.upstream_health.borrow();
+    let upstream_health = upstream_health.iter().filter(|upstream_health| !upstream_health.servers.is_empty());
+    serde_json::json!({ "upstreams": upstream_health.map(|upstream_health| upstream_health.describe(now)).collect::<Vec<_>>() })
 }
 
-fn metrics(office: &Office) -> String {
+fn metrics(office: &AdminState) -> String {
     let (counters, now_ms) = (&office.counters, office.clock.now().unix_ms);
     let census = counters.census(now_ms);
     let overflow = counters.table.spilled_total() + counters.table.spill_refused_total();

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::check_redis::connect;
 use super::{Exit, located, read};
 use crate::clock::Clock;
-use crate::config::lint::{self, Line};
+use crate::config::lint::{self, LintMessage};
 use crate::config::{AccessLog, Config};
 use crate::downstream::tls;
 use crate::file_watch::Watch;
@@ -24,8 +24,8 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
         }
     };
     let certificates = lint::certificates(&config, Clock::system().wall_ms());
-    let remarks = certificates.into_iter().chain(start_failures(path, &config)).map(Line::remark);
-    let lines: Vec<Line> = lint::lines(&config).into_iter().chain(remarks).collect();
+    let remarks = certificates.into_iter().chain(start_failures(path, &config)).map(LintMessage::remark);
+    let lines: Vec<LintMessage> = lint::lines(&config).into_iter().chain(remarks).collect();
     let refused = lines.iter().filter(|line| is_strict && line.is_remark).count();
     let (routes, rules, upstreams) = (config.routes.len(), config.rules.len(), config.upstreams.len());
     let fine = if refused == 0 { "fine: " } else { "" };

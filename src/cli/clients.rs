@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
 
-use self::clients_toml::{Belongings, Pages};
+use self::clients_toml::{Belongings, ClientsDocument};
 use super::{Exit, located, read, read_by, read_file};
 use crate::atomic_file::Draft;
 use crate::config::Config;
@@ -334,7 +334,7 @@ fn known<'c>(config: &'c Config, path: &Path) -> Result<&'c Clients, Failure> {
 }
 
 /// Edits the clients file; returns whether it is new.
-fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut Pages)) -> Result<bool, Failure> {
+fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument)) -> Result<bool, Failure> {
     let file = located(path, &clients.file);
     let draft = Draft::begin(&file).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists => {
@@ -345,7 +345,7 @@ fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut Pages)) -> Resu
         _ => Failure::io(&file, &error),
     })?;
     let before = draft.before().map_err(|error| Failure::io(&file, &error))?;
-    let mut pages = Pages::read(before.as_deref().unwrap_or_default()).map_err(|error| {
+    let mut pages = ClientsDocument::read(before.as_deref().unwrap_or_default()).map_err(|error| {
         Failure::usage(format!("{} can not be edited: {error}", file.display()), "`transom check` says more")
     })?;
     change(&mut pages);

@@ -13,7 +13,7 @@ use tokio::time::MissedTickBehavior;
 use super::pid_file::PidFile;
 use super::{Exit, located, read, systemd};
 use crate::cli::upgrade::child::Program;
-use crate::cli::upgrade::protocol::{Handover, Line};
+use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
 use crate::cli::upgrade::state::Succession;
 use crate::clock::Clock;
@@ -142,7 +142,7 @@ impl Stop {
 impl Attendant<'_> {
     /// Lets connections in, waits for signals and for changes of the files, and drains. `place`: that of the process
     /// before, which is to be taken.
-    async fn attend(mut self, place: Option<(u32, Line)>, mut orders: Orders) -> io::Result<()> {
+    async fn attend(mut self, place: Option<(u32, SuccessorChannel)>, mut orders: Orders) -> io::Result<()> {
         let mut stop = Stop::new()?;
         self.open(place, &mut stop).await?;
         let meter = ReloadMeter::new(&self.gateway.registry);
@@ -180,7 +180,7 @@ impl Attendant<'_> {
     }
 
     /// From here on it serves. It can be told to stop while it waits for its place.
-    async fn open(&mut self, place: Option<(u32, Line)>, stop: &mut Stop) -> io::Result<()> {
+    async fn open(&mut self, place: Option<(u32, SuccessorChannel)>, stop: &mut Stop) -> io::Result<()> {
         let Some((from, line)) = place else {
             self.gateway.open();
             self.pid_file.publish().map_err(|error| told("can not write `pid_file`", &error))?;

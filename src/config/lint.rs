@@ -25,7 +25,7 @@ const SOON_DAYS: i64 = 14;
 
 /// One sentence about a configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Line {
+pub struct LintMessage {
     /// The rule, and the plan.
     about: Option<String>,
     text: String,
@@ -33,21 +33,21 @@ pub struct Line {
     pub is_remark: bool,
 }
 
-impl Line {
-    fn fact(about: &str, text: String) -> Line {
-        Line { about: Some(about.to_owned()), text, is_remark: false }
+impl LintMessage {
+    fn fact(about: &str, text: String) -> LintMessage {
+        LintMessage { about: Some(about.to_owned()), text, is_remark: false }
     }
 
-    fn remark_on(about: &str, text: String) -> Line {
-        Line { about: Some(about.to_owned()), text, is_remark: true }
+    fn remark_on(about: &str, text: String) -> LintMessage {
+        LintMessage { about: Some(about.to_owned()), text, is_remark: true }
     }
 
-    pub fn remark(text: String) -> Line {
-        Line { about: None, text, is_remark: true }
+    pub fn remark(text: String) -> LintMessage {
+        LintMessage { about: None, text, is_remark: true }
     }
 }
 
-impl fmt::Display for Line {
+impl fmt::Display for LintMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(about) = &self.about {
             write!(f, "{about}: ")?;
@@ -57,15 +57,17 @@ impl fmt::Display for Line {
 }
 
 /// What there is to say, without a look at the time or the machine.
-pub fn lines(config: &Config) -> Vec<Line> {
+pub fn lines(config: &Config) -> Vec<LintMessage> {
     let mut lines = rules(config);
     let routes = config.routes.iter().filter_map(|route| lone_path(config, route));
-    lines.extend(routes.chain(open_admin(config)).chain(guessable(config)).chain(spellings(config)).map(Line::remark));
+    lines.extend(
+        routes.chain(open_admin(config)).chain(guessable(config)).chain(spellings(config)).map(LintMessage::remark),
+    );
     lines
 }
 
 /// A line for each rule, and one for each layer that never refuses, and what applies to nothing.
-fn rules(config: &Config) -> Vec<Line> {
+fn rules(config: &Config) -> Vec<LintMessage> {
     let mut lines = Vec::new();
     for (position, rule) in config.rules.iter().enumerate() {
         let routes = || config.routes.iter().filter(move |route| route.rules.contains(&position));
@@ -74,25 +76,25 @@ fn rules(config: &Config) -> Vec<Line> {
         let plain = rule.cost == Cost::Fixed(1) && same_cost;
         // A charge that opens a window may be given back where it is settled later, or waits.
         let opener_stays = !delays && !matches!(rule.cost, Cost::Response { .. });
-        let told = Told { unit: if plain { "requests" } else { "tokens" }, opener_stays };
+        let told = RuleLint { unit: if plain { "requests" } else { "tokens" }, opener_stays };
         let name = &rule.name;
         let plans = rule.plans.iter().map(|plan| (format!("{name}, plan {}", plan.name), &plan.layers));
         for (title, layers) in std::iter::once((name.clone(), &rule.layers)).chain(plans) {
-            lines.push(Line::fact(&title, told.worst(rule, layers) + &ends_with(rule)));
+            lines.push(LintMessage::fact(&title, told.worst(rule, layers) + &ends_with(rule)));
             if may_be_compared(rule) && !delays && rule.cost != Cost::Fixed(0) {
-                lines.extend(idle(layers).map(|text| Line::remark_on(&title, text)));
+                lines.extend(idle(layers).map(|text| LintMessage::remark_on(&title, text)));
             }
         }
         if routes().next().is_none() {
             lines.push(match config.listen.admin {
-                Some(_) => Line::fact(name, String::from("on no route, so only the decision API counts by it")),
-                None => Line::remark_on(name, String::from("on no route, so nothing is counted by it")),
+                Some(_) => LintMessage::fact(name, String::from("on no route, so only the decision API counts by it")),
+                None => LintMessage::remark_on(name, String::from("on no route, so nothing is counted by it")),
             });
         }
         if config.clients.is_none() && !rule.plans.is_empty() {
             let plans = listed(rule.plans.iter().map(|plan| plan.name.as_str()), "and");
             let text = format!("no client is on {plans}, because there is no `[clients]`");
-            lines.push(Line::remark_on(name, text));
+            lines.push(LintMessage::remark_on(name, text));
         }
     }
     lines
@@ -274,12 +276,12 @@ fn day(unix_s: i64) -> String {
     jiff::Timestamp::from_second(unix_s).map_or_else(|_| unix_s.to_string(), |time| format!("on {time}"))
 }
 
-struct Told {
+struct RuleLint {
     unit: &'static str,
     opener_stays: bool,
 }
 
-impl Told {
+impl RuleLint {
     fn worst(&self, rule: &Rule, layers: &[Limit]) -> String {
         let limits: Vec<String> =
             layers.iter().map(|limit| format!("{}/{}", limit.tokens, limit.period_text)).collect();
@@ -375,7 +377,7 @@ mod tests {
 
     fn said(text: &str) -> Vec<String> {
         let config = read(text).unwrap_or_else(|problems| panic!("{problems:?}"));
-        lines(&config).iter().map(Line::to_string).collect()
+        lines(&config).iter().map(LintMessage::to_string).collect()
     }
 
     /// What is told of a rule for itself.

@@ -257,12 +257,12 @@ pub struct Upstream {
     pub target: Target,
     /// How its servers are chosen; without a meaning for one that is built in.
     pub policy: Policy,
-    pub way: Way,
+    pub way: TransportSettings,
 }
 
 /// How the servers of an upstream are spoken to.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub struct Way {
+pub struct TransportSettings {
     pub protocol: Protocol,
     pub host: HostField,
     /// For those reached by `https`; always there if one is.

@@ -28,7 +28,7 @@ const SHELVES: usize = 16;
 const ANY: u32 = u32::MAX;
 
 #[derive(Debug)]
-pub struct Capacity {
+pub struct ConnectionLimit {
     open: AtomicUsize,
     max: AtomicUsize,
     max_per_client: AtomicU32,
@@ -39,14 +39,14 @@ pub struct Capacity {
 
 /// The place of one connection, until this is dropped.
 #[derive(Debug)]
-pub struct Place {
-    capacity: Arc<Capacity>,
+pub struct ConnectionSlot {
+    capacity: Arc<ConnectionLimit>,
     client: Option<Network>,
 }
 
-impl Capacity {
-    pub fn new(listen: &Listen) -> Arc<Capacity> {
-        let capacity = Capacity {
+impl ConnectionLimit {
+    pub fn new(listen: &Listen) -> Arc<ConnectionLimit> {
+        let capacity = ConnectionLimit {
             open: AtomicUsize::new(0),
             max: AtomicUsize::new(0),
             max_per_client: AtomicU32::new(ANY),
@@ -74,10 +74,10 @@ impl Capacity {
     }
 
     /// A place, if there is one.
-    pub fn enter(self: &Arc<Self>) -> Option<Place> {
+    pub fn enter(self: &Arc<Self>) -> Option<ConnectionSlot> {
         let before = self.open.fetch_add(1, Ordering::Relaxed);
         // From here on the place is given back when it is dropped.
-        let place = Place { capacity: Arc::clone(self), client: None };
+        let place = ConnectionSlot { capacity: Arc::clone(self), client: None };
         (before < self.max.load(Ordering::Relaxed)).then_some(place)
     }
 
@@ -86,7 +86,7 @@ impl Capacity {
     }
 }
 
-impl Place {
+impl ConnectionSlot {
     /// Counts the place among those of a client. `false`: it has as many as it may.
     pub fn is_free_for(&mut self, address: IpAddr) -> bool {
         let max = self.capacity.max_per_client.load(Ordering::Relaxed);
@@ -107,7 +107,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.capacity.open.fetch_sub(1, Ordering::Relaxed);
         let Some(client) = self.client else { return };
@@ -136,11 +136,11 @@ mod tests {
     use super::*;
     use crate::config::read;
 
-    fn capacity(listen: &str) -> Arc<Capacity> {
+    fn capacity(listen: &str) -> Arc<ConnectionLimit> {
         let text = format!(
             "[listen]\n{listen}\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n"
         );
-        Capacity::new(&read(&text).unwrap().listen)
+        ConnectionLimit::new(&read(&text).unwrap().listen)
     }
 
     #[test]

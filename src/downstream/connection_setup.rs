@@ -18,21 +18,21 @@ use tokio::net::TcpStream;
 use tokio_rustls::server::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 
-use super::connection_limit::Place;
-use super::drain::Guest;
+use super::connection_limit::ConnectionSlot;
+use super::drain::DrainGuard;
 use super::listener_context::Listener;
 use super::protocol_detect::{Spoken, listen_for};
-use super::proxy_protocol::{MAX_BYTES, Progress, Source, parse};
+use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
 use super::tls::{HTTP2, fingerprint};
 use crate::downstream::http1::connection::serve;
 use crate::downstream::http1::io::{LINGER, LINGER_BYTES};
 use crate::downstream::http2::connection;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::responses;
 use crate::io_stream::Wire;
 use crate::metrics::events::TurnedAway;
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{Hall, Origin};
+use crate::proxy::worker_state::{ConnectionInfo, WorkerState};
 use crate::timer::Timer;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
@@ -54,9 +54,15 @@ impl From<TurnedAway> for End {
 }
 
 /// Takes in a connection, and serves it until it ends.
-pub async fn arrive(stream: TcpStream, peer: IpAddr, place: Place, listener: Rc<Listener>, guest: Guest) {
+pub async fn arrive(
+    stream: TcpStream,
+    peer: IpAddr,
+    place: ConnectionSlot,
+    listener: Rc<Listener>,
+    drain_guard: DrainGuard,
+) {
     listener.meter.connected();
-    match welcome(stream, peer, place, &listener, guest).await {
+    match welcome(stream, peer, place, &listener, drain_guard).await {
         Ok(()) | Err(End::Left) => {}
         Err(End::TurnedAway(why)) => count_refusal(why, peer, &listener),
     }
@@ -77,26 +83,26 @@ fn count_refusal(why: TurnedAway, peer: IpAddr, listener: &Listener) {
 /// Answers a connection for which there is no place, where that needs no TLS handshake first.
 fn say_no(stream: TcpStream, address: IpAddr, listener: &Listener) {
     if !listener.is_secure() {
-        request_record::refused_head(&listener.lobby.hall, address, &Fault::Crowded);
-        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&Fault::Crowded)));
+        request_record::refused_head(&listener.listener_context.worker, address, &RequestError::Crowded);
+        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&RequestError::Crowded)));
     }
 }
 
 async fn welcome(
     mut stream: TcpStream,
     peer: IpAddr,
-    mut place: Place,
+    mut place: ConnectionSlot,
     listener: &Listener,
-    guest: Guest,
+    drain_guard: DrainGuard,
 ) -> Result<(), End> {
-    let hall = Rc::clone(&listener.lobby.hall);
-    let address = if listener.lobby.is_proxy(peer) {
-        let limit = hall.view().snapshot.config.timeouts.proxy_protocol;
-        let timer = hall.timers.timer();
-        let source = Box::pin(within(&timer, limit, &guest, read_source(&mut stream))).await;
+    let worker = Rc::clone(&listener.listener_context.worker);
+    let address = if listener.listener_context.is_proxy(peer) {
+        let limit = worker.view().snapshot.config.timeouts.proxy_protocol;
+        let timer = worker.timers.timer();
+        let source = Box::pin(within(&timer, limit, &drain_guard, read_source(&mut stream))).await;
         match source.ok_or(TurnedAway::ProxyHeaderTimeout)?? {
-            Source::Client(address) => address,
-            Source::Proxy => peer,
+            ProxiedAddress::Client(address) => address,
+            ProxiedAddress::Proxy => peer,
         }
     } else {
         peer
@@ -108,23 +114,23 @@ async fn welcome(
         return Err(End::Left);
     }
     let (wire, origin) = match listener.tls() {
-        None => (Wire::tcp(stream), Origin::new(address, false)),
-        Some(tls) => Box::pin(secure(stream, tls, address, listener, &guest)).await?,
+        None => (Wire::tcp(stream), ConnectionInfo::new(address, false)),
+        Some(tls) => Box::pin(secure(stream, tls, address, listener, &drain_guard)).await?,
     };
     let origin = Rc::new(origin);
     let (wire, spoken) = match origin.is_secure {
         // Where a client names nothing, it speaks HTTP/1.1.
         true if wire.alpn() == Some(HTTP2) => (wire, Spoken::Http2),
-        false if hall.view().snapshot.config.http2.h2c => match listen_for(wire, &hall, &guest).await {
+        false if worker.view().snapshot.config.http2.h2c => match listen_for(wire, &worker, &drain_guard).await {
             Some(found) => found,
             None => return Ok(()),
         },
         true | false => (wire, Spoken::Http1),
     };
     match spoken {
-        Spoken::Http1 => serve(wire, origin, hall, guest).await,
+        Spoken::Http1 => serve(wire, origin, worker, drain_guard).await,
         // Apart, so that the others take no memory for it.
-        Spoken::Http2 => Box::pin(connection::serve(wire, origin, hall, guest)).await,
+        Spoken::Http2 => Box::pin(connection::serve(wire, origin, worker, drain_guard)).await,
     }
     Ok(())
 }
@@ -135,17 +141,17 @@ async fn secure(
     tls: Arc<ServerConfig>,
     address: IpAddr,
     listener: &Listener,
-    guest: &Guest,
-) -> Result<(Wire, Origin), End> {
-    let hall = &listener.lobby.hall;
-    let limit = hall.view().snapshot.config.timeouts.tls_handshake;
-    let timer = hall.timers.timer();
-    let shaken = within(&timer, limit, guest, handshake(stream, tls, address, hall)).await;
+    drain_guard: &DrainGuard,
+) -> Result<(Wire, ConnectionInfo), End> {
+    let worker = &listener.listener_context.worker;
+    let limit = worker.view().snapshot.config.timeouts.tls_handshake;
+    let timer = worker.timers.timer();
+    let shaken = within(&timer, limit, drain_guard, handshake(stream, tls, address, worker)).await;
     let stream = shaken.ok_or(TurnedAway::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
     listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
-    let origin = Origin::new(address, true).with_certificate(certificate);
+    let origin = ConnectionInfo::new(address, true).with_certificate(certificate);
     Ok((Wire::tls(EitherSide::from(stream)), origin))
 }
 
@@ -154,15 +160,15 @@ async fn handshake(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
     address: IpAddr,
-    hall: &Hall,
+    worker: &WorkerState,
 ) -> Result<TlsStream<TcpStream>, End> {
     let mut first = [0];
     // Looked at, not taken: to what it does not know, rustls answers with an alert.
     match stream.peek(&mut first).await {
         Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
         Ok(1..) => {
-            request_record::refused_head(hall, address, &Fault::Cleartext);
-            part(stream, &Fault::Cleartext).await;
+            request_record::refused_head(worker, address, &RequestError::Cleartext);
+            part(stream, &RequestError::Cleartext).await;
             return Err(TurnedAway::Cleartext.into());
         }
         Ok(0) | Err(_) => return Err(End::Left),
@@ -175,7 +181,7 @@ async fn handshake(
 
 /// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and
 /// thrown away for a moment.
-async fn part(mut stream: TcpStream, fault: &Fault) {
+async fn part(mut stream: TcpStream, fault: &RequestError) {
     let parting = async {
         stream.write_all(&responses::written(&responses::fault(fault))).await?;
         stream.shutdown().await?;
@@ -187,7 +193,7 @@ async fn part(mut stream: TcpStream, fault: &Fault) {
 }
 
 /// Reads a PROXY header, and nothing of what comes behind it.
-async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
+async fn read_source(stream: &mut TcpStream) -> Result<ProxiedAddress, End> {
     let mut seen = Vec::new();
     let mut peeked = vec![0; MAX_BYTES];
     loop {
@@ -199,9 +205,9 @@ async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
             Ok(count) => seen.extend_from_slice(&peeked[..count]),
         }
         let (length, source) = match parse(&seen) {
-            Progress::More => (seen.len(), None),
-            Progress::Complete { length, source } => (length, Some(source)),
-            Progress::Malformed => return Err(TurnedAway::ProxyHeader.into()),
+            HeaderProgress::More => (seen.len(), None),
+            HeaderProgress::Complete { length, source } => (length, Some(source)),
+            HeaderProgress::Malformed => return Err(TurnedAway::ProxyHeader.into()),
         };
         // These bytes are there, so nothing is waited for. What was seen of the header before is taken already.
         seen.truncate(length);
@@ -213,7 +219,12 @@ async fn read_source(stream: &mut TcpStream) -> Result<Source, End> {
 }
 
 /// Waits for something no longer than for so long, and not much longer once the connection is let go.
-async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: impl Future<Output = T>) -> Option<T> {
+async fn within<T>(
+    timer: &Timer,
+    limit: Duration,
+    drain_guard: &DrainGuard,
+    waited_for: impl Future<Output = T>,
+) -> Option<T> {
     timer.arm(limit);
     let mut waited_for = pin!(waited_for);
     let mut told = false;
@@ -221,7 +232,7 @@ async fn within<T>(timer: &Timer, limit: Duration, guest: &Guest, waited_for: im
         if let Poll::Ready(done) = waited_for.as_mut().poll(cx) {
             return Poll::Ready(Some(done));
         }
-        if !told && guest.poll_released(cx) {
+        if !told && drain_guard.poll_released(cx) {
             told = true;
             timer.arm(limit.min(LAST_ORDERS));
         }

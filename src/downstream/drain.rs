@@ -32,7 +32,7 @@ pub struct Drain {
 
 /// A task that is inside until it drops this.
 #[derive(Debug)]
-pub struct Guest {
+pub struct DrainGuard {
     drain: Rc<Drain>,
     id: u64,
     waits: Cell<bool>,
@@ -58,11 +58,11 @@ impl Drain {
         self.step.get() >= Step::Begun
     }
 
-    pub fn enter(self: &Rc<Self>) -> Guest {
+    pub fn enter(self: &Rc<Self>) -> DrainGuard {
         let id = self.next.get();
         self.next.set(id + 1);
         self.inside.borrow_mut().insert(id, None);
-        Guest { drain: Rc::clone(self), id, waits: Cell::new(false) }
+        DrainGuard { drain: Rc::clone(self), id, waits: Cell::new(false) }
     }
 
     /// Waits until nobody is inside.
@@ -78,7 +78,7 @@ impl Drain {
     }
 }
 
-impl Guest {
+impl DrainGuard {
     pub fn drain(&self) -> &Rc<Drain> {
         &self.drain
     }
@@ -105,7 +105,7 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for DrainGuard {
     fn drop(&mut self) {
         let mut inside = self.drain.inside.borrow_mut();
         inside.remove(&self.id);

@@ -24,13 +24,13 @@ const BACK_OFF: Duration = Duration::from_millis(50);
 /// Sockets that somebody has opened for the gateway before it started.
 #[derive(Debug, Default)]
 pub struct Inherited {
-    sockets: Vec<Heirloom>,
+    sockets: Vec<InheritedSocket>,
     /// Whether each of them has to be wanted.
     is_strict: bool,
 }
 
 #[derive(Debug)]
-struct Heirloom {
+struct InheritedSocket {
     /// As whoever opened it had it configured, where that is known.
     configured: SocketAddr,
     /// Another one if the port was the system's to choose.
@@ -51,7 +51,7 @@ impl Inherited {
     /// configuration may have changed since.
     pub fn of_predecessor(listeners: Vec<(SocketAddr, StdListener)>) -> io::Result<Inherited> {
         let heirloom = |(configured, listener): (SocketAddr, StdListener)| {
-            Ok(Heirloom { configured, local: listener.local_addr()?, listener })
+            Ok(InheritedSocket { configured, local: listener.local_addr()?, listener })
         };
         let sockets = listeners.into_iter().map(heirloom).collect::<io::Result<_>>()?;
         Ok(Inherited { sockets, is_strict: false })
@@ -60,7 +60,7 @@ impl Inherited {
     /// All sockets of an address. Several of them have a queue each, and none may be left without somebody who
     /// accepts.
     pub fn take(&mut self, address: SocketAddr) -> Vec<StdListener> {
-        let means = |socket: &Heirloom| socket.configured == address || socket.local == address;
+        let means = |socket: &InheritedSocket| socket.configured == address || socket.local == address;
         // Several addresses may leave the port to the system.
         let Some(local) = self.sockets.iter().find(|socket| means(socket)).map(|socket| socket.local) else {
             return Vec::new();
@@ -146,24 +146,24 @@ fn is_free(address: SocketAddr) -> io::Result<()> {
 /// Accepts until the loop drains. What waits in the queue by then is still accepted, because closing
 /// the socket would reset it.
 pub async fn accept(socket: TcpListener, listener: Rc<Listener>) {
-    let guest = listener.lobby.drain.enter();
+    let drain_guard = listener.listener_context.drain.enter();
     loop {
         let accepted = poll_fn(|cx| match socket.poll_accept(cx) {
             Poll::Ready(accepted) => Poll::Ready(Some(accepted)),
-            Poll::Pending if guest.poll_begun(cx) => Poll::Ready(None),
+            Poll::Pending if drain_guard.poll_begun(cx) => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
         });
         match accepted.await {
             None => return,
             Some(Ok((stream, peer))) => {
-                let Some(place) = listener.lobby.capacity.enter() else {
+                let Some(place) = listener.listener_context.capacity.enter() else {
                     turn_away(stream, peer.ip(), &listener);
                     continue;
                 };
                 // An answer should not wait for the acknowledgement of the one before.
                 if stream.set_nodelay(true).is_ok() {
-                    let guest = listener.lobby.drain.enter();
-                    tokio::task::spawn_local(arrive(stream, peer.ip(), place, Rc::clone(&listener), guest));
+                    let drain_guard = listener.listener_context.drain.enter();
+                    tokio::task::spawn_local(arrive(stream, peer.ip(), place, Rc::clone(&listener), drain_guard));
                 }
             }
             Some(Err(error)) if is_about_one_connection(&error) => {}

@@ -8,17 +8,17 @@ use std::sync::Arc;
 
 use rustls::{Error, ServerConfig};
 
-use super::connection_limit::Capacity;
+use super::connection_limit::ConnectionLimit;
 use super::drain::Drain;
 use super::tls;
 use crate::config::listen::Listen;
 use crate::metrics::events::ListenerMeter;
-use crate::proxy::worker_state::Hall;
+use crate::proxy::worker_state::WorkerState;
 use transom_limiter::ip_prefix::Networks;
 
 /// What a configuration says of connections, made ready; shared by all loops.
 #[derive(Debug)]
-pub struct Terms {
+pub struct ListenerConfig {
     /// One for each of `listen.https`.
     tls: Vec<Arc<ServerConfig>>,
     /// Whose connections begin with a PROXY header.
@@ -26,24 +26,24 @@ pub struct Terms {
 }
 
 /// The listeners of one loop have this in common.
-pub struct Lobby {
-    pub hall: Rc<Hall>,
+pub struct ListenerContext {
+    pub worker: Rc<WorkerState>,
     pub drain: Rc<Drain>,
-    pub capacity: Arc<Capacity>,
-    terms: RefCell<Arc<Terms>>,
+    pub capacity: Arc<ConnectionLimit>,
+    terms: RefCell<Arc<ListenerConfig>>,
 }
 
 /// One address, as one loop listens on it.
 pub struct Listener {
-    pub lobby: Rc<Lobby>,
+    pub listener_context: Rc<ListenerContext>,
     pub meter: ListenerMeter,
     /// Position in `listen.https`; `None`: it speaks HTTP in the clear.
     https: Option<usize>,
 }
 
-impl Terms {
+impl ListenerConfig {
     /// `former` is what held before. What did not change is kept, so that sessions can be resumed.
-    pub fn new(listen: &Listen, former: Option<(&Listen, &Terms)>) -> Result<Arc<Terms>, Error> {
+    pub fn new(listen: &Listen, former: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
         let mut all = Vec::new();
         for (position, https) in listen.https.iter().enumerate() {
             let same = former.and_then(|(listen, terms)| {
@@ -56,16 +56,16 @@ impl Terms {
             });
         }
         let proxies = Networks::new(listen.proxy_protocol.iter().map(|network| (*network, ())));
-        Ok(Arc::new(Terms { tls: all, proxies }))
+        Ok(Arc::new(ListenerConfig { tls: all, proxies }))
     }
 }
 
-impl Lobby {
-    pub fn new(hall: Rc<Hall>, capacity: Arc<Capacity>, terms: Arc<Terms>) -> Lobby {
-        Lobby { hall, drain: Rc::default(), capacity, terms: RefCell::new(terms) }
+impl ListenerContext {
+    pub fn new(worker: Rc<WorkerState>, capacity: Arc<ConnectionLimit>, terms: Arc<ListenerConfig>) -> ListenerContext {
+        ListenerContext { worker, drain: Rc::default(), capacity, terms: RefCell::new(terms) }
     }
 
-    pub fn adopt(&self, terms: Arc<Terms>) {
+    pub fn adopt(&self, terms: Arc<ListenerConfig>) {
         *self.terms.borrow_mut() = terms;
     }
 
@@ -76,8 +76,8 @@ impl Lobby {
 }
 
 impl Listener {
-    pub fn new(lobby: Rc<Lobby>, meter: ListenerMeter, https: Option<usize>) -> Listener {
-        Listener { lobby, meter, https }
+    pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMeter, https: Option<usize>) -> Listener {
+        Listener { listener_context, meter, https }
     }
 
     pub fn is_secure(&self) -> bool {
@@ -86,6 +86,6 @@ impl Listener {
 
     /// How TLS is spoken here, if it is.
     pub fn tls(&self) -> Option<Arc<ServerConfig>> {
-        self.https.and_then(|position| self.lobby.terms.borrow().tls.get(position).cloned())
+        self.https.and_then(|position| self.listener_context.terms.borrow().tls.get(position).cloned())
     }
 }

@@ -8,17 +8,17 @@ use super::listener::{self, Inherited};
 use crate::config::listen::Listen;
 
 /// All listeners.
-pub struct Doors {
+pub struct Listeners {
     /// Addresses, with the ports that were chosen.
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
-    pub by_loop: Vec<Vec<Door>>,
+    pub by_loop: Vec<Vec<WorkerListener>>,
     /// Every queue once, with its address as configured, to be handed to a successor.
     pub sockets: Vec<(SocketAddr, TcpListener)>,
 }
 
 /// A socket on which one loop accepts.
-pub struct Door {
+pub struct WorkerListener {
     pub socket: TcpListener,
     /// As configured.
     pub address: SocketAddr,
@@ -26,11 +26,15 @@ pub struct Door {
     pub https: Option<usize>,
 }
 
-impl Doors {
+impl Listeners {
     /// Opens them for so many loops, but for those that were `inherited`. An error tells the address.
-    pub fn open(listen: &Listen, workers: usize, inherited: &mut Inherited) -> Result<Doors, (SocketAddr, io::Error)> {
+    pub fn open(
+        listen: &Listen,
+        workers: usize,
+        inherited: &mut Inherited,
+    ) -> Result<Listeners, (SocketAddr, io::Error)> {
         let by_loop = (0..workers).map(|_| Vec::new()).collect();
-        let mut doors = Doors { http: Vec::new(), https: Vec::new(), by_loop, sockets: Vec::new() };
+        let mut doors = Listeners { http: Vec::new(), https: Vec::new(), by_loop, sockets: Vec::new() };
         for address in &listen.http {
             let chosen = doors.add(*address, None, inherited).map_err(|source| (*address, source))?;
             doors.http.push(chosen);
@@ -52,7 +56,7 @@ impl Doors {
         }
         // A loop may get several: there may have been more loops when they were opened.
         for (position, socket) in opened.listeners.into_iter().enumerate() {
-            self.by_loop[position % workers].push(Door { socket, address, https });
+            self.by_loop[position % workers].push(WorkerListener { socket, address, https });
         }
         Ok(opened.address)
     }

@@ -13,10 +13,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::io::{AsyncRead, ReadBuf};
 
-use super::drain::Guest;
+use super::drain::DrainGuard;
 use crate::downstream::http2::frame_header::PREFACE;
 use crate::io_stream::Wire;
-use crate::proxy::worker_state::Hall;
+use crate::proxy::worker_state::WorkerState;
 
 /// How long a preface may take from its first byte to its last: it is one packet.
 const PREFACE_MAX: Duration = Duration::from_secs(3);
@@ -33,9 +33,9 @@ pub enum Spoken {
 
 /// Waits for the first bytes of a client. `None` if it says nothing in time, or leaves: then there is
 /// nobody to answer.
-pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Option<(Wire, Spoken)> {
-    let timer = hall.timers.timer();
-    let limit = hall.view().snapshot.config.timeouts.request_head;
+pub async fn listen_for(mut wire: Wire, worker: &Rc<WorkerState>, drain_guard: &DrainGuard) -> Option<(Wire, Spoken)> {
+    let timer = worker.timers.timer();
+    let limit = worker.view().snapshot.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
     let (first, spoken) = poll_fn(|cx| {
@@ -45,7 +45,7 @@ pub async fn listen_for(mut wire: Wire, hall: &Rc<Hall>, guest: &Guest) -> Optio
             match Pin::new(&mut wire).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {}
                 Poll::Ready(_) => return Poll::Ready(None),
-                Poll::Pending if timer.poll_up(cx) || guest.poll_released(cx) => return Poll::Ready(None),
+                Poll::Pending if timer.poll_up(cx) || drain_guard.poll_released(cx) => return Poll::Ready(None),
                 Poll::Pending => return Poll::Pending,
             }
             let so_far = preface.len();

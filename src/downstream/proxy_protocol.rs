@@ -18,46 +18,46 @@ pub const MAX_BYTES: usize = FIXED_BYTES + 4096;
 
 /// What is known after so many bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Progress {
+pub enum HeaderProgress {
     /// All of this belongs to the header, and more of it has to come.
     More,
     /// The header is so many bytes long.
-    Complete { length: usize, source: Source },
+    Complete { length: usize, source: ProxiedAddress },
     /// This is no header.
     Malformed,
 }
 
 /// Who opened the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Source {
+pub enum ProxiedAddress {
     Client(IpAddr),
     /// The proxy itself, such as to see whether anybody answers; or it does not say.
     Proxy,
 }
 
-pub fn parse(bytes: &[u8]) -> Progress {
+pub fn parse(bytes: &[u8]) -> HeaderProgress {
     let common = bytes.len().min(SIGNATURE.len());
     if bytes[..common] == SIGNATURE[..common] { binary(bytes) } else { line(bytes) }
 }
 
 /// Version 1: a line of text.
-fn line(bytes: &[u8]) -> Progress {
+fn line(bytes: &[u8]) -> HeaderProgress {
     let start = &bytes[..bytes.len().min(LINE_MAX_BYTES)];
     let Some(end) = start.windows(2).position(|pair| pair == b"\r\n") else {
         const PREFIX: &[u8] = b"PROXY ";
         let common = start.len().min(PREFIX.len());
         let goes_on = start.len() < LINE_MAX_BYTES && start[..common] == PREFIX[..common];
-        return if goes_on { Progress::More } else { Progress::Malformed };
+        return if goes_on { HeaderProgress::More } else { HeaderProgress::Malformed };
     };
     let source = std::str::from_utf8(&start[..end]).ok().and_then(source_of);
-    source.map_or(Progress::Malformed, |source| Progress::Complete { length: end + 2, source })
+    source.map_or(HeaderProgress::Malformed, |source| HeaderProgress::Complete { length: end + 2, source })
 }
 
-fn source_of(line: &str) -> Option<Source> {
+fn source_of(line: &str) -> Option<ProxiedAddress> {
     let words: Vec<&str> = line.split(' ').collect();
     match words.as_slice() {
         // Whatever follows is to be ignored.
-        ["PROXY", "UNKNOWN", ..] => Some(Source::Proxy),
+        ["PROXY", "UNKNOWN", ..] => Some(ProxiedAddress::Proxy),
         ["PROXY", family @ ("TCP4" | "TCP6"), source, destination, source_port, destination_port] => {
             let address = |text: &str| -> Option<IpAddr> {
                 match *family {
@@ -68,38 +68,38 @@ fn source_of(line: &str) -> Option<Source> {
             let is_port = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit()) && text.parse::<u16>().is_ok();
             let source = address(source)?;
             (address(destination).is_some() && is_port(source_port) && is_port(destination_port))
-                .then_some(Source::Client(source))
+                .then_some(ProxiedAddress::Client(source))
         }
         _ => None,
     }
 }
 
 /// Version 2: numbers in network order.
-fn binary(bytes: &[u8]) -> Progress {
-    let Some((fixed, rest)) = bytes.split_first_chunk::<FIXED_BYTES>() else { return Progress::More };
+fn binary(bytes: &[u8]) -> HeaderProgress {
+    let Some((fixed, rest)) = bytes.split_first_chunk::<FIXED_BYTES>() else { return HeaderProgress::More };
     let [.., command, family, high, low] = *fixed;
     let length = FIXED_BYTES + usize::from(u16::from_be_bytes([high, low]));
     if length > MAX_BYTES {
-        return Progress::Malformed;
+        return HeaderProgress::Malformed;
     }
     // What stands behind the addresses (TLVs) is not looked at.
     let source = match (command, family) {
-        (0x20, _) => Some(Source::Proxy),
+        (0x20, _) => Some(ProxiedAddress::Proxy),
         (0x21, 0x11) if length >= FIXED_BYTES + 12 => {
-            rest.first_chunk::<4>().map(|octets| Source::Client(Ipv4Addr::from(*octets).into()))
+            rest.first_chunk::<4>().map(|octets| ProxiedAddress::Client(Ipv4Addr::from(*octets).into()))
         }
         (0x21, 0x21) if length >= FIXED_BYTES + 36 => {
-            rest.first_chunk::<16>().map(|octets| Source::Client(Ipv6Addr::from(*octets).into()))
+            rest.first_chunk::<16>().map(|octets| ProxiedAddress::Client(Ipv6Addr::from(*octets).into()))
         }
         // Too short for the addresses that it announces.
-        (0x21, 0x11 | 0x21) => return Progress::Malformed,
+        (0x21, 0x11 | 0x21) => return HeaderProgress::Malformed,
         // Unix sockets, datagrams, or not told.
-        (0x21, 0x00 | 0x12 | 0x22 | 0x31 | 0x32) => Some(Source::Proxy),
-        _ => return Progress::Malformed,
+        (0x21, 0x00 | 0x12 | 0x22 | 0x31 | 0x32) => Some(ProxiedAddress::Proxy),
+        _ => return HeaderProgress::Malformed,
     };
     match source {
-        Some(source) if bytes.len() >= length => Progress::Complete { length, source },
-        _ => Progress::More,
+        Some(source) if bytes.len() >= length => HeaderProgress::Complete { length, source },
+        _ => HeaderProgress::More,
     }
 }
 
@@ -108,8 +108,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn client(text: &str) -> Source {
-        Source::Client(text.parse().unwrap())
+    fn client(text: &str) -> ProxiedAddress {
+        ProxiedAddress::Client(text.parse().unwrap())
     }
 
     fn v2(command: u8, family: u8, body: &[u8]) -> Vec<u8> {
@@ -122,14 +122,14 @@ mod tests {
         for (line, source) in [
             ("PROXY TCP4 192.0.2.7 198.51.100.1 56324 443\r\n", client("192.0.2.7")),
             ("PROXY TCP6 2001:db8::7 2001:db8::1 0 65535\r\n", client("2001:db8::7")),
-            ("PROXY UNKNOWN\r\n", Source::Proxy),
-            ("PROXY UNKNOWN ff:ff whatever 1\r\n", Source::Proxy),
+            ("PROXY UNKNOWN\r\n", ProxiedAddress::Proxy),
+            ("PROXY UNKNOWN ff:ff whatever 1\r\n", ProxiedAddress::Proxy),
         ] {
-            let complete = Progress::Complete { length: line.len(), source };
+            let complete = HeaderProgress::Complete { length: line.len(), source };
             assert_eq!(parse(line.as_bytes()), complete, "{line}");
             assert_eq!(parse(format!("{line}GET / HTTP/1.1\r\n\r\n").as_bytes()), complete, "{line}");
             for end in 0..line.len() {
-                assert_eq!(parse(&line.as_bytes()[..end]), Progress::More, "{end} bytes of {line}");
+                assert_eq!(parse(&line.as_bytes()[..end]), HeaderProgress::More, "{end} bytes of {line}");
             }
         }
     }
@@ -156,13 +156,16 @@ mod tests {
             "PROXY TCP4 192.0.2.7 198.51.100.1 1 2\n\r\n",
             "PROXY TCP4 192.0.2.\u{661} 198.51.100.1 1 2\r\n",
         ] {
-            assert_eq!(parse(line.as_bytes()), Progress::Malformed, "{line:?}");
+            assert_eq!(parse(line.as_bytes()), HeaderProgress::Malformed, "{line:?}");
         }
         let long = format!("PROXY UNKNOWN {}\r\n", "x".repeat(LINE_MAX_BYTES));
-        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES - 1]), Progress::More);
-        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES]), Progress::Malformed);
+        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES - 1]), HeaderProgress::More);
+        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES]), HeaderProgress::Malformed);
         let longest = format!("PROXY UNKNOWN {}\r\n", "x".repeat(LINE_MAX_BYTES - 16));
-        assert_eq!(parse(longest.as_bytes()), Progress::Complete { length: LINE_MAX_BYTES, source: Source::Proxy });
+        assert_eq!(
+            parse(longest.as_bytes()),
+            HeaderProgress::Complete { length: LINE_MAX_BYTES, source: ProxiedAddress::Proxy }
+        );
     }
 
     #[test]
@@ -174,18 +177,18 @@ mod tests {
             (v2(0x21, 0x11, &v4), client("192.0.2.7")),
             (v2(0x21, 0x11, &with_tlv), client("192.0.2.7")),
             (v2(0x21, 0x21, &v6), client("2001:db8::7")),
-            (v2(0x20, 0x00, &[]), Source::Proxy),
-            (v2(0x20, 0x11, &v4), Source::Proxy),
-            (v2(0x21, 0x00, &[1, 2, 3]), Source::Proxy),
-            (v2(0x21, 0x31, &[b'/'; 216]), Source::Proxy),
-            (v2(0x21, 0x12, &v4), Source::Proxy),
+            (v2(0x20, 0x00, &[]), ProxiedAddress::Proxy),
+            (v2(0x20, 0x11, &v4), ProxiedAddress::Proxy),
+            (v2(0x21, 0x00, &[1, 2, 3]), ProxiedAddress::Proxy),
+            (v2(0x21, 0x31, &[b'/'; 216]), ProxiedAddress::Proxy),
+            (v2(0x21, 0x12, &v4), ProxiedAddress::Proxy),
             (v2(0x21, 0x21, &[0x20; 4096]), client("2020:2020:2020:2020:2020:2020:2020:2020")),
         ] {
-            let complete = Progress::Complete { length: header.len(), source };
+            let complete = HeaderProgress::Complete { length: header.len(), source };
             assert_eq!(parse(&header), complete);
             assert_eq!(parse(&[&header[..], b"\x16\x03\x01"].concat()), complete);
             for end in 0..header.len() {
-                assert_eq!(parse(&header[..end]), Progress::More, "{end}");
+                assert_eq!(parse(&header[..end]), HeaderProgress::More, "{end}");
             }
         }
     }
@@ -202,11 +205,11 @@ mod tests {
             v2(0x21, 0x21, &[0; 4097]),
             v2(0x20, 0x00, &[0; 65535]),
         ] {
-            assert_eq!(parse(&header), Progress::Malformed);
+            assert_eq!(parse(&header), HeaderProgress::Malformed);
         }
         let mut other = v2(0x20, 0, &[]);
         other[11] = b'\r';
-        assert_eq!(parse(&other), Progress::Malformed);
+        assert_eq!(parse(&other), HeaderProgress::Malformed);
     }
 
     proptest! {
@@ -221,12 +224,12 @@ mod tests {
             let bytes = [start, &rest].concat();
             let longer = [&bytes[..], &more].concat();
             match parse(&bytes) {
-                Progress::Complete { length, source } => {
+                HeaderProgress::Complete { length, source } => {
                     prop_assert!(length <= bytes.len());
-                    prop_assert_eq!(parse(&longer), Progress::Complete { length, source });
+                    prop_assert_eq!(parse(&longer), HeaderProgress::Complete { length, source });
                 }
-                Progress::Malformed => prop_assert_eq!(parse(&longer), Progress::Malformed),
-                Progress::More => prop_assert!(bytes.len() < MAX_BYTES),
+                HeaderProgress::Malformed => prop_assert_eq!(parse(&longer), HeaderProgress::Malformed),
+                HeaderProgress::More => prop_assert!(bytes.len() < MAX_BYTES),
             }
         }
     }

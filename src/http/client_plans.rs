@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use super::key_source::{Lack, Source};
+use super::key_source::{KeyError, KeySource};
 use super::rate_limit_key::Caller;
 use crate::config::clients::{Client, Clients as Configured};
 use transom_limiter::ip_prefix::Networks;
@@ -25,17 +25,17 @@ pub type PlanId = u32;
 pub struct Clients {
     /// The plans that some client is on, by name.
     pub plans: Vec<String>,
-    api_key: Option<Place>,
+    api_key: Option<ClientSource>,
     by_key: HashMap<Digest, PlanId>,
-    subject: Option<Place>,
+    subject: Option<ClientSource>,
     by_subject: HashMap<Box<[u8]>, PlanId>,
     by_network: Networks<PlanId>,
 }
 
 /// Where a client is named in a request.
 #[derive(Debug)]
-struct Place {
-    source: Source,
+struct ClientSource {
+    source: KeySource,
     /// Only needed where something is wrong with it.
     name: String,
 }
@@ -49,7 +49,7 @@ impl Clients {
         let all = || configured.list.iter().map(|client| (client, id(client)));
         // A part that only some route has names no client.
         let place = |part: &Option<Part>| {
-            part.as_ref().map(|part| Place { source: Source::new(part, &[]), name: part.to_string() })
+            part.as_ref().map(|part| ClientSource { source: KeySource::new(part, &[]), name: part.to_string() })
         };
         Clients {
             api_key: place(&configured.api_key),
@@ -67,7 +67,7 @@ impl Clients {
 
     /// The plan of whoever sent a request; `None`: it is nobody who is known. What is wrong with the
     /// request comes with the name of the part that it is about.
-    pub fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, (&str, Lack)> {
+    pub fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, (&str, KeyError)> {
         let by_key = |key: &[u8]| match key.len() {
             0..=SECRET_MAX_BYTES => self.by_key.get(&Digest::of(key)),
             _ => None,
@@ -84,14 +84,14 @@ impl Clients {
 
 /// What is known of the value that a request has in a place, if it has one there.
 fn found<'s>(
-    place: Option<&'s Place>,
+    place: Option<&'s ClientSource>,
     caller: &Caller<'_>,
     known: impl Fn(&[u8]) -> Option<&'s PlanId>,
-) -> Result<Option<PlanId>, (&'s str, Lack)> {
+) -> Result<Option<PlanId>, (&'s str, KeyError)> {
     let Some(place) = place else { return Ok(None) };
     let mut plan = None;
     match place.source.feed(caller, &mut |_kind, value| plan = known(value).copied()) {
-        Ok(()) | Err(Lack::Missing) => Ok(plan),
+        Ok(()) | Err(KeyError::Missing) => Ok(plan),
         Err(lack) => Err((&place.name, lack)),
     }
 }

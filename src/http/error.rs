@@ -19,7 +19,7 @@ pub enum Side {
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Fault {
+pub enum RequestError {
     /// The request target is none that a server answers.
     Target(&'static str),
     /// Missing, repeated, malformed, or not what the target names.
@@ -94,14 +94,16 @@ pub enum Fault {
     Panic,
 }
 
-impl Fault {
+impl RequestError {
     /// The head may give two ends to the body.
-    pub const DOUBTFUL_LENGTH: Fault = Fault::Framing("both Transfer-Encoding and Content-Length are given");
-    pub const REPEATED_LENGTH: Fault = Fault::Framing("Content-Length is given more than once");
-    pub const UNKNOWN_PROTOCOL: Fault = Fault::Protocol("the only protocol that CONNECT opens here is `websocket`");
-    pub const NO_WEBSOCKET: Fault = Fault::Protocol("no WebSocket is served here");
+    pub const DOUBTFUL_LENGTH: RequestError =
+        RequestError::Framing("both Transfer-Encoding and Content-Length are given");
+    pub const REPEATED_LENGTH: RequestError = RequestError::Framing("Content-Length is given more than once");
+    pub const UNKNOWN_PROTOCOL: RequestError =
+        RequestError::Protocol("the only protocol that CONNECT opens here is `websocket`");
+    pub const NO_WEBSOCKET: RequestError = RequestError::Protocol("no WebSocket is served here");
     /// Others may not take it for the end of a line.
-    pub const BARE_LINE_FEED: Fault = Fault::Framing("a line ends in a line feed alone");
+    pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
     /// What faults are called in metrics, by [`Fault::kind`].
     pub const KINDS: [&str; 33] = [
@@ -143,120 +145,120 @@ impl Fault {
     /// The position of its name among [`Fault::KINDS`].
     pub fn kind(&self) -> usize {
         match self {
-            Fault::Target(_) => 0,
-            Fault::Host(_) => 1,
-            Fault::Path(_) => 2,
-            Fault::Query(_) => 3,
-            Fault::Framing(_) => 4,
-            Fault::HeadTooLarge => 5,
-            Fault::TargetTooLong => 6,
-            Fault::Malformed => 7,
-            Fault::HeadTimeout => 8,
-            Fault::Method => 9,
-            Fault::Expectation => 10,
-            Fault::NoRoute => 11,
-            Fault::KeyMissing { .. } => 12,
-            Fault::KeyAmbiguous { .. } => 13,
-            Fault::Cost { .. } => 14,
-            Fault::Token(_) => 15,
-            Fault::Body => 16,
-            Fault::BodyTimeout => 17,
-            Fault::BodyTooSlow => 18,
-            Fault::BodyTooLarge(_) => 19,
-            Fault::Stalled => 20,
-            Fault::Connect(_) => 21,
-            Fault::ConnectTimeout => 22,
-            Fault::Upstream(_) => 23,
-            Fault::ResponseTimeout => 24,
-            Fault::Panic => 25,
-            Fault::Cleartext => 26,
-            Fault::Crowded => 27,
-            Fault::RequestTimeout => 28,
-            Fault::Overloaded => 29,
-            Fault::Protocol(_) => 30,
-            Fault::Uncounted => 31,
-            Fault::RouteField(_) => 32,
+            RequestError::Target(_) => 0,
+            RequestError::Host(_) => 1,
+            RequestError::Path(_) => 2,
+            RequestError::Query(_) => 3,
+            RequestError::Framing(_) => 4,
+            RequestError::HeadTooLarge => 5,
+            RequestError::TargetTooLong => 6,
+            RequestError::Malformed => 7,
+            RequestError::HeadTimeout => 8,
+            RequestError::Method => 9,
+            RequestError::Expectation => 10,
+            RequestError::NoRoute => 11,
+            RequestError::KeyMissing { .. } => 12,
+            RequestError::KeyAmbiguous { .. } => 13,
+            RequestError::Cost { .. } => 14,
+            RequestError::Token(_) => 15,
+            RequestError::Body => 16,
+            RequestError::BodyTimeout => 17,
+            RequestError::BodyTooSlow => 18,
+            RequestError::BodyTooLarge(_) => 19,
+            RequestError::Stalled => 20,
+            RequestError::Connect(_) => 21,
+            RequestError::ConnectTimeout => 22,
+            RequestError::Upstream(_) => 23,
+            RequestError::ResponseTimeout => 24,
+            RequestError::Panic => 25,
+            RequestError::Cleartext => 26,
+            RequestError::Crowded => 27,
+            RequestError::RequestTimeout => 28,
+            RequestError::Overloaded => 29,
+            RequestError::Protocol(_) => 30,
+            RequestError::Uncounted => 31,
+            RequestError::RouteField(_) => 32,
         }
     }
 
     pub fn side(&self) -> Side {
         match self {
-            Fault::Target(_)
-            | Fault::Host(_)
-            | Fault::Path(_)
-            | Fault::Query(_)
-            | Fault::Framing(_)
-            | Fault::HeadTooLarge
-            | Fault::TargetTooLong
-            | Fault::Malformed
-            | Fault::HeadTimeout
-            | Fault::Cleartext
-            | Fault::Crowded
-            | Fault::Method
-            | Fault::Protocol(_)
-            | Fault::Expectation
-            | Fault::NoRoute
-            | Fault::RouteField(_)
-            | Fault::KeyMissing { .. }
-            | Fault::KeyAmbiguous { .. }
-            | Fault::Cost { .. }
-            | Fault::Token(_)
-            | Fault::Body
-            | Fault::BodyTimeout
-            | Fault::BodyTooSlow
-            | Fault::BodyTooLarge(_)
-            | Fault::Stalled => Side::Client,
-            Fault::Connect(_)
-            | Fault::ConnectTimeout
-            | Fault::Upstream(_)
-            | Fault::ResponseTimeout
-            | Fault::RequestTimeout
-            | Fault::Overloaded => Side::Upstream,
-            Fault::Uncounted | Fault::Panic => Side::Gateway,
+            RequestError::Target(_)
+            | RequestError::Host(_)
+            | RequestError::Path(_)
+            | RequestError::Query(_)
+            | RequestError::Framing(_)
+            | RequestError::HeadTooLarge
+            | RequestError::TargetTooLong
+            | RequestError::Malformed
+            | RequestError::HeadTimeout
+            | RequestError::Cleartext
+            | RequestError::Crowded
+            | RequestError::Method
+            | RequestError::Protocol(_)
+            | RequestError::Expectation
+            | RequestError::NoRoute
+            | RequestError::RouteField(_)
+            | RequestError::KeyMissing { .. }
+            | RequestError::KeyAmbiguous { .. }
+            | RequestError::Cost { .. }
+            | RequestError::Token(_)
+            | RequestError::Body
+            | RequestError::BodyTimeout
+            | RequestError::BodyTooSlow
+            | RequestError::BodyTooLarge(_)
+            | RequestError::Stalled => Side::Client,
+            RequestError::Connect(_)
+            | RequestError::ConnectTimeout
+            | RequestError::Upstream(_)
+            | RequestError::ResponseTimeout
+            | RequestError::RequestTimeout
+            | RequestError::Overloaded => Side::Upstream,
+            RequestError::Uncounted | RequestError::Panic => Side::Gateway,
         }
     }
 
     /// Whether what follows on the connection could be read as something it is not.
     pub fn closes_connection(&self) -> bool {
         match self {
-            Fault::Target(_)
-            | Fault::Host(_)
-            | Fault::Path(_)
-            | Fault::Query(_)
-            | Fault::Framing(_)
-            | Fault::HeadTooLarge
-            | Fault::TargetTooLong
-            | Fault::Malformed
-            | Fault::HeadTimeout
-            | Fault::Cleartext
-            | Fault::Crowded
-            | Fault::Method
-            | Fault::Expectation
-            | Fault::RouteField(_)
-            | Fault::KeyAmbiguous { .. }
-            | Fault::Cost { .. }
-            | Fault::Body
-            | Fault::BodyTimeout
-            | Fault::BodyTooSlow
-            | Fault::BodyTooLarge(_)
-            | Fault::Stalled
-            | Fault::Panic => true,
-            Fault::NoRoute
-            | Fault::Protocol(_)
-            | Fault::KeyMissing { .. }
-            | Fault::Token(_)
-            | Fault::Connect(_)
-            | Fault::ConnectTimeout
-            | Fault::Upstream(_)
-            | Fault::ResponseTimeout
-            | Fault::RequestTimeout
-            | Fault::Overloaded
-            | Fault::Uncounted => false,
+            RequestError::Target(_)
+            | RequestError::Host(_)
+            | RequestError::Path(_)
+            | RequestError::Query(_)
+            | RequestError::Framing(_)
+            | RequestError::HeadTooLarge
+            | RequestError::TargetTooLong
+            | RequestError::Malformed
+            | RequestError::HeadTimeout
+            | RequestError::Cleartext
+            | RequestError::Crowded
+            | RequestError::Method
+            | RequestError::Expectation
+            | RequestError::RouteField(_)
+            | RequestError::KeyAmbiguous { .. }
+            | RequestError::Cost { .. }
+            | RequestError::Body
+            | RequestError::BodyTimeout
+            | RequestError::BodyTooSlow
+            | RequestError::BodyTooLarge(_)
+            | RequestError::Stalled
+            | RequestError::Panic => true,
+            RequestError::NoRoute
+            | RequestError::Protocol(_)
+            | RequestError::KeyMissing { .. }
+            | RequestError::Token(_)
+            | RequestError::Connect(_)
+            | RequestError::ConnectTimeout
+            | RequestError::Upstream(_)
+            | RequestError::ResponseTimeout
+            | RequestError::RequestTimeout
+            | RequestError::Overloaded
+            | RequestError::Uncounted => false,
         }
     }
 }
 
-impl Fault {
+impl RequestError {
     /// Whether it deserves a line in the log of an operator who did not ask for every request.
     pub fn is_worth_a_warning(&self) -> bool {
         self.side() != Side::Client
@@ -265,8 +267,10 @@ impl Fault {
     /// For the operator: with what the client is not told.
     pub fn for_operator(&self) -> String {
         match self {
-            Fault::Connect(why) | Fault::Upstream(why) => format!("{self}: {why}"),
-            Fault::KeyMissing { rule, .. } | Fault::KeyAmbiguous { rule, .. } | Fault::Cost { rule, .. } => {
+            RequestError::Connect(why) | RequestError::Upstream(why) => format!("{self}: {why}"),
+            RequestError::KeyMissing { rule, .. }
+            | RequestError::KeyAmbiguous { rule, .. }
+            | RequestError::Cost { rule, .. } => {
                 format!("{self} (rule `{rule}`)")
             }
             other => other.to_string(),
@@ -274,45 +278,48 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for RequestError {
     /// For the client: nothing about the inside, such as addresses of servers.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Fault::Target(why) | Fault::Host(why) | Fault::Path(why) | Fault::Query(why) => f.write_str(why),
-            Fault::Framing(why) | Fault::Protocol(why) => f.write_str(why),
-            Fault::HeadTooLarge => f.write_str("the head of the request is too large"),
-            Fault::TargetTooLong => f.write_str("the request target is too long"),
-            Fault::Malformed => f.write_str("the request is not well-formed HTTP"),
-            Fault::HeadTimeout => f.write_str("the head of the request took too long"),
-            Fault::Cleartext => f.write_str("this port speaks TLS: use https"),
-            Fault::Crowded => f.write_str("there are too many connections"),
-            Fault::Method => f.write_str("the method is not allowed here"),
-            Fault::Expectation => f.write_str("the only expectation understood is `100-continue`"),
-            Fault::NoRoute => f.write_str("no route matches this request"),
-            Fault::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
-            Fault::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
-            Fault::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
-            Fault::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
-            Fault::Token(invalid) => write!(f, "{invalid}"),
-            Fault::Body => f.write_str("the body of the request broke off or is malformed"),
-            Fault::BodyTimeout => f.write_str("the body of the request took too long"),
-            Fault::BodyTooSlow => f.write_str("the body of the request comes too slowly"),
-            Fault::BodyTooLarge(most) => write!(f, "the body of the request has more than {most} bytes"),
-            Fault::Stalled => f.write_str("the client did not take the answer"),
-            Fault::Connect(_) => f.write_str("no upstream server could be reached"),
-            Fault::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
-            Fault::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),
-            Fault::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
-            Fault::RequestTimeout => f.write_str("the request took too long"),
-            Fault::Overloaded => f.write_str("the upstream has too many requests at the moment"),
-            Fault::Uncounted => f.write_str("the limits can not be checked at the moment"),
-            Fault::Panic => f.write_str("the gateway failed on this request"),
+            RequestError::Target(why)
+            | RequestError::Host(why)
+            | RequestError::Path(why)
+            | RequestError::Query(why) => f.write_str(why),
+            RequestError::Framing(why) | RequestError::Protocol(why) => f.write_str(why),
+            RequestError::HeadTooLarge => f.write_str("the head of the request is too large"),
+            RequestError::TargetTooLong => f.write_str("the request target is too long"),
+            RequestError::Malformed => f.write_str("the request is not well-formed HTTP"),
+            RequestError::HeadTimeout => f.write_str("the head of the request took too long"),
+            RequestError::Cleartext => f.write_str("this port speaks TLS: use https"),
+            RequestError::Crowded => f.write_str("there are too many connections"),
+            RequestError::Method => f.write_str("the method is not allowed here"),
+            RequestError::Expectation => f.write_str("the only expectation understood is `100-continue`"),
+            RequestError::NoRoute => f.write_str("no route matches this request"),
+            RequestError::RouteField(field) => write!(f, "the request gives `{field}` more than once"),
+            RequestError::KeyMissing { part, .. } => write!(f, "the request lacks `{part}`"),
+            RequestError::KeyAmbiguous { part, .. } => write!(f, "the request gives `{part}` more than once"),
+            RequestError::Cost { field, max, .. } => write!(f, "`{field}` is not one whole number from 0 to {max}"),
+            RequestError::Token(invalid) => write!(f, "{invalid}"),
+            RequestError::Body => f.write_str("the body of the request broke off or is malformed"),
+            RequestError::BodyTimeout => f.write_str("the body of the request took too long"),
+            RequestError::BodyTooSlow => f.write_str("the body of the request comes too slowly"),
+            RequestError::BodyTooLarge(most) => write!(f, "the body of the request has more than {most} bytes"),
+            RequestError::Stalled => f.write_str("the client did not take the answer"),
+            RequestError::Connect(_) => f.write_str("no upstream server could be reached"),
+            RequestError::ConnectTimeout => f.write_str("connecting to the upstream server took too long"),
+            RequestError::Upstream(_) => f.write_str("the upstream server's answer broke off or is malformed"),
+            RequestError::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
+            RequestError::RequestTimeout => f.write_str("the request took too long"),
+            RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
+            RequestError::Uncounted => f.write_str("the limits can not be checked at the moment"),
+            RequestError::Panic => f.write_str("the gateway failed on this request"),
         }
     }
 }
 /// Why there is no answer.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Unanswered {
+pub enum DecisionError {
     /// No rule is called so.
     UnknownRule(String),
     /// The question is malformed.

@@ -6,21 +6,21 @@
 
 use std::num::NonZeroU64;
 
-use super::key_source::Source;
+use super::key_source::KeySource;
 use super::rate_limit_key::Caller;
 use crate::config::upstream_policy::Balance;
 use transom_limiter::key::{KeyHasher, Seed};
 
 /// Where the parts of an upstream's hash are found.
 #[derive(Debug)]
-pub struct Affinity(Vec<Source>);
+pub struct Affinity(Vec<KeySource>);
 
 impl Affinity {
     /// `None` for an upstream that does not choose by a hash.
     pub fn new(balance: &Balance) -> Option<Affinity> {
         match balance {
             // No part is a parameter of a route's path: the configuration has been checked.
-            Balance::Hash(parts) => Some(Affinity(parts.iter().map(|part| Source::new(part, &[])).collect())),
+            Balance::Hash(parts) => Some(Affinity(parts.iter().map(|part| KeySource::new(part, &[])).collect())),
             Balance::LeastRequests | Balance::RoundRobin => None,
         }
     }

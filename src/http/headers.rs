@@ -27,11 +27,11 @@ const NEVER_HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Fields that are removed wherever they are marked.
-static ABOUT_THE_CONNECTION: [(Marks, HeaderName); 4] = [
-    (Marks::TE, header::TE),
-    (Marks::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
-    (Marks::EXPECT, header::EXPECT),
-    (Marks::UPGRADE, header::UPGRADE),
+static ABOUT_THE_CONNECTION: [(SpecialFields, HeaderName); 4] = [
+    (SpecialFields::TE, header::TE),
+    (SpecialFields::TRANSFER_ENCODING, header::TRANSFER_ENCODING),
+    (SpecialFields::EXPECT, header::EXPECT),
+    (SpecialFields::UPGRADE, header::UPGRADE),
 ];
 
 /// The bytes of names that nobody takes for others; names are in small letters here.
@@ -40,50 +40,52 @@ const USUAL: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789-");
 /// Which of the fields that need attention a message has: found in one pass, so that a message
 /// without them, the usual one, costs no look-up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Marks(u16);
+pub struct SpecialFields(u16);
 
-impl Marks {
-    pub const HOST: Marks = Marks(1);
-    pub const TE: Marks = Marks(1 << 1);
-    pub const CONNECTION: Marks = Marks(1 << 2);
-    pub const TRANSFER_ENCODING: Marks = Marks(1 << 3);
-    pub const EXPECT: Marks = Marks(1 << 4);
+impl SpecialFields {
+    pub const HOST: SpecialFields = SpecialFields(1);
+    pub const TE: SpecialFields = SpecialFields(1 << 1);
+    pub const CONNECTION: SpecialFields = SpecialFields(1 << 2);
+    pub const TRANSFER_ENCODING: SpecialFields = SpecialFields(1 << 3);
+    pub const EXPECT: SpecialFields = SpecialFields(1 << 4);
     /// Fields that go no further, whatever they say.
-    const DROPPED: Marks = Marks(1 << 5);
+    const DROPPED: SpecialFields = SpecialFields(1 << 5);
     /// Names that some servers can not tell from others: CGI spells `x-user` and `x_user` alike.
-    const ODD: Marks = Marks(1 << 6);
-    const TRAILER: Marks = Marks(1 << 7);
+    const ODD: SpecialFields = SpecialFields(1 << 6);
+    const TRAILER: SpecialFields = SpecialFields(1 << 7);
     /// What proxies say of the one they were asked by, and anybody can write.
-    const CLAIMS: Marks = Marks(1 << 9);
-    pub const UPGRADE: Marks = Marks(1 << 8);
-    pub const CONTENT_LENGTH: Marks = Marks(1 << 10);
-    const FRAMING: Marks = Marks(Marks::CONTENT_LENGTH.0 | Marks::TRANSFER_ENCODING.0);
+    const CLAIMS: SpecialFields = SpecialFields(1 << 9);
+    pub const UPGRADE: SpecialFields = SpecialFields(1 << 8);
+    pub const CONTENT_LENGTH: SpecialFields = SpecialFields(1 << 10);
+    const FRAMING: SpecialFields = SpecialFields(SpecialFields::CONTENT_LENGTH.0 | SpecialFields::TRANSFER_ENCODING.0);
 
-    pub fn of(headers: &HeaderMap) -> Marks {
-        headers.keys().fold(Marks::default(), |marks, name| Marks(marks.0 | Marks::of_name(name.as_str()).0))
+    pub fn of(headers: &HeaderMap) -> SpecialFields {
+        headers.keys().fold(SpecialFields::default(), |marks, name| {
+            SpecialFields(marks.0 | SpecialFields::of_name(name.as_str()).0)
+        })
     }
 
-    fn of_name(name: &str) -> Marks {
+    fn of_name(name: &str) -> SpecialFields {
         match name {
-            "host" => Marks::HOST,
-            "te" => Marks::TE,
-            "connection" => Marks::CONNECTION,
-            "transfer-encoding" => Marks::TRANSFER_ENCODING,
-            "expect" => Marks::EXPECT,
-            "upgrade" => Marks::UPGRADE,
-            "content-length" => Marks::CONTENT_LENGTH,
+            "host" => SpecialFields::HOST,
+            "te" => SpecialFields::TE,
+            "connection" => SpecialFields::CONNECTION,
+            "transfer-encoding" => SpecialFields::TRANSFER_ENCODING,
+            "expect" => SpecialFields::EXPECT,
+            "upgrade" => SpecialFields::UPGRADE,
+            "content-length" => SpecialFields::CONTENT_LENGTH,
             "forwarded" | "keep-alive" | "proxy-connection" | "proxy-authorization" | "proxy-authenticate" => {
-                Marks::DROPPED
+                SpecialFields::DROPPED
             }
-            "trailer" => Marks::TRAILER,
-            "x-real-ip" => Marks::CLAIMS,
-            name if name.starts_with("x-forwarded-") => Marks::CLAIMS,
-            name if name.bytes().all(|byte| USUAL[usize::from(byte)]) => Marks::default(),
-            _ => Marks::ODD,
+            "trailer" => SpecialFields::TRAILER,
+            "x-real-ip" => SpecialFields::CLAIMS,
+            name if name.starts_with("x-forwarded-") => SpecialFields::CLAIMS,
+            name if name.bytes().all(|byte| USUAL[usize::from(byte)]) => SpecialFields::default(),
+            _ => SpecialFields::ODD,
         }
     }
 
-    pub fn has(self, mark: Marks) -> bool {
+    pub fn has(self, mark: SpecialFields) -> bool {
         self.0 & mark.0 != 0
     }
 }
@@ -92,18 +94,20 @@ impl Marks {
 /// asks; `keys` are fields that rules count by.
 pub fn forward_request(
     headers: &mut HeaderMap,
-    marks: Marks,
+    marks: SpecialFields,
     peer: &HeaderValue,
     client: &Client,
     keys: &[HeaderName],
 ) {
     let way = if client.told == Some(ForwardedBy::Forwarded) { way_of(headers, peer, client) } else { None };
-    let wants_trailers = marks.has(Marks::TE) && lists_trailers(headers);
+    let wants_trailers = marks.has(SpecialFields::TE) && lists_trailers(headers);
     strip(headers, marks, keys);
-    if marks.has(Marks::ODD) {
-        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::ODD) && !keys.contains(name));
+    if marks.has(SpecialFields::ODD) {
+        remove_all(headers, |name| {
+            SpecialFields::of_name(name.as_str()).has(SpecialFields::ODD) && !keys.contains(name)
+        });
     }
-    if marks.has(Marks::TRAILER) {
+    if marks.has(SpecialFields::TRAILER) {
         announce_trailers(headers, keys);
     }
     if wants_trailers {
@@ -114,8 +118,10 @@ pub fn forward_request(
         return add_hop(headers, peer, client);
     }
     // What an untrusted client says about itself is replaced by what is known.
-    if marks.has(Marks::CLAIMS) {
-        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::CLAIMS) && !keys.contains(name));
+    if marks.has(SpecialFields::CLAIMS) {
+        remove_all(headers, |name| {
+            SpecialFields::of_name(name.as_str()).has(SpecialFields::CLAIMS) && !keys.contains(name)
+        });
     }
     if let Some(way) = way {
         headers.insert(header::FORWARDED, way);
@@ -167,13 +173,13 @@ fn joined<'a>(lines: impl Iterator<Item = &'a HeaderValue>) -> Option<HeaderValu
 /// one Content-Length that is a number, or one Transfer-Encoding that is `chunked` (RFC 9112, section 6.3). hyper takes
 /// more, and all of it would be passed on.
 pub fn forward_response(headers: &mut HeaderMap) -> bool {
-    let (mut marks, mut is_framed) = (Marks::default(), false);
+    let (mut marks, mut is_framed) = (SpecialFields::default(), false);
     for (name, value) in &*headers {
-        let mark = Marks::of_name(name.as_str());
-        marks = Marks(marks.0 | mark.0);
-        if mark.has(Marks::FRAMING) {
+        let mark = SpecialFields::of_name(name.as_str());
+        marks = SpecialFields(marks.0 | mark.0);
+        if mark.has(SpecialFields::FRAMING) {
             let value = value.as_bytes();
-            let is_valid = match mark.has(Marks::CONTENT_LENGTH) {
+            let is_valid = match mark.has(SpecialFields::CONTENT_LENGTH) {
                 true => is_length(value),
                 false => value.eq_ignore_ascii_case(b"chunked"),
             };
@@ -194,7 +200,7 @@ fn is_length(text: &[u8]) -> bool {
 
 /// Makes the trailers of a response ready for the client.
 pub fn forward_response_trailers(trailers: &mut HeaderMap) {
-    strip(trailers, Marks::of(trailers), &[]);
+    strip(trailers, SpecialFields::of(trailers), &[]);
 }
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
@@ -227,8 +233,8 @@ fn lists_trailers(headers: &HeaderMap) -> bool {
 
 /// Removes what is about one connection only. Expect stays behind too: hyper asks the client for
 /// the body when the upstream takes it.
-fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
-    if marks.has(Marks::CONNECTION)
+fn strip(headers: &mut HeaderMap, marks: SpecialFields, keys: &[HeaderName]) {
+    if marks.has(SpecialFields::CONNECTION)
         && let Entry::Occupied(connection) = headers.entry(header::CONNECTION)
     {
         let names = connection_options(connection.iter());
@@ -244,8 +250,8 @@ fn strip(headers: &mut HeaderMap, marks: Marks, keys: &[HeaderName]) {
             headers.remove(name);
         }
     }
-    if marks.has(Marks::DROPPED) {
-        remove_all(headers, |name| Marks::of_name(name.as_str()).has(Marks::DROPPED));
+    if marks.has(SpecialFields::DROPPED) {
+        remove_all(headers, |name| SpecialFields::of_name(name.as_str()).has(SpecialFields::DROPPED));
     }
 }
 
@@ -275,7 +281,7 @@ pub fn forward_trailers(trailers: &mut HeaderMap) {
 }
 
 fn is_fit_for_a_trailer(name: &HeaderName) -> bool {
-    Marks::of_name(name.as_str()) == Marks::default() && !NEVER_HOP_BY_HOP.contains(name)
+    SpecialFields::of_name(name.as_str()) == SpecialFields::default() && !NEVER_HOP_BY_HOP.contains(name)
 }
 
 /// The field names that Connection lists, but for the two usual options, which name none.
@@ -327,7 +333,7 @@ mod tests {
 
     fn forwarded_from(peer: &str, told: Option<ForwardedBy>, fields: &[(&'static str, &'static str)]) -> HeaderMap {
         let mut headers = headers(fields);
-        let (marks, address) = (Marks::of(&headers), address(peer.parse().unwrap()));
+        let (marks, address) = (SpecialFields::of(&headers), address(peer.parse().unwrap()));
         let client = match told {
             None => Client { address: peer.parse().unwrap(), is_secure: false, told },
             Some(_) => Client { address: "198.51.100.1".parse().unwrap(), is_secure: true, told },

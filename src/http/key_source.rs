@@ -18,7 +18,7 @@ use transom_limiter::key::Part;
 
 /// Where a part is found.
 #[derive(Debug)]
-pub enum Source {
+pub enum KeySource {
     Ip {
         v4_prefix: u8,
         v6_prefix: u8,
@@ -41,7 +41,7 @@ pub enum Source {
 }
 
 /// Why a part could not be had.
-pub enum Lack {
+pub enum KeyError {
     Missing,
     Ambiguous,
     /// More than one Authorization, whichever claim of its token is asked for.
@@ -50,64 +50,64 @@ pub enum Lack {
     Token(Invalid),
 }
 
-impl Source {
+impl KeySource {
     /// `params` are the names of the route's parameters, in their order.
-    pub fn new(part: &Part, params: &[&str]) -> Source {
+    pub fn new(part: &Part, params: &[&str]) -> KeySource {
         match part {
-            Part::Ip { v4_prefix, v6_prefix } => Source::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
+            Part::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
             // The configuration has been checked; what can be no name is in no request.
-            Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).map_or(Source::Nowhere, Source::Header),
-            Part::Cookie(name) => Source::Cookie(name.clone()),
-            Part::Query(name) => Source::Query(name.clone()),
-            Part::Jwt(claim) => Source::Jwt(claim.clone()),
+            Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Nowhere, KeySource::Header),
+            Part::Cookie(name) => KeySource::Cookie(name.clone()),
+            Part::Query(name) => KeySource::Query(name.clone()),
+            Part::Jwt(claim) => KeySource::Jwt(claim.clone()),
             Part::Param(name) => {
                 let position = params.iter().position(|known| known == name);
-                position.map_or(Source::Nowhere, Source::Param)
+                position.map_or(KeySource::Nowhere, KeySource::Param)
             }
-            Part::ClientCert => Source::ClientCert,
-            Part::Host => Source::Host,
-            Part::Method => Source::Method,
-            Part::Path => Source::Path,
-            Part::Route => Source::Route,
-            Part::Global => Source::Global,
+            Part::ClientCert => KeySource::ClientCert,
+            Part::Host => KeySource::Host,
+            Part::Method => KeySource::Method,
+            Part::Path => KeySource::Path,
+            Part::Route => KeySource::Route,
+            Part::Global => KeySource::Global,
         }
     }
 
     /// Hands on the part of a request, and of what kind it is.
     #[inline]
-    pub fn feed(&self, caller: &Caller<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), Lack> {
+    pub fn feed(&self, caller: &Caller<'_>, take: &mut impl FnMut(u8, &[u8])) -> Result<(), KeyError> {
         match self {
-            Source::Ip { v4_prefix, v6_prefix } => address(caller.address, *v4_prefix, *v6_prefix, take),
-            Source::Header(name) => {
+            KeySource::Ip { v4_prefix, v6_prefix } => address(caller.address, *v4_prefix, *v6_prefix, take),
+            KeySource::Header(name) => {
                 let mut values = caller.headers.get_all(name).iter();
                 match (values.next(), values.next()) {
                     (Some(value), None) if !value.is_empty() => take(3, value.as_bytes()),
-                    (None, _) | (Some(_), None) => return Err(Lack::Missing),
-                    (Some(_), Some(_)) => return Err(Lack::Ambiguous),
+                    (None, _) | (Some(_), None) => return Err(KeyError::Missing),
+                    (Some(_), Some(_)) => return Err(KeyError::Ambiguous),
                 }
             }
-            Source::Param(position) => {
-                let range = caller.params.get(*position).ok_or(Lack::Missing)?;
+            KeySource::Param(position) => {
+                let range = caller.params.get(*position).ok_or(KeyError::Missing)?;
                 take(4, caller.path[range.clone()].as_bytes());
             }
-            Source::Nowhere => return Err(Lack::Missing),
-            Source::ClientCert => take(13, caller.client_cert.ok_or(Lack::Missing)?.as_bytes()),
-            Source::Host => take(5, caller.host.as_bytes()),
-            Source::Method => take(6, caller.method.as_str().as_bytes()),
-            Source::Path => take(7, caller.path.as_bytes()),
-            Source::Route => take(8, caller.route.as_bytes()),
-            Source::Global => take(9, b""),
-            Source::Cookie(name) => take(10, &once(cookie::named(caller.headers, name))?),
-            Source::Query(name) => {
+            KeySource::Nowhere => return Err(KeyError::Missing),
+            KeySource::ClientCert => take(13, caller.client_cert.ok_or(KeyError::Missing)?.as_bytes()),
+            KeySource::Host => take(5, caller.host.as_bytes()),
+            KeySource::Method => take(6, caller.method.as_str().as_bytes()),
+            KeySource::Path => take(7, caller.path.as_bytes()),
+            KeySource::Route => take(8, caller.route.as_bytes()),
+            KeySource::Global => take(9, b""),
+            KeySource::Cookie(name) => take(10, &once(cookie::named(caller.headers, name))?),
+            KeySource::Query(name) => {
                 let query = caller.uri.query().unwrap_or_default();
-                take(11, &once(query::parameter(query, name).map_err(|Malformed| Lack::Escape)?)?);
+                take(11, &once(query::parameter(query, name).map_err(|Malformed| KeyError::Escape)?)?);
             }
-            Source::Jwt(claim) => {
-                let token = bearer::token(caller.headers).map_err(|bearer::Twice| Lack::Authorizations)?;
+            KeySource::Jwt(claim) => {
+                let token = bearer::token(caller.headers).map_err(|bearer::Twice| KeyError::Authorizations)?;
                 let take = |value: &str| take(12, value.as_bytes());
-                let token = token.ok_or(Lack::Missing)?;
-                if !caller.tokens.claim(token, claim, caller.wall_ms, take).map_err(Lack::Token)? {
-                    return Err(Lack::Missing);
+                let token = token.ok_or(KeyError::Missing)?;
+                if !caller.tokens.claim(token, claim, caller.wall_ms, take).map_err(KeyError::Token)? {
+                    return Err(KeyError::Missing);
                 }
             }
         }
@@ -115,11 +115,11 @@ impl Source {
     }
 }
 
-fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, Lack> {
+fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
     match given {
         Given::Once(value) => Ok(value),
-        Given::Nothing => Err(Lack::Missing),
-        Given::Twice => Err(Lack::Ambiguous),
+        Given::Nothing => Err(KeyError::Missing),
+        Given::Twice => Err(KeyError::Ambiguous),
     }
 }
 

@@ -14,15 +14,15 @@ use super::key_source::{address, kind};
 use transom_limiter::ip_prefix::Networks;
 use transom_limiter::key::{KeyHash, KeyHasher, Part};
 use transom_limiter::rule::Value;
-use transom_limiter::rule_set::Entry;
+use transom_limiter::rule_set::CompiledRule;
 use transom_limiter::secret_digest::Digest;
 
 /// The exceptions of one rule, made ready.
 #[derive(Debug)]
-pub struct Exceptions {
+pub struct Overrides {
     networks: Option<Networks<()>>,
     /// The hashes are keyed already, so it matters little how the map hashes them.
-    keys: HashMap<KeyHash, Standing, RandomState>,
+    keys: HashMap<KeyHash, RuleTreatment, RandomState>,
     /// If some key is given as a digest, all are looked up by the digests of their parts.
     pub by_digest: Option<KeyHasher>,
     /// For each plan that a client is on, the variant of the rule.
@@ -31,25 +31,26 @@ pub struct Exceptions {
 
 /// How a rule treats a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Standing {
+pub enum RuleTreatment {
     Exempt,
     /// With the windows of this variant.
     Variant(usize),
 }
 
-impl Exceptions {
+impl Overrides {
     /// `None` if the rule has none. `start` is the hash of the rule's key as far as it does not depend
     /// on a request.
-    pub fn new(entry: &Entry, start: &KeyHasher, clients: Option<&Clients>) -> Option<Exceptions> {
+    pub fn new(entry: &CompiledRule, start: &KeyHasher, clients: Option<&Clients>) -> Option<Overrides> {
         let rule = &entry.rule;
         let plans = clients.map_or(&[][..], |clients| &clients.plans);
         let plans: Vec<usize> = plans.iter().map(|plan| entry.variant_of_plan(plan)).collect();
         let overridden = rule.overrides.iter().enumerate();
-        let overridden = overridden.map(|(i, other)| (&other.key, Standing::Variant(entry.variant_of_override(i))));
-        let exempt = rule.exemptions.keys.iter().map(|key| (key, Standing::Exempt));
+        let overridden =
+            overridden.map(|(i, other)| (&other.key, RuleTreatment::Variant(entry.variant_of_override(i))));
+        let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
         let keys: Vec<_> = overridden.chain(exempt).collect();
         let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, Value::Digest(_))));
-        let exceptions = Exceptions {
+        let exceptions = Overrides {
             networks: (!rule.exemptions.networks.is_empty())
                 .then(|| Networks::new(rule.exemptions.networks.iter().map(|network| (*network, ())))),
             keys: keys.iter().map(|(key, standing)| (hash(start, &rule.key, key, digests), *standing)).collect(),
@@ -70,7 +71,7 @@ impl Exceptions {
         !self.keys.is_empty()
     }
 
-    pub fn of_key(&self, key: KeyHash) -> Option<Standing> {
+    pub fn of_key(&self, key: KeyHash) -> Option<RuleTreatment> {
         self.keys.get(&key).copied()
     }
 
@@ -125,11 +126,11 @@ mod tests {
     use http::HeaderMap;
 
     use super::*;
-    use crate::http::rate_limit_key::Identity;
+    use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, of, route, rule};
     use transom_limiter::key::OnMissing;
     use transom_limiter::rule::Exemptions;
-    use transom_limiter::rule_set::Book;
+    use transom_limiter::rule_set::RuleSet;
 
     /// A rule on every kind of part, and a request that has all of them.
     fn parts() -> (Vec<Part>, HeaderMap, [&'static str; 7]) {
@@ -147,12 +148,12 @@ mod tests {
         (parts.to_vec(), headers, ["10.0.0.7", "bob", "77", "example.com", "GET", "/u/77", "route"])
     }
 
-    fn exempting(key: &[Part], keys: Vec<Vec<Value>>) -> Identity {
+    fn exempting(key: &[Part], keys: Vec<Vec<Value>>) -> RuleKey {
         let mut rule = rule(key, OnMissing::Fallback(vec![Part::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
-        let book = Book::new(&[rule], SEED, None);
-        let exceptions = Identity::exceptions(&book.entries[0], None, SEED).map(Arc::new);
-        Identity::new(&book.entries[0], &route(), SEED).with(exceptions)
+        let rule_set = RuleSet::new(&[rule], SEED, None);
+        let exceptions = RuleKey::exceptions(&rule_set.entries[0], None, SEED).map(Arc::new);
+        RuleKey::new(&rule_set.entries[0], &route(), SEED).with(exceptions)
     }
 
     #[test]
@@ -189,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_rule_without_exceptions_looks_for_none() {
-        let book = Book::new(&[rule(&[Part::Host], OnMissing::Never)], SEED, None);
-        assert!(Identity::exceptions(&book.entries[0], None, SEED).is_none());
+        let rule_set = RuleSet::new(&[rule(&[Part::Host], OnMissing::Never)], SEED, None);
+        assert!(RuleKey::exceptions(&rule_set.entries[0], None, SEED).is_none());
     }
 }

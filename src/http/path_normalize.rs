@@ -8,11 +8,11 @@
 
 use std::borrow::Cow;
 
-use super::error::Fault;
+use super::error::RequestError;
 use crate::config::{EncodedSlash, PathParameters, PathReading, TrailingSlash, doubt, is_plain};
 
 /// The normal form of an absolute path (it starts with a slash; no query).
-pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, Fault> {
+pub fn normalize(path: &str, reading: PathReading) -> Result<Cow<'_, str>, RequestError> {
     let is_one = |path: &str| {
         (reading.parameters == PathParameters::Keep || !path.contains(';'))
             && (reading.trailing_slash == TrailingSlash::Keep || path == "/" || !path.ends_with('/'))
@@ -42,21 +42,21 @@ fn is_normal(path: &[u8]) -> bool {
     path.first() == Some(&b'/')
 }
 
-fn decode(path: &str, slashes: EncodedSlash) -> Result<String, Fault> {
+fn decode(path: &str, slashes: EncodedSlash) -> Result<String, RequestError> {
     let mut out = String::with_capacity(path.len());
     let mut bytes = path.bytes();
     while let Some(byte) = bytes.next() {
         match byte {
             b'/' => out.push('/'),
-            b'\\' => return Err(Fault::Path("the path contains a backslash")),
+            b'\\' => return Err(RequestError::Path("the path contains a backslash")),
             b'%' => {
                 let digit = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16));
                 let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
-                    return Err(Fault::Path("the path contains a `%` without two hex digits"));
+                    return Err(RequestError::Path("the path contains a `%` without two hex digits"));
                 };
                 match (high << 4 | low) as u8 {
                     b'/' | b'\\' if slashes == EncodedSlash::Refuse => {
-                        return Err(Fault::Path("the path contains an encoded slash"));
+                        return Err(RequestError::Path("the path contains an encoded slash"));
                     }
                     byte => push(byte, &mut out),
                 }
@@ -77,8 +77,10 @@ fn push(byte: u8, out: &mut String) {
     }
 }
 
-fn resolve(path: &str, reading: PathReading) -> Result<String, Fault> {
-    let Some(rest) = path.strip_prefix('/') else { return Err(Fault::Path("the path does not start with a slash")) };
+fn resolve(path: &str, reading: PathReading) -> Result<String, RequestError> {
+    let Some(rest) = path.strip_prefix('/') else {
+        return Err(RequestError::Path("the path does not start with a slash"));
+    };
     let mut segments: Vec<&str> = Vec::new();
     // Whether the path ends in a slash once what is last has been resolved.
     let mut open = true;
@@ -88,14 +90,14 @@ fn resolve(path: &str, reading: PathReading) -> Result<String, Fault> {
         match segment {
             "." => {}
             ".." => match segments.pop() {
-                None => return Err(Fault::Path("the path leads above the root")),
+                None => return Err(RequestError::Path("the path leads above the root")),
                 // Is it the empty segment that is taken back, or the one before? Servers disagree.
-                Some("") => return Err(Fault::Path("the path has a `..` behind an empty segment")),
+                Some("") => return Err(RequestError::Path("the path has a `..` behind an empty segment")),
                 Some(_) => {}
             },
             segment => match doubt(segment) {
                 None => segments.push(segment),
-                Some(doubt) => return Err(Fault::Path(doubt)),
+                Some(doubt) => return Err(RequestError::Path(doubt)),
             },
         }
     }
@@ -112,12 +114,14 @@ fn resolve(path: &str, reading: PathReading) -> Result<String, Fault> {
 }
 
 /// As much of a segment as names something.
-fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str, Fault> {
+fn without_parameters(segment: &str, parameters: PathParameters) -> Result<&str, RequestError> {
     match (segment.split_once(';'), parameters) {
         (None, _) | (Some(_), PathParameters::Keep) => Ok(segment),
-        (Some(_), PathParameters::Refuse) => Err(Fault::Path("the path contains a semicolon")),
+        (Some(_), PathParameters::Refuse) => Err(RequestError::Path("the path contains a semicolon")),
         // What is not counted goes upstream all the same.
-        (Some((name, _)), PathParameters::Strip) => doubt(segment).map_or(Ok(name), |doubt| Err(Fault::Path(doubt))),
+        (Some((name, _)), PathParameters::Strip) => {
+            doubt(segment).map_or(Ok(name), |doubt| Err(RequestError::Path(doubt)))
+        }
     }
 }
 
@@ -126,12 +130,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn normal(path: &str) -> Result<String, Fault> {
+    fn normal(path: &str) -> Result<String, RequestError> {
         normalize(path, PathReading::verbatim(EncodedSlash::Refuse)).map(Cow::into_owned)
     }
 
     /// As `path_parameters` and `trailing_slash` have it.
-    fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, Fault> {
+    fn read(path: &str, parameters: PathParameters, trailing_slash: TrailingSlash) -> Result<String, RequestError> {
         let reading = PathReading { encoded_slash: EncodedSlash::Refuse, parameters, trailing_slash };
         normalize(path, reading).map(Cow::into_owned)
     }

@@ -13,26 +13,26 @@ use http::header::{HeaderMap, HeaderName};
 use http::{Method, Uri};
 
 use super::client_plans::{Clients, PlanId};
-use super::error::Fault;
-use super::key_source::{Lack, Source};
-use super::overrides::{self, Exceptions, Standing};
+use super::error::RequestError;
+use super::key_source::{KeyError, KeySource};
+use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{Digester, Spelling};
 use crate::config::Route;
 use crate::jwt::cache::Checker;
-use transom_limiter::decision_context::Asker;
+use transom_limiter::decision_context::KeyedRequest;
 use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::rule::Cost;
-use transom_limiter::rule_set::Entry;
+use transom_limiter::rule_set::CompiledRule;
 use transom_limiter::window::Windows;
 
 /// How the key of one rule is found in the requests of one route.
 #[derive(Debug)]
-pub struct Identity {
+pub struct RuleKey {
     rule: String,
-    key: Recipe,
+    key: KeySpec,
     on_missing: OnAbsent,
     cost: Price,
-    exceptions: Option<Arc<Exceptions>>,
+    exceptions: Option<Arc<Overrides>>,
 }
 
 /// What a request costs under one rule, before the answer.
@@ -46,14 +46,14 @@ enum Price {
 enum OnAbsent {
     Refuse,
     Skip,
-    Fallback(Box<Recipe>),
+    Fallback(Box<KeySpec>),
 }
 
 /// The parts of a key, and the hash as far as it does not depend on them.
 #[derive(Debug)]
-struct Recipe {
+struct KeySpec {
     starts: Starts,
-    parts: Vec<Source>,
+    parts: Vec<KeySource>,
     /// What the parts are called, and how the key is spelt; only needed where one is wrong, or the key is shared.
     spelling: Box<Spelling>,
 }
@@ -85,15 +85,15 @@ pub struct Caller<'a> {
 /// Why a request can not be held to a rule as it should be.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Unclear {
-    pub fault: Fault,
+    pub fault: RequestError,
     /// Who is charged all the same: key and cost are known, and only the client's plan is not. Then the windows of everyone
     /// apply.
-    pub asker: Option<Asker>,
+    pub keyed_request: Option<KeyedRequest>,
 }
 
-impl From<Fault> for Unclear {
-    fn from(fault: Fault) -> Unclear {
-        Unclear { fault, asker: None }
+impl From<RequestError> for Unclear {
+    fn from(fault: RequestError) -> Unclear {
+        Unclear { fault, keyed_request: None }
     }
 }
 
@@ -101,20 +101,20 @@ impl From<Fault> for Unclear {
 struct Unknown {
     /// Of the part.
     position: usize,
-    lack: Lack,
+    lack: KeyError,
 }
 
-impl Identity {
-    pub fn new(entry: &Entry, route: &Route, seed: Seed) -> Identity {
+impl RuleKey {
+    pub fn new(entry: &CompiledRule, route: &Route, seed: Seed) -> RuleKey {
         let recipe = |fallback: bool, parts: &[Part]| {
             let params = route.path.param_names();
-            Recipe {
+            KeySpec {
                 starts: Starts::new(entry, seed, fallback.then_some(parts)),
-                parts: parts.iter().map(|part| Source::new(part, &params)).collect(),
+                parts: parts.iter().map(|part| KeySource::new(part, &params)).collect(),
                 spelling: Box::new(Spelling::new(&entry.rule.name, parts, fallback)),
             }
         };
-        Identity {
+        RuleKey {
             rule: entry.rule.name.clone(),
             key: recipe(false, &entry.rule.key),
             on_missing: match &entry.rule.on_missing {
@@ -128,36 +128,41 @@ impl Identity {
     }
 
     /// With the exceptions of the rule.
-    pub fn with(self, exceptions: Option<Arc<Exceptions>>) -> Identity {
-        Identity { exceptions, ..self }
+    pub fn with(self, exceptions: Option<Arc<Overrides>>) -> RuleKey {
+        RuleKey { exceptions, ..self }
     }
 
     /// The exceptions of a rule; for all its identities.
-    pub fn exceptions(entry: &Entry, clients: Option<&Clients>, seed: Seed) -> Option<Exceptions> {
-        Exceptions::new(entry, &start(seed, entry.identity, None), clients)
+    pub fn exceptions(entry: &CompiledRule, clients: Option<&Clients>, seed: Seed) -> Option<Overrides> {
+        Overrides::new(entry, &start(seed, entry.identity, None), clients)
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
-    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<Asker>, Unclear> {
+    pub fn of(&self, caller: &Caller<'_>) -> Result<Option<KeyedRequest>, Unclear> {
         if self.exceptions.as_ref().is_some_and(|exceptions| exceptions.exempts(caller.address)) {
             return Ok(None);
         }
         let Some((key, offset)) = self.key_of(caller)? else { return Ok(None) };
-        let asker = |variant, cost| Asker { key, offset, variant, cost };
+        let keyed_request = |variant, cost| KeyedRequest { key, offset, variant, cost };
         let variant = match self.exceptions.as_ref().map(|exceptions| self.standing(exceptions, key, caller)) {
             None => 0,
-            Some(Ok(Standing::Exempt)) => return Ok(None),
-            Some(Ok(Standing::Variant(variant))) => variant,
+            Some(Ok(RuleTreatment::Exempt)) => return Ok(None),
+            Some(Ok(RuleTreatment::Variant(variant))) => variant,
             Some(Err(fault)) => {
                 let cost = self.cost.of(caller.headers, &self.rule).ok();
-                return Err(Unclear { fault, asker: cost.map(|cost| asker(0, cost)) });
+                return Err(Unclear { fault, keyed_request: cost.map(|cost| keyed_request(0, cost)) });
             }
         };
-        Ok(Some(asker(variant, self.cost.of(caller.headers, &self.rule)?)))
+        Ok(Some(keyed_request(variant, self.cost.of(caller.headers, &self.rule)?)))
     }
 
     /// How the rule treats a key; the plan of the client matters only where the key itself does not.
-    fn standing(&self, exceptions: &Exceptions, key: KeyHash, caller: &Caller<'_>) -> Result<Standing, Fault> {
+    fn standing(
+        &self,
+        exceptions: &Overrides,
+        key: KeyHash,
+        caller: &Caller<'_>,
+    ) -> Result<RuleTreatment, RequestError> {
         if exceptions.has_keys() {
             let key = exceptions.by_digest.as_ref().map_or(Some(key), |start| self.key.digest(start, caller));
             if let Some(standing) = key.and_then(|key| exceptions.of_key(key)) {
@@ -165,11 +170,11 @@ impl Identity {
             }
         }
         let plan = if exceptions.has_plans() { self.plan_of(caller)? } else { None };
-        Ok(Standing::Variant(exceptions.variant_of(plan)))
+        Ok(RuleTreatment::Variant(exceptions.variant_of(plan)))
     }
 
     /// The plan of the client; looked up once for all rules of the request.
-    fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, Fault> {
+    fn plan_of(&self, caller: &Caller<'_>) -> Result<Option<PlanId>, RequestError> {
         let Some(clients) = caller.clients else { return Ok(None) };
         if let Some(plan) = caller.plan.get() {
             return Ok(*plan);
@@ -178,14 +183,14 @@ impl Identity {
         Ok(*caller.plan.get_or_init(|| plan))
     }
 
-    fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, Fault> {
+    fn key_of(&self, caller: &Caller<'_>) -> Result<Option<(KeyHash, u64)>, RequestError> {
         let unknown = match self.key.hash(caller) {
             Ok(key) => return Ok(Some(key)),
             Err(unknown) => unknown,
         };
         match (&unknown.lack, &self.on_missing) {
-            (Lack::Missing, OnAbsent::Skip) => Ok(None),
-            (Lack::Missing, OnAbsent::Fallback(key)) => {
+            (KeyError::Missing, OnAbsent::Skip) => Ok(None),
+            (KeyError::Missing, OnAbsent::Fallback(key)) => {
                 key.hash(caller).map(Some).map_err(|unknown| self.fault(&key.name(&unknown), &unknown.lack))
             }
             _ => Err(self.fault(&self.key.name(&unknown), &unknown.lack)),
@@ -197,20 +202,20 @@ impl Identity {
     pub fn text(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> bool {
         match (self.key.spell(caller, digester, out), &self.on_missing) {
             (Ok(()), _) => true,
-            (Err(Lack::Missing), OnAbsent::Fallback(key)) => key.spell(caller, digester, out).is_ok(),
+            (Err(KeyError::Missing), OnAbsent::Fallback(key)) => key.spell(caller, digester, out).is_ok(),
             (Err(_), _) => false,
         }
     }
 
     #[cold]
-    fn fault(&self, part: &str, lack: &Lack) -> Fault {
+    fn fault(&self, part: &str, lack: &KeyError) -> RequestError {
         let (rule, part) = (self.rule.clone(), part.to_owned());
         match *lack {
-            Lack::Missing => Fault::KeyMissing { rule, part },
-            Lack::Ambiguous => Fault::KeyAmbiguous { rule, part },
-            Lack::Authorizations => Fault::KeyAmbiguous { rule, part: String::from("authorization") },
-            Lack::Escape => Fault::Query("the query contains a `%` without two hex digits"),
-            Lack::Token(invalid) => Fault::Token(invalid),
+            KeyError::Missing => RequestError::KeyMissing { rule, part },
+            KeyError::Ambiguous => RequestError::KeyAmbiguous { rule, part },
+            KeyError::Authorizations => RequestError::KeyAmbiguous { rule, part: String::from("authorization") },
+            KeyError::Escape => RequestError::Query("the query contains a `%` without two hex digits"),
+            KeyError::Token(invalid) => RequestError::Token(invalid),
         }
     }
 }
@@ -225,7 +230,7 @@ pub struct Starts {
 }
 
 impl Starts {
-    pub fn new(entry: &Entry, seed: Seed, fallback: Option<&[Part]>) -> Starts {
+    pub fn new(entry: &CompiledRule, seed: Seed, fallback: Option<&[Part]>) -> Starts {
         let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
         let name = || Seed::EVERYWHERE.bits(&[&entry.rule.name]);
         Starts {
@@ -243,21 +248,21 @@ fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
     start
 }
 
-impl Recipe {
+impl KeySpec {
     /// What the part is called that could not be had.
     fn name(&self, unknown: &Unknown) -> String {
         self.spelling.name(unknown.position)
     }
 
     /// Adds the text of the key, or nothing. What is wrong goes before what is missing, as in [`Recipe::hash_from`].
-    fn spell(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> Result<(), Lack> {
+    fn spell(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> Result<(), KeyError> {
         let start = out.len();
         self.spelling.begin(out);
         let mut lacking = Ok(());
         for (position, part) in self.parts.iter().enumerate() {
             match part.feed(caller, &mut |kind, bytes| self.spelling.part(position, kind, bytes, digester, out)) {
                 Ok(()) => {}
-                Err(Lack::Missing) => lacking = lacking.and(Err(Lack::Missing)),
+                Err(KeyError::Missing) => lacking = lacking.and(Err(KeyError::Missing)),
                 Err(lack) => {
                     lacking = Err(lack);
                     break;
@@ -287,12 +292,12 @@ impl Recipe {
                 Ok(()) => {}
                 // That one part is missing does not excuse another that is wrong: a token that is
                 // not valid is refused whatever else the key is made of.
-                Err(Lack::Missing) => missing = missing.or(Some(position)),
+                Err(KeyError::Missing) => missing = missing.or(Some(position)),
                 Err(lack) => return Err(Unknown { position, lack }),
             }
         }
         match missing {
-            Some(position) => Err(Unknown { position, lack: Lack::Missing }),
+            Some(position) => Err(Unknown { position, lack: KeyError::Missing }),
             None => Ok(hasher.finish()),
         }
     }
@@ -320,7 +325,7 @@ impl Price {
         }
     }
 
-    fn of(&self, headers: &HeaderMap, rule: &str) -> Result<u32, Fault> {
+    fn of(&self, headers: &HeaderMap, rule: &str) -> Result<u32, RequestError> {
         let (name, default, max) = match self {
             Price::Fixed(cost) => return Ok(*cost),
             Price::Told { name, default, max } => (name, *default, *max),
@@ -335,8 +340,8 @@ impl Price {
     }
 }
 
-fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> Fault {
-    Fault::Cost { rule: rule.to_owned(), field: field.to_string(), max }
+fn cost_fault(rule: &str, field: &HeaderName, max: u32) -> RequestError {
+    RequestError::Cost { rule: rule.to_owned(), field: field.to_string(), max }
 }
 
 #[cfg(test)]
@@ -346,12 +351,12 @@ pub mod tests {
     use crate::jwt::Trust;
     use transom_limiter::limit::Limit;
     use transom_limiter::rule::Rule;
-    use transom_limiter::rule_set::Book;
+    use transom_limiter::rule_set::RuleSet;
 
     pub const SEED: Seed = Seed(1, 2);
 
-    fn identity(key: &[Part], on_missing: OnMissing) -> Identity {
-        Identity::new(&Book::new(&[rule(key, on_missing)], SEED, None).entries[0], &route(), SEED)
+    fn identity(key: &[Part], on_missing: OnMissing) -> RuleKey {
+        RuleKey::new(&RuleSet::new(&[rule(key, on_missing)], SEED, None).entries[0], &route(), SEED)
     }
 
     pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
@@ -375,7 +380,7 @@ pub mod tests {
         }
     }
 
-    pub fn of(identity: &Identity, address: &str, headers: &HeaderMap) -> Result<Option<Asker>, Fault> {
+    pub fn of(identity: &RuleKey, address: &str, headers: &HeaderMap) -> Result<Option<KeyedRequest>, RequestError> {
         let none = Checker::new(Trust::default(), Vec::new(), KeyHasher::new(SEED, 0));
         asked(address, headers, &none, |caller| identity.of(caller)).map_err(|unclear| unclear.fault)
     }
@@ -418,7 +423,7 @@ pub mod tests {
     fn a_missing_part_does_what_the_rule_says() {
         let none = HeaderMap::new();
         let user = || [Part::Header("x-user".to_owned())];
-        let missing = Fault::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
+        let missing = RequestError::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
         assert_eq!(of(&identity(&user(), OnMissing::Refuse), "10.0.0.1", &none), Err(missing));
         assert_eq!(of(&identity(&user(), OnMissing::Skip), "10.0.0.1", &none), Ok(None));
         let fallback = identity(&user(), OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }]));
@@ -436,7 +441,7 @@ pub mod tests {
         twice.append("x-user", "bob".parse().unwrap());
         twice.append("x-user", "eve".parse().unwrap());
         let skip = identity(&[Part::Header("x-user".to_owned())], OnMissing::Skip);
-        assert!(matches!(of(&skip, "10.0.0.1", &twice), Err(Fault::KeyAmbiguous { .. })));
+        assert!(matches!(of(&skip, "10.0.0.1", &twice), Err(RequestError::KeyAmbiguous { .. })));
     }
 
     #[test]

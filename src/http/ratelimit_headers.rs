@@ -12,8 +12,8 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 
 use crate::config::QuotaFields;
 use transom_limiter::acquire::Charge;
-use transom_limiter::decision_context::Desk;
-use transom_limiter::rule_set::{Book, Line, Roster};
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 use transom_limiter::window::Windows;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
@@ -24,14 +24,14 @@ const LEGACY_RESET: HeaderName = HeaderName::from_static("x-ratelimit-reset");
 
 /// The layers that the answers of one route tell of, in the order of the configuration.
 #[derive(Debug, Default)]
-pub struct Sheet {
-    rules: Vec<Told>,
+pub struct RateLimitTemplate {
+    rules: Vec<ReportedRule>,
     rows: Vec<Row>,
 }
 
 /// A rule that answers tell of. It may have thousands of variants, but a request only one of them.
 #[derive(Debug)]
-struct Told {
+struct ReportedRule {
     /// The rule's position in the roster.
     position: usize,
     /// The rows of each variant.
@@ -40,7 +40,7 @@ struct Told {
 
 #[derive(Debug)]
 struct Row {
-    line: Line,
+    line: LayerRef,
     /// Whether everyone has this layer, and not only some clients.
     usual: bool,
     /// The name as a structured-field string, with what separates it from the item before.
@@ -53,12 +53,12 @@ struct Row {
     legacy: bool,
 }
 
-impl Sheet {
+impl RateLimitTemplate {
     /// Shadow rules are left out: a client that slowed down for them would be limited by them.
-    pub fn new(book: &Book, roster: &Roster, fields: &[QuotaFields]) -> Sheet {
+    pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[QuotaFields]) -> RateLimitTemplate {
         let (mut rules, mut rows) = (Vec::new(), Vec::new());
-        for (position, &index) in roster.rules.iter().enumerate() {
-            let entry = &book.entries[index];
+        for (position, &index) in charge_plan.rules.iter().enumerate() {
+            let entry = &rule_set.entries[index];
             let style = fields[index];
             if entry.rule.is_shadow() || style == QuotaFields::Off {
                 continue;
@@ -66,9 +66,9 @@ impl Sheet {
             let first = rows.len();
             let variants = (0..entry.rule.variants().count()).map(|variant| entry.variant(variant));
             let variants = variants.map(|layers| first + layers.start..first + layers.end).collect();
-            rules.push(Told { position, variants });
+            rules.push(ReportedRule { position, variants });
             rows.extend(entry.rule.variants().flatten().enumerate().map(|(layer, limit)| Row {
-                line: Line { rule: position, layer },
+                line: LayerRef { rule: position, layer },
                 usual: entry.variant(0).contains(&layer),
                 name: format!(", \"{}\"", entry.layer_name(layer)),
                 limit: limit.tokens,
@@ -78,16 +78,16 @@ impl Sheet {
                 legacy: matches!(style, QuotaFields::Legacy | QuotaFields::Both),
             }));
         }
-        Sheet { rules, rows }
+        RateLimitTemplate { rules, rows }
     }
 
     /// The rows of the windows that a request was counted in, and their answers.
-    fn applied<'a>(&'a self, desk: &'a Desk) -> impl Iterator<Item = (&'a Row, &'a Charge)> {
+    fn applied<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a Row, &'a Charge)> {
         let rows = self.rules.iter().filter_map(|told| {
-            let asker = desk.askers.get(told.position).copied().flatten()?;
-            Some(&self.rows[told.variants[asker.variant].clone()])
+            let keyed_request = context.keyed_requests.get(told.position).copied().flatten()?;
+            Some(&self.rows[told.variants[keyed_request.variant].clone()])
         });
-        rows.flatten().filter_map(|row| desk.answer(row.line).map(|charge| (row, charge)))
+        rows.flatten().filter_map(|row| context.answer(row.line).map(|charge| (row, charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
@@ -102,35 +102,43 @@ impl Sheet {
 
     /// Renders the fields for one decision. `policy` is what [`Sheet::policy`] gave; `text` is a
     /// buffer to work in.
-    pub fn render(&self, desk: &Desk, policy: Option<&HeaderValue>, now_ms: u64, text: &mut Vec<u8>) -> Stamp {
-        let mut stamp = Stamp::default();
-        let usual = |told: &Told| desk.askers.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0);
+    pub fn render(
+        &self,
+        context: &DecisionContext,
+        policy: Option<&HeaderValue>,
+        now_ms: u64,
+        text: &mut Vec<u8>,
+    ) -> RateLimitFields {
+        let mut stamp = RateLimitFields::default();
+        let usual = |told: &ReportedRule| {
+            context.keyed_requests.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0)
+        };
         let all = self.rules.iter().all(usual);
         text.clear();
-        for (row, charge) in self.applied(desk).filter(|(row, _)| row.ietf) {
+        for (row, charge) in self.applied(context).filter(|(row, _)| row.ietf) {
             row.write_state(charge, now_ms, text);
         }
         stamp.state = list(text);
         stamp.policy = match policy {
             Some(policy) if all => Some(policy.clone()),
-            _ => self.policy_of(desk, text),
+            _ => self.policy_of(context, text),
         };
-        stamp.legacy = self.nearest(desk, now_ms).map(Box::new);
+        stamp.legacy = self.nearest(context, now_ms).map(Box::new);
         stamp
     }
 
     /// `RateLimit-Policy` of the layers that applied to a request.
-    fn policy_of(&self, desk: &Desk, text: &mut Vec<u8>) -> Option<HeaderValue> {
+    fn policy_of(&self, context: &DecisionContext, text: &mut Vec<u8>) -> Option<HeaderValue> {
         text.clear();
-        for (row, charge) in self.applied(desk).filter(|(row, _)| row.ietf) {
+        for (row, charge) in self.applied(context).filter(|(row, _)| row.ietf) {
             row.write_policy(row.windows.length_ms(charge.usage.end_ms), text);
         }
         list(text)
     }
 
     /// The layer nearest its limit; of several, the one that takes longest to open again.
-    fn nearest(&self, desk: &Desk, now_ms: u64) -> Option<Legacy> {
-        let told = self.applied(desk).filter(|(row, _)| row.legacy);
+    fn nearest(&self, context: &DecisionContext, now_ms: u64) -> Option<Legacy> {
+        let told = self.applied(context).filter(|(row, _)| row.legacy);
         let nearness =
             |(row, charge): &(&Row, &Charge)| (row.remaining(charge), std::cmp::Reverse(charge.usage.end_ms));
         told.min_by_key(nearness).map(|(row, charge)| Legacy {
@@ -166,7 +174,7 @@ impl Row {
 
 /// What an answer will say about the limits: rendered at the decision, added when the answer comes.
 #[derive(Clone, Debug, Default)]
-pub struct Stamp {
+pub struct RateLimitFields {
     policy: Option<HeaderValue>,
     state: Option<HeaderValue>,
     /// Elsewhere, since few want it.
@@ -180,10 +188,10 @@ struct Legacy {
     reset_s: u64,
 }
 
-impl Stamp {
+impl RateLimitFields {
     /// Says that hardly another answer will say the same. HTTP/2 then leaves it out of the table that both sides keep of
     /// what is said again (RFC 7541, section 6.2.3), and that it would fill.
-    pub fn only_once(mut self) -> Stamp {
+    pub fn only_once(mut self) -> RateLimitFields {
         if let Some(state) = &mut self.state {
             state.set_sensitive(true);
         }

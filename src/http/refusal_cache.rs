@@ -9,13 +9,13 @@ use http::StatusCode;
 
 use super::responses::{self, Refused, Reply};
 use transom_limiter::acquire::Charge;
-use transom_limiter::counter::{Ask, Use};
-use transom_limiter::decision_context::Desk;
-use transom_limiter::rule_set::Line;
+use transom_limiter::counter::{AcquireRequest, Usage};
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::LayerRef;
 
 /// The last refusal by the rules of one book.
 #[derive(Debug, Default)]
-pub struct Last {
+pub struct RefusalCache {
     slate: usize,
     now_ms: u64,
     facts: Vec<Fact>,
@@ -28,23 +28,29 @@ pub struct Last {
 /// What was found of one layer. Nothing here tells one client from another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Fact {
-    line: Line,
-    ask: Ask,
-    usage: Use,
+    line: LayerRef,
+    ask: AcquireRequest,
+    usage: Usage,
     full: bool,
 }
 
 impl Fact {
-    fn of((charge, line): (&Charge, &Line)) -> Fact {
+    fn of((charge, line): (&Charge, &LayerRef)) -> Fact {
         Fact { line: *line, ask: charge.ask, usage: charge.usage, full: charge.full }
     }
 }
 
-impl Last {
+impl RefusalCache {
     /// What is answered: as the last time, or else what `work_out` finds. `slate` is the position of the rules that decided
     /// on `desk`.
-    pub fn refusal(&mut self, slate: usize, now_ms: u64, desk: &Desk, work_out: impl FnOnce() -> Refused) -> Reply {
-        self.renew(slate, now_ms, desk, work_out).0.clone()
+    pub fn refusal(
+        &mut self,
+        slate: usize,
+        now_ms: u64,
+        context: &DecisionContext,
+        work_out: impl FnOnce() -> Refused,
+    ) -> Reply {
+        self.renew(slate, now_ms, context, work_out).0.clone()
     }
 
     /// As [`Last::refusal`], as it is sent over HTTP/1.1; and its status.
@@ -52,10 +58,10 @@ impl Last {
         &mut self,
         slate: usize,
         now_ms: u64,
-        desk: &Desk,
+        context: &DecisionContext,
         work_out: impl FnOnce() -> Refused,
     ) -> (StatusCode, Bytes) {
-        let (reply, bytes) = self.renew(slate, now_ms, desk, work_out);
+        let (reply, bytes) = self.renew(slate, now_ms, context, work_out);
         if bytes.is_empty() {
             *bytes = responses::written(reply);
         }
@@ -66,10 +72,10 @@ impl Last {
         &mut self,
         slate: usize,
         now_ms: u64,
-        desk: &Desk,
+        context: &DecisionContext,
         work_out: impl FnOnce() -> Refused,
     ) -> (&Reply, &mut Bytes) {
-        let facts = || desk.charges.iter().zip(&desk.lines).map(Fact::of);
+        let facts = || context.charges.iter().zip(&context.lines).map(Fact::of);
         let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
         // Where chance has a part in it, the next is told something else.
         if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {

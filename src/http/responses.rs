@@ -8,12 +8,12 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Response, StatusCode, Version};
 
-use super::error::Fault;
-use super::ratelimit_headers::{Stamp, number, push_number, seconds_until};
+use super::error::RequestError;
+use super::ratelimit_headers::{RateLimitFields, number, push_number, seconds_until};
 use crate::config::{Body, Refusal};
-use crate::http::error::Unanswered;
-use transom_limiter::decision_context::Desk;
-use transom_limiter::rule_set::{Book, Line, Roster};
+use crate::http::error::DecisionError;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet};
 
 const PROBLEM_JSON: HeaderValue = HeaderValue::from_static("application/problem+json");
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
@@ -32,7 +32,7 @@ pub type Reply = Response<Bytes>;
 
 /// What refusals by one rule look like, as far as it does not depend on the request.
 #[derive(Debug)]
-pub struct Form {
+pub struct RefusalTemplate {
     status: StatusCode,
     /// So that clients that wait do not all come back at once.
     retry_jitter_s: u64,
@@ -53,8 +53,8 @@ enum Shape {
     },
 }
 
-impl Form {
-    pub fn new(refusal: &Refusal) -> Form {
+impl RefusalTemplate {
+    pub fn new(refusal: &Refusal) -> RefusalTemplate {
         // The configuration has been checked: a number that is no status never gets here.
         let status = refusal.status.and_then(|status| StatusCode::from_u16(status).ok());
         let status = status.unwrap_or(StatusCode::TOO_MANY_REQUESTS);
@@ -72,7 +72,7 @@ impl Form {
         };
         let detail = "\"detail\": \"waiting does not help: the request costs more than a window ever holds\", ";
         let problems = || Shape::Problem { wait: problem(QUOTA_EXCEEDED, ""), never: problem(QUOTA_TOO_SMALL, detail) };
-        Form { status, retry_jitter_s: refusal.retry_jitter_s, body: own.unwrap_or_else(problems) }
+        RefusalTemplate { status, retry_jitter_s: refusal.retry_jitter_s, body: own.unwrap_or_else(problems) }
     }
 }
 
@@ -90,27 +90,27 @@ pub struct Refused {
 /// of the book; of several that refuse, the one that blocks longest decides.
 #[allow(clippy::too_many_arguments, reason = "two of them are only memory that is used again")]
 pub fn refusal(
-    book: &Book,
-    roster: &Roster,
-    desk: &Desk,
-    forms: &[Form],
+    rule_set: &RuleSet,
+    charge_plan: &ChargePlan,
+    context: &DecisionContext,
+    forms: &[RefusalTemplate],
     now_ms: u64,
-    fields: Stamp,
+    fields: RateLimitFields,
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> Refused {
-    let full = || desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
-    let entry = |line: &Line| &book.entries[roster.rules[line.rule]];
+    let full = || context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full);
+    let entry = |line: &LayerRef| &rule_set.entries[charge_plan.rules[line.rule]];
     // `None`: it will never open for a request of this cost.
     let mut longest = (Some(0), 0);
     for (charge, line) in full() {
-        let opens_ms = book.opens_ms(charge, entry(line), line.layer, now_ms);
+        let opens_ms = rule_set.opens_ms(charge, entry(line), line.layer, now_ms);
         if longest.0.is_some_and(|longest_ms| opens_ms.is_none_or(|opens_ms| opens_ms > longest_ms)) {
-            longest = (opens_ms, roster.rules[line.rule]);
+            longest = (opens_ms, charge_plan.rules[line.rule]);
         }
     }
     let form = &forms[longest.1];
-    let again_ms = book.again_ms(roster, desk, now_ms);
+    let again_ms = rule_set.again_ms(charge_plan, context, now_ms);
     let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
     let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &form.body {
@@ -148,19 +148,19 @@ pub fn refusal(
 }
 
 /// What the client is told of a fault.
-pub fn fault(fault: &Fault) -> Reply {
+pub fn fault(fault: &RequestError) -> Reply {
     let status = fault_status(fault);
     let mut reply = problem(status, &fault.to_string());
     if fault.closes_connection() {
         reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
-    if *fault == Fault::Method {
+    if *fault == RequestError::Method {
         reply.headers_mut().insert(header::ALLOW, ALLOW);
     }
-    if *fault == Fault::Uncounted {
+    if *fault == RequestError::Uncounted {
         reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
-    if let Fault::Token(_) = fault {
+    if let RequestError::Token(_) = fault {
         // RFC 6750, section 3.
         reply
             .headers_mut()
@@ -203,46 +203,51 @@ pub fn redirect(status: u16, to: HeaderValue) -> Reply {
     reply
 }
 
-pub fn fault_status(fault: &Fault) -> StatusCode {
+pub fn fault_status(fault: &RequestError) -> StatusCode {
     match fault {
-        Fault::Target(_)
-        | Fault::Host(_)
-        | Fault::Path(_)
-        | Fault::Query(_)
-        | Fault::Framing(_)
-        | Fault::Malformed
-        | Fault::Cleartext
-        | Fault::Body => StatusCode::BAD_REQUEST,
-        Fault::RouteField(_) | Fault::KeyMissing { .. } | Fault::KeyAmbiguous { .. } | Fault::Cost { .. } => {
-            StatusCode::BAD_REQUEST
+        RequestError::Target(_)
+        | RequestError::Host(_)
+        | RequestError::Path(_)
+        | RequestError::Query(_)
+        | RequestError::Framing(_)
+        | RequestError::Malformed
+        | RequestError::Cleartext
+        | RequestError::Body => StatusCode::BAD_REQUEST,
+        RequestError::RouteField(_)
+        | RequestError::KeyMissing { .. }
+        | RequestError::KeyAmbiguous { .. }
+        | RequestError::Cost { .. } => StatusCode::BAD_REQUEST,
+        RequestError::Token(_) => StatusCode::UNAUTHORIZED,
+        RequestError::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+        RequestError::TargetTooLong => StatusCode::URI_TOO_LONG,
+        RequestError::Crowded => StatusCode::SERVICE_UNAVAILABLE,
+        RequestError::HeadTimeout | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::Stalled => {
+            StatusCode::REQUEST_TIMEOUT
         }
-        Fault::Token(_) => StatusCode::UNAUTHORIZED,
-        Fault::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-        Fault::TargetTooLong => StatusCode::URI_TOO_LONG,
-        Fault::Crowded => StatusCode::SERVICE_UNAVAILABLE,
-        Fault::HeadTimeout | Fault::BodyTimeout | Fault::BodyTooSlow | Fault::Stalled => StatusCode::REQUEST_TIMEOUT,
-        Fault::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
-        Fault::Method => StatusCode::METHOD_NOT_ALLOWED,
-        Fault::Protocol(_) => StatusCode::NOT_IMPLEMENTED,
-        Fault::Expectation => StatusCode::EXPECTATION_FAILED,
-        Fault::NoRoute => StatusCode::NOT_FOUND,
-        Fault::Connect(_) | Fault::Upstream(_) => StatusCode::BAD_GATEWAY,
-        Fault::ConnectTimeout | Fault::ResponseTimeout | Fault::RequestTimeout => StatusCode::GATEWAY_TIMEOUT,
-        Fault::Overloaded | Fault::Uncounted => StatusCode::SERVICE_UNAVAILABLE,
-        Fault::Panic => StatusCode::INTERNAL_SERVER_ERROR,
+        RequestError::BodyTooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
+        RequestError::Method => StatusCode::METHOD_NOT_ALLOWED,
+        RequestError::Protocol(_) => StatusCode::NOT_IMPLEMENTED,
+        RequestError::Expectation => StatusCode::EXPECTATION_FAILED,
+        RequestError::NoRoute => StatusCode::NOT_FOUND,
+        RequestError::Connect(_) | RequestError::Upstream(_) => StatusCode::BAD_GATEWAY,
+        RequestError::ConnectTimeout | RequestError::ResponseTimeout | RequestError::RequestTimeout => {
+            StatusCode::GATEWAY_TIMEOUT
+        }
+        RequestError::Overloaded | RequestError::Uncounted => StatusCode::SERVICE_UNAVAILABLE,
+        RequestError::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
 
 /// In what terms a client is told that something did not work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Dialect {
+pub enum ErrorFormat {
     Http,
     /// A client of gRPC looks at `grpc-status`, and takes any other status than 200 for a broken proxy.
     Grpc,
 }
 
-impl Dialect {
-    pub fn of(parts: &Parts) -> Dialect {
+impl ErrorFormat {
+    pub fn of(parts: &Parts) -> ErrorFormat {
         // gRPC is spoken over HTTP/2 only, and by POST. CONNECT would take its 200 for an open tunnel.
         let content_type = (parts.version == Version::HTTP_2 && parts.method == Method::POST)
             .then(|| parts.headers.get(header::CONTENT_TYPE))
@@ -251,25 +256,25 @@ impl Dialect {
             let rest = value.as_bytes().strip_prefix(b"application/grpc");
             rest.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
         });
-        if is_grpc { Dialect::Grpc } else { Dialect::Http }
+        if is_grpc { ErrorFormat::Grpc } else { ErrorFormat::Http }
     }
 
     /// A refusal by a rule, as the client understands it.
     pub fn refusal(self, reply: Reply) -> Reply {
         match self {
-            Dialect::Http => reply,
-            Dialect::Grpc => {
+            ErrorFormat::Http => reply,
+            ErrorFormat::Grpc => {
                 let waits = reply.headers().contains_key(header::RETRY_AFTER);
                 grpc(reply, StatusCode::TOO_MANY_REQUESTS, if waits { QUOTA_EXCEEDED } else { QUOTA_TOO_SMALL })
             }
         }
     }
 
-    pub fn fault(self, told: &Fault) -> Reply {
+    pub fn fault(self, told: &RequestError) -> Reply {
         let reply = fault(told);
         match self {
-            Dialect::Http => reply,
-            Dialect::Grpc => {
+            ErrorFormat::Http => reply,
+            ErrorFormat::Grpc => {
                 let status = reply.status();
                 grpc(reply, status, &told.to_string())
             }
@@ -327,18 +332,18 @@ fn percent_encoded(message: &str) -> String {
 }
 
 /// Why the decision API has no answer.
-pub fn unanswered(why: &Unanswered) -> Reply {
+pub fn unanswered(why: &DecisionError) -> Reply {
     let (status, detail) = match why {
-        Unanswered::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("there is no rule `{name}`")),
-        Unanswered::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
-        Unanswered::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
-        Unanswered::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
-        Unanswered::Host => (
+        DecisionError::UnknownRule(name) => (StatusCode::NOT_FOUND, format!("there is no rule `{name}`")),
+        DecisionError::Malformed(what) => (StatusCode::BAD_REQUEST, what.clone()),
+        DecisionError::TooLong => (StatusCode::PAYLOAD_TOO_LARGE, String::from("the question is too long")),
+        DecisionError::Foreign => (StatusCode::FORBIDDEN, String::from("pages of other origins do not ask here")),
+        DecisionError::Host => (
             StatusCode::MISDIRECTED_REQUEST,
             String::from("the admin address has no such name: use its IP address, or list the name in `[admin] hosts`"),
         ),
-        Unanswered::Uncounted => (StatusCode::SERVICE_UNAVAILABLE, Fault::Uncounted.to_string()),
-        Unanswered::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
+        DecisionError::Uncounted => (StatusCode::SERVICE_UNAVAILABLE, RequestError::Uncounted.to_string()),
+        DecisionError::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
     };
     problem(status, &detail)
 }
@@ -354,11 +359,11 @@ fn problem(status: StatusCode, detail: &str) -> Reply {
 }
 
 /// The fault that a status of hyper's own answers stands for.
-pub fn fault_of_parser(status: u16) -> Fault {
+pub fn fault_of_parser(status: u16) -> RequestError {
     match StatusCode::from_u16(status) {
-        Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => Fault::HeadTooLarge,
-        Ok(StatusCode::URI_TOO_LONG) => Fault::TargetTooLong,
-        _ => Fault::Malformed,
+        Ok(StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE) => RequestError::HeadTooLarge,
+        Ok(StatusCode::URI_TOO_LONG) => RequestError::TargetTooLong,
+        _ => RequestError::Malformed,
     }
 }
 
@@ -422,18 +427,19 @@ mod tests {
 
     #[test]
     fn a_fault_is_told_to_grpc_by_its_own_numbers() {
-        let told = |fault: &Fault| Dialect::Grpc.fault(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
+        let told =
+            |fault: &RequestError| ErrorFormat::Grpc.fault(fault).headers()["grpc-status"].to_str().unwrap().to_owned();
         for (fault, code) in [
-            (Fault::NoRoute, "12"),
-            (Fault::Malformed, "13"),
-            (Fault::Panic, "13"),
-            (Fault::BodyTimeout, "4"),
-            (Fault::ResponseTimeout, "4"),
-            (Fault::Connect(String::new()), "14"),
-            (Fault::Expectation, "2"),
+            (RequestError::NoRoute, "12"),
+            (RequestError::Malformed, "13"),
+            (RequestError::Panic, "13"),
+            (RequestError::BodyTimeout, "4"),
+            (RequestError::ResponseTimeout, "4"),
+            (RequestError::Connect(String::new()), "14"),
+            (RequestError::Expectation, "2"),
         ] {
             assert_eq!(told(&fault), code, "{fault}");
         }
-        assert!(!Dialect::Grpc.fault(&Fault::Malformed).headers().contains_key("connection"));
+        assert!(!ErrorFormat::Grpc.fault(&RequestError::Malformed).headers().contains_key("connection"));
     }
 }

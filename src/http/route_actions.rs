@@ -11,7 +11,7 @@ use std::ops::Range;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method, Uri};
 
-use super::error::Fault;
+use super::error::RequestError;
 use super::rate_limit_key::Caller;
 use super::responses::{self, Reply};
 use crate::config::route_actions::{Actions, Answer, FieldChanges, PathChange, Piece, Text, Variable};
@@ -77,7 +77,7 @@ pub struct Seen<'a> {
 
 /// What is done to one request.
 #[derive(Debug, Default)]
-pub struct Deed {
+pub struct AppliedActions {
     /// Instead of asking an upstream.
     pub reply: Option<Reply>,
     /// Goes upstream instead of the one that was matched.
@@ -113,25 +113,25 @@ impl Action {
     }
 
     /// What is to be done to a request.
-    pub fn of(&self, seen: &Seen<'_>) -> Result<Box<Deed>, Fault> {
+    pub fn of(&self, seen: &Seen<'_>) -> Result<Box<AppliedActions>, RequestError> {
         let reply = match &self.answer {
             None => None,
             Some(Own::Respond(reply)) => Some(reply.clone()),
             Some(Own::Redirect { to, status }) => {
                 if seen.host.is_empty() && to.0.contains(&Piece::Variable(Variable::Host)) {
-                    return Err(Fault::Host("the Host field is missing"));
+                    return Err(RequestError::Host("the Host field is missing"));
                 }
-                let to = seen.render(to).ok_or(Fault::Target("the request target is malformed"))?;
+                let to = seen.render(to).ok_or(RequestError::Target("the request target is malformed"))?;
                 Some(responses::redirect(*status, to))
             }
         };
         let touches = |changes: &[Change]| changes.iter().filter_map(|change| touch(change, seen)).collect();
         let path = self.path.as_ref().map(|path| path.of(seen));
-        Ok(Box::new(Deed { reply, path, request: touches(&self.request), response: touches(&self.response) }))
+        Ok(Box::new(AppliedActions { reply, path, request: touches(&self.request), response: touches(&self.response) }))
     }
 }
 
-impl Deed {
+impl AppliedActions {
     /// Changes a request's fields, behind all that is done to every request.
     pub fn to_request(&mut self, headers: &mut HeaderMap) {
         apply(std::mem::take(&mut self.request), headers);

@@ -119,14 +119,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::decision::Counsel;
-    use crate::http::rate_limit_key::Identity;
+    use crate::decision::DecisionService;
+    use crate::http::rate_limit_key::RuleKey;
     use crate::http::rate_limit_key::tests::{SEED, asked, route, rule};
     use crate::jwt::Trust;
     use crate::jwt::cache::Checker;
     use crate::jwt::verification_key::Key;
     use transom_limiter::key::{KeyHasher, OnMissing};
-    use transom_limiter::rule_set::Book;
+    use transom_limiter::rule_set::RuleSet;
 
     const SECRET: &[u8] = b"an example of a secret, long enough";
     const V4: Part = Part::Ip { v4_prefix: 32, v6_prefix: 64 };
@@ -153,8 +153,8 @@ mod tests {
 
     /// The text that a request has under a key.
     fn text_by(digester: &Digester, key: &[Part], on_missing: OnMissing, address: &str, headers: &HeaderMap) -> String {
-        let book = Book::new(&[rule(key, on_missing)], SEED, None);
-        let identity = Identity::new(&book.entries[0], &route(), SEED);
+        let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
+        let identity = RuleKey::new(&rule_set.entries[0], &route(), SEED);
         let mut text = String::from("transom:");
         let found = asked(address, headers, &tokens(), |caller| {
             assert_eq!(matches!(identity.of(caller), Ok(Some(_))), identity.text(caller, digester, &mut String::new()));
@@ -170,8 +170,8 @@ mod tests {
 
     /// The text that the decision API has for a key.
     fn told(key: &[Part], values: &[&str]) -> Option<String> {
-        let book = Arc::new(Book::new(&[rule(key, OnMissing::Refuse)], SEED, None));
-        let counsel = Counsel::new(&book, &[None], SEED, None);
+        let rule_set = Arc::new(RuleSet::new(&[rule(key, OnMissing::Refuse)], SEED, None));
+        let counsel = DecisionService::new(&rule_set, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
         let mut text = String::new();
         counsel.text(0, &values, &digester(), &mut text).then_some(text)

@@ -15,7 +15,7 @@ use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Version};
 
-use super::error::Fault;
+use super::error::RequestError;
 
 const WEBSOCKET: HeaderValue = HeaderValue::from_static("websocket");
 
@@ -31,7 +31,7 @@ enum Extended {
 
 /// How a client asks for a WebSocket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Way {
+pub enum UpgradeMethod {
     /// Its connection changes over.
     Upgrade,
     /// By an extended CONNECT.
@@ -54,15 +54,15 @@ pub fn is_extended(parts: &Parts) -> bool {
 
 /// How a request asks for a WebSocket, if it does; `names` says whether it has an Upgrade field. It is to be asked before
 /// fields are made ready for the upstream.
-pub fn way(parts: &Parts, names: bool) -> Result<Option<Way>, Fault> {
+pub fn way(parts: &Parts, names: bool) -> Result<Option<UpgradeMethod>, RequestError> {
     if parts.version == Version::HTTP_2 {
-        return Ok((parts.extensions.get() == Some(&Extended::WebSocket)).then_some(Way::Connect));
+        return Ok((parts.extensions.get() == Some(&Extended::WebSocket)).then_some(UpgradeMethod::Connect));
     }
-    Ok((names && is_wanted(parts)?).then_some(Way::Upgrade))
+    Ok((names && is_wanted(parts)?).then_some(UpgradeMethod::Upgrade))
 }
 
 /// Whether a request that has an Upgrade field asks for WebSocket.
-fn is_wanted(parts: &Parts) -> Result<bool, Fault> {
+fn is_wanted(parts: &Parts) -> Result<bool, RequestError> {
     let headers = &parts.headers;
     if parts.version != Version::HTTP_11 || !only(headers, &header::UPGRADE).is_some_and(is_websocket) {
         return Ok(false);
@@ -74,7 +74,7 @@ fn is_wanted(parts: &Parts) -> Result<bool, Fault> {
     let no_length = headers.get_all(header::CONTENT_LENGTH).iter().all(|length| length.as_bytes() == b"0");
     if headers.contains_key(header::TRANSFER_ENCODING) || !no_length {
         // Where the body ends and the other protocol begins would be a matter of opinion.
-        return Err(Fault::Framing("a request that asks for another protocol can not have a body"));
+        return Err(RequestError::Framing("a request that asks for another protocol can not have a body"));
     }
     Ok(parts.method == Method::GET && only(headers, &header::SEC_WEBSOCKET_KEY).is_some())
 }
@@ -85,10 +85,10 @@ pub struct Key(HeaderValue);
 
 impl Key {
     /// One for a handshake that the gateway makes by itself.
-    pub fn new() -> Result<Key, Fault> {
+    pub fn new() -> Result<Key, RequestError> {
         let mut nonce = [0; 16];
-        rand::fill(&mut nonce).map_err(|_no_entropy| Fault::Panic)?;
-        HeaderValue::from_str(&STANDARD.encode(nonce)).map(Key).map_err(|_invalid| Fault::Panic)
+        rand::fill(&mut nonce).map_err(|_no_entropy| RequestError::Panic)?;
+        HeaderValue::from_str(&STANDARD.encode(nonce)).map(Key).map_err(|_invalid| RequestError::Panic)
     }
 
     /// The key of a handshake; `None` if that has none.
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
     use http::Request;
 
-    fn asked(change: impl FnOnce(&mut Request<()>)) -> Result<bool, Fault> {
+    fn asked(change: impl FnOnce(&mut Request<()>)) -> Result<bool, RequestError> {
         let mut request = Request::get("/")
             .header("connection", "keep-alive, Upgrade")
             .header("upgrade", "WebSocket")
@@ -211,8 +211,8 @@ mod tests {
 
     #[test]
     fn one_with_a_body_is_refused() {
-        assert!(matches!(asked(|request| set(request, "content-length", "1")), Err(Fault::Framing(_))));
-        assert!(matches!(asked(|request| set(request, "transfer-encoding", "chunked")), Err(Fault::Framing(_))));
+        assert!(matches!(asked(|request| set(request, "content-length", "1")), Err(RequestError::Framing(_))));
+        assert!(matches!(asked(|request| set(request, "transfer-encoding", "chunked")), Err(RequestError::Framing(_))));
         assert_eq!(
             asked(|request| {
                 set(request, "upgrade", "h2c");
@@ -241,7 +241,7 @@ mod tests {
         };
         let parts = extended("WebSocket");
         assert!(is_extended(&parts));
-        assert_eq!((&parts.method, way(&parts, false)), (&Method::GET, Ok(Some(Way::Connect))));
+        assert_eq!((&parts.method, way(&parts, false)), (&Method::GET, Ok(Some(UpgradeMethod::Connect))));
         let parts = extended("connect-udp");
         assert!(is_extended(&parts));
         assert_eq!((&parts.method, way(&parts, false)), (&Method::CONNECT, Ok(None)));

@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The thread, for as long as somebody holds this.
-pub struct Keeper {
+pub struct BackgroundWriter {
     finish: Sender<Finish>,
     thread: JoinHandle<()>,
 }
@@ -44,18 +44,18 @@ struct Work {
     displaced: bool,
 }
 
-impl Keeper {
+impl BackgroundWriter {
     pub fn start(
         counters: Arc<Counters>,
         clock: Clock,
         config: &config::Counters,
         meter: SnapshotMeter,
-    ) -> io::Result<Keeper> {
+    ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
         let (finish, told) = mpsc::channel();
         let work = Work { counters, clock, snapshot, meter, failing: false, displaced: false };
         let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.go_on(&told))?;
-        Ok(Keeper { finish, thread })
+        Ok(BackgroundWriter { finish, thread })
     }
 
     /// Writes the last snapshot, and returns when it is written.

@@ -27,13 +27,13 @@ const PATIENCE: usize = 3000;
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// The place, for as long as nobody else decides about it.
-pub struct Place<'p> {
+pub struct FileLock<'p> {
     path: &'p Path,
     lock: File,
 }
 
 /// That nobody else opens the counters.
-pub struct Alone {
+pub struct ExclusiveUse {
     _lock: File,
 }
 
@@ -47,13 +47,13 @@ pub struct Existing {
     pub open_to_others: Option<u32>,
 }
 
-impl<'p> Place<'p> {
+impl<'p> FileLock<'p> {
     /// Waits for whoever decides at the moment, which takes no longer than making a file does.
-    pub fn enter(path: &'p Path) -> io::Result<Place<'p>> {
+    pub fn enter(path: &'p Path) -> io::Result<FileLock<'p>> {
         let lock = options().create(true).open(path.with_added_extension("lock"))?;
         for _ in 0..PATIENCE {
             match lock.try_lock() {
-                Ok(()) => return Ok(Place { path, lock }),
+                Ok(()) => return Ok(FileLock { path, lock }),
                 Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
@@ -62,14 +62,14 @@ impl<'p> Place<'p> {
     }
 
     /// `None` if somebody else decides, or it can not be said.
-    pub fn enter_at_once(path: &'p Path) -> Option<Place<'p>> {
+    pub fn enter_at_once(path: &'p Path) -> Option<FileLock<'p>> {
         let lock = options().create(true).open(path.with_added_extension("lock")).ok()?;
-        lock.try_lock().is_ok().then_some(Place { path, lock })
+        lock.try_lock().is_ok().then_some(FileLock { path, lock })
     }
 
     /// Nobody else comes in before this is dropped.
-    pub fn stay(self) -> Alone {
-        Alone { _lock: self.lock }
+    pub fn stay(self) -> ExclusiveUse {
+        ExclusiveUse { _lock: self.lock }
     }
 
     /// The file, if there is one; an error if there is something else. This process uses it from now on.

@@ -17,7 +17,7 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use transom_limiter::format_registry::Ledger;
+use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::PAGE_BYTES;
 use transom_limiter::table::{BUCKET_SLOTS, Plan};
@@ -80,7 +80,7 @@ impl Header {
     pub const LEDGER_AT: usize = 2 * PAGE_BYTES;
 
     pub fn table_at(&self) -> usize {
-        let ledger_bytes = size_of::<u64>() * Ledger::numbers(self.layers);
+        let ledger_bytes = size_of::<u64>() * FormatRegistry::numbers(self.layers);
         (Header::LEDGER_AT + ledger_bytes).next_multiple_of(PAGE_BYTES)
     }
 

@@ -22,17 +22,17 @@ use crate::clock::Clock;
 use crate::config;
 use transom_limiter::atomics::{AtomicU128, Ordering};
 use transom_limiter::counter::END_MAX_MS;
-use transom_limiter::format_registry::Ledger;
+use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::{Cells, Memory};
-use transom_limiter::table::{Census, Table};
+use transom_limiter::table::{Table, TableStats};
 
 pub mod background;
 pub mod file;
 pub mod file_header;
 pub mod snapshot;
 
-use file::{Alone, Existing, Place};
+use file::{ExclusiveUse, Existing, FileLock};
 use file_header::{Boot, Header, Unfit};
 use snapshot::Saved;
 
@@ -47,7 +47,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub struct Counters {
     pub table: Arc<Table>,
     /// How the counters of each layer are written.
-    pub ledger: Ledger,
+    pub ledger: FormatRegistry,
     pub seed: Seed,
     /// Others count in the same memory.
     pub shared: bool,
@@ -159,7 +159,7 @@ impl Counters {
         handed: Option<OwnedFd>,
         layers: usize,
         clock: &Clock,
-    ) -> Result<(Counters, Option<Alone>), OpenError> {
+    ) -> Result<(Counters, Option<ExclusiveUse>), OpenError> {
         if (config.file.is_some() || handed.is_some()) && !AtomicU128::is_lock_free() {
             return Err(OpenError::Machine);
         }
@@ -172,7 +172,7 @@ impl Counters {
         let fresh = Header { plan: Table::plan(config.capacity), layers, seed: fresh_seed(), boot };
         let (counters, alone) = match (&config.file, handed) {
             (Some(path), handed) => {
-                let (counters, alone) = Opening { path, config, fresh, clock }.open()?;
+                let (counters, alone) = FileOpener { path, config, fresh, clock }.open()?;
                 if !file::lies_in_memory(counters.descriptor()) {
                     tracing::info!(
                         "`{}` is on a disk, which whoever counts may have to wait for; it belongs on tmpfs, as /run is",
@@ -201,10 +201,10 @@ impl Counters {
     fn within(file: File, header: Header, shared: bool) -> io::Result<Counters> {
         let memory = Memory::mapped(file.as_fd(), header.file_bytes())?;
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
-        let numbers = memory.numbers(Header::LEDGER_AT, Ledger::numbers(header.layers)).ok_or_else(short)?;
+        let numbers = memory.numbers(Header::LEDGER_AT, FormatRegistry::numbers(header.layers)).ok_or_else(short)?;
         let table = Table::within(header.plan, &memory, header.table_at()).ok_or_else(short)?;
         let time = memory.words(Header::TIME_AT, 1).ok_or_else(short)?;
-        let (table, ledger) = (Arc::new(table), Ledger::new(numbers));
+        let (table, ledger) = (Arc::new(table), FormatRegistry::new(numbers));
         Ok(Counters { table, ledger, seed: header.seed, shared, header, path: None, time, file })
     }
 
@@ -214,7 +214,7 @@ impl Counters {
     }
 
     /// Counts the open windows. Memory that was never written to is left out: reading it would take memory for it.
-    pub fn census(&self, now_ms: u64) -> Census {
+    pub fn census(&self, now_ms: u64) -> TableStats {
         let table_at = self.header.table_at();
         let within = |bytes: Range<usize>| bytes.start.saturating_sub(table_at)..bytes.end.saturating_sub(table_at);
         self.table.census_of(written(&self.file, self.header.file_bytes()).map(within), now_ms)
@@ -234,7 +234,7 @@ impl Counters {
     pub fn while_alone<T>(&self, action: impl FnOnce() -> T) -> Option<T> {
         // Who changes a lock has none for a moment, in which nobody may take the file for one that is not in use.
         let _place = match &self.path {
-            Some(path) => Some(Place::enter_at_once(path)?),
+            Some(path) => Some(FileLock::enter_at_once(path)?),
             None => None,
         };
         let done = self.file.try_lock().is_ok().then(action);
@@ -302,7 +302,7 @@ impl Counters {
 }
 
 /// The file of a configuration, about to be opened.
-struct Opening<'o> {
+struct FileOpener<'o> {
     path: &'o Path,
     config: &'o config::Counters,
     /// What it is like if it is made anew.
@@ -310,14 +310,14 @@ struct Opening<'o> {
     clock: &'o Clock,
 }
 
-impl Opening<'_> {
-    fn open(&self) -> Result<(Counters, Alone), OpenError> {
-        let place = Place::enter(self.path).map_err(|source| self.failed(source))?;
+impl FileOpener<'_> {
+    fn open(&self) -> Result<(Counters, ExclusiveUse), OpenError> {
+        let place = FileLock::enter(self.path).map_err(|source| self.failed(source))?;
         let counters = Counters { path: Some(self.path.to_owned()), ..self.open_at(&place)? };
         Ok((counters, place.stay()))
     }
 
-    fn open_at(&self, place: &Place) -> Result<Counters, OpenError> {
+    fn open_at(&self, place: &FileLock) -> Result<Counters, OpenError> {
         let Some(existing) = place.existing().map_err(|source| self.failed(source))? else {
             return self.make(place).map_err(|source| self.failed(source));
         };
@@ -372,7 +372,7 @@ impl Opening<'_> {
         counters.sound(self.clock)
     }
 
-    fn make(&self, place: &Place) -> io::Result<Counters> {
+    fn make(&self, place: &FileLock) -> io::Result<Counters> {
         let saved = self.config.snapshot.as_deref().and_then(|path| snapshot::find(path, self.fresh.plan));
         let header = saved.as_ref().map_or(self.fresh, |saved| Header { seed: saved.seed, ..self.fresh });
         // What is not restored to its end must not look as if it were.

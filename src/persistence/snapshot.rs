@@ -29,10 +29,10 @@ use sha2::{Digest, Sha256};
 use super::file::MODE;
 use super::{AHEAD_MAX_MS, Counters};
 use crate::clock::Clock;
-use transom_limiter::counter::{END_MAX_MS, Word};
-use transom_limiter::format_registry::{Way, Ways};
+use transom_limiter::counter::{CounterWord, END_MAX_MS};
+use transom_limiter::format_registry::{CounterFormat, CounterFormats};
 use transom_limiter::key::Seed;
-use transom_limiter::table::{Marks, Plan};
+use transom_limiter::table::{Plan, Watermarks};
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
 /// As that of the counters file, of which it holds the words.
@@ -50,7 +50,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub struct Saved {
     pub seed: Seed,
     pub time_ms: u64,
-    marks: Marks,
+    marks: Watermarks,
     ways: u64,
     counters: u64,
     file: File,
@@ -108,7 +108,7 @@ pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration
     // How many there are is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
     let mut target = BufWriter::new(Summed::new(&file));
-    let ways: Vec<(u64, Way)> = counters.ledger.ways().special().collect();
+    let ways: Vec<(u64, CounterFormat)> = counters.ledger.ways().special().collect();
     for (bits, way) in &ways {
         let grants = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
         let (rolls, shards) = (u64::from(way.rolls), u64::from(way.shards));
@@ -255,7 +255,7 @@ fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
     source.sum.update(head);
     let mut sum = [0; CHECKSUM_BYTES as usize];
     (&file).read_exact(&mut sum)?;
-    let marks = Marks { horizon_ms, spill_horizon_ms, spill_end_ms };
+    let marks = Watermarks { horizon_ms, spill_horizon_ms, spill_end_ms };
     // Horizons are times that have passed. With later ones, windows that are open would be taken for ended.
     let passed_ms = horizon_ms.max(spill_horizon_ms);
     let has_passed = passed_ms <= time_ms.saturating_add(AHEAD_MAX_MS);
@@ -270,18 +270,21 @@ impl Saved {
     pub fn restore(mut self, counters: &Counters, now_ms: u64) -> io::Result<u64> {
         self.file.seek(SeekFrom::Start(HEAD_BYTES))?;
         let mut source = BufReader::new(&self.file);
-        let mut ways = Ways::default();
+        let mut ways = CounterFormats::default();
         for _ in 0..self.ways {
             let [bits, rolls, shards, ahead_most, grants, differ] = get(&mut source)?;
             let grants = ((grants >> 32) as u32, grants as u32);
-            ways.join(bits, Way { rolls: rolls != 0, shards: shards as u32, ahead_most, grants, differ: differ != 0 });
+            ways.join(
+                bits,
+                CounterFormat { rolls: rolls != 0, shards: shards as u32, ahead_most, grants, differ: differ != 0 },
+            );
         }
         counters.ledger.join(&ways).map_err(|_full| io::Error::other("it is of more layers than there is room for"))?;
         counters.table.restore_marks(self.marks);
         let mut restored = 0;
         for _ in 0..self.counters {
             let [place, low, high] = get(&mut source)?;
-            let word = Word::from_bits(u128::from(high) << 64 | u128::from(low));
+            let word = CounterWord::from_bits(u128::from(high) << 64 | u128::from(low));
             if word.is_live(now_ms) && counters.table.restore(place as usize, word) {
                 restored += 1;
             }

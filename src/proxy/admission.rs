@@ -4,116 +4,116 @@ use std::rc::Rc;
 
 use http::HeaderMap;
 
-use super::compiled_config::{Slate, Snapshot};
-use super::delayed_request::{Placed, Turn};
+use super::compiled_config::{CompiledConfig, RouteRules};
+use super::delayed_request::{DelayedRequest, Placed};
 use super::request_record::Record;
-use super::response_cost::Settlement;
-use super::worker_state::{Hall, Peer, View};
-use crate::http::error::Fault;
+use super::response_cost::PendingCost;
+use super::worker_state::{Peer, WorkerConfig, WorkerState};
+use crate::http::error::RequestError;
 use crate::http::rate_limit_key::Caller;
-use crate::http::ratelimit_headers::Stamp;
+use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::Reply;
-use crate::redis_store::decision::{Begun, Inquiry, Ruling, Unavailable};
-use transom_limiter::decision_context::Desk;
+use crate::redis_store::decision::{Begun, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::Now;
-use transom_limiter::rule_set::Judgement;
+use transom_limiter::rule_set::Decision;
 
 /// What is asked, and by whose rules.
-pub struct Question {
-    inquiry: Box<Inquiry>,
+pub struct PendingAdmission {
+    inquiry: Box<SharedDecision>,
     /// Position of the slate.
     slate: usize,
 }
 
 /// What lets a request pass.
 #[derive(Default)]
-pub struct Permit {
-    pub stamp: Stamp,
-    pub turn: Option<Box<Turn>>,
-    pub settlement: Option<Box<Settlement>>,
+pub struct Admission {
+    pub stamp: RateLimitFields,
+    pub turn: Option<Box<DelayedRequest>>,
+    pub settlement: Option<Box<PendingCost>>,
 }
 
 /// Why a request does not pass.
-pub enum Denial {
+pub enum Rejection {
     Refused(Reply),
-    Fault(Fault),
+    Fault(RequestError),
 }
 
-impl Permit {
+impl Admission {
     /// That of a request that was let through without a question; the desk is what was decided on.
     #[allow(clippy::too_many_arguments, reason = "all of them are what the request takes along")]
     pub fn of(
-        judgement: Judgement,
-        stamp: Stamp,
-        hall: &Rc<Hall>,
-        view: &Rc<View>,
+        judgement: Decision,
+        stamp: RateLimitFields,
+        worker: &Rc<WorkerState>,
+        view: &Rc<WorkerConfig>,
         peer: &Peer,
         slate: usize,
-        desk: &Desk,
+        context: &DecisionContext,
         texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
-    ) -> Permit {
-        Permit {
+    ) -> Admission {
+        Admission {
             stamp: stamp.only_once(),
-            turn: Turn::of(judgement, hall, view, peer, slate, desk, Placed::default()),
-            settlement: Settlement::of(&view.snapshot.slates[slate], slate, desk, &[], texts),
+            turn: DelayedRequest::of(judgement, worker, view, peer, slate, context, Placed::default()),
+            settlement: PendingCost::of(&view.snapshot.slates[slate], slate, context, &[], texts),
         }
     }
 }
 
 /// What the rules say, if they can say it now.
 pub enum Judged {
-    Now(Judgement),
-    Later(Box<Question>),
+    Now(Decision),
+    Later(Box<PendingAdmission>),
 }
 
 /// Lets the rules of a slate decide a request whose askers lie on the desk.
 #[inline(always)]
 pub fn judge(
-    hall: &Hall,
-    snapshot: &Snapshot,
+    worker: &WorkerState,
+    snapshot: &CompiledConfig,
     slate: usize,
     caller: &Caller<'_>,
-    desk: &mut Desk,
+    context: &mut DecisionContext,
     now_ms: u64,
-) -> Result<Judged, Fault> {
-    let Slate { roster, .. } = &snapshot.slates[slate];
-    let Some(shared) = hall.shared.as_ref().filter(|_| roster.is_shared) else {
-        let clock = || hall.clock.now().unix_ms;
+) -> Result<Judged, RequestError> {
+    let RouteRules { charge_plan, .. } = &snapshot.slates[slate];
+    let Some(shared) = worker.shared.as_ref().filter(|_| charge_plan.is_shared) else {
+        let clock = || worker.clock.now().unix_ms;
         let now = Now::since(now_ms, &clock);
-        return Ok(Judged::Now(snapshot.book.judge(roster, &hall.table, now, desk)));
+        return Ok(Judged::Now(snapshot.rule_set.judge(charge_plan, &worker.table, now, context)));
     };
     let text = |position| snapshot.text_of(&snapshot.slates[slate], position, caller);
-    match shared.begin(&snapshot.book, roster, desk, text) {
+    match shared.begin(&snapshot.rule_set, charge_plan, context, text) {
         Begun::Decided(judgement) => Ok(Judged::Now(judgement)),
-        Begun::Waits(inquiry) => Ok(Judged::Later(Box::new(Question { inquiry, slate }))),
-        Begun::Unavailable => Err(Fault::Uncounted),
+        Begun::Waits(inquiry) => Ok(Judged::Later(Box::new(PendingAdmission { inquiry, slate }))),
+        Begun::Unavailable => Err(RequestError::Uncounted),
     }
 }
 
-impl Question {
+impl PendingAdmission {
     /// Waits for the store, and decides.
     pub async fn answer(
         self: Box<Self>,
-        hall: &Rc<Hall>,
-        view: &Rc<View>,
+        worker: &Rc<WorkerState>,
+        view: &Rc<WorkerConfig>,
         peer: &Peer,
         record: &mut Record,
-    ) -> Result<Permit, Denial> {
+    ) -> Result<Admission, Rejection> {
         let snapshot = &*view.snapshot;
         let slate = &snapshot.slates[self.slate];
-        let ruling = self.inquiry.decide(&slate.roster).await;
-        let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
-        let now_ms = hall.clock.now().unix_ms;
-        record.decision(self.slate, &ruling.desk, &ruling.judgement);
+        let ruling = self.inquiry.decide(&slate.charge_plan).await;
+        let ruling = ruling.map_err(|Unavailable| Rejection::Fault(RequestError::Uncounted))?;
+        let now_ms = worker.clock.now().unix_ms;
+        record.decision(self.slate, &ruling.context, &ruling.judgement);
         let mut text = Vec::new();
-        if let Judgement::Refused = ruling.judgement {
-            let refused = view.refusal(self.slate, &ruling.desk, now_ms, hall.date(), &mut text, HeaderMap::new());
-            return Err(Denial::Refused(refused.reply));
+        if let Decision::Refused = ruling.judgement {
+            let refused = view.refusal(self.slate, &ruling.context, now_ms, worker.date(), &mut text, HeaderMap::new());
+            return Err(Rejection::Refused(refused.reply));
         }
-        let stamp = slate.sheet.render(&ruling.desk, view.policies[self.slate].as_ref(), now_ms, &mut text);
-        let Ruling { judgement, desk, gifts, texts } = ruling;
-        let settlement = Settlement::of(slate, self.slate, &desk, &gifts, || texts.clone());
-        let turn = Turn::of(judgement, hall, view, peer, self.slate, &desk, Placed { gifts, texts });
-        Ok(Permit { stamp: stamp.only_once(), turn, settlement })
+        let stamp = slate.sheet.render(&ruling.context, view.policies[self.slate].as_ref(), now_ms, &mut text);
+        let SharedOutcome { judgement, context, gifts, texts } = ruling;
+        let settlement = PendingCost::of(slate, self.slate, &context, &gifts, || texts.clone());
+        let turn = DelayedRequest::of(judgement, worker, view, peer, self.slate, &context, Placed { gifts, texts });
+        Ok(Admission { stamp: stamp.only_once(), turn, settlement })
     }
 }

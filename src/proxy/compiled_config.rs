@@ -10,44 +10,44 @@ use std::sync::Arc;
 
 use http::HeaderName;
 
-use super::response_cost::Term;
+use super::response_cost::ResponseCostRule;
 use crate::config::{Config, Route};
-use crate::decision::Counsel;
+use crate::decision::DecisionService;
 use crate::http::client_plans::Clients;
 use crate::http::forwarded::Trust;
 use crate::http::hash_key::Affinity;
-use crate::http::overrides::Exceptions;
-use crate::http::rate_limit_key::{Caller, Identity};
-use crate::http::ratelimit_headers::Sheet;
-use crate::http::responses::Form;
+use crate::http::overrides::Overrides;
+use crate::http::rate_limit_key::{Caller, RuleKey};
+use crate::http::ratelimit_headers::RateLimitTemplate;
+use crate::http::responses::RefusalTemplate;
 use crate::http::route_actions::Action;
 use crate::http::router::Router;
 use crate::http::store_key_text::Digester;
 use crate::jwt::cache::Checker;
-use crate::upstream::server_health::Fleet;
+use crate::upstream::server_health::UpstreamHealth;
 use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::rule::{Cost, Sharing};
-use transom_limiter::rule_set::{Book, Roster};
+use transom_limiter::rule_set::{ChargePlan, RuleSet};
 
 #[derive(Debug)]
-pub struct Snapshot {
+pub struct CompiledConfig {
     pub config: Config,
     pub router: Router,
     /// The servers of each upstream, as all loops know them.
-    pub fleets: Vec<Arc<Fleet>>,
+    pub upstream_health: Vec<Arc<UpstreamHealth>>,
     /// What each upstream chooses a server by, if that is a hash.
     pub affinities: Vec<Option<Affinity>>,
-    pub book: Arc<Book>,
+    pub rule_set: Arc<RuleSet>,
     /// Answers those who ask without a request.
-    pub counsel: Arc<Counsel>,
+    pub counsel: Arc<DecisionService>,
     /// What refusals look like; one for each rule of the book.
-    pub forms: Vec<Form>,
+    pub forms: Vec<RefusalTemplate>,
     /// Who is known by name.
     pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
-    pub lanes: Vec<Lane>,
+    pub lanes: Vec<CompiledRoute>,
     /// What routes with the same rules have in common.
-    pub slates: Vec<Slate>,
+    pub slates: Vec<RouteRules>,
     /// Spells what is secret, where gateways share counters.
     digester: Option<Arc<Digester>>,
     /// Claims that some rule counts by, or that name a client.
@@ -65,7 +65,7 @@ pub struct Snapshot {
 
 /// A route made ready: where to go on from it. Small, so that thousands of them stay in the cache.
 #[derive(Debug)]
-pub struct Lane {
+pub struct CompiledRoute {
     /// Position in the snapshot.
     pub slate: u32,
     /// Position in the configuration.
@@ -76,54 +76,59 @@ pub struct Lane {
 
 /// A list of rules made ready; many routes share few of them, so those stay in the cache.
 #[derive(Debug)]
-pub struct Slate {
-    pub roster: Roster,
+pub struct RouteRules {
+    pub charge_plan: ChargePlan,
     /// One for each rule of the roster.
-    pub identities: Vec<Identity>,
-    pub sheet: Sheet,
+    pub identities: Vec<RuleKey>,
+    pub sheet: RateLimitTemplate,
     /// The rules whose cost the answer tells.
-    pub terms: Vec<Term>,
+    pub terms: Vec<ResponseCostRule>,
     /// Whether a request that was refused can be refused again by a look at its counters: nothing passes for another reason than that
     /// they have room, a refusal leaves nothing behind, and no client is known by a token, which may end.
     pub is_repeatable: bool,
 }
 
-impl Snapshot {
+impl CompiledConfig {
     /// `book` is of the rules of the configuration.
-    pub fn new(config: Config, seed: Seed, book: Book, fleets: Vec<Arc<Fleet>>) -> Arc<Snapshot> {
-        let book = Arc::new(book);
+    pub fn new(
+        config: Config,
+        seed: Seed,
+        rule_set: RuleSet,
+        upstream_health: Vec<Arc<UpstreamHealth>>,
+    ) -> Arc<CompiledConfig> {
+        let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(Clients::new);
-        let exceptions = |entry| Identity::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
-        let exceptions: Vec<_> = book.entries.iter().map(exceptions).collect();
+        let exceptions = |entry| RuleKey::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let exceptions: Vec<_> = rule_set.entries.iter().map(exceptions).collect();
         let (mut slates, mut actions) = (Vec::new(), Vec::new());
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
             // Where a parameter stands in the path is part of how a key is found; the cost may be the route's own.
             let slate = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                slates.push(Slate::new(&book, &config, route, &exceptions, seed));
+                slates.push(RouteRules::new(&rule_set, &config, route, &exceptions, seed));
                 slates.len() - 1
             });
             actions.extend(route.actions.as_ref().map(|own| Action::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
-            lanes.push(Lane { slate: slate as u32, upstream: route.upstream as u32, action });
+            lanes.push(CompiledRoute { slate: slate as u32, upstream: route.upstream as u32, action });
         }
         let affinities = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
         let claims = claims(&config);
         let token_hash = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
-        let forms = config.refusals.iter().map(Form::new).collect();
+        let forms = config.refusals.iter().map(RefusalTemplate::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
-        let counsel = Arc::new(Counsel::new(&book, &exceptions, seed, digester.clone()));
-        Arc::new(Snapshot {
+        let counsel = Arc::new(DecisionService::new(&rule_set, &exceptions, seed, digester.clone()));
+        Arc::new(CompiledConfig {
             digester,
             trust: config.proxies.as_ref().map(Trust::new),
             actions,
             router,
-            fleets,
+            upstream_health,
             affinities,
             forms,
             lanes,
@@ -133,37 +138,37 @@ impl Snapshot {
             key_fields,
             clients,
             counsel,
-            book,
+            rule_set,
             config,
         })
     }
 }
 
-impl Snapshot {
+impl CompiledConfig {
     /// What says which tokens are genuine; one for each loop. Without keys, none is.
     pub fn checker(&self) -> Checker {
         Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hash.clone())
     }
 
-    pub fn slate_of(&self, lane: &Lane) -> &Slate {
+    pub fn slate_of(&self, lane: &CompiledRoute) -> &RouteRules {
         &self.slates[lane.slate as usize]
     }
 
-    pub fn action_of(&self, lane: &Lane) -> Option<&Action> {
+    pub fn action_of(&self, lane: &CompiledRoute) -> Option<&Action> {
         lane.action.map(|behind| &self.actions[behind.get() as usize - 1])
     }
 
     /// What the key of a request is in the store, under a rule of a slate; `None` if the rule is not shared or does not apply.
-    pub fn text_of(&self, slate: &Slate, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
-        let rule = &self.book.entries[slate.roster.rules[position]].rule;
+    pub fn text_of(&self, slate: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
+        let rule = &self.rule_set.entries[slate.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Own)?;
         let mut text = String::new();
         slate.identities[position].text(caller, digester, &mut text).then(|| text.into())
     }
 
     /// As [`Snapshot::text_of`], for all rules of a slate.
-    pub fn texts_of(&self, slate: &Slate, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
-        (0..slate.roster.rules.len()).map(|position| self.text_of(slate, position, caller)).collect()
+    pub fn texts_of(&self, slate: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
+        (0..slate.charge_plan.rules.len()).map(|position| self.text_of(slate, position, caller)).collect()
     }
 
     /// The name of a route; a lane has its route's position.
@@ -172,14 +177,27 @@ impl Snapshot {
     }
 }
 
-impl Slate {
-    fn new(book: &Book, config: &Config, route: &Route, exceptions: &[Option<Arc<Exceptions>>], seed: Seed) -> Slate {
-        let roster = book.roster(&route.rules);
-        let identity = |rule: &usize| Identity::new(&book.entries[*rule], route, seed).with(exceptions[*rule].clone());
+impl RouteRules {
+    fn new(
+        rule_set: &RuleSet,
+        config: &Config,
+        route: &Route,
+        exceptions: &[Option<Arc<Overrides>>],
+        seed: Seed,
+    ) -> RouteRules {
+        let charge_plan = rule_set.charge_plan(&route.rules);
+        let identity =
+            |rule: &usize| RuleKey::new(&rule_set.entries[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
-        let terms = Term::of(config, &route.rules);
-        let is_repeatable = roster.is_plain() && roster.shadows().is_empty() && config.jwt.is_none();
-        Slate { identities, sheet: Sheet::new(book, &roster, &config.fields), roster, terms, is_repeatable }
+        let terms = ResponseCostRule::of(config, &route.rules);
+        let is_repeatable = charge_plan.is_plain() && charge_plan.shadows().is_empty() && config.jwt.is_none();
+        RouteRules {
+            identities,
+            sheet: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
+            charge_plan,
+            terms,
+            is_repeatable,
+        }
     }
 }
 

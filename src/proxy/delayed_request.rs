@@ -10,20 +10,20 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::admission::Denial;
+use super::admission::Rejection;
 use super::request_record::Record;
-use super::response_cost::Settlement;
-use super::worker_state::{Hall, Peer, View};
-use crate::http::error::Fault;
-use crate::http::ratelimit_headers::Stamp;
+use super::response_cost::PendingCost;
+use super::worker_state::{Peer, WorkerConfig, WorkerState};
+use crate::http::error::RequestError;
+use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
 use crate::redis_store::decision::Unavailable;
-use crate::redis_store::scripts::Gift;
-use transom_limiter::decision_context::{Asker, Desk};
+use crate::redis_store::scripts::Refund;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
-use transom_limiter::rule_set::{Judgement, Line};
-use transom_limiter::sharded_counter::Share;
-use transom_limiter::waiter_limit::Place;
+use transom_limiter::rule_set::{Decision, LayerRef};
+use transom_limiter::sharded_counter::ShardReceipt;
+use transom_limiter::waiter_limit::WaiterSlot;
 
 /// The wall clock may be set while a request waits, so it looks again after so long.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -31,56 +31,56 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// What the store of shared counters has charged for a request, and what finds it there.
 #[derive(Default)]
 pub struct Placed {
-    pub gifts: Vec<(usize, Gift)>,
+    pub gifts: Vec<(usize, Refund)>,
     pub texts: Vec<Option<Rc<str>>>,
 }
 
 /// The turn of a request. Dropped before it has come, as when the client goes away, it gives back
 /// what was charged.
-pub struct Turn {
+pub struct DelayedRequest {
     until_ms: u64,
     /// Position of the slate that was decided by.
     slate: usize,
-    askers: Vec<Option<Asker>>,
+    keyed_requests: Vec<Option<KeyedRequest>>,
     /// The layers to be charged again when the turn has come.
-    again: Vec<Line>,
+    again: Vec<LayerRef>,
     /// What was charged; empty once the turn has come.
-    shares: Vec<Share>,
+    shares: Vec<ShardReceipt>,
     placed: Placed,
-    hall: Rc<Hall>,
-    view: Rc<View>,
+    worker: Rc<WorkerState>,
+    view: Rc<WorkerConfig>,
     /// A place in the queue of those who wait.
-    _place: Option<Place>,
+    _place: Option<WaiterSlot>,
     /// The latest time at which the request may pass.
     latest_ms: u64,
     /// Tells the guard of the client's socket that this request waits.
     waits: Rc<Cell<bool>>,
 }
 
-impl Turn {
+impl DelayedRequest {
     /// The turn of a request that was delayed; `desk` is what was decided on.
     pub fn of(
-        judgement: Judgement,
-        hall: &Rc<Hall>,
-        view: &Rc<View>,
+        judgement: Decision,
+        worker: &Rc<WorkerState>,
+        view: &Rc<WorkerConfig>,
         peer: &Peer,
         slate: usize,
-        desk: &Desk,
+        context: &DecisionContext,
         placed: Placed,
-    ) -> Option<Box<Turn>> {
-        let Judgement::Delayed { until_ms, wait, again } = judgement else { return None };
-        let (snapshot, now_ms) = (&view.snapshot, hall.clock.now().unix_ms);
-        Some(Box::new(Turn {
+    ) -> Option<Box<DelayedRequest>> {
+        let Decision::Delayed { until_ms, wait, again } = judgement else { return None };
+        let (snapshot, now_ms) = (&view.snapshot, worker.clock.now().unix_ms);
+        Some(Box::new(DelayedRequest {
             until_ms,
             slate,
-            askers: desk.askers.clone(),
+            keyed_requests: context.keyed_requests.clone(),
             again,
-            shares: desk.all_shares().collect(),
+            shares: context.all_shares().collect(),
             placed,
-            hall: Rc::clone(hall),
+            worker: Rc::clone(worker),
             view: Rc::clone(view),
             _place: wait.map(|wait| wait.place),
-            latest_ms: now_ms + snapshot.book.most_delay_ms(&snapshot.slates[slate].roster),
+            latest_ms: now_ms + snapshot.rule_set.most_delay_ms(&snapshot.slates[slate].charge_plan),
             waits: Rc::clone(&peer.waits),
         }))
     }
@@ -90,15 +90,15 @@ impl Turn {
     pub async fn come(
         mut self,
         record: &mut Record,
-        settlement: &mut Option<Box<Settlement>>,
-    ) -> Result<Stamp, Denial> {
+        settlement: &mut Option<Box<PendingCost>>,
+    ) -> Result<RateLimitFields, Rejection> {
         loop {
             self.until_open().await;
             if self.again.is_empty() {
                 self.shares.clear();
                 self.placed.gifts.clear();
-                let clock = || self.hall.clock.now().unix_ms;
-                return Ok(self.view.stamp(self.slate, &self.askers, &self.hall.table, Now::by(&clock)));
+                let clock = || self.worker.clock.now().unix_ms;
+                return Ok(self.view.stamp(self.slate, &self.keyed_requests, &self.worker.table, Now::by(&clock)));
             }
             self.charge_again(record, settlement).await?;
         }
@@ -107,7 +107,7 @@ impl Turn {
     async fn until_open(&self) {
         self.waits.set(true);
         loop {
-            let now_ms = self.hall.clock.now().unix_ms;
+            let now_ms = self.worker.clock.now().unix_ms;
             let left_ms = self.until_ms.saturating_sub(now_ms);
             if left_ms == 0 {
                 self.waits.set(false);
@@ -122,70 +122,79 @@ impl Turn {
     async fn charge_again(
         &mut self,
         record: &mut Record,
-        settlement: &mut Option<Box<Settlement>>,
-    ) -> Result<(), Denial> {
+        settlement: &mut Option<Box<PendingCost>>,
+    ) -> Result<(), Rejection> {
         let snapshot = Arc::clone(&self.view.snapshot);
-        let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
-        let mut desk = self.view.scratch().desk.clone();
-        desk.askers.clone_from(&self.askers);
+        let (rule_set, slate) = (&snapshot.rule_set, &snapshot.slates[self.slate]);
+        let mut context = self.view.scratch().context.clone();
+        context.keyed_requests.clone_from(&self.keyed_requests);
         let again = std::mem::take(&mut self.again);
-        let clock = || self.hall.clock.now().unix_ms;
-        let (judgement, gifts) = match self.hall.shared.as_ref().filter(|_| slate.roster.is_shared) {
+        let clock = || self.worker.clock.now().unix_ms;
+        let (judgement, gifts) = match self.worker.shared.as_ref().filter(|_| slate.charge_plan.is_shared) {
             None => {
                 let now = Now::by(&clock);
-                (book.charge_again(&slate.roster, &again, &self.hall.table, now, &mut desk), Vec::new())
+                (rule_set.charge_again(&slate.charge_plan, &again, &self.worker.table, now, &mut context), Vec::new())
             }
             Some(shared) => {
-                let inquiry = shared.charge_again(book, &slate.roster, again, desk, self.placed.texts.clone());
-                let ruling = inquiry.decide(&slate.roster).await;
-                let ruling = ruling.map_err(|Unavailable| Denial::Fault(Fault::Uncounted))?;
-                desk = ruling.desk;
+                let inquiry =
+                    shared.charge_again(rule_set, &slate.charge_plan, again, context, self.placed.texts.clone());
+                let ruling = inquiry.decide(&slate.charge_plan).await;
+                let ruling = ruling.map_err(|Unavailable| Rejection::Fault(RequestError::Uncounted))?;
+                context = ruling.context;
                 (ruling.judgement, ruling.gifts)
             }
         };
         let now = Now::by(&clock);
         let now_ms = now.unix_ms;
         match judgement {
-            Judgement::Admitted => {}
-            Judgement::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
+            Decision::Admitted => {}
+            Decision::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
                 (self.until_ms, self.again) = (until_ms, again);
             }
-            Judgement::Delayed { .. } | Judgement::Refused => {
-                self.shares.extend(desk.all_shares());
-                book.give_back(&self.shares, u32::MAX, &self.hall.table, now_ms);
+            Decision::Delayed { .. } | Decision::Refused => {
+                self.shares.extend(context.all_shares());
+                rule_set.give_back(&self.shares, u32::MAX, &self.worker.table, now_ms);
                 self.shares.clear();
                 self.placed.gifts.extend(gifts);
                 // The answer tells of all layers, as they are now.
-                book.look(&slate.roster, &self.hall.table, now, &mut desk);
-                record.decision(self.slate, &desk, &Judgement::Refused);
+                rule_set.look(&slate.charge_plan, &self.worker.table, now, &mut context);
+                record.decision(self.slate, &context, &Decision::Refused);
                 let mut text = Vec::new();
-                let stamp = slate.sheet.render(&desk, None, desk.decided_ms, &mut text);
-                let (roster, forms) = (&slate.roster, &snapshot.forms);
+                let stamp = slate.sheet.render(&context, None, context.decided_ms, &mut text);
+                let (charge_plan, forms) = (&slate.charge_plan, &snapshot.forms);
                 let headers = HeaderMap::new();
-                let refused =
-                    responses::refusal(book, roster, &desk, forms, desk.decided_ms, stamp, &mut text, headers);
-                return Err(Denial::Refused(refused.reply));
+                let refused = responses::refusal(
+                    rule_set,
+                    charge_plan,
+                    &context,
+                    forms,
+                    context.decided_ms,
+                    stamp,
+                    &mut text,
+                    headers,
+                );
+                return Err(Rejection::Refused(refused.reply));
             }
         }
         self.shares.retain(|share| share.paid.end_ms() > now_ms);
-        self.shares.extend(desk.all_shares());
+        self.shares.extend(context.all_shares());
         if let Some(settlement) = settlement {
-            settlement.charged_again(slate, &desk, &gifts, now_ms);
+            settlement.charged_again(slate, &context, &gifts, now_ms);
         }
         self.placed.gifts.extend(gifts);
         Ok(())
     }
 }
 
-impl Drop for Turn {
+impl Drop for DelayedRequest {
     fn drop(&mut self) {
         self.waits.set(false);
         if !self.shares.is_empty() {
-            let (hall, book) = (&self.hall, &self.view.snapshot.book);
-            let now_ms = hall.clock.now().unix_ms;
-            hall.abandoned.give_up(self.shares.drain(..), self.until_ms, book, &hall.table, now_ms);
+            let (worker, rule_set) = (&self.worker, &self.view.snapshot.rule_set);
+            let now_ms = worker.clock.now().unix_ms;
+            worker.abandoned.give_up(self.shares.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
         }
-        if let Some(shared) = self.hall.shared.as_ref().filter(|_| !self.placed.gifts.is_empty()) {
+        if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.placed.gifts.is_empty()) {
             shared.give_later(self.placed.gifts.drain(..).map(|(_, gift)| gift).collect());
         }
     }

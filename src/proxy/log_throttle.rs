@@ -11,9 +11,9 @@ const CAUSES_MAX: usize = 256;
 
 /// When each cause was last told, and how often it was not since.
 #[derive(Debug, Default)]
-pub struct Complaints(RefCell<HashMap<String, (Instant, u64)>>);
+pub struct LogThrottle(RefCell<HashMap<String, (Instant, u64)>>);
 
-impl Complaints {
+impl LogThrottle {
     /// Whether a cause may be told now; if so, how often it was not told before.
     pub fn may_say(&self, cause: &str, now: Instant) -> Option<u64> {
         let mut causes = self.0.borrow_mut();
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_cause_is_told_once_a_second_with_what_was_left_out() {
-        let complaints = Complaints::default();
+        let complaints = LogThrottle::default();
         let start = Clock::manual(0).instant();
         let at = |ms| start + Duration::from_millis(ms);
         assert_eq!(complaints.may_say("a", at(0)), Some(0));

@@ -33,53 +33,53 @@ pub mod worker_state;
 
 use crate::clock::Moment;
 use crate::config::ForwardPath;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::forwarded::Client;
-use crate::http::headers::Marks;
+use crate::http::headers::SpecialFields;
 use crate::http::rate_limit_key::{Caller, Unclear};
 use crate::http::request_validation::Clear;
-use crate::http::responses::{Dialect, Reply};
-use crate::http::route_actions::{Deed, Seen};
+use crate::http::responses::{ErrorFormat, Reply};
+use crate::http::route_actions::{AppliedActions, Seen};
 use crate::http::router::{self, Ambiguous};
-use crate::http::websocket_handshake::Way;
+use crate::http::websocket_handshake::UpgradeMethod;
 use crate::http::{headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
 use crate::upstream::load_balancer::Asked;
-use crate::upstream::request_body::{Inbound, Source};
+use crate::upstream::request_body::{BodySource, Inbound};
 use crate::upstream::request_upload::Upload;
-use admission::{Denial, Judged, Permit, Question};
-use compiled_config::Snapshot;
+use admission::{Admission, Judged, PendingAdmission, Rejection};
+use compiled_config::CompiledConfig;
 use repeat_refusal::Again;
 use request_record::Record;
 use response_body::{Body, Content};
-use response_future::Passing;
-use transom_limiter::decision_context::Desk;
-use transom_limiter::rule_set::Judgement;
-use websocket::{Opening, conclude};
-use worker_state::{Hall, Origin, Peer, Scratch, Target, View};
+use response_future::ResponseFuture;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::Decision;
+use websocket::{WebSocketHandshake, conclude};
+use worker_state::{ConnectionInfo, Peer, Scratch, Target, WorkerConfig, WorkerState};
 
 /// What the rules made of a request.
-enum Decision {
+enum RequestOutcome {
     /// As permitted, or by what a question comes to that has to be asked first.
-    Forward { onward: Onward, permit: Permit, question: Option<Box<Question>> },
+    Forward { onward: ForwardPlan, permit: Admission, question: Option<Box<PendingAdmission>> },
     /// A refusal, or another answer that needs no upstream.
     Answer(Reply),
 }
 
 /// Where a request goes, and what is done to it there.
-struct Onward {
+struct ForwardPlan {
     lane: usize,
     /// It asks for a WebSocket.
-    opening: Option<Box<Opening>>,
+    opening: Option<Box<WebSocketHandshake>>,
     /// What the choice of a server goes by, where requests that belong together go to one.
     server_key: Option<NonZeroU64>,
-    deed: Option<Box<Deed>>,
+    deed: Option<Box<AppliedActions>>,
     /// What it is answered with instead of being sent on: some of its rules could not be applied, and it was held to the others.
-    fault: Option<Box<Fault>>,
+    fault: Option<Box<RequestError>>,
 }
 
 /// Who asks, and when.
-struct Visitor<'a> {
+struct RequestContext<'a> {
     peer: &'a Peer,
     client: Client,
     /// As far as the head tells.
@@ -90,38 +90,38 @@ struct Visitor<'a> {
 /// Takes a request from its head to the head of its answer. `doubts` are told the marks of its fields, and say what
 /// is wrong with it that only its bytes tell.
 pub fn pass(
-    hall: &Rc<Hall>,
+    worker: &Rc<WorkerState>,
     peer: &Rc<Peer>,
-    request: Request<impl Into<Source>>,
-    doubts: impl FnOnce(Marks) -> Option<Fault>,
-) -> Passing {
-    let now = hall.clock.now();
-    let view = hall.view();
+    request: Request<impl Into<BodySource>>,
+    doubts: impl FnOnce(SpecialFields) -> Option<RequestError>,
+) -> ResponseFuture {
+    let now = worker.clock.now();
+    let view = worker.view();
     peer.body_limit.set(view.snapshot.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
     let body = Inbound::new(body, &parts.headers, peer.unwanted.as_ref());
-    let dialect = Dialect::of(&parts);
+    let dialect = ErrorFormat::of(&parts);
     let client = client(&view.snapshot, peer, &parts);
-    let mut record = Record::new(hall, &view, client.address, &parts, now);
-    let visitor = Visitor { peer, client, body_bytes: body.size_hint().lower(), now };
-    let (mut onward, permit, question) = match decide(hall, &view, &visitor, &mut parts, doubts, &mut record) {
-        Ok(Decision::Forward { onward, permit, question }) => (onward, permit, question),
-        Ok(Decision::Answer(reply)) => {
-            return Passing::Done(Some(finish(dialect.refusal(reply).map(Content::from), record)));
+    let mut record = Record::new(worker, &view, client.address, &parts, now);
+    let visitor = RequestContext { peer, client, body_bytes: body.size_hint().lower(), now };
+    let (mut onward, permit, question) = match decide(worker, &view, &visitor, &mut parts, doubts, &mut record) {
+        Ok(RequestOutcome::Forward { onward, permit, question }) => (onward, permit, question),
+        Ok(RequestOutcome::Answer(reply)) => {
+            return ResponseFuture::Done(Some(finish(dialect.refusal(reply).map(Content::from), record)));
         }
-        Err(fault) => return Passing::Done(Some(fail(&fault, dialect, record))),
+        Err(fault) => return ResponseFuture::Done(Some(fail(&fault, dialect, record))),
     };
     // Each by itself, so that the future below has room for each only once.
-    let Permit { mut stamp, mut turn, mut settlement } = permit;
-    let bounds = || body_limits::bounds(hall, &view.snapshot, onward.lane);
+    let Admission { mut stamp, mut turn, mut settlement } = permit;
+    let bounds = || body_limits::bounds(worker, &view.snapshot, onward.lane);
     let upload = if onward.opening.is_some() { Upload::Upgrade } else { Upload::new(body, bounds) };
-    let (peer, hall) = (Rc::clone(peer), Rc::clone(hall));
+    let (peer, worker) = (Rc::clone(peer), Rc::clone(worker));
     let request = Box::new(Request::from_parts(parts, upload));
     // What is seldom waited for has a future by itself: each request's would have room for it.
-    Passing::Forward(Box::pin(async move {
+    ResponseFuture::Forward(Box::pin(async move {
         if let Some(question) = question {
-            match Box::pin(question.answer(&hall, &view, &peer, &mut record)).await {
-                Ok(permit) => Permit { stamp, turn, settlement } = permit,
+            match Box::pin(question.answer(&worker, &view, &peer, &mut record)).await {
+                Ok(permit) => Admission { stamp, turn, settlement } = permit,
                 Err(denial) => return deny(denial, dialect, record),
             }
         }
@@ -134,13 +134,13 @@ pub fn pass(
         let mut answer = match forward(&view, &peer, &mut onward, request, &mut record).await {
             Ok(answer) => {
                 if let Some(settlement) = settlement {
-                    stamp = settlement.settle(&hall, &view, answer.headers()).unwrap_or(stamp);
+                    stamp = settlement.settle(&worker, &view, answer.headers()).unwrap_or(stamp);
                 }
                 if let Some(opening) = onward.opening.take() {
-                    return Passing::Forward(Box::pin(async move {
+                    return ResponseFuture::Forward(Box::pin(async move {
                         let mut answer = conclude(answer, opening, dialect, record, &peer, &view).await;
                         stamp.put(answer.headers_mut());
-                        Passing::Done(Some(answer))
+                        ResponseFuture::Done(Some(answer))
                     }));
                 }
                 finish(answer, record)
@@ -149,19 +149,19 @@ pub fn pass(
         };
         // A request that was admitted has consumed, whatever became of it.
         stamp.put(answer.headers_mut());
-        Passing::Done(Some(answer))
+        ResponseFuture::Done(Some(answer))
     }))
 }
 
 #[cold]
-fn deny(denial: Denial, dialect: Dialect, record: Record) -> Passing {
-    Passing::Done(Some(match denial {
-        Denial::Refused(reply) => finish(dialect.refusal(reply).map(Content::from), record),
-        Denial::Fault(fault) => fail(&fault, dialect, record),
+fn deny(denial: Rejection, dialect: ErrorFormat, record: Record) -> ResponseFuture {
+    ResponseFuture::Done(Some(match denial {
+        Rejection::Refused(reply) => finish(dialect.refusal(reply).map(Content::from), record),
+        Rejection::Fault(fault) => fail(&fault, dialect, record),
     }))
 }
 
-fn fail(fault: &Fault, dialect: Dialect, mut record: Record) -> Response<Body> {
+fn fail(fault: &RequestError, dialect: ErrorFormat, mut record: Record) -> Response<Body> {
     record.fault(fault);
     finish(dialect.fault(fault).map(Content::from), record)
 }
@@ -172,8 +172,8 @@ fn finish(answer: Response<Content>, mut record: Record) -> Response<Body> {
 }
 
 /// Who asks: whoever opened the connection or, if that is a proxy that is trusted, whom it names.
-fn client(snapshot: &Snapshot, peer: &Peer, parts: &Parts) -> Client {
-    let Origin { address, is_secure, .. } = *peer.origin;
+fn client(snapshot: &CompiledConfig, peer: &Peer, parts: &Parts) -> Client {
+    let ConnectionInfo { address, is_secure, .. } = *peer.origin;
     match &snapshot.trust {
         None => Client { address, is_secure, told: None },
         Some(trust) => trust.client(address, is_secure, &parts.headers),
@@ -182,13 +182,13 @@ fn client(snapshot: &Snapshot, peer: &Peer, parts: &Parts) -> Client {
 
 /// Finds the route, identifies the caller, charges, judges. Nothing is waited for.
 fn decide(
-    hall: &Rc<Hall>,
-    view: &Rc<View>,
-    visitor: &Visitor<'_>,
+    worker: &Rc<WorkerState>,
+    view: &Rc<WorkerConfig>,
+    visitor: &RequestContext<'_>,
     parts: &mut Parts,
-    doubts: impl FnOnce(Marks) -> Option<Fault>,
+    doubts: impl FnOnce(SpecialFields) -> Option<RequestError>,
     record: &mut Record,
-) -> Result<Decision, Fault> {
+) -> Result<RequestOutcome, RequestError> {
     let (snapshot, now) = (&*view.snapshot, visitor.now);
     if parts.version != Version::HTTP_11 {
         request_validation::translate(parts)?;
@@ -198,11 +198,11 @@ fn decide(
         return Err(fault);
     }
     let path = match parts.uri.path() {
-        "*" => return Ok(Decision::Answer(responses::options())),
+        "*" => return Ok(RequestOutcome::Answer(responses::options())),
         path => path_normalize::normalize(path, snapshot.config.path_reading)?,
     };
     let mut scratch = view.scratch();
-    let Scratch { desk, params, text, last } = &mut *scratch;
+    let Scratch { context, params, text, last } = &mut *scratch;
     let lane_index = find(snapshot, visitor, parts, &clear, &path, params, record)?;
     let lane = &snapshot.lanes[lane_index];
     let slate = snapshot.slate_of(lane);
@@ -217,88 +217,92 @@ fn decide(
         headers: &parts.headers,
         route: snapshot.name_of(lane_index),
         tokens: &view.tokens,
-        wall_ms: snapshot.config.jwt.as_ref().map_or(0, |_| hall.clock.wall_ms()),
+        wall_ms: snapshot.config.jwt.as_ref().map_or(0, |_| worker.clock.wall_ms()),
         clients: snapshot.clients.as_ref(),
         plan: OnceCell::new(),
     };
-    let fault = match identify(view, lane_index, &caller, desk) {
+    let fault = match identify(view, lane_index, &caller, context) {
         // No rule has a key to charge.
-        Some(fault) if desk.askers.iter().all(Option::is_none) => return Err(fault),
+        Some(fault) if context.keyed_requests.iter().all(Option::is_none) => return Err(fault),
         fault => fault.map(Box::new),
     };
     let action = snapshot.action_of(lane).filter(|_| fault.is_none());
     let deed = action.map(|action| action.of(&Seen::of(&caller, visitor.client.is_secure))).transpose()?;
-    let (permit, question) = match admission::judge(hall, snapshot, lane.slate as usize, &caller, desk, now.unix_ms)? {
-        Judged::Later(question) => (Permit::default(), Some(question)),
-        Judged::Now(judgement) => {
-            hall.meter.decided(hall.clock.instant().duration_since(now.instant));
-            record.decision(lane.slate as usize, desk, &judgement);
-            if let Judgement::Refused = judgement {
-                let again = Again::of(view, visitor.peer, lane_index, desk, parts, clear.marks, visitor.body_bytes);
-                visitor.peer.again.replace(again);
-                let headers = std::mem::take(&mut parts.headers);
-                let slate = lane.slate as usize;
-                let work_out = || view.refusal(slate, desk, desk.decided_ms, hall.date(), text, headers);
-                return Ok(Decision::Answer(last.refusal(slate, desk.decided_ms, desk, work_out)));
+    let (permit, question) =
+        match admission::judge(worker, snapshot, lane.slate as usize, &caller, context, now.unix_ms)? {
+            Judged::Later(question) => (Admission::default(), Some(question)),
+            Judged::Now(judgement) => {
+                worker.meter.decided(worker.clock.instant().duration_since(now.instant));
+                record.decision(lane.slate as usize, context, &judgement);
+                if let Decision::Refused = judgement {
+                    let again =
+                        Again::of(view, visitor.peer, lane_index, context, parts, clear.marks, visitor.body_bytes);
+                    visitor.peer.again.replace(again);
+                    let headers = std::mem::take(&mut parts.headers);
+                    let slate = lane.slate as usize;
+                    let work_out = || view.refusal(slate, context, context.decided_ms, worker.date(), text, headers);
+                    return Ok(RequestOutcome::Answer(last.refusal(slate, context.decided_ms, context, work_out)));
+                }
+                let policy = view.policies[lane.slate as usize].as_ref();
+                let stamp = slate.sheet.render(context, policy, context.decided_ms, text);
+                let texts = || snapshot.texts_of(slate, &caller);
+                (Admission::of(judgement, stamp, worker, view, visitor.peer, lane.slate as usize, context, texts), None)
             }
-            let policy = view.policies[lane.slate as usize].as_ref();
-            let stamp = slate.sheet.render(desk, policy, desk.decided_ms, text);
-            let texts = || snapshot.texts_of(slate, &caller);
-            (Permit::of(judgement, stamp, hall, view, visitor.peer, lane.slate as usize, desk, texts), None)
-        }
-    };
-    let onward = Onward { lane: lane_index, opening: None, server_key: None, deed, fault };
+        };
+    let onward = ForwardPlan { lane: lane_index, opening: None, server_key: None, deed, fault };
     if onward.fault.is_some() {
-        return Ok(Decision::Forward { onward, permit, question });
+        return Ok(RequestOutcome::Forward { onward, permit, question });
     }
     let affinity = snapshot.affinities.get(lane.upstream as usize).and_then(Option::as_ref);
     let server_key = affinity.and_then(|affinity| affinity.of(&caller));
     let (marks, websocket) = (clear.marks, clear.websocket);
     let normalized = (snapshot.config.forward_path == ForwardPath::Normalized).then(|| path.into_owned());
-    let onward = Onward { server_key, ..onward };
+    let onward = ForwardPlan { server_key, ..onward };
     let onward = onward.made_ready(view, parts, visitor, marks, websocket, normalized)?;
-    Ok(Decision::Forward { onward, permit, question })
+    Ok(RequestOutcome::Forward { onward, permit, question })
 }
 
 /// Finds the route of a request, which must take what is asked and what comes with it.
 fn find(
-    snapshot: &Snapshot,
-    visitor: &Visitor<'_>,
+    snapshot: &CompiledConfig,
+    visitor: &RequestContext<'_>,
     parts: &Parts,
     clear: &Clear<'_>,
     path: &str,
     params: &mut Vec<Range<usize>>,
     record: &mut Record,
-) -> Result<usize, Fault> {
+) -> Result<usize, RequestError> {
     let (host, secure) = (&*clear.host, visitor.client.is_secure);
     let asked = router::Asked { host, method: &parts.method, headers: &parts.headers, path, secure };
     let found = snapshot.router.find(&asked, params);
-    let lane = found.map_err(|Ambiguous(field)| Fault::RouteField(field.clone()))?.ok_or(Fault::NoRoute)?;
+    let lane =
+        found.map_err(|Ambiguous(field)| RequestError::RouteField(field.clone()))?.ok_or(RequestError::NoRoute)?;
     record.route(lane);
-    if clear.websocket == Some(Way::Connect) && !snapshot.config.routes[lane].websocket {
-        return Err(Fault::NO_WEBSOCKET);
+    if clear.websocket == Some(UpgradeMethod::Connect) && !snapshot.config.routes[lane].websocket {
+        return Err(RequestError::NO_WEBSOCKET);
     }
     body_limits::admit(snapshot, snapshot.action_of(&snapshot.lanes[lane]), visitor.body_bytes)?;
     Ok(lane)
 }
 
-impl Onward {
+impl ForwardPlan {
     /// Makes the head ready for the upstream; `path` is the one that goes there, if it is neither the client's nor one that
     /// the route has made.
     fn made_ready(
         mut self,
-        view: &View,
+        view: &WorkerConfig,
         parts: &mut Parts,
-        visitor: &Visitor<'_>,
-        marks: Marks,
-        websocket: Option<Way>,
+        visitor: &RequestContext<'_>,
+        marks: SpecialFields,
+        websocket: Option<UpgradeMethod>,
         path: Option<String>,
-    ) -> Result<Onward, Fault> {
+    ) -> Result<ForwardPlan, RequestError> {
         let snapshot = &*view.snapshot;
         let upstream = snapshot.lanes[self.lane].upstream as usize;
         let takes_upgrades = || view.targets.get(upstream).is_some_and(Target::takes_upgrades);
-        self.opening =
-            Opening::of(websocket, &parts.headers, || snapshot.config.routes[self.lane].websocket && takes_upgrades())?;
+        self.opening = WebSocketHandshake::of(websocket, &parts.headers, || {
+            snapshot.config.routes[self.lane].websocket && takes_upgrades()
+        })?;
         let peer = &visitor.peer.origin.text;
         headers::forward_request(&mut parts.headers, marks, peer, &visitor.client, &snapshot.key_fields);
         let path = self.deed.as_mut().and_then(|deed| deed.path.take()).or(path);
@@ -317,22 +321,27 @@ impl Onward {
 
 /// Finds the keys that the rules of a route count a request by. Returns what is wrong with the request if some rule could not
 /// be applied; the others are to be charged for it all the same.
-fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> Option<Fault> {
+fn identify(
+    view: &WorkerConfig,
+    lane: usize,
+    caller: &Caller<'_>,
+    context: &mut DecisionContext,
+) -> Option<RequestError> {
     let snapshot = &*view.snapshot;
     let slate = snapshot.slate_of(&snapshot.lanes[lane]);
     let mut first_fault = None;
-    desk.askers.clear();
+    context.keyed_requests.clear();
     for (position, identity) in slate.identities.iter().enumerate() {
-        desk.askers.push(match identity.of(caller) {
-            Ok(asker) => asker,
+        context.keyed_requests.push(match identity.of(caller) {
+            Ok(keyed_request) => keyed_request,
             // A rule that is only tried out refuses nobody, for whatever reason.
-            Err(_) if snapshot.book.is_shadow(&slate.roster, position) => {
+            Err(_) if snapshot.rule_set.is_shadow(&slate.charge_plan, position) => {
                 view.meters[lane].shadowed(position);
                 None
             }
-            Err(Unclear { fault, asker }) => {
+            Err(Unclear { fault, keyed_request }) => {
                 first_fault.get_or_insert(fault);
-                asker
+                keyed_request
             }
         });
     }
@@ -340,29 +349,29 @@ fn identify(view: &View, lane: usize, caller: &Caller<'_>, desk: &mut Desk) -> O
 }
 
 /// The target as it goes upstream: path and query only, which can not name another host.
-fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, Fault> {
+fn origin_form(uri: &Uri, path: Option<String>) -> Result<Uri, RequestError> {
     let target = match (path, uri.path_and_query()) {
         (Some(path), _) => {
             let text = uri.query().map_or_else(|| path.clone(), |query| format!("{path}?{query}"));
             PathAndQuery::from_maybe_shared(text)
-                .map_err(|_invalid| Fault::Target("the request target is malformed"))?
+                .map_err(|_invalid| RequestError::Target("the request target is malformed"))?
         }
         (None, Some(target)) => target.clone(),
         (None, None) => PathAndQuery::from_static("/"),
     };
     let mut parts = http::uri::Parts::default();
     parts.path_and_query = Some(target);
-    Uri::from_parts(parts).map_err(|_invalid| Fault::Target("the request target is malformed"))
+    Uri::from_parts(parts).map_err(|_invalid| RequestError::Target("the request target is malformed"))
 }
 
 /// Sends a request on, and makes the answer ready for the client.
 async fn forward(
-    view: &View,
+    view: &WorkerConfig,
     peer: &Peer,
-    onward: &mut Onward,
+    onward: &mut ForwardPlan,
     mut request: Box<Request<Upload>>,
     record: &mut Record,
-) -> Result<Response<Content>, Fault> {
+) -> Result<Response<Content>, RequestError> {
     if let Some(fault) = onward.fault.take() {
         return Err(*fault);
     }
@@ -396,7 +405,7 @@ async fn forward(
 }
 
 /// An answer with the changes that its route makes.
-fn changed(mut answer: Response<Content>, deed: Option<Box<Deed>>) -> Response<Content> {
+fn changed(mut answer: Response<Content>, deed: Option<Box<AppliedActions>>) -> Response<Content> {
     if let Some(deed) = deed {
         deed.to_response(answer.headers_mut());
     }

@@ -13,28 +13,28 @@ use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
 
 use super::request_record;
-use super::worker_state::{Hall, Peer, Scratch, View};
-use crate::http::headers::Marks;
-use transom_limiter::decision_context::{Asker, Desk};
+use super::worker_state::{Peer, Scratch, WorkerConfig, WorkerState};
+use crate::http::headers::SpecialFields;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 
 /// Of such a request, all that its decision needs.
 pub struct Again {
-    view: Rc<View>,
+    view: Rc<WorkerConfig>,
     lane: usize,
-    askers: Box<[Option<Asker>]>,
+    keyed_requests: Box<[Option<KeyedRequest>]>,
 }
 
 impl Again {
     /// That of a request which was just refused on `desk`; `None` where it is not the same as the one before, where more
     /// than its head, its connection and the configuration decides, or where its answer changes what becomes of the connection.
     pub fn of(
-        view: &Rc<View>,
+        view: &Rc<WorkerConfig>,
         peer: &Peer,
         lane: usize,
-        desk: &Desk,
+        context: &DecisionContext,
         parts: &Parts,
-        marks: Marks,
+        marks: SpecialFields,
         body_bytes: u64,
     ) -> Option<Again> {
         let slate = view.snapshot.slate_of(&view.snapshot.lanes[lane]);
@@ -49,41 +49,45 @@ impl Again {
             && parts.version == Version::HTTP_11
             && parts.method != Method::HEAD
             && body_bytes == 0
-            && ![Marks::TRANSFER_ENCODING, Marks::EXPECT, Marks::UPGRADE].into_iter().any(|mark| marks.has(mark))
+            && ![SpecialFields::TRANSFER_ENCODING, SpecialFields::EXPECT, SpecialFields::UPGRADE].into_iter().any(|mark| marks.has(mark))
             && is_kept();
-        is_usual.then(|| Again { view: Rc::clone(view), lane, askers: desk.askers.as_slice().into() })
+        is_usual.then(|| Again {
+            view: Rc::clone(view),
+            lane,
+            keyed_requests: context.keyed_requests.as_slice().into(),
+        })
     }
 
     /// Refuses the request, if it is to be refused now: its answer, as it is sent over HTTP/1.1. `None`: nothing was charged or counted,
     /// and the request can be taken as any other.
-    pub fn refuse(&self, hall: &Hall) -> Option<Bytes> {
-        let refused = catch_unwind(AssertUnwindSafe(|| self.refused(hall)));
+    pub fn refuse(&self, worker: &WorkerState) -> Option<Bytes> {
+        let refused = catch_unwind(AssertUnwindSafe(|| self.refused(worker)));
         // Whatever it was, it is met with once more on the way of any other request, and answered there.
         refused.unwrap_or(None)
     }
 
-    fn refused(&self, hall: &Hall) -> Option<Bytes> {
+    fn refused(&self, worker: &WorkerState) -> Option<Bytes> {
         let view = &*self.view;
-        if !hall.has_view(&self.view) {
+        if !worker.has_view(&self.view) {
             return None;
         }
         let snapshot = &*view.snapshot;
         let position = snapshot.lanes[self.lane].slate as usize;
         let slate = &snapshot.slates[position];
-        let now = hall.clock.now();
+        let now = worker.clock.now();
         let mut scratch = view.scratch();
-        let Scratch { desk, text, last, .. } = &mut *scratch;
-        desk.askers.clear();
-        desk.askers.extend_from_slice(&self.askers);
-        let clock = || hall.clock.now().unix_ms;
-        if snapshot.book.look(&slate.roster, &hall.table, Now::since(now.unix_ms, &clock), desk) {
+        let Scratch { context, text, last, .. } = &mut *scratch;
+        context.keyed_requests.clear();
+        context.keyed_requests.extend_from_slice(&self.keyed_requests);
+        let clock = || worker.clock.now().unix_ms;
+        if snapshot.rule_set.look(&slate.charge_plan, &worker.table, Now::since(now.unix_ms, &clock), context) {
             return None;
         }
-        let took = hall.clock.instant().duration_since(now.instant);
-        hall.meter.decided(took);
-        request_record::refused(view, Some(self.lane), position, desk);
-        let work_out = || view.refusal(position, desk, desk.decided_ms, hall.date(), text, HeaderMap::new());
-        let (status, answer) = last.written(position, desk.decided_ms, desk, work_out);
+        let took = worker.clock.instant().duration_since(now.instant);
+        worker.meter.decided(took);
+        request_record::refused(view, Some(self.lane), position, context);
+        let work_out = || view.refusal(position, context, context.decided_ms, worker.date(), text, HeaderMap::new());
+        let (status, answer) = last.written(position, context.decided_ms, context, work_out);
         view.meters[self.lane].answered(status.as_u16(), took);
         Some(answer)
     }

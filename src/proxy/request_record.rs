@@ -10,21 +10,21 @@ use std::time::Duration;
 use http::request::Parts;
 use serde_json::{Map, Value, json};
 
-use super::worker_state::{Hall, View};
+use super::worker_state::{WorkerConfig, WorkerState};
 use crate::clock::Moment;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_GONE};
 use crate::metrics::events::RouteMeter;
 use crate::upstream::response_body::Broken;
-use transom_limiter::decision_context::Desk;
-use transom_limiter::rule_set::Judgement;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::rule_set::Decision;
 
 /// Of a host and of a path, in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
 
 pub struct Record {
-    hall: Rc<Hall>,
-    view: Rc<View>,
+    worker: Rc<WorkerState>,
+    view: Rc<WorkerConfig>,
     lane: Option<usize>,
     status: u16,
     started: Moment,
@@ -34,10 +34,16 @@ pub struct Record {
 }
 
 impl Record {
-    pub fn new(hall: &Rc<Hall>, view: &Rc<View>, peer: IpAddr, parts: &Parts, started: Moment) -> Record {
+    pub fn new(
+        worker: &Rc<WorkerState>,
+        view: &Rc<WorkerConfig>,
+        peer: IpAddr,
+        parts: &Parts,
+        started: Moment,
+    ) -> Record {
         let line = view.access.as_ref().map(|_| Box::new(first_half(peer, parts, started)));
-        let (hall, view) = (Rc::clone(hall), Rc::clone(view));
-        Record { hall, view, lane: None, status: CLIENT_GONE, started, bytes: 0, line }
+        let (worker, view) = (Rc::clone(worker), Rc::clone(view));
+        Record { worker, view, lane: None, status: CLIENT_GONE, started, bytes: 0, line }
     }
 
     pub fn route(&mut self, lane: usize) {
@@ -45,30 +51,32 @@ impl Record {
     }
 
     /// Tells the meters what the rules decided, on the request's own route.
-    pub fn decision(&mut self, slate: usize, desk: &Desk, judgement: &Judgement) {
+    pub fn decision(&mut self, slate: usize, context: &DecisionContext, judgement: &Decision) {
         let meter = self.meter();
         match judgement {
-            Judgement::Admitted | Judgement::Delayed { .. } => {
-                for (position, _) in desk.askers.iter().enumerate().filter(|(_, asker)| asker.is_some()) {
+            Decision::Admitted | Decision::Delayed { .. } => {
+                for (position, _) in
+                    context.keyed_requests.iter().enumerate().filter(|(_, keyed_request)| keyed_request.is_some())
+                {
                     match judgement {
-                        _ if desk.shadowed.contains(&position) => meter.shadowed(position),
-                        Judgement::Delayed { wait: Some(wait), .. } if wait.rule == position => meter.delayed(position),
+                        _ if context.shadowed.contains(&position) => meter.shadowed(position),
+                        Decision::Delayed { wait: Some(wait), .. } if wait.rule == position => meter.delayed(position),
                         _ => meter.admitted(position),
                     }
                 }
             }
-            Judgement::Refused => refused(&self.view, self.lane, slate, desk),
+            Decision::Refused => refused(&self.view, self.lane, slate, context),
         }
         if self.line.is_some() {
-            let rules = &self.view.snapshot.slates[slate].roster.rules;
-            let name = |position: &usize| json!(self.view.snapshot.book.entries[rules[*position]].rule.name);
-            let full = desk
+            let rules = &self.view.snapshot.slates[slate].charge_plan.rules;
+            let name = |position: &usize| json!(self.view.snapshot.rule_set.entries[rules[*position]].rule.name);
+            let full = context
                 .charges
                 .iter()
-                .zip(&desk.lines)
-                .filter(|(charge, _)| charge.full && matches!(judgement, Judgement::Refused));
+                .zip(&context.lines)
+                .filter(|(charge, _)| charge.full && matches!(judgement, Decision::Refused));
             let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
-            let shadowed: Vec<Value> = desk.shadowed.iter().map(name).collect();
+            let shadowed: Vec<Value> = context.shadowed.iter().map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
                 if !rules.is_empty() {
                     self.note(name, Value::Array(rules));
@@ -84,8 +92,8 @@ impl Record {
     }
 
     /// What went wrong: to the log, if it is more than a client's mistake.
-    pub fn fault(&mut self, fault: &Fault) {
-        self.hall.meter.fault(fault.kind());
+    pub fn fault(&mut self, fault: &RequestError) {
+        self.worker.meter.fault(fault.kind());
         if fault.is_worth_a_warning() {
             self.complain(&fault.for_operator());
         }
@@ -97,7 +105,7 @@ impl Record {
     /// Tells the operator, once a second at most for every cause.
     fn complain(&self, what: &str) {
         let route = self.lane.map_or("", |lane| self.view.snapshot.name_of(lane));
-        if let Some(before) = self.hall.complaints.may_say(what, self.hall.clock.instant()) {
+        if let Some(before) = self.worker.complaints.may_say(what, self.worker.clock.instant()) {
             tracing::warn!(route, unsaid = before, "{what}");
         }
     }
@@ -126,12 +134,12 @@ impl Record {
 
     /// The answer has opened a tunnel.
     pub fn tunnel_opened(&self) {
-        self.hall.meter.tunnel_opened();
+        self.worker.meter.tunnel_opened();
     }
 
     /// How many bytes have passed through it by its end.
     pub fn tunneled(&mut self, to_client: u64, to_upstream: u64) {
-        self.hall.meter.tunnel_ended();
+        self.worker.meter.tunnel_ended();
         self.bytes += to_client;
         if self.line.is_some() {
             self.note("bytes_received", json!(to_upstream));
@@ -158,7 +166,7 @@ impl Record {
 
 impl Drop for Record {
     fn drop(&mut self) {
-        let took = self.hall.end().duration_since(self.started.instant);
+        let took = self.worker.end().duration_since(self.started.instant);
         self.meter().answered(self.status, took);
         if let (Some(mut line), Some(access)) = (self.line.take(), &self.view.access) {
             let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
@@ -167,20 +175,20 @@ impl Drop for Record {
             line.insert("bytes".to_owned(), json!(self.bytes));
             line.insert("duration_ms".to_owned(), json!(took.as_micros() as f64 / 1e3));
             if !access.write(&Value::Object(*line)) {
-                self.hall.meter.access_log_lost(1);
+                self.worker.meter.access_log_lost(1);
             }
         }
     }
 }
 
-fn meter(view: &View, lane: Option<usize>) -> &RouteMeter {
+fn meter(view: &WorkerConfig, lane: Option<usize>) -> &RouteMeter {
     lane.map_or(&view.unrouted, |lane| &view.meters[lane])
 }
 
 /// Tells the meters which windows of a slate have refused a request.
-pub fn refused(view: &View, lane: Option<usize>, slate: usize, desk: &Desk) {
+pub fn refused(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: &DecisionContext) {
     let mut told = None;
-    for (_, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
+    for (_, line) in context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full) {
         view.windows[slate].refused_by(line.rule, line.layer);
         if told != Some(line.rule) {
             meter(view, lane).refused(line.rule);
@@ -191,20 +199,20 @@ pub fn refused(view: &View, lane: Option<usize>, slate: usize, desk: &Desk) {
 
 /// An answer to what never became a request: a head that is malformed, too large or late, or a connection for which there is no
 /// room.
-pub fn refused_head(hall: &Hall, peer: IpAddr, fault: &Fault) {
-    hall.meter.fault(fault.kind());
-    let view = hall.view();
+pub fn refused_head(worker: &WorkerState, peer: IpAddr, fault: &RequestError) {
+    worker.meter.fault(fault.kind());
+    let view = worker.view();
     let status = responses::fault_status(fault).as_u16();
     view.unrouted.answered(status, Duration::ZERO);
     if let Some(access) = &view.access {
-        let time = hall.clock.now();
+        let time = worker.clock.now();
         let mut line = Map::new();
         line.insert("time".to_owned(), json!(time_text(time)));
         line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
         line.insert("status".to_owned(), json!(status));
         line.insert("fault".to_owned(), json!(fault.to_string()));
         if !access.write(&Value::Object(line)) {
-            hall.meter.access_log_lost(1);
+            worker.meter.access_log_lost(1);
         }
     }
 }

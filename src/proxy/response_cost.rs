@@ -8,19 +8,19 @@ use std::rc::Rc;
 
 use http::{HeaderMap, HeaderName};
 
-use super::compiled_config::Slate;
-use super::worker_state::{Hall, View};
+use super::compiled_config::RouteRules;
+use super::worker_state::{WorkerConfig, WorkerState};
 use crate::config::Config;
-use crate::http::ratelimit_headers::Stamp;
-use crate::redis_store::scripts::Gift;
-use transom_limiter::decision_context::{Asker, Desk};
+use crate::http::ratelimit_headers::RateLimitFields;
+use crate::redis_store::scripts::Refund;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::rule::Cost;
-use transom_limiter::sharded_counter::Share;
+use transom_limiter::sharded_counter::ShardReceipt;
 
 /// A rule of a route whose cost the answer tells.
 #[derive(Debug)]
-pub struct Term {
+pub struct ResponseCostRule {
     /// Position of the rule in the roster.
     position: usize,
     field: HeaderName,
@@ -30,13 +30,13 @@ pub struct Term {
     max: u32,
 }
 
-impl Term {
+impl ResponseCostRule {
     /// The rules among these whose cost the answer tells.
-    pub fn of(config: &Config, rules: &[usize]) -> Vec<Term> {
+    pub fn of(config: &Config, rules: &[usize]) -> Vec<ResponseCostRule> {
         let term = |(position, rule): (usize, &usize)| match &config.rules[*rule].cost {
             Cost::Response { header, reserve, max } => {
                 let field = HeaderName::from_bytes(header.as_bytes()).ok()?;
-                Some(Term { position, field, reserve: *reserve, max: *max })
+                Some(ResponseCostRule { position, field, reserve: *reserve, max: *max })
             }
             Cost::Fixed(_) | Cost::Request { .. } => None,
         };
@@ -55,33 +55,33 @@ impl Term {
 }
 
 /// A request whose cost is not known yet.
-pub struct Settlement {
+pub struct PendingCost {
     slate: usize,
-    askers: Vec<Option<Asker>>,
+    keyed_requests: Vec<Option<KeyedRequest>>,
     /// What was charged before, for each term of the slate.
-    reserved: Vec<Vec<Share>>,
+    reserved: Vec<Vec<ShardReceipt>>,
     /// What the store has charged before, for rules by their position.
-    gifts: Vec<(usize, Gift)>,
+    gifts: Vec<(usize, Refund)>,
     /// What the keys are in the store, of the rules that are shared.
     texts: Vec<Option<Rc<str>>>,
 }
 
-impl Settlement {
+impl PendingCost {
     /// Remembers what was decided on `desk`, if the slate has terms.
     pub fn of(
-        slate: &Slate,
+        slate: &RouteRules,
         position: usize,
-        desk: &Desk,
-        gifts: &[(usize, Gift)],
+        context: &DecisionContext,
+        gifts: &[(usize, Refund)],
         texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
-    ) -> Option<Box<Settlement>> {
+    ) -> Option<Box<PendingCost>> {
         if slate.terms.is_empty() {
             return None;
         }
-        let reserved = slate.terms.iter().map(|term| desk.shares_of(term.position).collect());
-        Some(Box::new(Settlement {
+        let reserved = slate.terms.iter().map(|term| context.shares_of(term.position).collect());
+        Some(Box::new(PendingCost {
             slate: position,
-            askers: desk.askers.clone(),
+            keyed_requests: context.keyed_requests.clone(),
             reserved: reserved.collect(),
             gifts: gifts.to_vec(),
             texts: texts(),
@@ -89,41 +89,49 @@ impl Settlement {
     }
 
     /// Takes note of what was charged again, on `desk`, because the request passes in another window.
-    pub fn charged_again(&mut self, slate: &Slate, desk: &Desk, gifts: &[(usize, Gift)], now_ms: u64) {
+    pub fn charged_again(
+        &mut self,
+        slate: &RouteRules,
+        context: &DecisionContext,
+        gifts: &[(usize, Refund)],
+        now_ms: u64,
+    ) {
         self.gifts.extend_from_slice(gifts);
         for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
             reserved.retain(|share| share.paid.end_ms() > now_ms);
-            reserved.extend(desk.shares_of(term.position));
+            reserved.extend(context.shares_of(term.position));
         }
     }
 
     /// Charges or gives back the difference; returns what is to be said of the limits afterwards.
-    pub fn settle(self, hall: &Rc<Hall>, view: &View, fields: &HeaderMap) -> Option<Stamp> {
+    pub fn settle(self, worker: &Rc<WorkerState>, view: &WorkerConfig, fields: &HeaderMap) -> Option<RateLimitFields> {
         let snapshot = &*view.snapshot;
-        let (book, slate) = (&snapshot.book, &snapshot.slates[self.slate]);
-        let clock = || hall.clock.now().unix_ms;
+        let (rule_set, slate) = (&snapshot.rule_set, &snapshot.slates[self.slate]);
+        let clock = || worker.clock.now().unix_ms;
         let now_ms = clock();
         let mut settled = false;
         for (term, reserved) in slate.terms.iter().zip(&self.reserved) {
-            let (Some(asker), Some(cost)) = (self.askers[term.position], term.told(fields)) else { continue };
+            let (Some(keyed_request), Some(cost)) = (self.keyed_requests[term.position], term.told(fields)) else {
+                continue;
+            };
             settled = true;
             if cost > term.reserve {
-                let asker = Asker { cost: cost - term.reserve, ..asker };
-                let (rule, text) = (slate.roster.rules[term.position], self.texts.get(term.position));
-                match (&hall.shared, text.and_then(Option::as_ref)) {
-                    (Some(shared), Some(text)) => shared.overdraw(book, rule, asker, text),
-                    _ => book.overdraw(rule, asker, &hall.table, now_ms),
+                let keyed_request = KeyedRequest { cost: cost - term.reserve, ..keyed_request };
+                let (rule, text) = (slate.charge_plan.rules[term.position], self.texts.get(term.position));
+                match (&worker.shared, text.and_then(Option::as_ref)) {
+                    (Some(shared), Some(text)) => shared.overdraw(rule_set, rule, keyed_request, text),
+                    _ => rule_set.overdraw(rule, keyed_request, &worker.table, now_ms),
                 }
             } else {
-                book.give_back(reserved, term.reserve - cost, &hall.table, now_ms);
+                rule_set.give_back(reserved, term.reserve - cost, &worker.table, now_ms);
                 let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);
-                let less = |(_, gift): &(usize, Gift)| Gift {
+                let less = |(_, gift): &(usize, Refund)| Refund {
                     tokens: gift.tokens.min(u64::from(term.reserve - cost)),
                     ..gift.clone()
                 };
-                hall.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
+                worker.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
             }
         }
-        settled.then(|| view.stamp(self.slate, &self.askers, &hall.table, Now::since(now_ms, &clock)))
+        settled.then(|| view.stamp(self.slate, &self.keyed_requests, &worker.table, Now::since(now_ms, &clock)))
     }
 }

@@ -7,40 +7,40 @@ use std::task::{Context, Poll};
 use http::Response;
 
 use super::response_body::{Body, Content};
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::responses;
 
 /// What needs no upstream is answered at once, without a future.
-pub enum Passing {
+pub enum ResponseFuture {
     /// `None` once it was taken, and where there is none because of a panic.
     Done(Option<Response<Body>>),
     /// What follows is an answer, or what else there is to wait for.
-    Forward(Pin<Box<dyn Future<Output = Passing>>>),
+    Forward(Pin<Box<dyn Future<Output = ResponseFuture>>>),
 }
 
-impl Passing {
+impl ResponseFuture {
     /// Lets a request begin.
-    pub fn begin(pass: impl FnOnce() -> Passing) -> Passing {
+    pub fn begin(pass: impl FnOnce() -> ResponseFuture) -> ResponseFuture {
         let passing = catch_unwind(AssertUnwindSafe(pass));
-        passing.unwrap_or_else(|_panic| Passing::Done(Some(after_panic())))
+        passing.unwrap_or_else(|_panic| ResponseFuture::Done(Some(after_panic())))
     }
 
     /// The answer, if there is nothing to wait for.
     pub fn at_once(&mut self) -> Option<Response<Body>> {
         match self {
-            Passing::Done(answer) => Some(answer.take().unwrap_or_else(after_panic)),
-            Passing::Forward(_) => None,
+            ResponseFuture::Done(answer) => Some(answer.take().unwrap_or_else(after_panic)),
+            ResponseFuture::Forward(_) => None,
         }
     }
 
     pub fn poll_answer(&mut self, cx: &mut Context<'_>) -> Poll<Response<Body>> {
         loop {
             *self = match self {
-                Passing::Done(answer) => return Poll::Ready(answer.take().unwrap_or_else(after_panic)),
-                Passing::Forward(next) => match catch_unwind(AssertUnwindSafe(|| next.as_mut().poll(cx))) {
+                ResponseFuture::Done(answer) => return Poll::Ready(answer.take().unwrap_or_else(after_panic)),
+                ResponseFuture::Forward(next) => match catch_unwind(AssertUnwindSafe(|| next.as_mut().poll(cx))) {
                     Ok(Poll::Ready(next)) => next,
                     Ok(Poll::Pending) => return Poll::Pending,
-                    Err(_panic) => Passing::Done(None),
+                    Err(_panic) => ResponseFuture::Done(None),
                 },
             };
         }
@@ -49,5 +49,5 @@ impl Passing {
 
 /// The panic itself has been reported by the panic hook.
 fn after_panic() -> Response<Body> {
-    responses::fault(&Fault::Panic).map(|body| Body::unrecorded(Content::from(body)))
+    responses::fault(&RequestError::Panic).map(|body| Body::unrecorded(Content::from(body)))
 }

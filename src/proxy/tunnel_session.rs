@@ -8,28 +8,28 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::request_record::Record;
 use crate::timer::Timer;
-use crate::upstream::tunnel::{End, Toll, Tunnel};
+use crate::upstream::tunnel::{ByteCounts, End, Tunnel};
 
 /// A tunnel whose client's end is still to come: the answer that opens it must have left first.
-pub struct Passage {
+pub struct TunnelSession {
     tunnel: Tunnel,
     record: Record,
     /// How long it may be silent.
     limit: Duration,
 }
 
-impl Passage {
-    pub fn new(tunnel: Tunnel, record: Record, limit: Duration) -> Passage {
-        Passage { tunnel, record, limit }
+impl TunnelSession {
+    pub fn new(tunnel: Tunnel, record: Record, limit: Duration) -> TunnelSession {
+        TunnelSession { tunnel, record, limit }
     }
 
     /// Passes bytes until the tunnel has ended; `false` if one side broke it off. `early` is what the client sent
     /// before the answer.
     pub async fn open(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) -> bool {
-        let Passage { tunnel, mut record, limit } = self;
+        let TunnelSession { tunnel, mut record, limit } = self;
         record.tunnel_opened();
         // Told when it is dropped, as when the loop ends with tunnels still open.
-        let told = Told { toll: Toll::default(), record: &mut record };
+        let told = TunnelRecord { toll: ByteCounts::default(), record: &mut record };
         match tunnel.run(client, early, limit, timer, &told.toll).await {
             End::Finished => return true,
             End::Silent => {
@@ -43,12 +43,12 @@ impl Passage {
     }
 }
 
-struct Told<'r> {
-    toll: Toll,
+struct TunnelRecord<'r> {
+    toll: ByteCounts,
     record: &'r mut Record,
 }
 
-impl Drop for Told<'_> {
+impl Drop for TunnelRecord<'_> {
     fn drop(&mut self) {
         self.record.tunneled(self.toll.to_client.get(), self.toll.to_upstream.get());
     }

@@ -8,33 +8,33 @@ use http::{HeaderMap, Response};
 
 use super::request_record::Record;
 use super::response_body::{Body, Content};
-use super::tunnel_session::Passage;
-use super::worker_state::{Peer, View};
+use super::tunnel_session::TunnelSession;
+use super::worker_state::{Peer, WorkerConfig};
 use super::{fail, finish};
-use crate::http::error::Fault;
-use crate::http::responses::Dialect;
-use crate::http::websocket_handshake::{self, Key, Way};
+use crate::http::error::RequestError;
+use crate::http::responses::ErrorFormat;
+use crate::http::websocket_handshake::{self, Key, UpgradeMethod};
 
 /// How a tunnel is opened for a client.
-pub struct Opening {
-    way: Way,
+pub struct WebSocketHandshake {
+    way: UpgradeMethod,
     /// Of the handshake with the upstream: the client's where its connection changes over, or else the gateway's own.
     key: Key,
 }
 
-impl Opening {
+impl WebSocketHandshake {
     /// `None`: the request goes on as an ordinary one. `takes`: whether the route and its upstream take WebSockets.
     pub fn of(
-        way: Option<Way>,
+        way: Option<UpgradeMethod>,
         headers: &HeaderMap,
         takes: impl FnOnce() -> bool,
-    ) -> Result<Option<Box<Opening>>, Fault> {
+    ) -> Result<Option<Box<WebSocketHandshake>>, RequestError> {
         let key = match way {
             None => None,
-            Some(Way::Upgrade) => Key::of(headers).filter(|_| takes()),
-            Some(Way::Connect) => Some(Key::new()?),
+            Some(UpgradeMethod::Upgrade) => Key::of(headers).filter(|_| takes()),
+            Some(UpgradeMethod::Connect) => Some(Key::new()?),
         };
-        Ok(way.zip(key).map(|(way, key)| Box::new(Opening { way, key })))
+        Ok(way.zip(key).map(|(way, key)| Box::new(WebSocketHandshake { way, key })))
     }
 
     /// Asks the upstream to change protocols.
@@ -47,21 +47,21 @@ impl Opening {
 /// Makes of the upstream's answer, or the route's own, what the client is told.
 pub async fn conclude(
     answer: Response<Content>,
-    opening: Box<Opening>,
-    dialect: Dialect,
+    opening: Box<WebSocketHandshake>,
+    dialect: ErrorFormat,
     record: Record,
     peer: &Peer,
-    view: &View,
+    view: &WorkerConfig,
 ) -> Response<Body> {
     if websocket_handshake::is_switch(&answer) {
         return open(answer, &opening, dialect, record, peer, view).await;
     }
     let fault = match (opening.way, answer.body()) {
-        (Way::Connect, Content::Own(_)) if answer.status().is_success() => Fault::NO_WEBSOCKET,
-        (Way::Connect, Content::Upstream(_)) if answer.status().is_success() => {
-            Fault::Upstream("it did not switch protocols".to_owned())
+        (UpgradeMethod::Connect, Content::Own(_)) if answer.status().is_success() => RequestError::NO_WEBSOCKET,
+        (UpgradeMethod::Connect, Content::Upstream(_)) if answer.status().is_success() => {
+            RequestError::Upstream("it did not switch protocols".to_owned())
         }
-        (Way::Upgrade | Way::Connect, _) => return finish(answer, record),
+        (UpgradeMethod::Upgrade | UpgradeMethod::Connect, _) => return finish(answer, record),
     };
     fail(&fault, dialect, record)
 }
@@ -69,19 +69,19 @@ pub async fn conclude(
 /// Makes the answer that opens a tunnel, and the tunnel behind it.
 async fn open(
     mut answer: Response<Content>,
-    opening: &Opening,
-    dialect: Dialect,
+    opening: &WebSocketHandshake,
+    dialect: ErrorFormat,
     mut record: Record,
     peer: &Peer,
-    view: &View,
+    view: &WorkerConfig,
 ) -> Response<Body> {
     if !opening.key.is_accepted(answer.headers()) {
         let why = "it switched protocols without the `Sec-WebSocket-Accept` of this handshake";
-        return fail(&Fault::Upstream(why.to_owned()), dialect, record);
+        return fail(&RequestError::Upstream(why.to_owned()), dialect, record);
     }
     match opening.way {
-        Way::Upgrade => websocket_handshake::ask(answer.headers_mut()),
-        Way::Connect => websocket_handshake::grant_stream(&mut answer),
+        UpgradeMethod::Upgrade => websocket_handshake::ask(answer.headers_mut()),
+        UpgradeMethod::Connect => websocket_handshake::grant_stream(&mut answer),
     }
     let (parts, content) = answer.into_parts();
     let tunnel = match content {
@@ -89,9 +89,13 @@ async fn open(
         Content::Own(_) => None,
     };
     let Some(tunnel) = tunnel else {
-        return fail(&Fault::Upstream("it broke off behind its switch of protocols".to_owned()), dialect, record);
+        return fail(
+            &RequestError::Upstream("it broke off behind its switch of protocols".to_owned()),
+            dialect,
+            record,
+        );
     };
     record.answer(parts.status.as_u16());
-    peer.passage.replace(Some(Passage::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
+    peer.passage.replace(Some(TunnelSession::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
     Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
 }

@@ -12,18 +12,18 @@ use std::time::{Duration, Instant};
 use http::header::DATE;
 use http::{HeaderMap, HeaderValue};
 
-use super::compiled_config::{Lane, Slate, Snapshot};
-use super::log_throttle::Complaints;
+use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
+use super::log_throttle::LogThrottle;
 use super::repeat_refusal::Again;
-use super::tunnel_session::Passage;
+use super::tunnel_session::TunnelSession;
 use crate::access_log::Sink;
 use crate::clock::Clock;
-use crate::config::{Server, Target as Configured, Upstream, Way};
+use crate::config::{Server, Target as Configured, TransportSettings, Upstream};
 use crate::http::date::Date;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::headers;
-use crate::http::ratelimit_headers::Stamp;
-use crate::http::refusal_cache::Last;
+use crate::http::ratelimit_headers::RateLimitFields;
+use crate::http::refusal_cache::RefusalCache;
 use crate::http::responses::{self, Refused};
 use crate::informational::Interim;
 use crate::jwt::cache::Checker;
@@ -35,21 +35,21 @@ use crate::redis_store::Shared;
 use crate::timer::{Timer, Timers};
 use crate::upstream::forward::Servers;
 use crate::upstream::pool::Pool;
-use crate::upstream::request_body::Unwanted;
-use crate::upstream::server_health::Fleet;
-use crate::upstream::server_pool::Place;
-use transom_limiter::decision_context::{Asker, Desk};
+use crate::upstream::request_body::BodyDrain;
+use crate::upstream::server_health::UpstreamHealth;
+use crate::upstream::server_pool::ServerPool;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
-use transom_limiter::deferred_refunds::Abandoned;
+use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;
 
-pub struct Hall {
+pub struct WorkerState {
     pub table: Arc<Table>,
     pub clock: Clock,
     pub meter: LoopMeter,
     pub timers: Rc<Timers>,
-    pub complaints: Complaints,
-    pub abandoned: Arc<Abandoned>,
+    pub complaints: LogThrottle,
+    pub abandoned: Arc<DeferredRefunds>,
     /// When several requests end at once: then each looks here instead of at the clock.
     end: Cell<Option<Instant>>,
     /// Where gateways share counters.
@@ -58,12 +58,12 @@ pub struct Hall {
     registry: Arc<Registry>,
     /// The Date of answers, and the tick at which it was looked up.
     date: RefCell<(Option<u64>, Date)>,
-    view: RefCell<Rc<View>>,
+    view: RefCell<Rc<WorkerConfig>>,
 }
 
 /// Where a connection comes from; shared by all requests of it.
 #[derive(Debug)]
-pub struct Origin {
+pub struct ConnectionInfo {
     /// Of the client, or of the proxy that opened the connection.
     pub address: IpAddr,
     /// The address as a field value.
@@ -74,19 +74,19 @@ pub struct Origin {
     pub client_cert: Option<Box<str>>,
 }
 
-impl Origin {
-    pub fn new(address: IpAddr, is_secure: bool) -> Origin {
-        Origin { address, text: headers::address(address), is_secure, client_cert: None }
+impl ConnectionInfo {
+    pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
+        ConnectionInfo { address, text: headers::address(address), is_secure, client_cert: None }
     }
 
-    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> Origin {
-        Origin { client_cert, ..self }
+    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
+        ConnectionInfo { client_cert, ..self }
     }
 }
 
 /// Who is at the other end, for one request at a time.
 pub struct Peer {
-    pub origin: Rc<Origin>,
+    pub origin: Rc<ConnectionInfo>,
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
@@ -94,11 +94,11 @@ pub struct Peer {
     /// Whether a request waits for its turn: then it is looked whether the client is still there.
     pub waits: Rc<Cell<bool>>,
     /// Where the rest of a request's body is left; `None` where a connection is closed instead.
-    pub unwanted: Option<Rc<Unwanted>>,
+    pub unwanted: Option<Rc<BodyDrain>>,
     /// How long a body may stand still, for whoever looks after it: what the configuration says, or the route.
     pub body_limit: Rc<Cell<Duration>>,
     /// The tunnel that the answer opens.
-    pub passage: RefCell<Option<Passage>>,
+    pub passage: RefCell<Option<TunnelSession>>,
     /// Whether the head of the request is that of the one before, to the byte; only whoever has read both can tell.
     pub repeats: Cell<bool>,
     /// The last request, if it was refused and repeated the one before.
@@ -106,7 +106,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn new(origin: Rc<Origin>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
+    pub fn new(origin: Rc<ConnectionInfo>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
         Peer {
             origin,
             timer,
@@ -128,8 +128,8 @@ impl Peer {
 }
 
 /// The configuration as one loop sees it. A request keeps the view it started with.
-pub struct View {
-    pub snapshot: Arc<Snapshot>,
+pub struct WorkerConfig {
+    pub snapshot: Arc<CompiledConfig>,
     /// One for each lane.
     pub meters: Vec<RouteMeter>,
     /// One for each slate.
@@ -149,7 +149,7 @@ pub struct View {
 }
 
 /// The servers of all upstreams, by the name of the upstream and their URL.
-type Places = HashMap<(String, String), (Server, Way, Rc<Place>)>;
+type Places = HashMap<(String, String), (Server, TransportSettings, Rc<ServerPool>)>;
 
 #[allow(clippy::large_enum_variant, reason = "there is one for each upstream, and a request goes through it")]
 pub enum Target {
@@ -170,33 +170,33 @@ impl Target {
 /// Buffers used again by every decision with this view.
 #[derive(Default)]
 pub struct Scratch {
-    pub desk: Desk,
+    pub context: DecisionContext,
     pub params: Vec<Range<usize>>,
     pub text: Vec<u8>,
-    pub last: Last,
+    pub last: RefusalCache,
 }
 
-impl Hall {
+impl WorkerState {
     pub fn new(
         owner: LoopId,
         table: Arc<Table>,
         clock: Clock,
-        abandoned: Arc<Abandoned>,
+        abandoned: Arc<DeferredRefunds>,
         registry: Arc<Registry>,
-        snapshot: Arc<Snapshot>,
+        snapshot: Arc<CompiledConfig>,
         access: Option<Sink>,
-    ) -> Hall {
+    ) -> WorkerState {
         let settings = snapshot.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let meter = SharedMeter::new(&registry, owner);
             Shared::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&abandoned), meter)
         });
-        let view = View::new(owner, &registry, &clock, snapshot, access, &Places::new());
-        Hall {
+        let view = WorkerConfig::new(owner, &registry, &clock, snapshot, access, &Places::new());
+        WorkerState {
             shared,
-            meter: LoopMeter::new(&registry, owner, &Fault::KINDS),
+            meter: LoopMeter::new(&registry, owner, &RequestError::KINDS),
             timers: Rc::default(),
-            complaints: Complaints::default(),
+            complaints: LogThrottle::default(),
             abandoned,
             date: RefCell::default(),
             end: Cell::default(),
@@ -228,7 +228,7 @@ impl Hall {
         self.end.get().unwrap_or_else(|| self.clock.instant())
     }
 
-    pub fn view(&self) -> Rc<View> {
+    pub fn view(&self) -> Rc<WorkerConfig> {
         Rc::clone(&self.view.borrow())
     }
 
@@ -243,13 +243,13 @@ impl Hall {
     }
 
     /// Whether this is the view that requests get now.
-    pub fn has_view(&self, view: &Rc<View>) -> bool {
+    pub fn has_view(&self, view: &Rc<WorkerConfig>) -> bool {
         Rc::ptr_eq(&self.view.borrow(), view)
     }
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
-    pub fn adopt(&self, snapshot: Arc<Snapshot>, access: Option<Sink>) {
-        let view = View::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().places);
+    pub fn adopt(&self, snapshot: Arc<CompiledConfig>, access: Option<Sink>) {
+        let view = WorkerConfig::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().places);
         *self.view.borrow_mut() = Rc::new(view);
     }
 
@@ -263,24 +263,25 @@ impl Hall {
     }
 }
 
-impl View {
+impl WorkerConfig {
     #[allow(clippy::mutable_key_type, reason = "of a way's TLS only the digest is compared")]
     fn new(
         owner: LoopId,
         registry: &Arc<Registry>,
         clock: &Clock,
-        snapshot: Arc<Snapshot>,
+        snapshot: Arc<CompiledConfig>,
         access: Option<Sink>,
         known: &Places,
-    ) -> View {
-        let rules =
-            |slate: &Slate| slate.roster.rules.iter().map(|rule| &snapshot.book.entries[*rule]).collect::<Vec<_>>();
-        let meter = |(lane, ready): (usize, &Lane)| {
+    ) -> WorkerConfig {
+        let rules = |slate: &RouteRules| {
+            slate.charge_plan.rules.iter().map(|rule| &snapshot.rule_set.entries[*rule]).collect::<Vec<_>>()
+        };
+        let meter = |(lane, ready): (usize, &CompiledRoute)| {
             let names: Vec<&str> =
                 rules(snapshot.slate_of(ready)).iter().map(|entry| entry.rule.name.as_str()).collect();
             RouteMeter::new(registry, owner, snapshot.name_of(lane), &names)
         };
-        let windows = |slate: &Slate| {
+        let windows = |slate: &RouteRules| {
             let layers: Vec<_> =
                 rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
             WindowMeter::new(registry, owner, &layers)
@@ -291,22 +292,23 @@ impl View {
             Configured::Servers(servers) => servers.len(),
         };
         let servers_in_all = snapshot.config.upstreams.iter().map(servers_of).sum();
-        let mut target = |(upstream, fleet): (&Upstream, &Arc<Fleet>)| match &upstream.target {
+        let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| match &upstream.target {
             Configured::Echo => Target::Echo,
             Configured::Servers(servers) => {
                 let mut place = |server: &Server| {
                     let name = (upstream.name.clone(), server.url.clone());
-                    let is_same =
-                        |(known, way, _): &&(Server, Way, _)| known.is_reached_as(server) && *way == upstream.way;
+                    let is_same = |(known, way, _): &&(Server, TransportSettings, _)| {
+                        known.is_reached_as(server) && *way == upstream.way
+                    };
                     let same = known.get(&name).filter(is_same);
                     let place = same.map_or_else(
                         || {
                             let meter = UnderWay::new(registry, owner, &upstream.name, &server.url);
-                            Place::new(Pool::new(server.clone(), &upstream.way, clock.clone()), meter)
+                            ServerPool::new(Pool::new(server.clone(), &upstream.way, clock.clone()), meter)
                         },
                         |(.., place)| Rc::clone(place),
                     );
-                    place.limit(&upstream.policy.circuit, owner, fleet.loops, servers_in_all);
+                    place.limit(&upstream.policy.circuit, owner, upstream_health.loops, servers_in_all);
                     places.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&place)));
                     place
                 };
@@ -314,49 +316,55 @@ impl View {
                 let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
                 let retries = RetryMeter::new(registry, owner, &upstream.name);
                 let places = servers.iter().map(&mut place).collect();
-                Target::Servers(Servers::new(Arc::clone(fleet), places, meter, retries, clock.clone()))
+                Target::Servers(Servers::new(Arc::clone(upstream_health), places, meter, retries, clock.clone()))
             }
         };
-        let desk = Desk::of_loop(owner as u32);
-        View {
+        let context = DecisionContext::of_loop(owner as u32);
+        WorkerConfig {
             meters: snapshot.lanes.iter().enumerate().map(meter).collect(),
             windows: snapshot.slates.iter().map(windows).collect(),
             policies: snapshot.slates.iter().map(|slate| slate.sheet.policy()).collect(),
             unrouted: RouteMeter::new(registry, owner, "", &[]),
-            targets: snapshot.config.upstreams.iter().zip(&snapshot.fleets).map(&mut target).collect(),
+            targets: snapshot.config.upstreams.iter().zip(&snapshot.upstream_health).map(&mut target).collect(),
             access,
             tokens: snapshot.checker(),
             places,
             snapshot,
-            scratch: RefCell::new(Scratch { desk, ..Scratch::default() }),
+            scratch: RefCell::new(Scratch { context, ..Scratch::default() }),
         }
     }
 
     /// What is to be said of the limits now, to somebody who was charged before.
-    pub fn stamp(&self, slate: usize, askers: &[Option<Asker>], table: &Table, now: Now<'_>) -> Stamp {
-        let Slate { roster, sheet, .. } = &self.snapshot.slates[slate];
+    pub fn stamp(
+        &self,
+        slate: usize,
+        keyed_requests: &[Option<KeyedRequest>],
+        table: &Table,
+        now: Now<'_>,
+    ) -> RateLimitFields {
+        let RouteRules { charge_plan, sheet, .. } = &self.snapshot.slates[slate];
         let mut scratch = self.scratch();
-        let Scratch { desk, text, .. } = &mut *scratch;
-        desk.askers.clear();
-        desk.askers.extend_from_slice(askers);
-        self.snapshot.book.look(roster, table, now, desk);
-        sheet.render(desk, self.policies[slate].as_ref(), desk.decided_ms, text)
+        let Scratch { context, text, .. } = &mut *scratch;
+        context.keyed_requests.clear();
+        context.keyed_requests.extend_from_slice(keyed_requests);
+        self.snapshot.rule_set.look(charge_plan, table, now, context);
+        sheet.render(context, self.policies[slate].as_ref(), context.decided_ms, text)
     }
 
     /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.
     pub fn refusal(
         &self,
         slate: usize,
-        desk: &Desk,
+        context: &DecisionContext,
         now_ms: u64,
         date: HeaderValue,
         text: &mut Vec<u8>,
         headers: HeaderMap,
     ) -> Refused {
-        let Snapshot { book, forms, slates, .. } = &*self.snapshot;
-        let Slate { roster, sheet, .. } = &slates[slate];
-        let stamp = sheet.render(desk, self.policies[slate].as_ref(), now_ms, text);
-        let mut refused = responses::refusal(book, roster, desk, forms, now_ms, stamp, text, headers);
+        let CompiledConfig { rule_set, forms, slates, .. } = &*self.snapshot;
+        let RouteRules { charge_plan, sheet, .. } = &slates[slate];
+        let stamp = sheet.render(context, self.policies[slate].as_ref(), now_ms, text);
+        let mut refused = responses::refusal(rule_set, charge_plan, context, forms, now_ms, stamp, text, headers);
         // At once: copies of it are sent.
         refused.reply.headers_mut().insert(DATE, date);
         refused

@@ -8,19 +8,19 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::Shared;
-use super::decision::{Inquiry, Progress, Ruling, Unavailable};
+use super::decision::{DecisionProgress, SharedDecision, SharedOutcome, Unavailable};
 use super::exact_mode::Sent;
-use super::scripts::{Answer, Gift, TOKENS_MAX, Want};
-use transom_limiter::decision_context::{Asker, Desk};
+use super::scripts::{Answer, CounterRequest, Refund, TOKENS_MAX};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
-use transom_limiter::rule_set::{Book, Judgement, Line, Roster};
-use transom_limiter::shared_counting::Stand;
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
+use transom_limiter::shared_counting::CountingMode;
 
 /// A question about one key under one rule, which is the only one of its roster.
 pub struct Subject<'a> {
-    pub book: &'a Arc<Book>,
-    pub roster: &'a Roster,
-    pub asker: Asker,
+    pub rule_set: &'a Arc<RuleSet>,
+    pub charge_plan: &'a ChargePlan,
+    pub keyed_request: KeyedRequest,
     /// Whether tokens may be taken from windows to come.
     pub reserve: bool,
     /// What the key is in the store.
@@ -28,67 +28,67 @@ pub struct Subject<'a> {
 }
 
 /// What is used.
-pub struct Standing {
-    pub desk: Desk,
+pub struct KeyState {
+    pub context: DecisionContext,
     /// Whether what the question costs would be admitted.
     pub room: bool,
 }
 
 impl Shared {
-    fn inquire(self: &Rc<Self>, subject: &Subject<'_>) -> Box<Inquiry> {
-        let mut desk = Desk::of_loop(self.own_shard);
-        desk.reserve = subject.reserve;
-        desk.askers.push(Some(subject.asker));
-        let mut progress = Progress::new(1);
+    fn inquire(self: &Rc<Self>, subject: &Subject<'_>) -> Box<SharedDecision> {
+        let mut context = DecisionContext::of_loop(self.own_shard);
+        context.reserve = subject.reserve;
+        context.keyed_requests.push(Some(subject.keyed_request));
+        let mut progress = DecisionProgress::new(1);
         progress.asks = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let texts = vec![Some(Rc::clone(&subject.text))];
-        let (shared, book) = (Rc::clone(self), Arc::clone(subject.book));
-        Box::new(Inquiry { shared, book, desk, texts, progress, next: None, deadline })
+        let (shared, rule_set) = (Rc::clone(self), Arc::clone(subject.rule_set));
+        Box::new(SharedDecision { shared, rule_set, context, texts, progress, next: None, deadline })
     }
 
     /// Decides and consumes.
-    pub async fn limit(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Ruling, Unavailable> {
-        self.inquire(subject).decide(subject.roster).await
+    pub async fn limit(self: &Rc<Self>, subject: &Subject<'_>) -> Result<SharedOutcome, Unavailable> {
+        self.inquire(subject).decide(subject.charge_plan).await
     }
 
     /// Decides whether there is room, also in windows to come, and when; nothing is consumed by it.
-    pub async fn check(self: &Rc<Self>, subject: &Subject<'_>) -> Result<(Judgement, Standing), Unavailable> {
-        let Ruling { judgement, desk, gifts, .. } = self.limit(subject).await?;
-        if let Judgement::Refused = judgement {
-            return Ok((judgement, Standing { desk, room: false }));
+    pub async fn check(self: &Rc<Self>, subject: &Subject<'_>) -> Result<(Decision, KeyState), Unavailable> {
+        let SharedOutcome { judgement, context, gifts, .. } = self.limit(subject).await?;
+        if let Decision::Refused = judgement {
+            return Ok((judgement, KeyState { context, room: false }));
         }
-        let shares: Vec<_> = desk.all_shares().collect();
-        subject.book.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        let shares: Vec<_> = context.all_shares().collect();
+        subject.rule_set.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
         self.give(gifts.into_iter().map(|(_, gift)| gift).collect()).await;
         let standing = self.value(subject).await?;
         Ok((judgement, standing))
     }
 
     /// Reads only.
-    pub async fn value(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Standing, Unavailable> {
+    pub async fn value(self: &Rc<Self>, subject: &Subject<'_>) -> Result<KeyState, Unavailable> {
         let (mut inquiry, _) = self.read(subject).await;
         if inquiry.progress.beyond.contains(&true) {
-            let Subject { book, roster, .. } = subject;
-            let desk = &mut inquiry.desk;
+            let Subject { rule_set, charge_plan, .. } = subject;
+            let context = &mut inquiry.context;
             let clock = || self.clock.now().unix_ms;
-            book.look(roster, &self.table, Now::by(&clock), desk);
+            rule_set.look(charge_plan, &self.table, Now::by(&clock), context);
             // What is known of the others, and beside it what was counted here.
-            let lines = desk.lines.clone();
-            book.stands(roster, |_beyond| true, &mut desk.stands);
-            if desk.stands.contains(&Stand::Aside) {
+            let lines = context.lines.clone();
+            rule_set.stands(charge_plan, |_beyond| true, &mut context.stands);
+            if context.stands.contains(&CountingMode::Aside) {
                 return Err(Unavailable);
             }
-            let room = book.look_alone(roster, &lines, &self.table, Now::by(&clock), desk);
-            return Ok(Standing { desk: take(&mut inquiry.desk), room });
+            let room = rule_set.look_alone(charge_plan, &lines, &self.table, Now::by(&clock), context);
+            return Ok(KeyState { context: take(&mut inquiry.context), room });
         }
-        let room = inquiry.desk.charges.iter().all(|charge| charge.usage.admits(charge.ask));
-        Ok(Standing { desk: take(&mut inquiry.desk), room })
+        let room = inquiry.context.charges.iter().all(|charge| charge.usage.admits(charge.ask));
+        Ok(KeyState { context: take(&mut inquiry.context), room })
     }
 
     /// Forgets what was counted: in the store, and here. What other gateways have fetched before is theirs to spend.
-    pub async fn reset(self: &Rc<Self>, subject: &Subject<'_>) -> Result<Standing, Unavailable> {
-        let Subject { book, roster, asker, .. } = subject;
+    pub async fn reset(self: &Rc<Self>, subject: &Subject<'_>) -> Result<KeyState, Unavailable> {
+        let Subject { rule_set, charge_plan, keyed_request, .. } = subject;
         let (inquiry, found) = self.read(subject).await;
         // What is forgotten here alone comes back with the store.
         if inquiry.progress.beyond.contains(&true) {
@@ -98,9 +98,9 @@ impl Shared {
         gifts.iter_mut().for_each(|gift| gift.forgets = true);
         self.give(gifts).await;
         let now_ms = self.clock.now().unix_ms;
-        book.forget(&self.table, now_ms, &inquiry.desk);
-        for line in &inquiry.desk.lines {
-            let counter = book.layer_of(roster, *line).counter(*asker);
+        rule_set.forget(&self.table, now_ms, &inquiry.context);
+        for line in &inquiry.context.lines {
+            let counter = rule_set.layer_of(charge_plan, *line).counter(*keyed_request);
             if let Some((end_ms, _)) = self.table.tally(counter, now_ms) {
                 self.table.withdraw(counter, end_ms, u32::MAX);
                 self.table.note(counter, end_ms, 0, now_ms);
@@ -111,18 +111,18 @@ impl Shared {
 
     /// Adds what is used of all shards but the first to what is known of split counters, and leaves out what is fetched here and not
     /// spent.
-    async fn add_shards(self: &Rc<Self>, subject: &Subject<'_>, inquiry: &mut Inquiry, gifts: &mut Vec<Gift>) {
-        let Subject { book, roster, asker, text, .. } = subject;
+    async fn add_shards(self: &Rc<Self>, subject: &Subject<'_>, inquiry: &mut SharedDecision, gifts: &mut Vec<Refund>) {
+        let Subject { rule_set, charge_plan, keyed_request, text, .. } = subject;
         let now_ms = self.clock.now().unix_ms;
-        for (charge, line) in inquiry.desk.charges.iter_mut().zip(&inquiry.desk.lines) {
-            let layer = book.layer_of(roster, *line);
-            let suffix = book.entries[roster.rules[line.rule]].suffix(line.layer);
+        for (charge, line) in inquiry.context.charges.iter_mut().zip(&inquiry.context.lines) {
+            let layer = rule_set.layer_of(charge_plan, *line);
+            let suffix = rule_set.entries[charge_plan.rules[line.rule]].suffix(line.layer);
             if layer.shards_elsewhere == 1 || inquiry.progress.beyond.contains(&true) {
                 continue;
             }
             for shard in 1..layer.shards_elsewhere {
-                let blank = self.want(book, roster, *line, *asker, text, now_ms);
-                let want = Want { base: self.base(text, suffix, shard), least: 0, ..blank };
+                let blank = self.want(rule_set, charge_plan, *line, *keyed_request, text, now_ms);
+                let want = CounterRequest { base: self.base(text, suffix, shard), least: 0, ..blank };
                 match self.take(std::slice::from_ref(&want)).await {
                     Ok(Answer::Granted { took, .. }) => {
                         let used = took.iter().fold(0, |sum: u64, took| sum.saturating_add(took.used));
@@ -134,27 +134,27 @@ impl Shared {
                     }
                 }
             }
-            let fetched = u64::from(self.table.purse(layer.counter(*asker), now_ms));
+            let fetched = u64::from(self.table.purse(layer.counter(*keyed_request), now_ms));
             charge.usage.used = charge.usage.used.saturating_sub(fetched);
         }
     }
 
     /// Asks what is used of each layer, and what would give all of it back.
-    async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<Inquiry>, Vec<Gift>) {
-        let Subject { book, roster, asker, .. } = subject;
+    async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
+        let Subject { rule_set, charge_plan, keyed_request, .. } = subject;
         let mut inquiry = self.inquire(subject);
-        let lines: Vec<Line> = book.enforced(roster, &mut inquiry.desk);
-        book.lay_aside(roster, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.desk);
-        let cost = asker.cost;
-        inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
-        let mut gifts: Vec<Gift> = match inquiry.send(book, roster, 0).await {
-            Sent::Granted(gifts) => gifts.into_iter().map(|(_, gift)| Gift { tokens: TOKENS_MAX, ..gift }).collect(),
+        let lines: Vec<LayerRef> = rule_set.enforced(charge_plan, &mut inquiry.context);
+        rule_set.lay_aside(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.context);
+        let cost = keyed_request.cost;
+        inquiry.context.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
+        let mut gifts: Vec<Refund> = match inquiry.send(rule_set, charge_plan, 0).await {
+            Sent::Granted(gifts) => gifts.into_iter().map(|(_, gift)| Refund { tokens: TOKENS_MAX, ..gift }).collect(),
             Sent::Refused | Sent::OtherWindow | Sent::Failed => {
                 inquiry.progress.beyond.fill(true);
                 Vec::new()
             }
         };
-        inquiry.desk.charges.iter_mut().for_each(|charge| charge.ask.cost = cost);
+        inquiry.context.charges.iter_mut().for_each(|charge| charge.ask.cost = cost);
         self.add_shards(subject, &mut inquiry, &mut gifts).await;
         (inquiry, gifts)
     }

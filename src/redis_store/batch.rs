@@ -12,8 +12,8 @@ use redis::Value;
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 
-use super::connection::{Failure, Line, Which};
-use super::scripts::{self, Ask, Decision, Scripts};
+use super::connection::{Connection, Failure, Which};
+use super::scripts::{self, AcquireCall, Decision, Scripts};
 
 /// Runs that are under way at once: one is decided while others are on their way.
 const RUNS_MAX: usize = 3;
@@ -38,12 +38,17 @@ pub struct Queue {
 }
 
 struct Waiting {
-    ask: Ask,
+    ask: AcquireCall,
     tell: oneshot::Sender<Result<Decision, Failure>>,
 }
 
 /// Asks on a connection, together with others who do.
-pub async fn take(line: &Rc<Line>, scripts: &Rc<Scripts>, ask: Ask, together: Together) -> Result<Decision, Failure> {
+pub async fn take(
+    line: &Rc<Connection>,
+    scripts: &Rc<Scripts>,
+    ask: AcquireCall,
+    together: Together,
+) -> Result<Decision, Failure> {
     if together == Together::Never {
         let decided = run(line, scripts, std::slice::from_ref(&ask), true).await;
         return decided.and_then(|mut decided| decided.pop().ok_or_else(|| strange(&Value::Nil)));
@@ -59,7 +64,7 @@ pub async fn take(line: &Rc<Line>, scripts: &Rc<Scripts>, ask: Ask, together: To
 }
 
 /// Sends what waits until nothing does.
-async fn carry(line: Rc<Line>, scripts: Rc<Scripts>, together: Together) {
+async fn carry(line: Rc<Connection>, scripts: Rc<Scripts>, together: Together) {
     loop {
         let (asks, tells) = line.queue.next(together);
         if asks.is_empty() {
@@ -78,7 +83,12 @@ async fn carry(line: Rc<Line>, scripts: Rc<Scripts>, together: Together) {
     line.queue.runs.set(line.queue.runs.get() - 1);
 }
 
-async fn run(line: &Line, scripts: &Scripts, asks: &[Ask], importing: bool) -> Result<Vec<Decision>, Failure> {
+async fn run(
+    line: &Connection,
+    scripts: &Scripts,
+    asks: &[AcquireCall],
+    importing: bool,
+) -> Result<Vec<Decision>, Failure> {
     let said = line.run(Which::Take, importing, &|by| scripts::take(&scripts.take, by, asks.iter())).await?;
     scripts::taken(&said, asks.iter()).ok_or_else(|| strange(&said))
 }
@@ -87,14 +97,14 @@ type Tell = oneshot::Sender<Result<Decision, Failure>>;
 
 impl Queue {
     /// The first that wait, and can be sent together.
-    fn next(&self, together: Together) -> (Vec<Ask>, Vec<Tell>) {
+    fn next(&self, together: Together) -> (Vec<AcquireCall>, Vec<Tell>) {
         let mut waiting = self.waiting.borrow_mut();
         let most = waiting.len().min(CALLS_MAX);
-        let (mut asks, mut tells): (Vec<Ask>, Vec<Tell>) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        let (mut asks, mut tells): (Vec<AcquireCall>, Vec<Tell>) = (Vec::with_capacity(most), Vec::with_capacity(most));
         let mut counters = 0;
         while asks.len() < CALLS_MAX {
             let Some(next) = waiting.front() else { break };
-            let is_near = |first: &Ask| together == Together::Any || base(first) == base(&next.ask);
+            let is_near = |first: &AcquireCall| together == Together::Any || base(first) == base(&next.ask);
             let has_room = counters + next.ask.wants.len() <= COUNTERS_MAX;
             let joins = asks.first().is_none_or(|first| has_room && is_near(first));
             if !joins && !next.tell.is_closed() {
@@ -111,7 +121,7 @@ impl Queue {
     }
 }
 
-fn base(ask: &Ask) -> &str {
+fn base(ask: &AcquireCall) -> &str {
     ask.wants.first().map_or("", |want| &*want.base)
 }
 

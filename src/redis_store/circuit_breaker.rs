@@ -19,13 +19,13 @@ use super::Shared;
 use super::client::StoreError;
 use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
-use super::scripts::{Answer, Gift, Want};
+use super::scripts::{Answer, CounterRequest, Refund};
 use crate::metrics::redis::Outcome;
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
-use transom_limiter::rule_set::{Book, Roster};
+use transom_limiter::rule_set::{ChargePlan, RuleSet};
 use transom_limiter::sharded_counter::part;
-use transom_limiter::shared_counting::Stand;
+use transom_limiter::shared_counting::CountingMode;
 use transom_limiter::table::Counter;
 
 /// So many failures in a row open the breaker, each at least as long after the one before as a request waits.
@@ -117,34 +117,34 @@ impl Breaker {
 
 /// What the store does not know as long as it can not be reached.
 #[derive(Default)]
-pub struct Debts {
+pub struct UnreportedUsage {
     /// Whose counts on this machine alone.
     counted: RefCell<HashMap<Id, Debt, RandomState>>,
     /// Those of them that are being told.
     underway: RefCell<HashSet<Id, RandomState>>,
     /// What is to be given back there.
-    gifts: RefCell<Vec<Gift>>,
+    gifts: RefCell<Vec<Refund>>,
 }
 
 /// A counter that was charged on this machine alone.
 #[derive(Clone)]
 struct Debt {
-    book: Arc<Book>,
+    rule_set: Arc<RuleSet>,
     /// Position in the book.
     rule: usize,
     layer: usize,
-    asker: Asker,
+    keyed_request: KeyedRequest,
     /// What the key is in the store.
     text: Rc<str>,
 }
 
 impl Debt {
     fn counter(&self) -> Counter {
-        self.book.entries[self.rule].layer(self.layer).counter(self.asker)
+        self.rule_set.entries[self.rule].layer(self.layer).counter(self.keyed_request)
     }
 }
 
-impl Debts {
+impl UnreportedUsage {
     fn add(&self, debt: Debt) {
         let mut debts = self.counted.borrow_mut();
         let is_full = debts.len() >= DEBTS_MAX;
@@ -156,7 +156,7 @@ impl Debts {
     }
 
     /// Remembers to give back what can not be given back now, if that is not too much.
-    pub fn keep(&self, gifts: Vec<Gift>) {
+    pub fn keep(&self, gifts: Vec<Refund>) {
         let mut kept = self.gifts.borrow_mut();
         let room = DEBTS_MAX.saturating_sub(kept.len());
         kept.extend(gifts.into_iter().take(room));
@@ -265,17 +265,33 @@ impl Shared {
     }
 
     /// Remembers what was just counted on this machine alone; the desk has been decided on by `book`.
-    pub(super) fn owe(&self, book: &Arc<Book>, roster: &Roster, desk: &Desk, first: usize, texts: &[Option<Rc<str>>]) {
-        for line in desk.lines.iter().skip(first).filter(|line| desk.stands.get(line.rule) == Some(&Stand::Alone)) {
+    pub(super) fn owe(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        first: usize,
+        texts: &[Option<Rc<str>>],
+    ) {
+        for line in
+            context.lines.iter().skip(first).filter(|line| context.stands.get(line.rule) == Some(&CountingMode::Alone))
+        {
             let text = texts.get(line.rule).and_then(Option::as_ref);
-            let (Some(text), Some(asker)) = (text, desk.askers[line.rule]) else { continue };
-            self.owe_by(book, roster.rules[line.rule], line.layer, asker, text);
+            let (Some(text), Some(keyed_request)) = (text, context.keyed_requests[line.rule]) else { continue };
+            self.owe_by(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text);
         }
     }
 
     /// As [`Shared::owe`], for a layer of the rule at a position in the book.
-    pub(super) fn owe_by(&self, book: &Arc<Book>, rule: usize, layer: usize, asker: Asker, text: &Rc<str>) {
-        self.debts.add(Debt { book: Arc::clone(book), rule, layer, asker, text: Rc::clone(text) });
+    pub(super) fn owe_by(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        rule: usize,
+        layer: usize,
+        keyed_request: KeyedRequest,
+        text: &Rc<str>,
+    ) {
+        self.debts.add(Debt { rule_set: Arc::clone(rule_set), rule, layer, keyed_request, text: Rc::clone(text) });
     }
 
     /// Tells servers that can be reached what was counted while an answer of theirs did not come in time.
@@ -299,7 +315,7 @@ impl Shared {
         let (mut debts, underway) = (self.debts.counted.borrow_mut(), self.debts.underway.borrow());
         let (mut some, mut over) = (Vec::new(), Vec::new());
         for (id, debt) in debts.iter().filter(|(id, debt)| !underway.contains(id) && self.server_of(debt) == server) {
-            let is_over = self.used_here(&debt.book, debt.rule, debt.layer, debt.asker).used == 0;
+            let is_over = self.used_here(&debt.rule_set, debt.rule, debt.layer, debt.keyed_request).used == 0;
             if is_over { &mut over } else { &mut some }.push(*id);
             if some.len() == REPORTS {
                 break;
@@ -361,7 +377,7 @@ impl Shared {
     /// The counters of a debt that can be told: without those of shards whose server is away, whose part the others take.
     /// Empty if the server that is being told is away itself.
     async fn shards_there(self: &Rc<Self>, debt: &Debt, server: Server) -> Vec<Rc<str>> {
-        let (entry, layer) = (&debt.book.entries[debt.rule], debt.layer);
+        let (entry, layer) = (&debt.rule_set.entries[debt.rule], debt.layer);
         let (mut there, mut away) = (Vec::new(), Vec::new());
         for shard in 0..entry.layer(layer).shards_elsewhere {
             let base = self.base(&debt.text, entry.suffix(layer), shard);
@@ -387,9 +403,9 @@ impl Shared {
     /// Tells what was counted of one key, at a server and wherever else it has shards; `false` if that server is away.
     async fn tell(self: &Rc<Self>, id: Id, server: Server) -> bool {
         let Some(debt) = self.debts.counted.borrow().get(&id).cloned() else { return true };
-        let Debt { book, rule, layer, asker, text } = &debt;
-        let (rule, layer, asker) = (*rule, *layer, *asker);
-        let shards = book.entries[rule].layer(layer).shards_elsewhere;
+        let Debt { rule_set, rule, layer, keyed_request, text } = &debt;
+        let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
+        let shards = rule_set.entries[rule].layer(layer).shards_elsewhere;
         let began = self.clock.instant();
         // It stays a debt until somebody is there.
         let there = self.shards_there(&debt, server).await;
@@ -400,13 +416,13 @@ impl Shared {
         self.met(began);
         // From here on nothing waits until it is forgotten: what is counted meanwhile is a debt of its own.
         self.debts.counted.borrow_mut().remove(&id);
-        let here = self.used_here(book, rule, layer, asker);
+        let here = self.used_here(rule_set, rule, layer, keyed_request);
         let now_ms = self.clock.now().unix_ms;
         if here.used == 0 {
             return true;
         }
         // What was known before is told as well, if it may have been forgotten there: this call makes the counter anew.
-        let least = self.want_of(book, rule, layer, asker, text, now_ms).least;
+        let least = self.want_of(rule_set, rule, layer, keyed_request, text, now_ms).least;
         let counter = debt.counter();
         // The counter is emptied before the report, for it must not be reported twice: whether a report arrived is not always
         // known, and other loops report it too. These may count without the store for a while yet: to them the tokens are
@@ -415,7 +431,14 @@ impl Shared {
         let announce = |tokens: u64| {
             self.table.note_more(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
         };
-        let tokens = book.forget_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms), announce);
+        let tokens = rule_set.forget_here(
+            rule,
+            layer,
+            keyed_request,
+            &self.table,
+            Now::by(&|| self.clock.now().unix_ms),
+            announce,
+        );
         if tokens == 0 {
             return true;
         }
@@ -426,9 +449,9 @@ impl Shared {
             if part == 0 {
                 break;
             }
-            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
+            let blank = self.want_of(rule_set, rule, layer, keyed_request, text, now_ms);
             let at = self.store.server_of(&base);
-            let want = Want {
+            let want = CounterRequest {
                 base,
                 need: part,
                 want: part,

@@ -16,10 +16,10 @@ use tokio::time::{sleep, timeout};
 use super::batch::{self, Together, strange};
 use super::cluster::{Cluster, redirected};
 use super::connect::Dial;
-use super::connection::{Failure, Line, Told, Which};
+use super::connection::{Connection, Failure, ServerErrorText, Which};
 use super::hash_slot::slot;
-use super::reconnecting::{Link, Server, Way};
-use super::scripts::{self, Answer, Ask, At, Gift, Scripts, TOKENS_MAX, Want};
+use super::reconnecting::{Endpoint, Link, Server};
+use super::scripts::{self, AcquireCall, Answer, At, CounterRequest, Refund, Scripts, TOKENS_MAX};
 use super::sentinel::Sentinels;
 use crate::config::redis::{Node, Nodes, Shared};
 
@@ -33,7 +33,7 @@ const PROBE_PERIOD_MS: u64 = 1000;
 
 /// Cheap to clone.
 #[derive(Clone)]
-pub struct Store(Rc<Inner>);
+pub struct RedisClient(Rc<Inner>);
 
 struct Inner {
     servers: Servers,
@@ -57,31 +57,38 @@ pub enum StoreError {
     Key(String),
 }
 
-impl Store {
+impl RedisClient {
     /// Connects nowhere yet.
-    pub fn new(settings: &Shared) -> Store {
+    pub fn new(settings: &Shared) -> RedisClient {
         let dial = Rc::new(Dial::new(settings));
         let opened = Rc::new(Cell::new(0));
         let link = |way| Servers::One(Link::new(Server::ONLY, way, Rc::clone(&dial), Rc::clone(&opened)));
         let servers = match &settings.nodes {
-            Nodes::Single(node) => link(Way::Fixed(node.clone())),
-            Nodes::Sentinel { nodes, master } => link(Way::Sentinels(Sentinels::new(nodes.clone(), master.clone()))),
+            Nodes::Single(node) => link(Endpoint::Fixed(node.clone())),
+            Nodes::Sentinel { nodes, master } => {
+                link(Endpoint::Sentinels(Sentinels::new(nodes.clone(), master.clone())))
+            }
             Nodes::Cluster(seeds) => {
                 Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
             }
         };
-        Store(Rc::new(Inner { servers, scripts: Rc::new(Scripts::default()), prefix: settings.prefix.clone(), opened }))
+        RedisClient(Rc::new(Inner {
+            servers,
+            scripts: Rc::new(Scripts::default()),
+            prefix: settings.prefix.clone(),
+            opened,
+        }))
     }
 
     /// Takes tokens of all counters or of none. All must be different ones, of one call: see
     /// [`Store::is_one_call`]. `floor_ms` is the gateway's time.
-    pub async fn take(&self, wants: &[Want], floor_ms: u64) -> Result<Answer, StoreError> {
+    pub async fn take(&self, wants: &[CounterRequest], floor_ms: u64) -> Result<Answer, StoreError> {
         let base = wants.first().map_or("", |want| &*want.base);
         let floor_ms = wants.iter().map(|want| want.asked_ms).fold(floor_ms, u64::max);
         let mut at_ms = floor_ms;
         for _ in 0..2 {
-            let ask = Ask { wants: wants.to_vec(), floor_ms, at_ms };
-            let take = async |line: &Rc<Line>, importing| {
+            let ask = AcquireCall { wants: wants.to_vec(), floor_ms, at_ms };
+            let take = async |line: &Rc<Connection>, importing| {
                 let in_cluster = matches!(self.0.servers, Servers::Cluster(_));
                 let way = if importing {
                     Together::Never
@@ -106,11 +113,11 @@ impl Store {
     }
 
     /// Gives tokens back, and tells how many that were.
-    pub async fn give(&self, gifts: &[Gift]) -> Result<u64, StoreError> {
+    pub async fn give(&self, gifts: &[Refund]) -> Result<u64, StoreError> {
         let mut given = 0;
         for gifts in gifts.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
             let call = |by| scripts::give(&self.0.scripts.give, by, gifts);
-            let give = async |line: &Rc<Line>, importing| {
+            let give = async |line: &Rc<Connection>, importing| {
                 let said = line.run(Which::Give, importing, &call).await?;
                 scripts::given(&said).ok_or_else(|| strange(&said))
             };
@@ -136,7 +143,7 @@ impl Store {
 
     /// Sees to it that there is a connection for a call with this base, or tells why there is none.
     pub async fn ready(&self, base: &str) -> Result<(), StoreError> {
-        let nothing = async |_line: &Rc<Line>, _importing: bool| Ok(());
+        let nothing = async |_line: &Rc<Connection>, _importing: bool| Ok(());
         self.run(base, &nothing).await.map(drop)
     }
 
@@ -185,7 +192,7 @@ impl Store {
     }
 
     /// The connections that stand.
-    pub fn standing(&self) -> Vec<Rc<Line>> {
+    pub fn standing(&self) -> Vec<Rc<Connection>> {
         match &self.0.servers {
             Servers::One(link) => link.standing().into_iter().collect(),
             Servers::Cluster(cluster) => cluster.standing(),
@@ -222,7 +229,7 @@ impl Store {
     async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
         let at = At::Floating { period_ms: PROBE_PERIOD_MS };
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
-        let want = Want { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
+        let want = CounterRequest { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
         match self.take(&[want], 0).await? {
             Answer::Granted { time_ms, .. } | Answer::Refused { time_ms, .. } | Answer::OtherWindow { time_ms } => {
                 Ok(time_ms)
@@ -246,8 +253,8 @@ impl Store {
 }
 
 /// What is done on a connection; whether the server only takes the slot over yet.
-trait Call<T>: AsyncFn(&Rc<Line>, bool) -> Result<T, Failure> {}
-impl<T, C: AsyncFn(&Rc<Line>, bool) -> Result<T, Failure>> Call<T> for C {}
+trait Call<T>: AsyncFn(&Rc<Connection>, bool) -> Result<T, Failure> {}
+impl<T, C: AsyncFn(&Rc<Connection>, bool) -> Result<T, Failure>> Call<T> for C {}
 
 /// Runs a call at the master of a slot, wherever that is by now.
 async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
@@ -277,7 +284,7 @@ async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Res
             }
         };
         let to = redirected(error.details().unwrap_or_default(), &line.node);
-        why = format!("{}: {}", line.node, Told(&error));
+        why = format!("{}: {}", line.node, ServerErrorText(&error));
         match (error.code(), to) {
             ("MOVED", Some((_, node))) => (link, importing) = (cluster.moved(slot, node), false),
             ("ASK", Some((_, node))) => (link, importing) = (cluster.importing(node), true),
@@ -296,7 +303,7 @@ async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Res
 }
 
 /// What a failure means for who asked, and for the connection.
-fn fallen(link: &Link, line: &Rc<Line>, failure: Failure) -> StoreError {
+fn fallen(link: &Link, line: &Rc<Connection>, failure: Failure) -> StoreError {
     let told = line.blame(&failure);
     if let Failure::Said(error) = &failure
         && !leads_elsewhere(error)

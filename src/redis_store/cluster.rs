@@ -14,9 +14,9 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 
 use super::connect::{Dial, in_time};
-use super::connection::Line;
+use super::connection::Connection;
 use super::hash_slot::{SLOTS, slot};
-use super::reconnecting::{Link, Server, Way};
+use super::reconnecting::{Endpoint, Link, Server};
 use super::sentinel::text;
 use crate::config::redis::Node;
 
@@ -80,7 +80,7 @@ impl Cluster {
     }
 
     /// The connections to masters that stand.
-    pub fn standing(&self) -> Vec<Rc<Line>> {
+    pub fn standing(&self) -> Vec<Rc<Connection>> {
         self.map.borrow().masters.iter().filter_map(|(_, link)| link.standing()).collect()
     }
 
@@ -201,8 +201,12 @@ impl Cluster {
     fn place(&self, map: &mut Map, node: Node) -> u16 {
         let known = map.masters.iter().position(|(known, _)| *known == node);
         let at = known.unwrap_or_else(|| {
-            let link =
-                Link::new(Server::of(&node), Way::Fixed(node.clone()), Rc::clone(&self.dial), Rc::clone(&self.opened));
+            let link = Link::new(
+                Server::of(&node),
+                Endpoint::Fixed(node.clone()),
+                Rc::clone(&self.dial),
+                Rc::clone(&self.opened),
+            );
             map.masters.push((node, link));
             map.masters.len() - 1
         });
@@ -222,7 +226,7 @@ impl Map {
     }
 }
 
-async fn ask(line: &Line) -> Result<Vec<Range>, String> {
+async fn ask(line: &Connection) -> Result<Vec<Range>, String> {
     let mut question = redis::cmd("CLUSTER");
     question.arg("SLOTS");
     let said = line.ask(question).await.map_err(|failure| line.blame(&failure))?;

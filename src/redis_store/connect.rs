@@ -14,8 +14,8 @@ use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use super::connection::{Failure, Line};
-use super::read_limit::Rationed;
+use super::connection::{Connection, Failure};
+use super::read_limit::LimitedReader;
 use crate::config::redis::{Node, Shared};
 
 /// Until a server that is connected to answers its first question.
@@ -54,12 +54,12 @@ impl Dial {
     }
 
     /// A connection to a server that answers there.
-    pub async fn open(&self, node: &Node) -> Result<Rc<Line>, String> {
+    pub async fn open(&self, node: &Node) -> Result<Rc<Connection>, String> {
         self.open_as(node, &self.login).await
     }
 
     /// The same to a sentinel, which has no databases. One that asks for no password refuses to be told one.
-    pub async fn open_sentinel(&self, node: &Node) -> Result<Rc<Line>, String> {
+    pub async fn open_sentinel(&self, node: &Node) -> Result<Rc<Connection>, String> {
         let opened = self.open_as(node, &self.login.clone().set_db(0)).await;
         if opened.is_ok() || self.login.password().is_none() {
             return opened;
@@ -68,10 +68,10 @@ impl Dial {
         self.open_as(node, &stranger).await.map_err(|_no_better| opened.err().unwrap_or_default())
     }
 
-    async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Line>, String> {
+    async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Connection>, String> {
         let line = async {
             let sender = self.connect(node, login).await.map_err(|why| format!("{node}: {why}"))?;
-            let line = Line::new(sender, node.clone());
+            let line = Connection::new(sender, node.clone());
             match line.ask(redis::cmd("PING")).await {
                 Ok(_) => Ok(line),
                 // It answers, and says that it may not say so.
@@ -143,7 +143,7 @@ where
         .set_connection_timeout(None)
         .set_pipeline_buffer_size(QUEUE)
         .set_write_backpressure_boundary(WRITE_BYTES);
-    let opened = MultiplexedConnection::new_with_config(login, Rationed::new(stream), settings).await;
+    let opened = MultiplexedConnection::new_with_config(login, LimitedReader::new(stream), settings).await;
     let (calls, driver) = opened.map_err(|error| refused(&error))?;
     Ok(Sender { calls, driver: tokio::task::spawn_local(driver) })
 }

@@ -38,7 +38,7 @@ pub enum Failure {
     Said(ServerError),
 }
 
-pub struct Line {
+pub struct Connection {
     pub node: Node,
     calls: MultiplexedConnection,
     driver: AbortHandle,
@@ -65,11 +65,11 @@ pub enum Which {
     Give = 1,
 }
 
-impl Line {
+impl Connection {
     /// Needs a runtime.
-    pub fn new(sender: Sender, node: Node) -> Rc<Line> {
+    pub fn new(sender: Sender, node: Node) -> Rc<Connection> {
         let wake = Rc::new(Notify::new());
-        let line = Rc::new(Line {
+        let line = Rc::new(Connection {
             node,
             calls: sender.calls,
             driver: sender.driver.abort_handle(),
@@ -141,7 +141,7 @@ impl Line {
     pub fn blame(&self, failure: &Failure) -> String {
         match failure {
             Failure::Lost(why) => format!("{}: {why}", self.node),
-            Failure::Said(error) => format!("{}: {}", self.node, Told(error)),
+            Failure::Said(error) => format!("{}: {}", self.node, ServerErrorText(error)),
         }
     }
 
@@ -180,7 +180,7 @@ impl Line {
     }
 }
 
-impl Drop for Line {
+impl Drop for Connection {
     fn drop(&mut self) {
         self.driver.abort();
         if let Some(guard) = self.guard.take() {
@@ -190,7 +190,7 @@ impl Drop for Line {
 }
 
 /// Watches a connection as long as something is asked on it.
-async fn guard(line: Weak<Line>, wake: Rc<Notify>) {
+async fn guard(line: Weak<Connection>, wake: Rc<Notify>) {
     loop {
         wake.notified().await;
         loop {
@@ -210,9 +210,9 @@ async fn guard(line: Weak<Line>, wake: Rc<Notify>) {
 }
 
 /// An error as the server said it.
-pub struct Told<'e>(pub &'e ServerError);
+pub struct ServerErrorText<'e>(pub &'e ServerError);
 
-impl fmt::Display for Told<'_> {
+impl fmt::Display for ServerErrorText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.0.code())?;
         self.0.details().map_or(Ok(()), |details| write!(f, " {details}"))

@@ -15,13 +15,13 @@ use tokio::time::Instant;
 
 use super::Shared;
 use super::exact_mode::Sent;
-use super::scripts::Gift;
+use super::scripts::Refund;
 use crate::metrics::redis::Without;
-use transom_limiter::decision_context::Desk;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::Now;
 use transom_limiter::rule::{OnOutage, Sharing};
-use transom_limiter::rule_set::{Book, Judgement, Line, Roster};
-use transom_limiter::shared_counting::{Stand, Step};
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
+use transom_limiter::shared_counting::{CountingMode, Step};
 
 /// So often a request asks in vain, as when others take the tokens that it fetches before it can.
 pub(super) const ROUNDS_MAX: u32 = 64;
@@ -30,31 +30,31 @@ const ROUNDS_FREE: u32 = 4;
 
 /// What the rules of a request say, if nothing has to be waited for.
 pub enum Begun {
-    Decided(Judgement),
-    Waits(Box<Inquiry>),
+    Decided(Decision),
+    Waits(Box<SharedDecision>),
     /// A rule refuses whatever it can not count.
     Unavailable,
 }
 
 /// A request that waits for the store.
-pub struct Inquiry {
+pub struct SharedDecision {
     pub(super) shared: Rc<Shared>,
-    pub(super) book: Arc<Book>,
-    pub(super) desk: Desk,
+    pub(super) rule_set: Arc<RuleSet>,
+    pub(super) context: DecisionContext,
     /// What the keys of the roster's rules are in the store; of those that are shared and apply.
     pub(super) texts: Vec<Option<Rc<str>>>,
-    pub(super) progress: Progress,
+    pub(super) progress: DecisionProgress,
     pub(super) next: Option<Next>,
     pub(super) deadline: Instant,
 }
 
 /// What was decided after all.
-pub struct Ruling {
-    pub judgement: Judgement,
+pub struct SharedOutcome {
+    pub judgement: Decision,
     /// What it was decided on, as after any decision.
-    pub desk: Desk,
+    pub context: DecisionContext,
     /// What gives back what the store has charged, for rules by their position.
-    pub gifts: Vec<(usize, Gift)>,
+    pub gifts: Vec<(usize, Refund)>,
     /// What the keys are in the store, of the rules that are shared.
     pub texts: Vec<Option<Rc<str>>>,
 }
@@ -67,23 +67,23 @@ pub struct Unavailable;
 type Positions = SmallVec<[bool; 8]>;
 
 /// How far a decision has come.
-pub(super) struct Progress {
+pub(super) struct DecisionProgress {
     /// 0: the enforced rules; then each shadow rule.
     pub(super) group: usize,
-    pub(super) judgement: Option<Judgement>,
+    pub(super) judgement: Option<Decision>,
     /// The rules that do without the store, by their position.
     pub(super) beyond: Positions,
-    pub(super) gifts: Vec<(usize, Gift)>,
+    pub(super) gifts: Vec<(usize, Refund)>,
     pub(super) rounds: u32,
     /// Lines that are charged again; then nothing else is.
-    again: Option<Vec<Line>>,
+    again: Option<Vec<LayerRef>>,
     /// The store is asked, also where tokens could be fetched.
     pub(super) asks: bool,
 }
 
 /// What a decision waits for.
 pub(super) enum Next {
-    Done(Judgement),
+    Done(Decision),
     Unavailable,
     /// Tokens for the counters that lack them; the desk is as it was before from here on.
     Fetch {
@@ -92,27 +92,27 @@ pub(super) enum Next {
     /// The store is to decide these lines.
     Ask {
         first: usize,
-        lines: Vec<Line>,
+        lines: Vec<LayerRef>,
     },
     /// Places in windows to come, for the rules that are full.
     Place {
         first: usize,
-        lines: Vec<Line>,
+        lines: Vec<LayerRef>,
     },
 }
 
-impl Progress {
-    pub(super) fn new(rules: usize) -> Progress {
+impl DecisionProgress {
+    pub(super) fn new(rules: usize) -> DecisionProgress {
         let beyond = SmallVec::from_elem(false, rules);
-        Progress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
+        DecisionProgress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
     }
 
     /// Puts down how each rule of the roster is counted in the next step.
-    fn settle_stands(&self, book: &Book, roster: &Roster, desk: &mut Desk) {
-        book.stands(roster, |position| self.beyond[position], &mut desk.stands);
-        for (stand, rule) in desk.stands.iter_mut().zip(&roster.rules).filter(|_| self.asks) {
-            if *stand == Stand::Leased && !book.entries[*rule].is_split() {
-                *stand = Stand::Aside;
+    fn settle_stands(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, context: &mut DecisionContext) {
+        rule_set.stands(charge_plan, |position| self.beyond[position], &mut context.stands);
+        for (stand, rule) in context.stands.iter_mut().zip(&charge_plan.rules).filter(|_| self.asks) {
+            if *stand == CountingMode::Leased && !rule_set.entries[*rule].is_split() {
+                *stand = CountingMode::Aside;
             }
         }
     }
@@ -122,32 +122,33 @@ impl Shared {
     /// Decides a request whose askers lie on the desk. `text` tells what the key of a rule is in the store.
     pub fn begin(
         self: &Rc<Self>,
-        book: &Arc<Book>,
-        roster: &Roster,
-        desk: &mut Desk,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
         text: impl Fn(usize) -> Option<Rc<str>>,
     ) -> Begun {
-        desk.clear();
-        let mut progress = Progress::new(roster.rules.len());
-        match self.advance(book, roster, desk, &[], &mut progress) {
+        context.clear();
+        let mut progress = DecisionProgress::new(charge_plan.rules.len());
+        match self.advance(rule_set, charge_plan, context, &[], &mut progress) {
             Next::Done(judgement) => {
-                if let Judgement::Refused = judgement {
-                    self.count_refusal(book, roster, desk, &progress, &text);
-                    self.recheck(book, roster, desk, text);
+                if let Decision::Refused = judgement {
+                    self.count_refusal(rule_set, charge_plan, context, &progress, &text);
+                    self.recheck(rule_set, charge_plan, context, text);
                 }
                 Begun::Decided(judgement)
             }
             Next::Unavailable => Begun::Unavailable,
             next => {
                 let is_shared = |position: usize| {
-                    book.entries[roster.rules[position]].rule.sharing != Sharing::Own && desk.askers[position].is_some()
+                    rule_set.entries[charge_plan.rules[position]].rule.sharing != Sharing::Own
+                        && context.keyed_requests[position].is_some()
                 };
                 let text = |position| if is_shared(position) { text(position) } else { None };
-                Begun::Waits(Box::new(Inquiry {
-                    texts: (0..roster.rules.len()).map(text).collect(),
+                Begun::Waits(Box::new(SharedDecision {
+                    texts: (0..charge_plan.rules.len()).map(text).collect(),
                     shared: Rc::clone(self),
-                    book: Arc::clone(book),
-                    desk: desk.clone(),
+                    rule_set: Arc::clone(rule_set),
+                    context: context.clone(),
                     progress,
                     next: Some(next),
                     deadline: Instant::from_std(self.clock.instant()) + self.timeout,
@@ -159,99 +160,117 @@ impl Shared {
     /// Charges lines of a request again, whose windows are over since it was charged.
     pub fn charge_again(
         self: &Rc<Self>,
-        book: &Arc<Book>,
-        roster: &Roster,
-        again: Vec<Line>,
-        mut desk: Desk,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        again: Vec<LayerRef>,
+        mut context: DecisionContext,
         texts: Vec<Option<Rc<str>>>,
-    ) -> Box<Inquiry> {
-        desk.clear();
-        let progress = Progress { again: Some(again), ..Progress::new(roster.rules.len()) };
+    ) -> Box<SharedDecision> {
+        context.clear();
+        let progress = DecisionProgress { again: Some(again), ..DecisionProgress::new(charge_plan.rules.len()) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let (shared, book) = (Rc::clone(self), Arc::clone(book));
-        Box::new(Inquiry { shared, book, desk, texts, progress, next: None, deadline })
+        let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
+        Box::new(SharedDecision { shared, rule_set, context, texts, progress, next: None, deadline })
     }
 
     /// Goes on with a decision until it is made, or something has to be waited for.
     pub(super) fn advance(
         self: &Rc<Self>,
-        book: &Arc<Book>,
-        roster: &Roster,
-        desk: &mut Desk,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
         texts: &[Option<Rc<str>>],
-        progress: &mut Progress,
+        progress: &mut DecisionProgress,
     ) -> Next {
         loop {
-            let shadow = progress.group.checked_sub(1).map(|nth| roster.shadows().get(nth).copied());
+            let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadows().get(nth).copied());
             let lines = match shadow {
-                None => progress.again.clone().unwrap_or_else(|| book.enforced(roster, desk)),
+                None => progress.again.clone().unwrap_or_else(|| rule_set.enforced(charge_plan, context)),
                 Some(_) if progress.again.is_some() => {
-                    return Next::Done(progress.judgement.take().unwrap_or(Judgement::Refused));
+                    return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused));
                 }
-                Some(None) => return Next::Done(progress.judgement.take().unwrap_or(Judgement::Refused)),
-                Some(Some(position)) => match desk.askers[position] {
-                    Some(asker) => book.of_shadow(roster, position, asker),
+                Some(None) => return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused)),
+                Some(Some(position)) => match context.keyed_requests[position] {
+                    Some(keyed_request) => rule_set.of_shadow(charge_plan, position, keyed_request),
                     None => Vec::new(),
                 },
             };
-            progress.settle_stands(book, roster, desk);
-            if shadow.is_none() && self.is_unavailable(book, roster, &lines, desk, progress) {
+            progress.settle_stands(rule_set, charge_plan, context);
+            if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &lines, context, progress) {
                 self.meter.did_without(Without::Refused);
                 return Next::Unavailable;
             }
-            let first = desk.charges.len();
-            desk.first_share = desk.shares.len();
+            let first = context.charges.len();
+            context.first_share = context.shares.len();
             let clock = || self.clock.now().unix_ms;
-            let step = book.step(roster, &lines, &self.table, Now::by(&clock), desk, shadow.is_none());
+            let step = rule_set.step(charge_plan, &lines, &self.table, Now::by(&clock), context, shadow.is_none());
             let judgement = match step {
                 Step::Lacking => {
-                    desk.put_back(lines);
+                    context.put_back(lines);
                     return Next::Fetch { first };
                 }
                 Step::Decided(judgement) => judgement,
             };
             if shadow.is_none() {
-                self.count_without(book, roster, desk, progress);
+                self.count_without(rule_set, charge_plan, context, progress);
             }
             match (judgement, shadow.flatten()) {
-                (Judgement::Refused, Some(position)) => desk.shadowed.push(position),
-                (Judgement::Refused, None) if book.may_wait(roster, desk) && desk.stands.contains(&Stand::Leased) => {
+                (Decision::Refused, Some(position)) => context.shadowed.push(position),
+                (Decision::Refused, None)
+                    if rule_set.may_wait(charge_plan, context) && context.stands.contains(&CountingMode::Leased) =>
+                {
                     return Next::Place { first, lines };
                 }
-                (Judgement::Refused, None) => {
-                    desk.put_back(lines);
-                    return Next::Done(Judgement::Refused);
+                (Decision::Refused, None) => {
+                    context.put_back(lines);
+                    return Next::Done(Decision::Refused);
                 }
                 (passes, shadow) => {
-                    self.prefetch(book, roster, desk);
-                    self.owe(book, roster, desk, first, texts);
+                    self.prefetch(rule_set, charge_plan, context);
+                    self.owe(rule_set, charge_plan, context, first, texts);
                     if shadow.is_none() {
                         progress.judgement = Some(passes);
                     }
-                    let asked = self.to_ask(&lines, desk, progress);
+                    let asked = self.to_ask(&lines, context, progress);
                     if !asked.is_empty() {
                         return Next::Ask { first, lines: asked };
                     }
                 }
             }
-            desk.put_back(lines);
+            context.put_back(lines);
             progress.group += 1;
         }
     }
 
     /// Whether a rule that refuses what it can not count would have to.
-    fn is_unavailable(&self, book: &Book, roster: &Roster, lines: &[Line], desk: &Desk, progress: &Progress) -> bool {
+    fn is_unavailable(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
+        context: &DecisionContext,
+        progress: &DecisionProgress,
+    ) -> bool {
         lines.iter().filter(|line| progress.beyond[line.rule]).any(|line| {
-            let rule = &book.entries[roster.rules[line.rule]].rule;
-            rule.on_outage == OnOutage::Refuse && rule.sharing != Sharing::Own && desk.askers[line.rule].is_some()
+            let rule = &rule_set.entries[charge_plan.rules[line.rule]].rule;
+            rule.on_outage == OnOutage::Refuse
+                && rule.sharing != Sharing::Own
+                && context.keyed_requests[line.rule].is_some()
         })
     }
 
     /// Counts what rules do that do without the store.
-    fn count_without(&self, book: &Book, roster: &Roster, desk: &Desk, progress: &Progress) {
-        for (position, rule) in roster.rules.iter().enumerate().filter(|(position, _)| progress.beyond[*position]) {
-            let rule = &book.entries[*rule].rule;
-            if rule.sharing != Sharing::Own && desk.askers[position].is_some() {
+    fn count_without(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        progress: &DecisionProgress,
+    ) {
+        for (position, rule) in charge_plan.rules.iter().enumerate().filter(|(position, _)| progress.beyond[*position])
+        {
+            let rule = &rule_set.entries[*rule].rule;
+            if rule.sharing != Sharing::Own && context.keyed_requests[position].is_some() {
                 match rule.on_outage {
                     OnOutage::Local => self.meter.did_without(Without::Local),
                     OnOutage::Allow => self.meter.did_without(Without::Allowed),
@@ -262,64 +281,68 @@ impl Shared {
     }
 
     /// The lines that the store decides itself.
-    fn to_ask(&self, lines: &[Line], desk: &Desk, progress: &Progress) -> Vec<Line> {
-        let is_asked = |line: &&Line| {
-            let is_aside = desk.stands[line.rule] == Stand::Aside;
-            is_aside && !progress.beyond[line.rule] && desk.askers[line.rule].is_some()
+    fn to_ask(&self, lines: &[LayerRef], context: &DecisionContext, progress: &DecisionProgress) -> Vec<LayerRef> {
+        let is_asked = |line: &&LayerRef| {
+            let is_aside = context.stands[line.rule] == CountingMode::Aside;
+            is_aside && !progress.beyond[line.rule] && context.keyed_requests[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
     }
 }
 
-impl Inquiry {
+impl SharedDecision {
     /// Waits for what it takes, and decides.
-    pub async fn decide(mut self: Box<Self>, roster: &Roster) -> Result<Ruling, Unavailable> {
-        let (shared, book) = (Rc::clone(&self.shared), &Arc::clone(&self.book));
+    pub async fn decide(mut self: Box<Self>, charge_plan: &ChargePlan) -> Result<SharedOutcome, Unavailable> {
+        let (shared, rule_set) = (Rc::clone(&self.shared), &Arc::clone(&self.rule_set));
         loop {
             let next = match self.next.take() {
                 Some(next) => next,
                 None => {
-                    let Inquiry { desk, texts, progress, .. } = &mut *self;
-                    shared.advance(book, roster, desk, texts, progress)
+                    let SharedDecision { context, texts, progress, .. } = &mut *self;
+                    shared.advance(rule_set, charge_plan, context, texts, progress)
                 }
             };
             match next {
                 Next::Done(judgement) => {
-                    if let Judgement::Refused = judgement {
-                        shared.count_refusal(book, roster, &self.desk, &self.progress, |rule| self.text(rule));
-                        shared.recheck(book, roster, &self.desk, |rule| self.text(rule));
+                    if let Decision::Refused = judgement {
+                        shared.count_refusal(rule_set, charge_plan, &self.context, &self.progress, |rule| {
+                            self.text(rule)
+                        });
+                        shared.recheck(rule_set, charge_plan, &self.context, |rule| self.text(rule));
                         shared.give_later(self.progress.gifts.drain(..).map(|(_, gift)| gift).collect());
                     }
-                    let Inquiry { desk, texts, progress, .. } = &mut *self;
-                    let (desk, texts, gifts) = (take(desk), take(texts), take(&mut progress.gifts));
-                    return Ok(Ruling { judgement, desk, gifts, texts });
+                    let SharedDecision { context, texts, progress, .. } = &mut *self;
+                    let (context, texts, gifts) = (take(context), take(texts), take(&mut progress.gifts));
+                    return Ok(SharedOutcome { judgement, context, gifts, texts });
                 }
                 // What was charged is given back as the inquiry goes.
                 Next::Unavailable => return Err(Unavailable),
-                Next::Fetch { first } => self.next = self.fetch(book, roster, first).await,
+                Next::Fetch { first } => self.next = self.fetch(rule_set, charge_plan, first).await,
                 Next::Ask { first, lines } => {
-                    if let Some(refused) = self.ask(book, roster, first, &lines).await {
+                    if let Some(refused) = self.ask(rule_set, charge_plan, first, &lines).await {
                         self.next = refused;
                     }
                 }
-                Next::Place { first, lines } => self.next = Some(self.place(book, roster, first, &lines).await),
+                Next::Place { first, lines } => {
+                    self.next = Some(self.place(rule_set, charge_plan, first, &lines).await)
+                }
             }
         }
     }
 
     /// Refuses what lies on the desk behind `first`, of which nothing is charged any more. `None`: it was only tried out.
-    pub(super) fn refuse(&mut self, book: &Book, roster: &Roster, first: usize) -> Option<Next> {
-        let shadow = self.progress.group.checked_sub(1).and_then(|nth| roster.shadows().get(nth).copied());
+    pub(super) fn refuse(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) -> Option<Next> {
+        let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadows().get(nth).copied());
         if let Some(position) = shadow {
-            self.desk.shadowed.push(position);
+            self.context.shadowed.push(position);
             self.progress.group += 1;
             return None;
         }
-        if !book.may_wait(roster, &self.desk) {
-            return Some(Next::Done(Judgement::Refused));
+        if !rule_set.may_wait(charge_plan, &self.context) {
+            return Some(Next::Done(Decision::Refused));
         }
-        let lines = self.progress.again.clone().unwrap_or_else(|| book.enforced(roster, &mut self.desk));
-        self.desk.decided_ms = self.shared.clock.now().unix_ms;
+        let lines = self.progress.again.clone().unwrap_or_else(|| rule_set.enforced(charge_plan, &mut self.context));
+        self.context.decided_ms = self.shared.clock.now().unix_ms;
         Some(Next::Place { first, lines })
     }
 
@@ -379,10 +402,16 @@ impl Inquiry {
 
     /// Lets the store decide lines, after all others were charged. `Some`: what was charged is given back, and the decision goes on
     /// with that, or from the beginning.
-    async fn ask(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Option<Option<Next>> {
+    async fn ask(
+        &mut self,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        first: usize,
+        lines: &[LayerRef],
+    ) -> Option<Option<Next>> {
         let now_ms = self.shared.clock.now().unix_ms;
-        let behind = book.lay_aside(roster, lines, &self.shared.table, now_ms, &mut self.desk);
-        let refuses = match self.send(book, roster, behind).await {
+        let behind = rule_set.lay_aside(charge_plan, lines, &self.shared.table, now_ms, &mut self.context);
+        let refuses = match self.send(rule_set, charge_plan, behind).await {
             Sent::Granted(gifts) => {
                 self.progress.gifts.extend(gifts);
                 if self.progress.group == 0 {
@@ -395,21 +424,21 @@ impl Inquiry {
             Sent::OtherWindow | Sent::Failed => false,
         };
         let shared = Rc::clone(&self.shared);
-        shared.undo(book, &mut self.desk, first, Vec::new());
+        shared.undo(rule_set, &mut self.context, first, Vec::new());
         if !refuses {
-            self.desk.rewind(first);
+            self.context.rewind(first);
             return Some(None);
         }
-        self.desk.take_off_costs(first, behind);
-        Some(self.refuse(book, roster, first))
+        self.context.take_off_costs(first, behind);
+        Some(self.refuse(rule_set, charge_plan, first))
     }
 }
 
-impl Drop for Inquiry {
+impl Drop for SharedDecision {
     /// Who goes away before it is decided has charged nothing.
     fn drop(&mut self) {
         let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
-        self.shared.undo(&self.book, &mut self.desk, 0, gifts);
+        self.shared.undo(&self.rule_set, &mut self.context, 0, gifts);
     }
 }
 

@@ -11,9 +11,9 @@ use redis::{Cmd, Value};
 
 use super::cluster::Cluster;
 use super::connect::{Dial, in_time};
-use super::connection::{Line, Which};
+use super::connection::{Connection, Which};
 use super::diagnose_rules::{Finding, Info, Weight, clock, refusal};
-use super::scripts::{self, Answer, Ask, At, Gift, Scripts, TOKENS_MAX, Want, gifts};
+use super::scripts::{self, AcquireCall, Answer, At, CounterRequest, Refund, Scripts, TOKENS_MAX, gifts};
 use super::sentinel::{self, text};
 use crate::config::redis::{Node, Nodes, Shared};
 
@@ -123,7 +123,7 @@ impl Survey<'_> {
     }
 
     /// What a sentinel knows of the master.
-    async fn sentinel(&self, line: &Line, master: &str) -> Vec<Finding> {
+    async fn sentinel(&self, line: &Connection, master: &str) -> Vec<Finding> {
         let said = match self.ask(line, redis::cmd("SENTINEL").arg("master").arg(master)).await {
             Ok(said) => pairs(&said),
             Err(why) if why.contains("No such master") => {
@@ -182,7 +182,7 @@ impl Survey<'_> {
     }
 
     /// What a node of a cluster knows of the whole.
-    async fn seed(&self, line: &Line) -> Vec<Finding> {
+    async fn seed(&self, line: &Connection) -> Vec<Finding> {
         let said = match self.ask(line, redis::cmd("CLUSTER").arg("INFO")).await {
             Ok(said) => said,
             Err(why) if why.contains("cluster support disabled") => {
@@ -203,7 +203,7 @@ impl Survey<'_> {
 
     /// All about one server, and its replicas, if it is a master and tells. `base` is what lies in one of its slots, if it
     /// is to be a node of a cluster.
-    async fn examine(&self, line: &Rc<Line>, base: Option<String>) -> (Report, Option<Replicas>) {
+    async fn examine(&self, line: &Rc<Connection>, base: Option<String>) -> (Report, Option<Replicas>) {
         let mut title = "it does not tell what it is".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
@@ -245,7 +245,7 @@ impl Survey<'_> {
     }
 
     /// The time there, and what is wrong with it.
-    async fn time(&self, line: &Line) -> Result<(u64, Option<Finding>), String> {
+    async fn time(&self, line: &Connection) -> Result<(u64, Option<Finding>), String> {
         let before_ms = (self.now_ms)();
         let said = self.ask(line, &mut redis::cmd("TIME")).await?;
         let after_ms = (self.now_ms)();
@@ -258,19 +258,20 @@ impl Survey<'_> {
     }
 
     /// Takes a token of a counter of each kind, and gives it back.
-    async fn count(&self, line: &Rc<Line>, base: &str, server_ms: u64) -> Result<(), String> {
+    async fn count(&self, line: &Rc<Connection>, base: &str, server_ms: u64) -> Result<(), String> {
         // A window of its own, so that nobody has counted in it yet.
         let number = server_ms;
         let end_ms = server_ms + WINDOW_MS;
         let next_end_ms = end_ms + WINDOW_MS;
         let (limit, ceiling) = (1000, TOKENS_MAX);
-        let want = |at| Want { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
+        let want =
+            |at| CounterRequest { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
         let wants = [
             want(At::Plain { number, end_ms, next_end_ms }),
             want(At::Grid { number, end_ms, next_end_ms }),
             want(At::Floating { period_ms: WINDOW_MS }),
         ];
-        let asks = [Ask { wants: wants.into(), floor_ms: 0, at_ms: server_ms }];
+        let asks = [AcquireCall { wants: wants.into(), floor_ms: 0, at_ms: server_ms }];
         let take = |by| scripts::take(&self.scripts.take, by, asks.iter());
         let said = self.run(line, Which::Take, &take).await?;
         let decisions = scripts::taken(&said, asks.iter()).unwrap_or_default();
@@ -286,7 +287,7 @@ impl Survey<'_> {
             return Err("what was taken can not be given back".to_owned());
         }
         // As whoever resets a key does; and nothing stays behind.
-        let all: Vec<Gift> = gifts.iter().map(|gift| Gift { forgets: true, ..gift.clone() }).collect();
+        let all: Vec<Refund> = gifts.iter().map(|gift| Refund { forgets: true, ..gift.clone() }).collect();
         let forget = |by| scripts::give(&self.scripts.give, by, &all);
         self.run(line, Which::Give, &forget).await.map(|_nothing| ())
     }
@@ -303,12 +304,12 @@ impl Survey<'_> {
         finding
     }
 
-    async fn ask(&self, line: &Line, question: &mut Cmd) -> Result<Value, String> {
+    async fn ask(&self, line: &Connection, question: &mut Cmd) -> Result<Value, String> {
         let said = async { line.ask(question.clone()).await.map_err(|failure| line.blame(&failure)) };
         in_time(&line.node, PATIENCE, said).await
     }
 
-    async fn run(&self, line: &Line, which: Which, call: &dyn Fn(scripts::By) -> Cmd) -> Result<Value, String> {
+    async fn run(&self, line: &Connection, which: Which, call: &dyn Fn(scripts::By) -> Cmd) -> Result<Value, String> {
         let said = async { line.run(which, false, call).await.map_err(|failure| line.blame(&failure)) };
         in_time(&line.node, PATIENCE, said).await
     }

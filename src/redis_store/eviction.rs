@@ -9,7 +9,7 @@ use tokio::task::spawn_local;
 
 use super::Shared;
 use super::circuit_breaker::short;
-use super::connection::Line;
+use super::connection::Connection;
 use super::diagnose_rules::{Info, NOEVICTION, eviction};
 use super::sentinel::text;
 
@@ -31,7 +31,7 @@ impl Shared {
     }
 }
 
-async fn ask(line: Rc<Line>) {
+async fn ask(line: Rc<Connection>) {
     let mut question = redis::cmd("INFO");
     question.arg("memory");
     match line.ask(question).await {

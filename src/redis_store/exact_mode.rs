@@ -9,14 +9,14 @@ use tokio::time::Instant;
 
 use super::Shared;
 use super::circuit_breaker::UNLIMITED;
-use super::decision::{Inquiry, Next, within};
+use super::decision::{Next, SharedDecision, within};
 use super::lease_sizing::Record;
-use super::scripts::{Answer, Gift, Took, Want, gifts};
-use transom_limiter::decision_context::{Asker, Desk};
+use super::scripts::{Answer, CounterReply, CounterRequest, Refund, gifts};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{Book, Judgement, Line, Roster, Wait};
-use transom_limiter::shared_counting::{Stand, Step};
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet, Wait};
+use transom_limiter::shared_counting::{CountingMode, Step};
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -24,7 +24,7 @@ const TRIES: u32 = 16;
 /// What the store said to what was sent.
 pub(super) enum Sent {
     /// With what gives it back.
-    Granted(Vec<(usize, Gift)>),
+    Granted(Vec<(usize, Refund)>),
     Refused,
     /// The windows that were asked for are not those that are open there.
     OtherWindow,
@@ -34,9 +34,9 @@ pub(super) enum Sent {
 
 /// What came of all calls of one request.
 enum Outcome {
-    Granted(Vec<Took>),
+    Granted(Vec<CounterReply>),
     /// Nothing is charged. The first so many were looked at.
-    Refused(Vec<Took>),
+    Refused(Vec<CounterReply>),
     OtherWindow,
     Failed,
 }
@@ -51,16 +51,16 @@ struct Charging {
 /// The lines of a request that waits.
 struct Parts {
     /// Those of full rules; and behind the first so many, which are counted here, what the store decides.
-    placed: Vec<Line>,
+    placed: Vec<LayerRef>,
     here: usize,
     /// The others.
-    kept: Vec<Line>,
+    kept: Vec<LayerRef>,
 }
 
 impl Shared {
     /// Charges all of this, or nothing. Where counters lie on different servers, those that fewer share come first, and
     /// are given back if another refuses. A request that goes away has it undone.
-    fn charge(self: &Rc<Self>, wants: Vec<Want>) -> Charging {
+    fn charge(self: &Rc<Self>, wants: Vec<CounterRequest>) -> Charging {
         let (tell, told) = oneshot::channel();
         let (shared, granted) = (Rc::clone(self), Rc::new(Cell::new(0)));
         let progress = Rc::clone(&granted);
@@ -74,7 +74,7 @@ impl Shared {
     }
 
     /// `granted` is told how many were, call by call.
-    async fn charge_calls(self: &Rc<Self>, wants: &[Want], granted: &Cell<usize>) -> Outcome {
+    async fn charge_calls(self: &Rc<Self>, wants: &[CounterRequest], granted: &Cell<usize>) -> Outcome {
         let (mut took, mut rest) = (Vec::new(), wants);
         let outcome = loop {
             let (call, others) = rest.split_at(self.first_call(rest));
@@ -101,23 +101,29 @@ impl Shared {
     }
 
     /// How many of these, from the first on, are asked for in one call.
-    fn first_call(&self, wants: &[Want]) -> usize {
+    fn first_call(&self, wants: &[CounterRequest]) -> usize {
         let Some(first) = wants.first() else { return 0 };
         wants.iter().take_while(|want| self.store.is_one_call(&first.base, &want.base)).count()
     }
 
     /// Gives back all that was charged for a request, here and in the store. Places that others stand behind are given back
     /// when those have gone.
-    pub(super) fn undo(self: &Rc<Self>, book: &Arc<Book>, desk: &mut Desk, first: usize, gifts: Vec<Gift>) {
+    pub(super) fn undo(
+        self: &Rc<Self>,
+        rule_set: &Arc<RuleSet>,
+        context: &mut DecisionContext,
+        first: usize,
+        gifts: Vec<Refund>,
+    ) {
         let now_ms = self.clock.now().unix_ms;
-        for share in desk.take_back(first).into_iter().rev() {
-            self.abandoned.give_up([share], share.paid.end_ms(), book, &self.table, now_ms);
+        for share in context.take_back(first).into_iter().rev() {
+            self.abandoned.give_up([share], share.paid.end_ms(), rule_set, &self.table, now_ms);
         }
         self.give_later(gifts);
     }
 
     /// Gives back in the background.
-    pub fn give_later(self: &Rc<Self>, gifts: Vec<Gift>) {
+    pub fn give_later(self: &Rc<Self>, gifts: Vec<Refund>) {
         if !gifts.is_empty() {
             let shared = Rc::clone(self);
             tokio::task::spawn_local(async move { shared.give(gifts).await });
@@ -126,68 +132,91 @@ impl Shared {
 
     /// Charges what a request turned out to cost beside what it was charged before, whatever is left, in the background; on
     /// this machine, if nobody else can be told.
-    pub fn overdraw(self: &Rc<Self>, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
+    pub fn overdraw(
+        self: &Rc<Self>,
+        rule_set: &Arc<RuleSet>,
+        rule: usize,
+        keyed_request: KeyedRequest,
+        text: &Rc<str>,
+    ) {
         if self.is_beyond(&self.base(text, "", 0)) {
-            return self.overdraw_alone(book, rule, asker, text);
+            return self.overdraw_alone(rule_set, rule, keyed_request, text);
         }
-        let (shared, book, text) = (Rc::clone(self), Arc::clone(book), Rc::clone(text));
+        let (shared, rule_set, text) = (Rc::clone(self), Arc::clone(rule_set), Rc::clone(text));
         tokio::task::spawn_local(async move {
             for _ in 0..TRIES {
-                let wants = shared.wants_beyond(&book, rule, asker, &text);
+                let wants = shared.wants_beyond(&rule_set, rule, keyed_request, &text);
                 match shared.charge_calls(&wants, &Cell::new(0)).await {
                     Outcome::Granted(_) | Outcome::Refused(_) => return,
                     Outcome::OtherWindow => {}
                     Outcome::Failed => break,
                 }
             }
-            shared.overdraw_alone(&book, rule, asker, &text);
+            shared.overdraw_alone(&rule_set, rule, keyed_request, &text);
         });
     }
 
     /// What is asked of the store for tokens that were used already.
-    fn wants_beyond(&self, book: &Book, rule: usize, asker: Asker, text: &str) -> Vec<Want> {
-        let (cost, now_ms) = (u64::from(asker.cost), self.clock.now().unix_ms);
+    fn wants_beyond(
+        &self,
+        rule_set: &RuleSet,
+        rule: usize,
+        keyed_request: KeyedRequest,
+        text: &str,
+    ) -> Vec<CounterRequest> {
+        let (cost, now_ms) = (u64::from(keyed_request.cost), self.clock.now().unix_ms);
         let want = |layer| {
-            let blank = self.want_of(book, rule, layer, asker, text, now_ms);
-            Want { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
+            let blank = self.want_of(rule_set, rule, layer, keyed_request, text, now_ms);
+            CounterRequest { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
         };
-        book.entries[rule].variant(asker.variant).map(want).collect()
+        rule_set.entries[rule].variant(keyed_request.variant).map(want).collect()
     }
 
-    fn overdraw_alone(&self, book: &Arc<Book>, rule: usize, asker: Asker, text: &Rc<str>) {
-        let entry = &book.entries[rule];
+    fn overdraw_alone(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, text: &Rc<str>) {
+        let entry = &rule_set.entries[rule];
         if entry.rule.on_outage == OnOutage::Local {
-            book.overdraw(rule, asker, &self.table, self.clock.now().unix_ms);
-            entry.variant(asker.variant).for_each(|layer| self.owe_by(book, rule, layer, asker, text));
+            rule_set.overdraw(rule, keyed_request, &self.table, self.clock.now().unix_ms);
+            entry
+                .variant(keyed_request.variant)
+                .for_each(|layer| self.owe_by(rule_set, rule, layer, keyed_request, text));
         }
     }
 }
 
-impl Inquiry {
+impl SharedDecision {
     /// Sends what lies on the desk behind `first`, and puts down there what the store says.
-    pub(super) async fn send(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Sent {
+    pub(super) async fn send(&mut self, rule_set: &Arc<RuleSet>, charge_plan: &ChargePlan, first: usize) -> Sent {
         let shared = Rc::clone(&self.shared);
-        let rules: Vec<usize> = self.desk.lines[first..].iter().map(|line| line.rule).collect();
+        let rules: Vec<usize> = self.context.lines[first..].iter().map(|line| line.rule).collect();
         if self.gives_up_on(&rules) {
             return Sent::Failed;
         }
         let now_ms = shared.clock.now().unix_ms;
         let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
-        let Inquiry { desk, texts, .. } = self;
-        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
-            let (Some(asker), Some(Some(text))) = (desk.askers[line.rule], texts.get(line.rule)) else { continue };
+        let SharedDecision { context, texts, .. } = self;
+        for (charge, line) in context.charges.iter_mut().zip(&context.lines).skip(first) {
+            let (Some(keyed_request), Some(Some(text))) = (context.keyed_requests[line.rule], texts.get(line.rule))
+            else {
+                continue;
+            };
             if charge.usage.end_ms == 0 {
                 // Nothing is known of it, unless the store answers: a window of which nothing is used.
                 charge.usage.end_ms = charge.ask.end_ms;
             }
-            let blank = shared.want(book, roster, *line, asker, text, now_ms);
+            let blank = shared.want(rule_set, charge_plan, *line, keyed_request, text, now_ms);
             known.push(blank.least);
-            let alone = u64::from(book.layer_of(roster, *line).capacity).saturating_sub(blank.ceiling);
+            let alone = u64::from(rule_set.layer_of(charge_plan, *line).capacity).saturating_sub(blank.ceiling);
             here.push(alone);
             let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling.saturating_sub(alone));
-            wants.push(Want { need: cost, want: cost, ceiling, least: blank.least.max(charge.ask.floor), ..blank });
+            wants.push(CounterRequest {
+                need: cost,
+                want: cost,
+                ceiling,
+                least: blank.least.max(charge.ask.floor),
+                ..blank
+            });
         }
-        if !self.progress.asks && self.is_used_up(book, roster, first, now_ms) {
+        if !self.progress.asks && self.is_used_up(rule_set, charge_plan, first, now_ms) {
             return Sent::Refused;
         }
         let (began, generation) = (Instant::from_std(shared.clock.instant()), shared.generation.get());
@@ -213,10 +242,11 @@ impl Inquiry {
         };
         let gifts = rules.iter().copied().zip(gifts(&wants, &took)).collect();
         for (i, took) in took.iter().enumerate() {
-            let Some(charge) = self.desk.charges.get_mut(first + i) else { break };
+            let Some(charge) = self.context.charges.get_mut(first + i) else { break };
             let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
-            let line = self.desk.lines[first + i];
-            let counter = self.desk.askers[line.rule].map(|asker| book.layer_of(roster, line).counter(asker));
+            let line = self.context.lines[first + i];
+            let counter = self.context.keyed_requests[line.rule]
+                .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request));
             // Where nothing was taken, the store says what it knows.
             let least = known.get(i).copied().unwrap_or(0);
             let known = counter.map_or(least, |counter| shared.known(counter, took.end_ms, least, generation));
@@ -234,23 +264,23 @@ impl Inquiry {
 
     /// Whether it is known that the store would refuse what lies on the desk behind `first`; then it lies there as if it had.
     /// Now and then it is asked all the same: a counter may have been reset, or tokens given back.
-    fn is_used_up(&mut self, book: &Book, roster: &Roster, first: usize, now_ms: u64) -> bool {
+    fn is_used_up(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, now_ms: u64) -> bool {
         let shared = Rc::clone(&self.shared);
         let now = shared.clock.instant();
         let mut is_full = false;
-        let Desk { charges, lines, askers, .. } = &mut self.desk;
+        let DecisionContext { charges, lines, keyed_requests, .. } = &mut self.context;
         for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
-            let Some(asker) = askers[line.rule] else { continue };
-            let layer = book.layer_of(roster, *line);
-            let tally = shared.table.tally(layer.counter(asker), now_ms);
-            let here = shared.used_here(book, roster.rules[line.rule], line.layer, asker).used;
+            let Some(keyed_request) = keyed_requests[line.rule] else { continue };
+            let layer = rule_set.layer_of(charge_plan, *line);
+            let tally = shared.table.tally(layer.counter(keyed_request), now_ms);
+            let here = shared.used_here(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request).used;
             charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
             charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
             charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
             if charge.full {
-                let period_ms = book.timelines[layer.timeline].usual_ms();
+                let period_ms = rule_set.timelines[layer.timeline].usual_ms();
                 let due = |record: &mut Record| record.is_recheck_due(now, period_ms);
-                if shared.leases.with(layer.counter(asker), shared.own_shard, now, due) != Some(false) {
+                if shared.leases.with(layer.counter(keyed_request), shared.own_shard, now, due) != Some(false) {
                     return false;
                 }
                 is_full = true;
@@ -261,79 +291,93 @@ impl Inquiry {
 
     /// Takes places in windows to come, for the rules that are full and let a request wait; what else it asks for is charged
     /// now.
-    pub(super) async fn place(&mut self, book: &Arc<Book>, roster: &Roster, first: usize, lines: &[Line]) -> Next {
+    pub(super) async fn place(
+        &mut self,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        first: usize,
+        lines: &[LayerRef],
+    ) -> Next {
         let shared = Rc::clone(&self.shared);
         let mut wait: Option<Wait> = None;
-        let Parts { placed, here, kept } = self.parts(book, roster, first, lines);
+        let Parts { placed, here, kept } = self.parts(rule_set, charge_plan, first, lines);
         let clock = || shared.clock.now().unix_ms;
         // Places are counted from the windows that were open when it was found that there is no room.
-        let mut now = Now::since(self.desk.decided_ms, &clock);
+        let mut now = Now::since(self.context.decided_ms, &clock);
         for _ in 0..TRIES {
             let now_ms = now.unix_ms;
-            let time = book.time(now_ms);
-            let Some(turns) = book.turns(roster, time, &self.desk) else { break };
+            let time = rule_set.time(now_ms);
+            let Some(turns) = rule_set.turns(charge_plan, time, &self.context) else { break };
             if wait.is_none() {
-                match book.enter(roster, &self.desk) {
+                match rule_set.enter(charge_plan, &self.context) {
                     Some(entered) => wait = entered,
                     None => break,
                 }
             }
-            let told: Vec<_> =
-                self.desk.charges.iter().zip(&self.desk.lines).map(|(charge, line)| (*line, charge.usage)).collect();
-            self.desk.rewind(first);
-            match book.step(roster, &kept, &shared.table, now, &mut self.desk, false) {
-                Step::Decided(Judgement::Admitted) => {}
-                Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => return Next::Done(Judgement::Refused),
+            let told: Vec<_> = self
+                .context
+                .charges
+                .iter()
+                .zip(&self.context.lines)
+                .map(|(charge, line)| (*line, charge.usage))
+                .collect();
+            self.context.rewind(first);
+            match rule_set.step(charge_plan, &kept, &shared.table, now, &mut self.context, false) {
+                Step::Decided(Decision::Admitted) => {}
+                Step::Decided(Decision::Refused | Decision::Delayed { .. }) => return Next::Done(Decision::Refused),
                 Step::Lacking => return Next::Fetch { first },
             }
-            let behind = book.lay_aside(roster, &placed, &shared.table, now_ms, &mut self.desk);
+            let behind = rule_set.lay_aside(charge_plan, &placed, &shared.table, now_ms, &mut self.context);
             let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
-            let again = book.ask_for_turns(roster, &turns, &told, time, &mut self.desk, first, behind);
+            let again = rule_set.ask_for_turns(charge_plan, &turns, &told, time, &mut self.context, first, behind);
             let mid = behind + here;
-            let sent = match book.take(&shared.table, now_ms, &mut self.desk, behind, mid) {
+            let sent = match rule_set.take(&shared.table, now_ms, &mut self.context, behind, mid) {
                 false => Sent::Refused,
                 true if placed[here..].is_empty() => Sent::Granted(Vec::new()),
-                true => self.send(book, roster, mid).await,
+                true => self.send(rule_set, charge_plan, mid).await,
             };
             if !matches!(sent, Sent::Granted(_)) {
-                shared.undo(book, &mut self.desk, first, Vec::new());
+                shared.undo(rule_set, &mut self.context, first, Vec::new());
             }
             match sent {
                 Sent::Granted(gifts) => {
-                    shared.owe(book, roster, &self.desk, first, &self.texts);
+                    shared.owe(rule_set, charge_plan, &self.context, first, &self.texts);
                     self.keep_places(gifts, &turns, now_ms, mid);
-                    self.progress.judgement = Some(Judgement::Delayed { until_ms, wait, again });
+                    self.progress.judgement = Some(Decision::Delayed { until_ms, wait, again });
                     self.charge_again_what_ends(mid, |line| turns[line.rule] <= now_ms);
                     self.progress.group = 1;
-                    return self.go_on(book, roster);
+                    return self.go_on(rule_set, charge_plan);
                 }
                 Sent::Refused => {
                     now = Now::by(&clock);
-                    book.measure(roster, &shared.table, now.unix_ms, &mut self.desk, behind);
+                    rule_set.measure(charge_plan, &shared.table, now.unix_ms, &mut self.context, behind);
                 }
                 Sent::OtherWindow | Sent::Failed => {
-                    self.desk.rewind(first);
-                    return self.go_on(book, roster);
+                    self.context.rewind(first);
+                    return self.go_on(rule_set, charge_plan);
                 }
             }
         }
-        Next::Done(Judgement::Refused)
+        Next::Done(Decision::Refused)
     }
 
     /// Who decides on which lines of a request that waits.
-    fn parts(&mut self, book: &Book, roster: &Roster, first: usize, lines: &[Line]) -> Parts {
+    fn parts(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, lines: &[LayerRef]) -> Parts {
         let full = self.full_rules(first);
-        let Inquiry { desk, progress, .. } = self;
-        book.stands(roster, |position| progress.beyond[position], &mut desk.stands);
-        let lines = lines.iter().filter(|line| desk.askers[line.rule].is_some() && !desk.in_hand.contains(line));
+        let SharedDecision { context, progress, .. } = self;
+        rule_set.stands(charge_plan, |position| progress.beyond[position], &mut context.stands);
+        let lines =
+            lines.iter().filter(|line| context.keyed_requests[line.rule].is_some() && !context.in_hand.contains(line));
         let (mut placed, mut asked, mut kept) = (Vec::new(), Vec::new(), Vec::new());
         for line in lines {
-            match (desk.stands[line.rule], full.contains(&line.rule)) {
-                (Stand::Own | Stand::Alone, true) => placed.push(*line),
-                (Stand::Leased, true) => asked.push(*line),
+            match (context.stands[line.rule], full.contains(&line.rule)) {
+                (CountingMode::Own | CountingMode::Alone, true) => placed.push(*line),
+                (CountingMode::Leased, true) => asked.push(*line),
                 // What the store decides itself it decides in the same call.
-                (Stand::Aside, _) if !progress.beyond[line.rule] => asked.push(*line),
-                (Stand::Own | Stand::Alone | Stand::Leased | Stand::Aside, _) => kept.push(*line),
+                (CountingMode::Aside, _) if !progress.beyond[line.rule] => asked.push(*line),
+                (CountingMode::Own | CountingMode::Alone | CountingMode::Leased | CountingMode::Aside, _) => {
+                    kept.push(*line)
+                }
             }
         }
         let here = placed.len();
@@ -342,34 +386,34 @@ impl Inquiry {
     }
 
     /// Remembers what gives back what the store has charged from `mid` on.
-    fn keep_places(&mut self, gifts: Vec<(usize, Gift)>, turns: &[u64], now_ms: u64, mid: usize) {
-        self.desk.charges.iter_mut().for_each(|charge| charge.full = false);
-        let used = self.desk.charges[mid..].iter().map(|charge| charge.usage.used);
+    fn keep_places(&mut self, gifts: Vec<(usize, Refund)>, turns: &[u64], now_ms: u64, mid: usize) {
+        self.context.charges.iter_mut().for_each(|charge| charge.full = false);
+        let used = self.context.charges[mid..].iter().map(|charge| charge.usage.used);
         let places = gifts.into_iter().zip(used);
         // Nobody who has a place may be moved by whoever gives up his.
-        let last = |((rule, gift), used): ((usize, Gift), u64)| {
+        let last = |((rule, gift), used): ((usize, Refund), u64)| {
             let only_if_used = (turns[rule] > now_ms).then_some(used);
-            (rule, Gift { only_if_used, ..gift })
+            (rule, Refund { only_if_used, ..gift })
         };
         self.progress.gifts.extend(places.map(last));
     }
 
     /// Of what the store has charged from `mid` on, for the windows that are open, remembers which windows are over by the
     /// time that the request passes.
-    pub(super) fn charge_again_what_ends(&mut self, mid: usize, is_charged_now: impl Fn(&Line) -> bool) {
-        let Some(Judgement::Delayed { until_ms, again, .. }) = &mut self.progress.judgement else { return };
-        let charged = self.desk.charges[mid..].iter().zip(&self.desk.lines[mid..]);
+    pub(super) fn charge_again_what_ends(&mut self, mid: usize, is_charged_now: impl Fn(&LayerRef) -> bool) {
+        let Some(Decision::Delayed { until_ms, again, .. }) = &mut self.progress.judgement else { return };
+        let charged = self.context.charges[mid..].iter().zip(&self.context.lines[mid..]);
         let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
         again.extend(ends.map(|(_, line)| *line));
     }
 
-    fn go_on(&mut self, book: &Arc<Book>, roster: &Roster) -> Next {
-        let Inquiry { shared, desk, texts, progress, .. } = self;
-        Rc::clone(shared).advance(book, roster, desk, texts, progress)
+    fn go_on(&mut self, rule_set: &Arc<RuleSet>, charge_plan: &ChargePlan) -> Next {
+        let SharedDecision { shared, context, texts, progress, .. } = self;
+        Rc::clone(shared).advance(rule_set, charge_plan, context, texts, progress)
     }
 
     fn full_rules(&self, first: usize) -> Vec<usize> {
-        let full = self.desk.charges.iter().zip(&self.desk.lines).skip(first).filter(|(charge, _)| charge.full);
+        let full = self.context.charges.iter().zip(&self.context.lines).skip(first).filter(|(charge, _)| charge.full);
         let mut rules: Vec<usize> = full.map(|(_, line)| line.rule).collect();
         rules.sort_unstable();
         rules.dedup();

@@ -3,31 +3,36 @@
 use std::rc::Rc;
 
 use super::Shared;
-use super::decision::Progress;
+use super::decision::DecisionProgress;
 use super::lease_sizing::id;
-use super::scripts::{At, Want};
-use super::token_fetch::Errand;
-use transom_limiter::counter::Use;
-use transom_limiter::decision_context::{Asker, Desk};
+use super::scripts::{At, CounterRequest};
+use super::token_fetch::TokenFetch;
+use transom_limiter::counter::Usage;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{Book, Form, Line, Roster};
-use transom_limiter::shared_counting::Stand;
+use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet, StoreFormat};
+use transom_limiter::shared_counting::CountingMode;
 use transom_limiter::store_key::{Span, span};
 use transom_limiter::table::Counter;
 
 impl Shared {
     /// Asks for more tokens where few are left, before somebody has to wait for them.
-    pub(super) fn prefetch(self: &Rc<Self>, book: &Book, roster: &Roster, desk: &mut Desk) {
-        if desk.low.is_empty() {
+    pub(super) fn prefetch(
+        self: &Rc<Self>,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        context: &mut DecisionContext,
+    ) {
+        if context.low.is_empty() {
             return;
         }
         let now = self.clock.instant();
         let mut errands = Vec::new();
-        for i in std::mem::take(&mut desk.low) {
-            let (charge, line) = (&desk.charges[i], desk.lines[i]);
-            let Some(asker) = desk.askers[line.rule] else { continue };
-            let counter = book.layer_of(roster, line).counter(asker);
+        for i in std::mem::take(&mut context.low) {
+            let (charge, line) = (&context.charges[i], context.lines[i]);
+            let Some(keyed_request) = context.keyed_requests[line.rule] else { continue };
+            let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
             let now_ms = self.clock.now().unix_ms;
             let left = u64::from(self.table.purse(counter, now_ms));
             let cost = u64::from(charge.ask.cost);
@@ -36,7 +41,7 @@ impl Shared {
                 Some((text, record.slice(cost, now)))
             });
             if let Some((text, slice)) = low.flatten() {
-                errands.push(self.errand(book, roster, line, asker, text, 0, slice));
+                errands.push(self.errand(rule_set, charge_plan, line, keyed_request, text, 0, slice));
             }
         }
         if !errands.is_empty() {
@@ -48,31 +53,40 @@ impl Shared {
     /// fetched, or the key may have been reset.
     pub(super) fn recheck(
         self: &Rc<Self>,
-        book: &Book,
-        roster: &Roster,
-        desk: &Desk,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
         text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
         let now = self.clock.instant();
         let mut errands = Vec::new();
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
-            let Some(asker) = desk.askers[line.rule].filter(|_| desk.stands.get(line.rule) == Some(&Stand::Leased))
+        for (charge, line) in context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full) {
+            let Some(keyed_request) = context.keyed_requests[line.rule]
+                .filter(|_| context.stands.get(line.rule) == Some(&CountingMode::Leased))
             else {
                 continue;
             };
-            let layer = book.layer_of(roster, *line);
+            let layer = rule_set.layer_of(charge_plan, *line);
             if u64::from(charge.ask.cost) > u64::from(layer.capacity) {
                 continue;
             }
-            let period_ms = book.timelines[layer.timeline].usual_ms();
-            let due = self
-                .leases
-                .with(layer.counter(asker), self.own_shard, now, |record| record.is_recheck_due(now, period_ms));
+            let period_ms = rule_set.timelines[layer.timeline].usual_ms();
+            let due = self.leases.with(layer.counter(keyed_request), self.own_shard, now, |record| {
+                record.is_recheck_due(now, period_ms)
+            });
             if due == Some(true)
                 && let Some(text) = text(line.rule)
                 && !self.is_beyond(&self.base(&text, "", 0))
             {
-                errands.push(self.errand(book, roster, *line, asker, text, 0, u64::from(charge.ask.cost)));
+                errands.push(self.errand(
+                    rule_set,
+                    charge_plan,
+                    *line,
+                    keyed_request,
+                    text,
+                    0,
+                    u64::from(charge.ask.cost),
+                ));
             }
         }
         if !errands.is_empty() {
@@ -83,28 +97,29 @@ impl Shared {
     /// Lets a refused request consume what is left in the store, of rules for which refusals count; in the background.
     pub(super) fn count_refusal(
         self: &Rc<Self>,
-        book: &Book,
-        roster: &Roster,
-        desk: &Desk,
-        progress: &Progress,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        progress: &DecisionProgress,
         text: impl Fn(usize) -> Option<Rc<str>>,
     ) {
-        if !roster.counts_refused() {
+        if !charge_plan.counts_refused() {
             return;
         }
         let now_ms = self.clock.now().unix_ms;
         let mut wants = Vec::new();
-        for (charge, line) in desk.charges.iter().zip(&desk.lines) {
-            let rule = &book.entries[roster.rules[line.rule]].rule;
+        for (charge, line) in context.charges.iter().zip(&context.lines) {
+            let rule = &rule_set.entries[charge_plan.rules[line.rule]].rule;
             let is_elsewhere = rule.count_refused && rule.sharing != Sharing::Own && !progress.beyond[line.rule];
-            let capacity = u64::from(book.layer_of(roster, *line).capacity);
+            let capacity = u64::from(rule_set.layer_of(charge_plan, *line).capacity);
             let tokens = u64::from(charge.ask.cost).min(capacity.saturating_sub(charge.usage.used));
-            let (true, Some(asker), Some(text)) = (is_elsewhere && tokens > 0, desk.askers[line.rule], text(line.rule))
+            let (true, Some(keyed_request), Some(text)) =
+                (is_elsewhere && tokens > 0, context.keyed_requests[line.rule], text(line.rule))
             else {
                 continue;
             };
-            let blank = self.want(book, roster, *line, asker, &text, now_ms);
-            wants.push(Want { need: tokens, want: tokens, ..blank });
+            let blank = self.want(rule_set, charge_plan, *line, keyed_request, &text, now_ms);
+            wants.push(CounterRequest { need: tokens, want: tokens, ..blank });
         }
         // Each for itself: that one has too little left is no reason not to consume another.
         for want in wants {
@@ -114,39 +129,57 @@ impl Shared {
     }
 
     /// What is asked of the store for one layer: nothing yet.
-    pub(super) fn want(&self, book: &Book, roster: &Roster, line: Line, asker: Asker, text: &str, now_ms: u64) -> Want {
-        self.want_of(book, roster.rules[line.rule], line.layer, asker, text, now_ms)
+    pub(super) fn want(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        line: LayerRef,
+        keyed_request: KeyedRequest,
+        text: &str,
+        now_ms: u64,
+    ) -> CounterRequest {
+        self.want_of(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text, now_ms)
     }
 
     /// As [`Shared::want`], for a layer of the rule at a position in the book.
     pub(super) fn want_of(
         &self,
-        book: &Book,
+        rule_set: &RuleSet,
         rule: usize,
         layer: usize,
-        asker: Asker,
+        keyed_request: KeyedRequest,
         text: &str,
         now_ms: u64,
-    ) -> Want {
-        let entry = &book.entries[rule];
+    ) -> CounterRequest {
+        let entry = &rule_set.entries[rule];
         // What was counted here alone and is not told yet is not to be handed out.
-        let here = self.used_here(book, rule, layer, asker).used;
+        let here = self.used_here(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
-        let windows = &book.timelines[layer.timeline];
-        let at = match (layer.form, span(windows, now_ms, asker.offset)) {
-            (Form::Plain, Some(Span { number, end_ms, next_end_ms })) => At::Plain { number, end_ms, next_end_ms },
-            (Form::Account, Some(Span { number, end_ms, next_end_ms })) => At::Grid { number, end_ms, next_end_ms },
-            (Form::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
+        let windows = &rule_set.timelines[layer.timeline];
+        let at = match (layer.form, span(windows, now_ms, keyed_request.offset)) {
+            (StoreFormat::Plain, Some(Span { number, end_ms, next_end_ms })) => {
+                At::Plain { number, end_ms, next_end_ms }
+            }
+            (StoreFormat::Account, Some(Span { number, end_ms, next_end_ms })) => {
+                At::Grid { number, end_ms, next_end_ms }
+            }
+            (StoreFormat::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
         };
         let base = self.base(text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(here);
-        let least = self.least(layer.counter(asker), windows.usual_ms(), now_ms);
-        Want { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least, asked_ms: now_ms }
+        let least = self.least(layer.counter(keyed_request), windows.usual_ms(), now_ms);
+        CounterRequest { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least, asked_ms: now_ms }
     }
 
     /// What a key has used of a layer by the counters of this machine.
-    pub(super) fn used_here(&self, book: &Book, rule: usize, layer: usize, asker: Asker) -> Use {
-        book.used_here(rule, layer, asker, &self.table, Now::by(&|| self.clock.now().unix_ms))
+    pub(super) fn used_here(
+        &self,
+        rule_set: &RuleSet,
+        rule: usize,
+        layer: usize,
+        keyed_request: KeyedRequest,
+    ) -> Usage {
+        rule_set.used_here(rule, layer, keyed_request, &self.table, Now::by(&|| self.clock.now().unix_ms))
     }
 
     /// What is certainly used of a counter, if the store may not know it any more.
@@ -171,24 +204,24 @@ impl Shared {
     #[allow(clippy::too_many_arguments, reason = "all of them are what is fetched, for whom")]
     pub(super) fn errand(
         &self,
-        book: &Book,
-        roster: &Roster,
-        line: Line,
-        asker: Asker,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        line: LayerRef,
+        keyed_request: KeyedRequest,
         text: Rc<str>,
         need: u64,
         want: u64,
-    ) -> Errand {
-        let entry = &book.entries[roster.rules[line.rule]];
+    ) -> TokenFetch {
+        let entry = &rule_set.entries[charge_plan.rules[line.rule]];
         let layer = entry.layer(line.layer);
-        let blank = self.want(book, roster, line, asker, &text, self.clock.now().unix_ms);
-        Errand {
-            counter: layer.counter(asker),
+        let blank = self.want(rule_set, charge_plan, line, keyed_request, &text, self.clock.now().unix_ms);
+        TokenFetch {
+            counter: layer.counter(keyed_request),
             suffix: entry.suffix(line.layer).into(),
             text,
             shards: layer.shards_elsewhere,
             generation: self.generation.get(),
-            want: Want { need, want, ..blank },
+            want: CounterRequest { need, want, ..blank },
         }
     }
 }

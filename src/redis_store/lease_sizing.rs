@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
 
-use super::scripts::Origin;
-use super::token_fetch::Flight;
+use super::scripts::RefundTarget;
+use super::token_fetch::InFlightFetch;
 use transom_limiter::table::Counter;
 
 /// No more counters than this are known at a time; the others fetch what they need and no more.
@@ -53,13 +53,13 @@ pub struct Record {
     /// What the key is in the store.
     pub text: Option<Rc<str>>,
     /// Where the latest tokens came from.
-    pub origin: Option<Origin>,
+    pub origin: Option<RefundTarget>,
     /// How many tokens were asked for the last time.
     slice: u64,
     asked: Instant,
     /// The latest time at which it was asked for tokens, whether there are some or not.
     recheck: Instant,
-    pub flight: Option<Rc<Flight>>,
+    pub flight: Option<Rc<InFlightFetch>>,
     /// Tokens that those want who wait for a flight.
     pub waiting: u64,
     /// The window in which nothing was handed out any more that nobody waited for; asking on would be in vain.
@@ -165,8 +165,8 @@ impl Leases {
         all: bool,
         now: Instant,
         left: impl Fn(Counter) -> u32,
-        withdraw: impl Fn(Counter, &Origin) -> Option<u32>,
-    ) -> Vec<(Origin, u32)> {
+        withdraw: impl Fn(Counter, &RefundTarget) -> Option<u32>,
+    ) -> Vec<(RefundTarget, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
             let is_flying = record.flight.is_some();

@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 use crate::clock::Clock;
 use crate::config::redis::Shared as Settings;
 use crate::metrics::redis::SharedMeter;
-use circuit_breaker::{Breaker, Debts};
-use client::Store;
+use circuit_breaker::{Breaker, UnreportedUsage};
+use client::RedisClient;
 use lease_sizing::Leases;
-use transom_limiter::deferred_refunds::Abandoned;
+use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::store_key::base;
 use transom_limiter::table::Table;
 
@@ -56,15 +56,15 @@ const FAREWELL: Duration = Duration::from_secs(2);
 
 /// What one event loop knows of the counters that are shared.
 pub struct Shared {
-    pub(crate) store: Store,
+    pub(crate) store: RedisClient,
     table: Arc<Table>,
     clock: Clock,
     timeout: Duration,
     prefix: String,
     leases: Leases,
     breaker: Breaker,
-    debts: Debts,
-    abandoned: Arc<Abandoned>,
+    debts: UnreportedUsage,
+    abandoned: Arc<DeferredRefunds>,
     meter: SharedMeter,
     /// Which shard of a split counter this loop asks first.
     own_shard: u32,
@@ -80,18 +80,18 @@ impl Shared {
         settings: &Settings,
         table: Arc<Table>,
         clock: Clock,
-        abandoned: Arc<Abandoned>,
+        abandoned: Arc<DeferredRefunds>,
         meter: SharedMeter,
     ) -> Rc<Shared> {
         Rc::new(Shared {
-            store: Store::new(settings),
+            store: RedisClient::new(settings),
             table,
             clock,
             timeout: settings.timeout,
             prefix: settings.prefix.clone(),
             leases: Leases::default(),
             breaker: Breaker::default(),
-            debts: Debts::default(),
+            debts: UnreportedUsage::default(),
             abandoned,
             meter,
             own_shard: fastrand::u32(..),

@@ -13,14 +13,14 @@ const MOST: usize = 4 << 20;
 const FOR_EACH: usize = 8;
 
 /// A stream of which no more is read than that.
-pub struct Rationed<S> {
+pub struct LimitedReader<S> {
     stream: S,
     left: usize,
 }
 
-impl<S> Rationed<S> {
-    pub fn new(stream: S) -> Rationed<S> {
-        Rationed { stream, left: MOST }
+impl<S> LimitedReader<S> {
+    pub fn new(stream: S) -> LimitedReader<S> {
+        LimitedReader { stream, left: MOST }
     }
 
     fn asked(&mut self, bytes: usize) {
@@ -28,7 +28,7 @@ impl<S> Rationed<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Rationed<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedReader<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = into.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, into))?;
@@ -43,7 +43,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Rationed<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Rationed<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedReader<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.stream).poll_write(cx, bytes))?;
         self.asked(written);

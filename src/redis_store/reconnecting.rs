@@ -9,13 +9,13 @@ use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 
 use super::connect::Dial;
-use super::connection::Line;
+use super::connection::Connection;
 use super::sentinel::Sentinels;
 use crate::config::redis::Node;
 use transom_limiter::key::Seed;
 
 /// Where the server is.
-pub enum Way {
+pub enum Endpoint {
     Fixed(Node),
     /// Wherever sentinels say that the master is.
     Sentinels(Sentinels),
@@ -37,7 +37,7 @@ impl Server {
 
 pub struct Link {
     pub server: Server,
-    way: Way,
+    way: Endpoint,
     dial: Rc<Dial>,
     state: RefCell<State>,
     /// Connections that were opened, by all links of a store.
@@ -48,13 +48,13 @@ enum State {
     Closed,
     /// Who waits for it.
     Opening(Vec<oneshot::Sender<Opened>>),
-    Open(Rc<Line>),
+    Open(Rc<Connection>),
 }
 
-type Opened = Result<Rc<Line>, String>;
+type Opened = Result<Rc<Connection>, String>;
 
 impl Link {
-    pub fn new(server: Server, way: Way, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Link> {
+    pub fn new(server: Server, way: Endpoint, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Link> {
         Rc::new(Link { server, way, dial, state: RefCell::new(State::Closed), opened })
     }
 
@@ -62,13 +62,13 @@ impl Link {
     pub fn name(&self) -> String {
         match (&self.way, self.standing()) {
             (_, Some(line)) => line.node.to_string(),
-            (Way::Fixed(node), None) => node.to_string(),
-            (Way::Sentinels(sentinels), None) => format!("the master `{}`", sentinels.master),
+            (Endpoint::Fixed(node), None) => node.to_string(),
+            (Endpoint::Sentinels(sentinels), None) => format!("the master `{}`", sentinels.master),
         }
     }
 
     /// The connection, if it stands.
-    pub fn standing(&self) -> Option<Rc<Line>> {
+    pub fn standing(&self) -> Option<Rc<Connection>> {
         match &*self.state.borrow() {
             State::Open(line) if line.is_sound() => Some(Rc::clone(line)),
             State::Open(_) | State::Opening(_) | State::Closed => None,
@@ -99,7 +99,7 @@ impl Link {
     }
 
     /// Gives up a connection, if it is still the one that stands.
-    pub fn drop_line(&self, line: &Rc<Line>, why: &str) {
+    pub fn drop_line(&self, line: &Rc<Connection>, why: &str) {
         line.break_off(why);
         let mut state = self.state.borrow_mut();
         if matches!(&*state, State::Open(open) if Rc::ptr_eq(open, line)) {
@@ -109,8 +109,8 @@ impl Link {
 
     async fn open(self: Rc<Self>) {
         let opened = match &self.way {
-            Way::Fixed(node) => self.dial.open(node).await,
-            Way::Sentinels(sentinels) => sentinels.open_master(&self.dial).await,
+            Endpoint::Fixed(node) => self.dial.open(node).await,
+            Endpoint::Sentinels(sentinels) => sentinels.open_master(&self.dial).await,
         };
         let next = match &opened {
             Ok(line) => {
@@ -125,14 +125,14 @@ impl Link {
                 drop(tell.send(opened.clone()));
             }
         }
-        if let (Way::Sentinels(_), Ok(line)) = (&self.way, opened) {
+        if let (Endpoint::Sentinels(_), Ok(line)) = (&self.way, opened) {
             spawn_local(follow(Rc::downgrade(&self), Rc::downgrade(&line)));
         }
     }
 
     /// Asks the sentinels whether the master is still the one that the connection goes to, and gives it up if not.
     pub async fn check_master(&self) {
-        let (Way::Sentinels(sentinels), Some(line)) = (&self.way, self.standing()) else { return };
+        let (Endpoint::Sentinels(sentinels), Some(line)) = (&self.way, self.standing()) else { return };
         if let Ok(master) = sentinels.master(&self.dial).await
             && master != line.node
         {
@@ -143,7 +143,7 @@ impl Link {
 
 /// Looks after a change of the master as long as a connection stands: the old one may still answer, and count for
 /// nobody.
-async fn follow(link: std::rc::Weak<Link>, line: std::rc::Weak<Line>) {
+async fn follow(link: std::rc::Weak<Link>, line: std::rc::Weak<Connection>) {
     loop {
         tokio::time::sleep(super::sentinel::EVERY).await;
         let (Some(link), Some(line)) = (link.upgrade(), line.upgrade()) else { return };

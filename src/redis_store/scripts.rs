@@ -131,7 +131,7 @@ impl At {
 
 /// What is asked of one counter.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Want {
+pub struct CounterRequest {
     /// What its keys begin with.
     pub base: Rc<str>,
     pub at: At,
@@ -153,7 +153,7 @@ pub struct Want {
 
 /// What came of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Took {
+pub struct CounterReply {
     pub granted: u64,
     /// What is used or owed now.
     pub used: u64,
@@ -167,12 +167,12 @@ pub struct Took {
 pub enum Answer {
     Granted {
         time_ms: u64,
-        took: Vec<Took>,
+        took: Vec<CounterReply>,
     },
     /// At least one counter had not what was needed; nothing was taken.
     Refused {
         time_ms: u64,
-        took: Vec<Took>,
+        took: Vec<CounterReply>,
     },
     /// By the server's time neither of the windows is open; nothing was taken.
     OtherWindow {
@@ -182,7 +182,7 @@ pub enum Answer {
 
 /// Tokens to be given back.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Gift {
+pub struct Refund {
     pub base: Rc<str>,
     pub kind: Kind,
     /// [`Took::number`].
@@ -197,7 +197,7 @@ pub struct Gift {
 
 /// Where tokens came from, and can be returned to.
 #[derive(Clone, Debug)]
-pub struct Origin {
+pub struct RefundTarget {
     pub base: Rc<str>,
     pub kind: Kind,
     pub number: u64,
@@ -205,23 +205,23 @@ pub struct Origin {
     pub end_ms: u64,
 }
 
-impl Origin {
+impl RefundTarget {
     /// What gives tokens back.
-    pub fn gift(&self, tokens: u64) -> Gift {
-        let Origin { kind, number, limit, .. } = *self;
-        Gift { base: Rc::clone(&self.base), kind, number, limit, tokens, only_if_used: None, forgets: false }
+    pub fn gift(&self, tokens: u64) -> Refund {
+        let RefundTarget { kind, number, limit, .. } = *self;
+        Refund { base: Rc::clone(&self.base), kind, number, limit, tokens, only_if_used: None, forgets: false }
     }
 }
 
-impl Want {
-    pub fn origin(&self, took: Took) -> Origin {
-        let Took { number, end_ms, .. } = took;
-        Origin { base: Rc::clone(&self.base), kind: self.at.kind(), number, limit: self.limit, end_ms }
+impl CounterRequest {
+    pub fn origin(&self, took: CounterReply) -> RefundTarget {
+        let CounterReply { number, end_ms, .. } = took;
+        RefundTarget { base: Rc::clone(&self.base), kind: self.at.kind(), number, limit: self.limit, end_ms }
     }
 }
 
 /// What gives back all that was granted.
-pub fn gifts(wants: &[Want], took: &[Took]) -> Vec<Gift> {
+pub fn gifts(wants: &[CounterRequest], took: &[CounterReply]) -> Vec<Refund> {
     wants.iter().zip(took).map(|(want, took)| want.origin(*took).gift(took.granted)).collect()
 }
 
@@ -232,9 +232,9 @@ pub fn effective_ms(time_ms: u64, floor_ms: u64) -> u64 {
 
 /// One call: all or nothing of what is wanted.
 #[derive(Clone, Debug)]
-pub struct Ask {
+pub struct AcquireCall {
     /// Of different counters.
-    pub wants: Vec<Want>,
+    pub wants: Vec<CounterRequest>,
     /// The gateway's time.
     pub floor_ms: u64,
     /// Windows are those that are open at this time.
@@ -245,7 +245,7 @@ pub struct Ask {
 pub type Decision = Result<Answer, String>;
 
 /// Asks for tokens, in calls that are decided one after the other.
-pub fn take<'a>(script: &Script, by: By, asks: impl Iterator<Item = &'a Ask> + Clone) -> Cmd {
+pub fn take<'a>(script: &Script, by: By, asks: impl Iterator<Item = &'a AcquireCall> + Clone) -> Cmd {
     let wants = asks.clone().flat_map(|ask| ask.wants.iter().map(|want| (want, ask.at_ms)));
     let (count, bases) = wants.clone().fold((0, 0), |(n, bytes), (want, _)| (n + 1, bytes + want.base.len()));
     let mut cmd = begun(script, by, count, 9 * count + 2, bases);
@@ -264,7 +264,7 @@ pub fn take<'a>(script: &Script, by: By, asks: impl Iterator<Item = &'a Ask> + C
     cmd
 }
 
-fn put_want(cmd: &mut Cmd, want: &Want, at_ms: u64) {
+fn put_want(cmd: &mut Cmd, want: &CounterRequest, at_ms: u64) {
     let (ceiling, need) = (want.ceiling.min(TOKENS_MAX), want.need.min(TOKENS_MAX));
     let (most, least) = (want.want.clamp(need, TOKENS_MAX), want.least.min(TOKENS_MAX));
     let (_, end_ms) = want.at.window(at_ms).unwrap_or_default();
@@ -287,7 +287,7 @@ fn put(cmd: &mut Cmd, kind: Kind, numbers: [u64; 5]) -> &mut Cmd {
 }
 
 /// What a server said to [`take`], call by call; `None` if that is no answer to it.
-pub fn taken<'a>(said: &Value, asks: impl Iterator<Item = &'a Ask>) -> Option<Vec<Decision>> {
+pub fn taken<'a>(said: &Value, asks: impl Iterator<Item = &'a AcquireCall>) -> Option<Vec<Decision>> {
     let Value::Array(said) = said else { return None };
     let (time_ms, mut rest) = said.split_first()?;
     let time_ms = number(time_ms)?;
@@ -301,7 +301,7 @@ pub fn taken<'a>(said: &Value, asks: impl Iterator<Item = &'a Ask>) -> Option<Ve
     rest.is_empty().then_some(decisions)
 }
 
-fn decision(status: &Value, layers: &[Value], ask: &Ask, time_ms: u64) -> Option<Decision> {
+fn decision(status: &Value, layers: &[Value], ask: &AcquireCall, time_ms: u64) -> Option<Decision> {
     let layers = layers.chunks_exact(3).zip(&ask.wants);
     let took = |(said, want)| took(said, want, ask.at_ms);
     match status {
@@ -318,7 +318,7 @@ fn decision(status: &Value, layers: &[Value], ask: &Ask, time_ms: u64) -> Option
     }
 }
 
-fn took(said: &[Value], want: &Want, at_ms: u64) -> Option<Took> {
+fn took(said: &[Value], want: &CounterRequest, at_ms: u64) -> Option<CounterReply> {
     let [granted, used, mark] = said else { return None };
     let (which, end_ms) = match want.at {
         At::Plain { .. } => want.at.window(at_ms)?,
@@ -331,16 +331,16 @@ fn took(said: &[Value], want: &Want, at_ms: u64) -> Option<Took> {
             (start_ms, start_ms + period_ms)
         }
     };
-    Some(Took { granted: number(granted)?, used: number(used)?, end_ms, number: which })
+    Some(CounterReply { granted: number(granted)?, used: number(used)?, end_ms, number: which })
 }
 
 /// Whether the other window of each counter that has two is open at a time.
-pub fn is_known_at(wants: &[Want], now_ms: u64) -> bool {
+pub fn is_known_at(wants: &[CounterRequest], now_ms: u64) -> bool {
     wants.iter().all(|want| want.at.window(now_ms).is_some())
 }
 
 /// Gives tokens back.
-pub fn give(script: &Script, by: By, gifts: &[Gift]) -> Cmd {
+pub fn give(script: &Script, by: By, gifts: &[Refund]) -> Cmd {
     let mut cmd = begun(script, by, gifts.len(), 5 * gifts.len(), gifts.iter().map(|gift| gift.base.len()).sum());
     let mut key = String::new();
     for gift in gifts {
@@ -398,12 +398,13 @@ fn number(said: &Value) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn asked(at: At, need: u64, want: u64) -> Ask {
-        let want = Want { base: Rc::from("t:{r|a}"), at, limit: 5, ceiling: 5, need, want, least: 0, asked_ms: 900 };
-        Ask { wants: vec![want], floor_ms: 900, at_ms: 900 }
+    fn asked(at: At, need: u64, want: u64) -> AcquireCall {
+        let want =
+            CounterRequest { base: Rc::from("t:{r|a}"), at, limit: 5, ceiling: 5, need, want, least: 0, asked_ms: 900 };
+        AcquireCall { wants: vec![want], floor_ms: 900, at_ms: 900 }
     }
 
-    fn words(asks: &[Ask]) -> Vec<String> {
+    fn words(asks: &[AcquireCall]) -> Vec<String> {
         let cmd = take(&Scripts::default().take, By::Sha, asks.iter());
         let words = cmd.args_iter().skip(2).map(|arg| match arg {
             redis::Arg::Simple(word) => String::from_utf8(word.to_vec()).expect("is text"),
@@ -416,7 +417,7 @@ mod tests {
     fn calls_are_written_as_the_script_reads_them() {
         let at = At::Plain { number: 7, end_ms: 1000, next_end_ms: 2000 };
         assert_eq!(words(&[asked(at, 1, 1)]), ["1", "t:{r|a}:7", "900", "1", "e", "5", "1", "1000"]);
-        let late = Ask { at_ms: 1000, ..asked(at, 1, 4) };
+        let late = AcquireCall { at_ms: 1000, ..asked(at, 1, 4) };
         assert_eq!(words(&[late]), ["1", "t:{r|a}:8", "900", "1", "p", "5", "1", "2000", "4", "0"]);
         let grid = asked(At::Grid { number: 7, end_ms: 1000, next_end_ms: 2000 }, 1, 1);
         let floating = asked(At::Floating { period_ms: 60 }, 2, 1);
@@ -443,7 +444,7 @@ mod tests {
         let floating = asked(At::Floating { period_ms: 60 }, 1, 1);
         let asks = [plain, grid, floating];
         let said = ints(&[950, 1, 1, 3, 0, 0, 0, 5, 8, -1, 0, 0, 0]);
-        let took = |granted, used, end_ms, number| vec![Took { granted, used, end_ms, number }];
+        let took = |granted, used, end_ms, number| vec![CounterReply { granted, used, end_ms, number }];
         let expected = [
             Ok(Answer::Granted { time_ms: 950, took: took(1, 3, 1000, 7) }),
             Ok(Answer::Refused { time_ms: 950, took: took(0, 5, 2000, 8) }),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use redis::Value;
 
 use super::connect::{Dial, in_time};
-use super::connection::Line;
+use super::connection::Connection;
 use crate::config::redis::Node;
 
 /// How often it is looked whether the master is another one.
@@ -24,7 +24,7 @@ pub struct Sentinels {
     /// Who is asked first.
     first: Cell<usize>,
     /// The connection to it.
-    line: RefCell<Option<Rc<Line>>>,
+    line: RefCell<Option<Rc<Connection>>>,
 }
 
 impl Sentinels {
@@ -33,7 +33,7 @@ impl Sentinels {
     }
 
     /// A connection to the master.
-    pub async fn open_master(&self, dial: &Dial) -> Result<Rc<Line>, String> {
+    pub async fn open_master(&self, dial: &Dial) -> Result<Rc<Connection>, String> {
         self.by_any(dial, async |master| opened(dial, &master).await).await
     }
 
@@ -78,7 +78,7 @@ impl Sentinels {
 }
 
 /// A connection to a server that says it is a master.
-async fn opened(dial: &Dial, node: &Node) -> Result<Rc<Line>, String> {
+async fn opened(dial: &Dial, node: &Node) -> Result<Rc<Connection>, String> {
     let line = dial.open(node).await?;
     let role = async { line.ask(redis::cmd("ROLE")).await.map_err(|failure| line.blame(&failure)) };
     match in_time(node, PATIENCE, role).await? {

@@ -16,14 +16,14 @@ use super::Shared;
 use super::client::StoreError;
 use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
-use super::scripts::{Answer, Gift, Kind, Origin, Took, Want};
+use super::scripts::{Answer, CounterReply, CounterRequest, Kind, Refund, RefundTarget};
 use crate::metrics::redis::Outcome;
 use transom_limiter::leased_tokens::Deposit;
 use transom_limiter::sharded_counter::part;
 use transom_limiter::table::Counter;
 
 /// Fetches tokens for one counter.
-pub struct Errand {
+pub struct TokenFetch {
     /// The layer's ordinary counter.
     pub counter: Counter,
     /// What the key is in the store, and what comes behind it.
@@ -32,11 +32,11 @@ pub struct Errand {
     pub shards: u32,
     /// Which connections stood when `want` was worked out.
     pub generation: u64,
-    pub want: Want,
+    pub want: CounterRequest,
 }
 
 /// A call that is under way. Whoever waits for it looks afterwards at what is in the table.
-pub struct Flight {
+pub struct InFlightFetch {
     /// The counters that it is about.
     ids: Vec<Id>,
     landed: Cell<Option<bool>>,
@@ -44,7 +44,7 @@ pub struct Flight {
     /// What was fetched and found no place in the table: for those who wait.
     pub unkept: RefCell<Vec<Unkept>>,
     /// The counters that had not what was needed, and what is used of each.
-    pub refused: RefCell<Vec<(Id, Took)>>,
+    pub refused: RefCell<Vec<(Id, CounterReply)>>,
 }
 
 /// Tokens that found no place in the table.
@@ -52,13 +52,13 @@ pub struct Unkept {
     /// Of which counter.
     pub id: Id,
     pub tokens: u64,
-    pub origin: Origin,
+    pub origin: RefundTarget,
 }
 
-impl Flight {
-    fn about(ids: Vec<Id>) -> Flight {
+impl InFlightFetch {
+    fn about(ids: Vec<Id>) -> InFlightFetch {
         let (unkept, refused) = (RefCell::default(), RefCell::default());
-        Flight { ids, landed: Cell::new(None), notify: Notify::new(), unkept, refused }
+        InFlightFetch { ids, landed: Cell::new(None), notify: Notify::new(), unkept, refused }
     }
 
     pub fn is_about(&self, id: Id) -> bool {
@@ -84,12 +84,12 @@ impl Flight {
 
 impl Shared {
     /// Sets out, in a flight for each call. All errands are known to their records until they are done.
-    pub(super) fn launch(self: &Rc<Self>, errands: Vec<Errand>) -> Vec<Rc<Flight>> {
-        let mut calls: Vec<Vec<Errand>> = Vec::new();
+    pub(super) fn launch(self: &Rc<Self>, errands: Vec<TokenFetch>) -> Vec<Rc<InFlightFetch>> {
+        let mut calls: Vec<Vec<TokenFetch>> = Vec::new();
         for errand in errands {
             // A split counter is asked for by itself, shard by shard.
-            let joins = |call: &&mut Vec<Errand>| {
-                let is_near = |first: &Errand| self.store.is_one_call(&first.want.base, &errand.want.base);
+            let joins = |call: &&mut Vec<TokenFetch>| {
+                let is_near = |first: &TokenFetch| self.store.is_one_call(&first.want.base, &errand.want.base);
                 errand.shards == 1 && call.first().is_some_and(|first| first.shards == 1 && is_near(first))
             };
             match calls.iter_mut().find(joins) {
@@ -100,8 +100,8 @@ impl Shared {
         calls.into_iter().map(|call| self.launch_one(call)).collect()
     }
 
-    fn launch_one(self: &Rc<Self>, call: Vec<Errand>) -> Rc<Flight> {
-        let flight = Rc::new(Flight::about(call.iter().map(|errand| id(errand.counter)).collect()));
+    fn launch_one(self: &Rc<Self>, call: Vec<TokenFetch>) -> Rc<InFlightFetch> {
+        let flight = Rc::new(InFlightFetch::about(call.iter().map(|errand| id(errand.counter)).collect()));
         for id in &flight.ids {
             self.leases.known(*id, |record| record.flight = Some(Rc::clone(&flight)));
         }
@@ -119,13 +119,13 @@ impl Shared {
         flight
     }
 
-    async fn fly(self: &Rc<Self>, call: &[Errand], flight: &Flight) -> bool {
+    async fn fly(self: &Rc<Self>, call: &[TokenFetch], flight: &InFlightFetch) -> bool {
         if let [errand] = call
             && errand.shards > 1
         {
             return self.fly_to_shards(errand, flight).await;
         }
-        let wants: Vec<Want> = call.iter().map(|errand| errand.want.clone()).collect();
+        let wants: Vec<CounterRequest> = call.iter().map(|errand| errand.want.clone()).collect();
         match self.take(&wants).await {
             Ok(Answer::Granted { took, .. } | Answer::Refused { took, .. }) => {
                 call.iter().zip(took).for_each(|(errand, took)| self.put_by(errand, &errand.want, took, flight));
@@ -137,7 +137,7 @@ impl Shared {
     }
 
     /// Asks one shard after the other, from the one that had tokens the last time on, until there are enough.
-    async fn fly_to_shards(self: &Rc<Self>, errand: &Errand, flight: &Flight) -> bool {
+    async fn fly_to_shards(self: &Rc<Self>, errand: &TokenFetch, flight: &InFlightFetch) -> bool {
         let (shards, whole) = (errand.shards, u64::from(errand.want.limit));
         let first = self.leases.known(id(errand.counter), |record| record.shard).unwrap_or(self.own_shard) % shards;
         let (mut missing, mut used_most) = (errand.want.need.max(1), 0);
@@ -148,7 +148,14 @@ impl Shared {
             // What a shard lacks, the next may have.
             let (limit, mut need) = (part as u32, missing.min(part));
             let took = loop {
-                let want = Want { base: Rc::clone(&base), limit, ceiling: part, need, least: 0, ..errand.want.clone() };
+                let want = CounterRequest {
+                    base: Rc::clone(&base),
+                    limit,
+                    ceiling: part,
+                    need,
+                    least: 0,
+                    ..errand.want.clone()
+                };
                 match self.take(std::slice::from_ref(&want)).await {
                     Ok(Answer::Granted { took, .. }) => break took,
                     // What is left of it is less than that.
@@ -160,20 +167,20 @@ impl Shared {
                     Err(_reported) => return false,
                 }
             };
-            let want = Want { base, limit, ceiling: part, need, ..errand.want.clone() };
+            let want = CounterRequest { base, limit, ceiling: part, need, ..errand.want.clone() };
             let Some(took) = took.first().copied() else { return false };
             // What all of them have used is only known when all were asked; until then it is not told that nothing is left.
             used_most =
                 took.used.saturating_mul(u64::from(shards)).clamp(used_most, whole.saturating_sub(1).max(used_most));
             self.leases.known(id(errand.counter), |record| record.shard = shard);
-            self.put_by(errand, &want, Took { used: used_most, ..took }, flight);
+            self.put_by(errand, &want, CounterReply { used: used_most, ..took }, flight);
             missing = missing.saturating_sub(took.granted);
             if missing == 0 {
                 return true;
             }
             if i + 1 == shards {
                 self.table.note(errand.counter, took.end_ms, errand.want.limit, self.clock.now().unix_ms);
-                let all = Took { used: whole, ..took };
+                let all = CounterReply { used: whole, ..took };
                 flight.refused.borrow_mut().push((id(errand.counter), all));
             }
         }
@@ -181,7 +188,7 @@ impl Shared {
     }
 
     /// Deposits what was handed out.
-    fn put_by(self: &Rc<Self>, errand: &Errand, want: &Want, took: Took, flight: &Flight) {
+    fn put_by(self: &Rc<Self>, errand: &TokenFetch, want: &CounterRequest, took: CounterReply, flight: &InFlightFetch) {
         let (now_ms, id) = (self.clock.now().unix_ms, id(errand.counter));
         // Where nothing was taken, the store says what it knows.
         let known = self.known(errand.counter, took.end_ms, want.least, errand.generation);
@@ -189,7 +196,7 @@ impl Shared {
         let used = took.used.max(known);
         self.hear(errand.counter, took.end_ms, used, now_ms);
         if want.need > 0 && took.granted == 0 && errand.shards == 1 {
-            flight.refused.borrow_mut().push((id, Took { used, ..took }));
+            flight.refused.borrow_mut().push((id, CounterReply { used, ..took }));
         }
         let origin = want.origin(took);
         let former = self.leases.known(id, |record| {
@@ -217,7 +224,7 @@ impl Shared {
 
     /// Takes away what is left of a window that has ended: it is worth nothing any more, unless what a window leaves
     /// belongs to the next.
-    fn put_away(self: &Rc<Self>, counter: Counter, former: &Origin) {
+    fn put_away(self: &Rc<Self>, counter: Counter, former: &RefundTarget) {
         let left = self.table.withdraw(counter, former.end_ms, u32::MAX);
         match former.kind {
             Kind::Plain => self.meter.expired(u64::from(left)),
@@ -227,7 +234,7 @@ impl Shared {
     }
 
     /// One call, with what is learnt from it about the store and the time.
-    pub(super) async fn take(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
+    pub(super) async fn take(self: &Rc<Self>, wants: &[CounterRequest]) -> Result<Answer, StoreError> {
         let began = self.clock.instant();
         let now_ms = self.clock.now().unix_ms;
         // The time may have been corrected since it was worked out what to ask for.
@@ -254,7 +261,7 @@ impl Shared {
     }
 
     /// As [`Shared::take`], by what is known now, of whichever server it meets.
-    pub(super) async fn take_as_known(self: &Rc<Self>, wants: &[Want]) -> Result<Answer, StoreError> {
+    pub(super) async fn take_as_known(self: &Rc<Self>, wants: &[CounterRequest]) -> Result<Answer, StoreError> {
         let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
         let server = wants.first().map_or(Server::ONLY, |want| self.store.server_of(&want.base));
         let answer = self.store.take(wants, now_ms).await;
@@ -269,11 +276,11 @@ impl Shared {
     }
 
     /// Gives tokens back, as far as the store can be reached; what can not be given back is lost until its window ends.
-    pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Gift>) {
-        let mut calls: Vec<Vec<Gift>> = Vec::new();
+    pub(super) async fn give(self: &Rc<Self>, gifts: Vec<Refund>) {
+        let mut calls: Vec<Vec<Refund>> = Vec::new();
         for gift in gifts {
-            let joins = |call: &&mut Vec<Gift>| {
-                let is_near = |first: &Gift| self.store.is_one_call(&first.base, &gift.base);
+            let joins = |call: &&mut Vec<Refund>| {
+                let is_near = |first: &Refund| self.store.is_one_call(&first.base, &gift.base);
                 call.len() < GIFTS_MAX && call.first().is_some_and(is_near)
             };
             match calls.last_mut().filter(joins) {
@@ -295,7 +302,7 @@ impl Shared {
         }
     }
 
-    async fn give_one_call(self: Rc<Self>, gifts: Vec<Gift>) {
+    async fn give_one_call(self: Rc<Self>, gifts: Vec<Refund>) {
         let Some(first) = gifts.first() else { return };
         if self.is_beyond(&first.base) {
             self.debts.keep(gifts);
@@ -316,7 +323,7 @@ impl Shared {
         let now_ms = self.clock.now().unix_ms;
         let left = |counter| self.table.purse(counter, now_ms);
         // What can not be returned now may still be spent.
-        let withdraw = |counter, origin: &Origin| match self.is_beyond(&origin.base) {
+        let withdraw = |counter, origin: &RefundTarget| match self.is_beyond(&origin.base) {
             true => None,
             false => Some(self.table.withdraw(counter, origin.end_ms, u32::MAX)),
         };

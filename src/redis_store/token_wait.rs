@@ -9,81 +9,95 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::decision::{Inquiry, Next, ROUNDS_MAX, within};
+use super::decision::{Next, ROUNDS_MAX, SharedDecision, within};
 use super::lease_sizing::id;
-use super::token_fetch::{Flight, Unkept};
-use transom_limiter::rule_set::{Book, Roster};
+use super::token_fetch::{InFlightFetch, Unkept};
+use transom_limiter::rule_set::{ChargePlan, RuleSet};
 use transom_limiter::table::Counter;
 
-impl Inquiry {
+impl SharedDecision {
     /// Fetches tokens for the counters that lack some. `Some`: the decision goes on with that; nothing is charged of what lies
     /// behind `first`.
-    pub(super) async fn fetch(&mut self, book: &Arc<Book>, roster: &Roster, first: usize) -> Option<Next> {
-        let lacking = std::mem::take(&mut self.desk.lacking);
+    pub(super) async fn fetch(
+        &mut self,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        first: usize,
+    ) -> Option<Next> {
+        let lacking = std::mem::take(&mut self.context.lacking);
         self.progress.rounds += 1;
         let rules = self.rules_of(&lacking);
         if self.go_beyond(&rules) {
-            self.desk.rewind(first);
+            self.context.rewind(first);
             return None;
         }
         // The store answers: others have taken what there was.
         if self.progress.rounds > ROUNDS_MAX {
-            return self.refuse(book, roster, first);
+            return self.refuse(rule_set, charge_plan, first);
         }
         if self.is_late() {
             self.do_without(&rules);
-            self.desk.rewind(first);
+            self.context.rewind(first);
             return None;
         }
-        let (flights, are_own) = self.set_out(book, roster, &lacking);
+        let (flights, are_own) = self.set_out(rule_set, charge_plan, &lacking);
         let began = Instant::from_std(self.shared.clock.instant());
         // It is not known yet which of them refuse.
-        lacking.iter().for_each(|i| self.desk.charges[*i].full = false);
+        lacking.iter().for_each(|i| self.context.charges[*i].full = false);
         let mut is_refused = false;
         for flight in &flights {
             let is_brought =
-                |i: &usize| self.counter(book, roster, *i).is_some_and(|counter| flight.is_about(id(counter)));
+                |i: &usize| self.counter(rule_set, charge_plan, *i).is_some_and(|counter| flight.is_about(id(counter)));
             let brought: Vec<usize> = lacking.iter().copied().filter(is_brought).collect();
             match within(self.deadline, flight.landing()).await {
                 Some(true) => {
-                    self.take_in_hand(book, roster, &brought, flight);
-                    is_refused |= are_own && self.is_refused(book, roster, &brought, flight);
+                    self.take_in_hand(rule_set, charge_plan, &brought, flight);
+                    is_refused |= are_own && self.is_refused(rule_set, charge_plan, &brought, flight);
                 }
                 Some(false) => self.do_without(&self.rules_of(&brought)),
                 None => self.lose_patience(&self.rules_of(&brought), began),
             }
         }
         if is_refused {
-            return self.refuse(book, roster, first);
+            return self.refuse(rule_set, charge_plan, first);
         }
-        self.desk.rewind(first);
+        self.context.rewind(first);
         None
     }
 
     fn rules_of(&self, charges: &[usize]) -> Vec<usize> {
-        let mut rules: Vec<usize> = charges.iter().map(|i| self.desk.lines[*i].rule).collect();
+        let mut rules: Vec<usize> = charges.iter().map(|i| self.context.lines[*i].rule).collect();
         rules.dedup();
         rules
     }
 
     /// The ordinary counter beside which a charge on the desk is.
-    fn counter(&self, book: &Book, roster: &Roster, charge: usize) -> Option<Counter> {
-        let line = self.desk.lines[charge];
-        self.desk.askers[line.rule].map(|asker| book.layer_of(roster, line).counter(asker))
+    fn counter(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
+        let line = self.context.lines[charge];
+        self.context.keyed_requests[line.rule]
+            .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request))
     }
 
     /// The calls that fetch what is lacking, and whether they are this request's own: if some of it is on its way already,
     /// that is waited for.
-    fn set_out(&self, book: &Book, roster: &Roster, lacking: &[usize]) -> (Vec<Rc<Flight>>, bool) {
+    fn set_out(
+        &self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        lacking: &[usize],
+    ) -> (Vec<Rc<InFlightFetch>>, bool) {
         let shared = &self.shared;
         let now = shared.clock.instant();
-        let (mut errands, mut under_way) = (Vec::new(), Vec::<Rc<Flight>>::new());
+        let (mut errands, mut under_way) = (Vec::new(), Vec::<Rc<InFlightFetch>>::new());
         for i in lacking {
-            let (charge, line) = (&self.desk.charges[*i], self.desk.lines[*i]);
-            let (Some(asker), Some(text)) = (self.desk.askers[line.rule], self.text(line.rule)) else { continue };
+            let (charge, line) = (&self.context.charges[*i], self.context.lines[*i]);
+            let (Some(keyed_request), Some(text)) = (self.context.keyed_requests[line.rule], self.text(line.rule))
+            else {
+                continue;
+            };
             let cost = u64::from(charge.ask.cost);
             let need = cost.saturating_sub(charge.ask.ceiling.saturating_sub(charge.usage.used));
-            let counter = book.layer_of(roster, line).counter(asker);
+            let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
             let slice = shared.leases.with(counter, shared.own_shard, now, |record| {
                 record.text = Some(Rc::clone(&text));
                 match &record.flight {
@@ -97,36 +111,48 @@ impl Inquiry {
                     None => record.slice(need, now),
                 }
             });
-            errands.push(shared.errand(book, roster, line, asker, text, need, slice.unwrap_or(need)));
+            errands.push(shared.errand(rule_set, charge_plan, line, keyed_request, text, need, slice.unwrap_or(need)));
         }
         if under_way.is_empty() { (shared.launch(errands), true) } else { (under_way, false) }
     }
 
     /// Takes tokens that found no place in the table, as many as this request needs.
-    fn take_in_hand(&mut self, book: &Book, roster: &Roster, brought: &[usize], flight: &Flight) {
+    fn take_in_hand(
+        &mut self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        brought: &[usize],
+        flight: &InFlightFetch,
+    ) {
         let mut unkept = flight.unkept.borrow_mut();
         for i in brought {
-            let Some(counter) = self.counter(book, roster, *i) else { continue };
-            let (line, cost) = (self.desk.lines[*i], u64::from(self.desk.charges[*i].ask.cost));
+            let Some(counter) = self.counter(rule_set, charge_plan, *i) else { continue };
+            let (line, cost) = (self.context.lines[*i], u64::from(self.context.charges[*i].ask.cost));
             let found = unkept.iter_mut().find(|unkept| unkept.id == id(counter) && unkept.tokens >= cost);
             if let Some(Unkept { tokens, origin, .. }) = found
-                && !self.desk.in_hand.contains(&line)
+                && !self.context.in_hand.contains(&line)
             {
                 *tokens -= cost;
-                self.desk.in_hand.push(line);
+                self.context.in_hand.push(line);
                 self.progress.gifts.push((line.rule, origin.gift(cost)));
             }
         }
     }
 
     /// Whether the store has refused what was to be brought, and the table has no place to remember it. Then the desk says so.
-    fn is_refused(&mut self, book: &Book, roster: &Roster, brought: &[usize], flight: &Flight) -> bool {
+    fn is_refused(
+        &mut self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        brought: &[usize],
+        flight: &InFlightFetch,
+    ) -> bool {
         let (refused, now_ms) = (flight.refused.borrow(), self.shared.clock.now().unix_ms);
         let mut is_refused = false;
         for i in brought {
-            let Some(counter) = self.counter(book, roster, *i) else { continue };
+            let Some(counter) = self.counter(rule_set, charge_plan, *i) else { continue };
             let took = refused.iter().find(|(id_, _)| *id_ == id(counter)).map(|(_, took)| took);
-            let charge = &mut self.desk.charges[*i];
+            let charge = &mut self.context.charges[*i];
             charge.full = took.is_some();
             if let Some(took) = took.filter(|_| self.shared.table.tally(counter, now_ms).is_none()) {
                 (charge.usage.used, charge.usage.end_ms) = (took.used, took.end_ms);

@@ -11,8 +11,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use crate::access_log::Sink;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
-use crate::downstream::listener_context::{Listener, Lobby, Terms};
-use crate::proxy::compiled_config::Snapshot;
+use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
+use crate::proxy::compiled_config::CompiledConfig;
 
 /// How often idle upstream connections are looked through.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -21,15 +21,15 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub enum Order {
     /// From now on connections are accepted.
     Open,
-    Adopt(Arc<Snapshot>, Arc<Terms>, Option<Sink>),
-    Drain(Pace),
+    Adopt(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<Sink>),
+    Drain(DrainTimes),
     /// The drain should not wait any longer for those who do not ask for anything.
     Release,
 }
 
 /// How long a drain takes.
 #[derive(Clone, Copy, Debug)]
-pub struct Pace {
+pub struct DrainTimes {
     /// Until connections are closed on which nothing is asked.
     pub patience: Duration,
     /// Until what is left is broken off.
@@ -37,9 +37,13 @@ pub struct Pace {
 }
 
 /// Runs the loop to its end. It ends early, without having accepted anything, where the gateway does not open.
-pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, mut inbox: UnboundedReceiver<Order>) {
+pub async fn run(
+    listener_context: Rc<ListenerContext>,
+    listeners: Vec<(StdListener, Rc<Listener>)>,
+    mut inbox: UnboundedReceiver<Order>,
+) {
     let Some(Order::Open) = inbox.recv().await else { return };
-    let hall = Rc::clone(&lobby.hall);
+    let worker = Rc::clone(&listener_context.worker);
     for (socket, listener) in listeners {
         match TcpListener::from_std(socket) {
             Ok(socket) => drop(tokio::task::spawn_local(listener::accept(socket, listener))),
@@ -47,19 +51,19 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
         }
     }
     let sweeper = tokio::task::spawn_local({
-        let hall = Rc::clone(&hall);
+        let worker = Rc::clone(&worker);
         async move {
             loop {
                 tokio::time::sleep(SWEEP).await;
-                hall.sweep();
+                worker.sweep();
             }
         }
     });
     let ticker = tokio::task::spawn_local({
-        let hall = Rc::clone(&hall);
-        async move { hall.timers.run().await }
+        let worker = Rc::clone(&worker);
+        async move { worker.timers.run().await }
     });
-    let sharer = hall.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
+    let sharer = worker.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
     let mut patience = None;
     while let Some(order) = inbox.recv().await {
         match order {
@@ -67,11 +71,11 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
             // It can come before the drain has begun.
             Order::Release => patience = Some(Duration::ZERO),
             Order::Adopt(snapshot, terms, access) => {
-                hall.adopt(snapshot, access);
-                lobby.adopt(terms);
+                worker.adopt(snapshot, access);
+                listener_context.adopt(terms);
             }
             Order::Drain(pace) => {
-                let drained = drained(&lobby.drain, patience.unwrap_or(pace.patience), &mut inbox);
+                let drained = drained(&listener_context.drain, patience.unwrap_or(pace.patience), &mut inbox);
                 if tokio::time::timeout(pace.limit, drained).await.is_err() {
                     tracing::warn!("requests that did not finish in time were broken off");
                 }
@@ -80,7 +84,7 @@ pub async fn run(lobby: Rc<Lobby>, listeners: Vec<(StdListener, Rc<Listener>)>, 
         }
     }
     ticker.abort();
-    if let (Some(sharer), Some(shared)) = (sharer, &hall.shared) {
+    if let (Some(sharer), Some(shared)) = (sharer, &worker.shared) {
         sharer.abort();
         shared.close().await;
     }

@@ -20,7 +20,7 @@ use tokio_rustls::{TlsConnector, TlsStream};
 
 use super::dns::Names;
 use crate::clock::Clock;
-use crate::config::{Protocol, Scheme, Server, Way};
+use crate::config::{Protocol, Scheme, Server, TransportSettings};
 use crate::io_stream::Wire;
 
 /// How long an address may be silent before the next one is tried beside it.
@@ -59,7 +59,7 @@ struct Tls {
 }
 
 impl Dial {
-    pub fn new(server: Server, way: &Way, clock: Clock) -> Dial {
+    pub fn new(server: Server, way: &TransportSettings, clock: Clock) -> Dial {
         let names = Names::new(&server.host, server.port, way.resolve, clock);
         let tls = way.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
             let usual: &[&[u8]] = match way.protocol {

@@ -13,33 +13,33 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 
 use super::http1::{Connection, SendError};
-use super::http2::{self, Lease};
+use super::http2::{self, Http2Stream};
 use super::request_upload::Upload;
-use super::server_pool::Slot;
+use super::server_pool::ConnectionPermit;
 use super::tunnel::Tunnel;
 use super::tunnel_io::FarEnd;
 use crate::informational::Interim;
 
-pub enum Carrier {
+pub enum UpstreamConnection {
     /// HTTP/1.1.
     Alone(Box<Connection>),
     /// HTTP/2.
-    Shared(Lease),
+    Shared(Http2Stream),
 }
 
 /// Where a connection leads, and since when that is known.
 #[derive(Clone, Copy, Debug)]
-pub struct Bearing {
+pub struct ResolvedTarget {
     /// `None` for a Unix socket.
     pub address: Option<SocketAddr>,
     /// Of the server's addresses, at which this was one of them.
     pub era: u32,
 }
 
-impl Carrier {
+impl UpstreamConnection {
     /// Writes the target as it is sent here; it may have been addressed to a server that speaks otherwise.
     pub fn address(&self, request: &mut Request<Upload>) {
-        if let Carrier::Alone(_) = self {
+        if let UpstreamConnection::Alone(_) = self {
             http2::origin_form(request);
         }
     }
@@ -53,33 +53,33 @@ impl Carrier {
         interim: Option<Rc<Interim>>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
-            Carrier::Alone(connection) => connection.send(request, keeps, interim).await,
+            UpstreamConnection::Alone(connection) => connection.send(request, keeps, interim).await,
             // Apart, so that the others take no memory for it.
-            Carrier::Shared(lease) => Box::pin(lease.send(request)).await,
+            UpstreamConnection::Shared(lease) => Box::pin(lease.send(request)).await,
         }
     }
 
     /// Takes room among the connections to its server; a shared one keeps what it has.
-    pub fn occupy(&mut self, slot: Option<Slot>) {
+    pub fn occupy(&mut self, slot: Option<ConnectionPermit>) {
         match self {
-            Carrier::Alone(connection) => connection.slot = slot,
-            Carrier::Shared(lease) => lease.occupy(slot),
+            UpstreamConnection::Alone(connection) => connection.slot = slot,
+            UpstreamConnection::Shared(lease) => lease.occupy(slot),
         }
     }
 
     /// The last request, where it was sent with `keeps`, or over HTTP/2 and nothing of its body is lost.
     pub fn sent(&mut self) -> Option<Request<Upload>> {
         match self {
-            Carrier::Alone(connection) => connection.sent(),
-            Carrier::Shared(lease) => lease.sent(),
+            UpstreamConnection::Alone(connection) => connection.sent(),
+            UpstreamConnection::Shared(lease) => lease.sent(),
         }
     }
 
     /// The head of the answer has come.
     pub fn answered(&mut self, now: Instant) {
         match self {
-            Carrier::Alone(connection) => connection.idle_since = Some(now),
-            Carrier::Shared(lease) => lease.answered(now),
+            UpstreamConnection::Alone(connection) => connection.idle_since = Some(now),
+            UpstreamConnection::Shared(lease) => lease.answered(now),
         }
     }
 
@@ -87,10 +87,10 @@ impl Carrier {
     /// ended before a byte of the answer came.
     pub fn again(&mut self, error: &hyper::Error, spare: bool) -> Option<Request<Upload>> {
         match self {
-            Carrier::Alone(connection) if spare && ended_early(error) => connection.sent(),
-            Carrier::Shared(lease) if http2::is_unprocessed(error) => lease.sent(),
-            Carrier::Shared(lease) if spare && (ended_early(error) || http2::is_cut(error)) => lease.sent(),
-            Carrier::Alone(_) | Carrier::Shared(_) => None,
+            UpstreamConnection::Alone(connection) if spare && ended_early(error) => connection.sent(),
+            UpstreamConnection::Shared(lease) if http2::is_unprocessed(error) => lease.sent(),
+            UpstreamConnection::Shared(lease) if spare && (ended_early(error) || http2::is_cut(error)) => lease.sent(),
+            UpstreamConnection::Alone(_) | UpstreamConnection::Shared(_) => None,
         }
     }
 
@@ -101,8 +101,8 @@ impl Carrier {
         cx: &mut Context<'_>,
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         match self {
-            Carrier::Alone(connection) => connection.poll_body(body, cx),
-            Carrier::Shared(_) => Pin::new(body).poll_frame(cx),
+            UpstreamConnection::Alone(connection) => connection.poll_body(body, cx),
+            UpstreamConnection::Shared(_) => Pin::new(body).poll_frame(cx),
         }
     }
 
@@ -110,20 +110,20 @@ impl Carrier {
     /// for one that has ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
     pub fn is_complete(&self, body: &Incoming) -> bool {
         match self {
-            Carrier::Alone(_) => true,
-            Carrier::Shared(_) => body.is_end_stream(),
+            UpstreamConnection::Alone(_) => true,
+            UpstreamConnection::Shared(_) => body.is_end_stream(),
         }
     }
 
     /// The stream, after an answer that switched protocols.
     pub async fn into_tunnel(self) -> Option<Tunnel> {
         match self {
-            Carrier::Alone(mut connection) => {
+            UpstreamConnection::Alone(mut connection) => {
                 let slot = connection.slot.take();
                 let (wire, early) = connection.into_stream().await?;
                 Some(Tunnel::new(FarEnd::Connection(wire, slot), early))
             }
-            Carrier::Shared(lease) => {
+            UpstreamConnection::Shared(lease) => {
                 let (stream, lease) = Box::pin(lease.into_stream()).await?;
                 Some(Tunnel::new(FarEnd::Stream(TokioIo::new(stream), lease), Bytes::new()))
             }

@@ -11,13 +11,13 @@ use http_body::Body;
 use serde_json::{Map, Value, json};
 
 use super::request_upload::Upload;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::responses::{self, Reply};
 use crate::timer::Timer;
 
 /// Answers with the request's method, path, query, fields, and the length of its body, which is
 /// read to its end but not kept.
-pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) -> Result<Reply, Fault> {
+pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) -> Result<Reply, RequestError> {
     let (parts, body) = request.into_parts();
     let body_bytes = length(body, limit, timer).await?;
     let mut fields: Map<String, Value> = Map::new();
@@ -36,14 +36,14 @@ pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) ->
 }
 
 /// Reads a body to its end; no piece may be longer than `limit` in coming.
-async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64, Fault> {
+async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64, RequestError> {
     let mut length = 0;
     let progress = body.progress();
-    let broken = |_error| progress.as_ref().and_then(|progress| progress.fault()).unwrap_or(Fault::Body);
+    let broken = |_error| progress.as_ref().and_then(|progress| progress.fault()).unwrap_or(RequestError::Body);
     loop {
         timer.arm(limit);
         let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
-            Poll::Pending if timer.poll_up(cx) => Poll::Ready(Err(Fault::BodyTimeout)),
+            Poll::Pending if timer.poll_up(cx) => Poll::Ready(Err(RequestError::BodyTimeout)),
             Poll::Pending => Poll::Pending,
             Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(broken)),
         });

@@ -17,19 +17,19 @@ use std::time::{Duration, Instant};
 use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 
-use super::connection::Carrier;
+use super::connection::UpstreamConnection;
 use super::http1::SendError;
 use super::http2;
 use super::load_balancer::{Asked, Balancer, Choice, Tried};
-use super::request_limit::Ticket;
-use super::request_upload::{Progress, Upload};
-use super::response_body::{Download, Source};
+use super::request_limit::RequestPermit;
+use super::request_upload::{Upload, UploadProgress};
+use super::response_body::{Download, ResponseSource};
 use super::retry_budget::Budget;
-use super::server_health::{Fleet, Sign};
-use super::server_pool::{Full, Offer, Place, Visit};
+use super::server_health::{AttemptResult, UpstreamHealth};
+use super::server_pool::{ActiveRequest, Full, Offer, ServerPool};
 use crate::clock::Clock;
 use crate::config::Timeouts;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::{headers, websocket_handshake};
 use crate::informational::Interim;
 use crate::metrics::events::{UpstreamMeter, UpstreamOutcome};
@@ -41,7 +41,7 @@ const ATTEMPTS: usize = 2;
 
 /// The servers of one upstream, as one event loop sees them.
 pub struct Servers {
-    fleet: Arc<Fleet>,
+    upstream_health: Arc<UpstreamHealth>,
     balancer: Balancer,
     budget: Budget,
     meter: UpstreamMeter,
@@ -50,7 +50,7 @@ pub struct Servers {
 }
 
 /// One request, over all its tries.
-struct Course {
+struct Forwarding {
     asked: Asked,
     tried: Tried,
     /// How often it may be tried again.
@@ -58,7 +58,7 @@ struct Course {
     /// When it ends, come what may.
     ends: Option<Instant>,
     /// Its place among those that the upstream takes at a time.
-    ticket: Option<Ticket>,
+    ticket: Option<RequestPermit>,
     /// Whether it has been repeated on a new connection to the server it is at.
     fresh: bool,
     /// It asks for another protocol over HTTP/1.1, and so for a connection that no other request will use.
@@ -71,10 +71,10 @@ struct Attempt<'a> {
     servers: &'a Servers,
     choice: Choice,
     /// `None` once the answer has it.
-    visit: Option<Visit>,
+    visit: Option<ActiveRequest>,
     /// `None` if nothing was sent.
     outcome: Option<UpstreamOutcome>,
-    sign: Sign,
+    sign: AttemptResult,
 }
 
 impl Drop for Attempt<'_> {
@@ -83,12 +83,12 @@ impl Drop for Attempt<'_> {
         if let Some(outcome) = self.outcome {
             servers.meter.ended(server, outcome);
         }
-        servers.fleet.report(server, self.sign, self.choice.chosen, || servers.clock.instant());
+        servers.upstream_health.report(server, self.sign, self.choice.chosen, || servers.clock.instant());
     }
 }
 
 impl Attempt<'_> {
-    fn ended(&mut self, outcome: UpstreamOutcome, sign: Sign) {
+    fn ended(&mut self, outcome: UpstreamOutcome, sign: AttemptResult) {
         self.outcome = Some(outcome);
         self.sign = sign;
     }
@@ -111,22 +111,22 @@ enum Next {
     Answer(Response<Download>),
     /// The request once more.
     Again(Choice, Box<Request<Upload>>),
-    Fault(Fault),
+    Fault(RequestError),
 }
 
 impl Servers {
     pub fn new(
-        fleet: Arc<Fleet>,
-        places: Vec<Rc<Place>>,
+        upstream_health: Arc<UpstreamHealth>,
+        places: Vec<Rc<ServerPool>>,
         meter: UpstreamMeter,
         retries: RetryMeter,
         clock: Clock,
     ) -> Servers {
-        let policy = &fleet.policy.retries;
+        let policy = &upstream_health.policy.retries;
         Servers {
-            budget: Budget::new(policy.budget, policy.budget_min, fleet.loops),
-            balancer: Balancer::new(&fleet, places),
-            fleet,
+            budget: Budget::new(policy.budget, policy.budget_min, upstream_health.loops),
+            balancer: Balancer::new(&upstream_health, places),
+            upstream_health,
             meter,
             retries,
             clock,
@@ -148,12 +148,12 @@ impl Servers {
         limits: &Timeouts,
         timer: &Timer,
         interim: Option<Rc<Interim>>,
-    ) -> impl Future<Output = Result<Response<Download>, Fault>> {
+    ) -> impl Future<Output = Result<Response<Download>, RequestError>> {
         let progress = request.body().progress();
         let mut course = self.course(asked, limits);
         async move {
             let course = course.as_mut().map_err(|fault| fault.clone())?;
-            let mut choice = self.balancer.first(&self.fleet, course.asked, &self.clock);
+            let mut choice = self.balancer.first(&self.upstream_health, course.asked, &self.clock);
             loop {
                 let place = &self.balancer.places()[choice.server];
                 let mut attempt = Attempt {
@@ -161,7 +161,7 @@ impl Servers {
                     choice,
                     visit: Some(place.visit()),
                     outcome: Some(UpstreamOutcome::Canceled),
-                    sign: Sign::None,
+                    sign: AttemptResult::None,
                 };
                 let (mut connection, reused);
                 if let Some(idle) = (!course.fresh && !course.alone).then(|| place.pool.take()).flatten() {
@@ -191,8 +191,8 @@ impl Servers {
                         None => self.broken(course, attempt, connection, error, reused),
                     },
                     Err(fault) => {
-                        if matches!(fault, Fault::ResponseTimeout | Fault::RequestTimeout) {
-                            attempt.ended(UpstreamOutcome::TimedOut, Sign::Bad);
+                        if matches!(fault, RequestError::ResponseTimeout | RequestError::RequestTimeout) {
+                            attempt.ended(UpstreamOutcome::TimedOut, AttemptResult::Bad);
                         }
                         self.late(course, attempt, connection, fault)
                     }
@@ -207,40 +207,45 @@ impl Servers {
     }
 
     /// Lets a request in, if there are not too many.
-    fn course(&self, asked: Asked, limits: &Timeouts) -> Result<Course, Fault> {
-        let ticket = match self.fleet.policy.circuit.max_requests {
+    fn course(&self, asked: Asked, limits: &Timeouts) -> Result<Forwarding, RequestError> {
+        let ticket = match self.upstream_health.policy.circuit.max_requests {
             None => None,
-            Some(max) => match self.fleet.circuit.request(max) {
+            Some(max) => match self.upstream_health.circuit.request(max) {
                 None => return Err(self.refuse(Limit::Requests)),
                 ticket => ticket,
             },
         };
         self.budget.earn();
         let default = || ATTEMPTS.min(self.balancer.places().len() - 1);
-        let left = self.fleet.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
+        let left = self.upstream_health.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
         let ends = limits.request.map(|limit| self.clock.instant() + limit);
         let alone = asked.handshake && !self.balancer.places()[0].pool.is_http2();
-        Ok(Course { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
+        Ok(Forwarding { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
     }
 
-    fn refuse(&self, limit: Limit) -> Fault {
+    fn refuse(&self, limit: Limit) -> RequestError {
         self.retries.refused(limit);
-        Fault::Overloaded
+        RequestError::Overloaded
     }
 
     /// How long one try may take, where there could be another.
-    fn try_timeout(&self, course: &Course) -> Option<Duration> {
-        self.fleet.policy.retries.try_timeout.filter(|_| course.asked.repeatable)
+    fn try_timeout(&self, course: &Forwarding) -> Option<Duration> {
+        self.upstream_health.policy.retries.try_timeout.filter(|_| course.asked.repeatable)
     }
 
-    fn connect_limit(&self, course: &Course, limits: &Timeouts) -> Duration {
+    fn connect_limit(&self, course: &Forwarding, limits: &Timeouts) -> Duration {
         let limits = [Some(limits.connect), self.try_timeout(course), left(course.ends, &self.clock)];
         limits.into_iter().flatten().min().unwrap_or(Duration::ZERO)
     }
 
     /// A new connection. Where their number is limited and reached, the first that becomes free, which
     /// then was in use before.
-    async fn connect(&self, place: &Rc<Place>, course: &Course, limits: &Timeouts) -> Result<(Carrier, bool), Fault> {
+    async fn connect(
+        &self,
+        place: &Rc<ServerPool>,
+        course: &Forwarding,
+        limits: &Timeouts,
+    ) -> Result<(UpstreamConnection, bool), RequestError> {
         let limit = self.connect_limit(course, limits);
         let mut room = place.room();
         if room.is_err() && course.alone {
@@ -256,7 +261,9 @@ impl Servers {
                 {
                     return Ok((crowded, true));
                 }
-                let Some(_pending) = self.fleet.circuit.pending(self.fleet.policy.circuit.max_pending) else {
+                let Some(_pending) =
+                    self.upstream_health.circuit.pending(self.upstream_health.policy.circuit.max_pending)
+                else {
                     return Err(self.refuse(Limit::Pending));
                 };
                 match tokio::time::timeout(limit, place.queue(!course.alone)).await {
@@ -270,29 +277,34 @@ impl Servers {
         // One that has taken room is not left behind without a request that holds the room.
         let mut carrier = place.pool.connect(limit, quiet, course.alone, slot.is_none()).await?;
         carrier.occupy(slot);
-        if let Carrier::Shared(_) = carrier {
+        if let UpstreamConnection::Shared(_) = carrier {
             place.invite();
         }
         Ok((carrier, false))
     }
 
     /// No connection: nothing was sent, so any request can go elsewhere.
-    fn unreached(&self, course: &mut Course, mut attempt: Attempt<'_>, fault: Fault) -> Result<Choice, Fault> {
-        if fault == Fault::Overloaded {
+    fn unreached(
+        &self,
+        course: &mut Forwarding,
+        mut attempt: Attempt<'_>,
+        fault: RequestError,
+    ) -> Result<Choice, RequestError> {
+        if fault == RequestError::Overloaded {
             attempt.outcome = None;
             return Err(fault);
         }
-        attempt.ended(UpstreamOutcome::ConnectFailed, Sign::Bad);
+        attempt.ended(UpstreamOutcome::ConnectFailed, AttemptResult::Bad);
         let server = attempt.choice.server;
-        let is_free = self.balancer.has_other(&self.fleet, server, &course.tried, self.clock.instant());
+        let is_free = self.balancer.has_other(&self.upstream_health, server, &course.tried, self.clock.instant());
         if self.may_try_again(course, Cause::Connect { is_free }) { Ok(self.next(course, attempt)) } else { Err(fault) }
     }
 
     fn answered(
         &self,
-        course: &mut Course,
+        course: &mut Forwarding,
         mut attempt: Attempt<'_>,
-        mut connection: Carrier,
+        mut connection: UpstreamConnection,
         mut response: Response<Incoming>,
         started: Instant,
     ) -> Next {
@@ -304,8 +316,8 @@ impl Servers {
             true => None,
         };
         if let Some(why) = unclear {
-            attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
-            return Next::Fault(Fault::Upstream(why.to_owned()));
+            attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
+            return Next::Fault(RequestError::Upstream(why.to_owned()));
         }
         let answered = self.clock.instant();
         self.meter.answered_in(answered.duration_since(started));
@@ -316,10 +328,10 @@ impl Servers {
         } else {
             None
         };
-        let Some(visit) = attempt.visit.take() else { return Next::Fault(Fault::Panic) };
+        let Some(visit) = attempt.visit.take() else { return Next::Fault(RequestError::Panic) };
         match again {
             None => {
-                let source = Source { connection, visit, ticket: course.ticket.take() };
+                let source = ResponseSource { connection, visit, ticket: course.ticket.take() };
                 let ends = course.ends;
                 Next::Answer(response.map(|body| match is_switched {
                     true => Download::switched(body, source),
@@ -328,27 +340,27 @@ impl Servers {
             }
             Some(request) => {
                 // An answer without a body leaves a connection that can be used again.
-                drop(Download::new(response.into_body(), Source { connection, visit, ticket: None }, None));
+                drop(Download::new(response.into_body(), ResponseSource { connection, visit, ticket: None }, None));
                 Next::Again(self.next(course, attempt), Box::new(request))
             }
         }
     }
 
-    fn sign_of(&self, status: StatusCode) -> Sign {
-        let ejection = self.fleet.policy.ejection.as_ref();
+    fn sign_of(&self, status: StatusCode) -> AttemptResult {
+        let ejection = self.upstream_health.policy.ejection.as_ref();
         if ejection.is_some_and(|ejection| ejection.statuses.contains(&status.as_u16())) {
-            Sign::Bad
+            AttemptResult::Bad
         } else {
-            Sign::Good
+            AttemptResult::Good
         }
     }
 
     /// The connection ended, or what came was no answer.
     fn broken(
         &self,
-        course: &mut Course,
+        course: &mut Forwarding,
         mut attempt: Attempt<'_>,
-        mut connection: Carrier,
+        mut connection: UpstreamConnection,
         mut error: SendError,
         reused: bool,
     ) -> Next {
@@ -360,10 +372,10 @@ impl Servers {
                 course.fresh |= !reused;
                 return Next::Again(attempt.choice, unsent);
             }
-            attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
+            attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
             return match self.may_try_again(course, Cause::Reset) {
                 true => Next::Again(self.next(course, attempt), unsent),
-                false => Next::Fault(Fault::Upstream(describe(error))),
+                false => Next::Fault(RequestError::Upstream(describe(error))),
             };
         }
         let again = connection.again(error.error(), course.asked.repeatable);
@@ -376,18 +388,24 @@ impl Servers {
             course.fresh = true;
             return Next::Again(attempt.choice, Box::new(request));
         }
-        attempt.ended(UpstreamOutcome::Failed, Sign::Bad);
+        attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
         match again {
             Some(request) if self.may_try_again(course, Cause::Reset) => {
                 Next::Again(self.next(course, attempt), Box::new(request))
             }
-            _ => Next::Fault(Fault::Upstream(describe(error))),
+            _ => Next::Fault(RequestError::Upstream(describe(error))),
         }
     }
 
     /// The answer did not come in time.
-    fn late(&self, course: &mut Course, attempt: Attempt<'_>, mut connection: Carrier, fault: Fault) -> Next {
-        let is_try = fault == Fault::ResponseTimeout && self.try_timeout(course).is_some();
+    fn late(
+        &self,
+        course: &mut Forwarding,
+        attempt: Attempt<'_>,
+        mut connection: UpstreamConnection,
+        fault: RequestError,
+    ) -> Next {
+        let is_try = fault == RequestError::ResponseTimeout && self.try_timeout(course).is_some();
         match is_try.then(|| connection.sent()).flatten() {
             Some(request) if self.may_try_again(course, Cause::Timeout) => {
                 Next::Again(self.next(course, attempt), Box::new(request))
@@ -397,8 +415,8 @@ impl Servers {
     }
 
     /// Whether there is another try; if so, it is paid for, unless it is free.
-    fn may_try_again(&self, course: &mut Course, cause: Cause) -> bool {
-        let retries = &self.fleet.policy.retries;
+    fn may_try_again(&self, course: &mut Forwarding, cause: Cause) -> bool {
+        let retries = &self.upstream_health.policy.retries;
         let is_cause = match cause {
             Cause::Connect { .. } => retries.on_connect_failure,
             Cause::Reset => retries.on_reset,
@@ -422,11 +440,11 @@ impl Servers {
     }
 
     /// Where to try it next. What became of the try before is told first.
-    fn next(&self, course: &mut Course, attempt: Attempt<'_>) -> Choice {
+    fn next(&self, course: &mut Forwarding, attempt: Attempt<'_>) -> Choice {
         course.tried.push(attempt.choice.server as u32);
         course.fresh = false;
         drop(attempt);
-        self.balancer.next(&self.fleet, course.asked, &course.tried, self.clock.instant())
+        self.balancer.next(&self.upstream_health, course.asked, &course.tried, self.clock.instant())
     }
 }
 
@@ -447,9 +465,9 @@ fn within<T>(
     ends: Option<Instant>,
     clock: &Clock,
     timer: &Timer,
-    progress: Option<&Progress>,
+    progress: Option<&UploadProgress>,
     mut answer: Pin<&mut impl Future<Output = T>>,
-) -> impl Future<Output = Result<T, Fault>> {
+) -> impl Future<Output = Result<T, RequestError>> {
     timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
     poll_fn(move |cx| {
         if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
@@ -464,9 +482,9 @@ fn within<T>(
         }
         timer.disarm();
         Poll::Ready(Err(match progress {
-            _ if left(ends, clock) == Some(Duration::ZERO) => Fault::RequestTimeout,
-            Some(progress) if progress.starved.get() => Fault::BodyTimeout,
-            Some(_) | None => Fault::ResponseTimeout,
+            _ if left(ends, clock) == Some(Duration::ZERO) => RequestError::RequestTimeout,
+            Some(progress) if progress.starved.get() => RequestError::BodyTimeout,
+            Some(_) | None => RequestError::ResponseTimeout,
         }))
     })
 }

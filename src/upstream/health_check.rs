@@ -18,10 +18,10 @@ use tokio::time::{sleep, timeout};
 
 use super::pool::Pool;
 use super::request_upload::Upload;
-use super::server_health::Fleet;
+use super::server_health::UpstreamHealth;
 use crate::clock::Clock;
 use crate::config::upstream_policy::Health;
-use crate::config::{Server, Way};
+use crate::config::{Server, TransportSettings};
 
 const AGENT: HeaderValue = HeaderValue::from_static("transom-health-check");
 const ANYTHING: HeaderValue = HeaderValue::from_static("*/*");
@@ -29,39 +29,39 @@ const ANYTHING: HeaderValue = HeaderValue::from_static("*/*");
 const SPREAD: Duration = Duration::from_secs(1);
 
 /// The checks of one server. They go on over reloads that do not change how it is checked.
-struct Watched {
+struct CheckedServer {
     server: Server,
-    way: Way,
+    way: TransportSettings,
     health: Health,
     /// Who is told, and which of its servers it is.
-    told: Rc<RefCell<(Arc<Fleet>, usize)>>,
+    told: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
     task: JoinHandle<()>,
 }
 
-impl Drop for Watched {
+impl Drop for CheckedServer {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
 /// Whether there is anything to check.
-pub fn is_wanted(fleets: &[Arc<Fleet>]) -> bool {
-    fleets.iter().any(|fleet| fleet.policy.health.is_some())
+pub fn is_wanted(upstream_health: &[Arc<UpstreamHealth>]) -> bool {
+    upstream_health.iter().any(|upstream_health| upstream_health.policy.health.is_some())
 }
 
 /// Checks the servers of the fleets that were told last, until nobody tells any more.
-pub async fn run(mut fleets: watch::Receiver<Vec<Arc<Fleet>>>, clock: Clock) {
-    let mut watched: HashMap<(String, String), Watched> = HashMap::new();
+pub async fn run(mut upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>, clock: Clock) {
+    let mut watched: HashMap<(String, String), CheckedServer> = HashMap::new();
     loop {
-        let current = fleets.borrow_and_update().clone();
+        let current = upstream_health.borrow_and_update().clone();
         let mut before = std::mem::take(&mut watched);
-        for fleet in &current {
-            let Some(health) = &fleet.policy.health else { continue };
-            for (position, server) in fleet.servers.iter().enumerate() {
-                let name = (fleet.name.clone(), server.url.clone());
-                let told = (Arc::clone(fleet), position);
-                let is_same = |known: &Watched| {
-                    known.server.is_reached_as(server) && known.way == fleet.way && known.health == *health
+        for upstream_health in &current {
+            let Some(health) = &upstream_health.policy.health else { continue };
+            for (position, server) in upstream_health.servers.iter().enumerate() {
+                let name = (upstream_health.name.clone(), server.url.clone());
+                let told = (Arc::clone(upstream_health), position);
+                let is_same = |known: &CheckedServer| {
+                    known.server.is_reached_as(server) && known.way == upstream_health.way && known.health == *health
                 };
                 let same = before.remove(&name).filter(is_same);
                 let known = match same {
@@ -69,25 +69,37 @@ pub async fn run(mut fleets: watch::Receiver<Vec<Arc<Fleet>>>, clock: Clock) {
                         known.told.replace(told);
                         known
                     }
-                    None => watch(server.clone(), fleet.way.clone(), health.clone(), told, &clock),
+                    None => watch(server.clone(), upstream_health.way.clone(), health.clone(), told, &clock),
                 };
                 watched.insert(name, known);
             }
         }
         drop(before);
-        if fleets.changed().await.is_err() {
+        if upstream_health.changed().await.is_err() {
             return;
         }
     }
 }
 
-fn watch(server: Server, way: Way, health: Health, told: (Arc<Fleet>, usize), clock: &Clock) -> Watched {
+fn watch(
+    server: Server,
+    way: TransportSettings,
+    health: Health,
+    told: (Arc<UpstreamHealth>, usize),
+    clock: &Clock,
+) -> CheckedServer {
     let told = Rc::new(RefCell::new(told));
     let checks = checks(server.clone(), way.clone(), health.clone(), Rc::clone(&told), clock.clone());
-    Watched { server, way, health, told, task: tokio::task::spawn_local(checks) }
+    CheckedServer { server, way, health, told, task: tokio::task::spawn_local(checks) }
 }
 
-async fn checks(server: Server, way: Way, health: Health, told: Rc<RefCell<(Arc<Fleet>, usize)>>, clock: Clock) {
+async fn checks(
+    server: Server,
+    way: TransportSettings,
+    health: Health,
+    told: Rc<RefCell<(Arc<UpstreamHealth>, usize)>>,
+    clock: Clock,
+) {
     sleep(health.interval.min(SPREAD).mul_f64(fastrand::f64())).await;
     // What is known of the server's name lasts from check to check, as it does for requests.
     let pool = Pool::new(server, &way, clock.clone());
@@ -99,18 +111,18 @@ async fn checks(server: Server, way: Way, health: Health, told: Rc<RefCell<(Arc<
         };
         // Every check has a connection of its own.
         pool.sweep(Duration::ZERO);
-        let (fleet, position) = told.borrow().clone();
-        let is_first = fleet.checked(position, result.is_ok());
+        let (upstream_health, position) = told.borrow().clone();
+        let is_first = upstream_health.checked(position, result.is_ok());
         // How often in a row it was not as it is taken to be.
-        streak = if fleet.is_up(position) == result.is_ok() { 0 } else { streak + 1 };
+        streak = if upstream_health.is_up(position) == result.is_ok() { 0 } else { streak + 1 };
         let enough = if result.is_ok() { health.healthy_after } else { health.unhealthy_after };
         if streak >= enough || (is_first && streak > 0) {
             streak = 0;
             let why = result.as_ref().err().map_or("", String::as_str);
-            fleet.set_up(position, result.is_ok(), clock.instant(), why);
+            upstream_health.set_up(position, result.is_ok(), clock.instant(), why);
         }
-        if result.is_ok() && fleet.is_up(position) {
-            fleet.end_ejection(position, clock.instant(), "it passed a health check");
+        if result.is_ok() && upstream_health.is_up(position) {
+            upstream_health.end_ejection(position, clock.instant(), "it passed a health check");
         }
         sleep(pause(health.interval)).await;
     }

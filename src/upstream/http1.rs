@@ -20,11 +20,11 @@ use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 
-use super::connection::Bearing;
+use super::connection::ResolvedTarget;
 use super::gated_waker::Relay;
-use super::http1_tap::{Hearsay, Herald};
+use super::http1_tap::{TapIo, TapState};
 use super::request_upload::Upload;
-use super::server_pool::Slot;
+use super::server_pool::ConnectionPermit;
 use crate::informational::Interim;
 use crate::io_stream::Wire;
 
@@ -34,28 +34,28 @@ const HEAD_MAX_BYTES: usize = 64 * 1024;
 /// What moves the bytes.
 #[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
 enum Driver {
-    At(http1::Connection<TokioIo<Herald>, Upload>),
+    At(http1::Connection<TokioIo<TapIo>, Upload>),
     /// It has nothing more to do: the connection is closed, or speaks another protocol.
-    Ended(http1::Parts<TokioIo<Herald>>),
+    Ended(http1::Parts<TokioIo<TapIo>>),
     Gone,
 }
 
 pub struct Connection {
     sender: SendRequest<Upload>,
     driver: Driver,
-    hearsay: Rc<Hearsay>,
+    hearsay: Rc<TapState>,
     relay: Arc<Relay>,
     /// Of the relay; what the driver is given to wake.
     waker: Waker,
     /// Whether the last request had no body, so that its answer was the end of it.
     plain: bool,
     /// Where it leads.
-    pub bearing: Bearing,
+    pub bearing: ResolvedTarget,
     /// When the last answer came, if it was the end of the exchange as well; so that the clock need
     /// not be read again when the connection becomes idle.
     pub idle_since: Option<Instant>,
     /// Its room among the connections to its server, where these are limited.
-    pub slot: Option<Slot>,
+    pub slot: Option<ConnectionPermit>,
 }
 
 /// What a request met with when no answer came; with the request, if none of it was sent.
@@ -63,9 +63,9 @@ pub type SendError = TrySendError<Request<Upload>>;
 
 impl Connection {
     /// Makes a connection of a connected stream.
-    pub async fn new(stream: Wire, bearing: Bearing) -> hyper::Result<Connection> {
-        let hearsay = Rc::new(Hearsay::default());
-        let io = TokioIo::new(Herald::new(stream, Rc::clone(&hearsay)));
+    pub async fn new(stream: Wire, bearing: ResolvedTarget) -> hyper::Result<Connection> {
+        let hearsay = Rc::new(TapState::default());
+        let io = TokioIo::new(TapIo::new(stream, Rc::clone(&hearsay)));
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
         let relay = Relay::new();
         let waker = Waker::from(Arc::clone(&relay));

@@ -29,7 +29,7 @@ const START: &[u8] = b"HTTP/1.? 1";
 
 /// What a connection and its socket know together.
 #[derive(Debug, Default)]
-pub struct Hearsay {
+pub struct TapState {
     /// Whether the next head that is sent is put aside.
     keeps: Cell<bool>,
     sent: RefCell<Vec<u8>>,
@@ -41,7 +41,7 @@ pub struct Hearsay {
     head: RefCell<Vec<u8>>,
 }
 
-impl Hearsay {
+impl TapState {
     /// What comes next is a request, put aside if `keeps`, and the answer to it, for this listener.
     pub fn listen(&self, keeps: bool, listener: Option<Rc<Interim>>) {
         self.keeps.set(keeps);
@@ -125,14 +125,14 @@ fn pass_on(bytes: &[u8], interim: &Interim) -> Option<usize> {
 }
 
 #[derive(Debug)]
-pub struct Herald {
+pub struct TapIo {
     stream: Wire,
-    hearsay: Rc<Hearsay>,
+    hearsay: Rc<TapState>,
 }
 
-impl Herald {
-    pub fn new(stream: Wire, hearsay: Rc<Hearsay>) -> Herald {
-        Herald { stream, hearsay }
+impl TapIo {
+    pub fn new(stream: Wire, hearsay: Rc<TapState>) -> TapIo {
+        TapIo { stream, hearsay }
     }
 
     pub fn into_stream(self) -> Wire {
@@ -140,7 +140,7 @@ impl Herald {
     }
 }
 
-impl AsyncRead for Herald {
+impl AsyncRead for TapIo {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer));
@@ -149,7 +149,7 @@ impl AsyncRead for Herald {
     }
 }
 
-impl AsyncWrite for Herald {
+impl AsyncWrite for TapIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.hearsay.say(bytes);
         Pin::new(&mut self.stream).poll_write(cx, bytes)
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_request_is_put_aside_as_it_is_sent() {
-        let hearsay = Hearsay::default();
+        let hearsay = TapState::default();
         hearsay.listen(true, None);
         hearsay.say(b"DELETE /a?b HTTP/1.1\r\nhost: a\r\nx: 1\r\nx: 2\r\n\r\n");
         hearsay.say(b"the rest of it");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn heard(pieces: &[&[u8]]) -> String {
-        let (hearsay, interim) = (Hearsay::default(), Rc::new(Interim::default()));
+        let (hearsay, interim) = (TapState::default(), Rc::new(Interim::default()));
         hearsay.listen(false, Some(Rc::clone(&interim)));
         pieces.iter().for_each(|piece| hearsay.hear(piece));
         String::from_utf8(interim.take().unwrap_or_default().to_vec()).unwrap()

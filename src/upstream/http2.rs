@@ -30,9 +30,9 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 
 use super::http1::SendError;
 use super::http2_settings::{Greeting, Listener};
-use super::replay_body::Loan;
+use super::replay_body::ReplayBody;
 use super::request_upload::Upload;
-use super::server_pool::Slot;
+use super::server_pool::ConnectionPermit;
 use crate::http::websocket_handshake::{self, Key};
 use crate::io_stream::Wire;
 
@@ -58,7 +58,7 @@ impl<F: Future + 'static> Executor<F> for OnLoop {
     }
 }
 
-pub struct Multiplex {
+pub struct Http2Connection {
     sender: RefCell<SendRequest<Upload>>,
     driver: Rc<Driver>,
     /// Requests that have a stream, or wait for one.
@@ -74,10 +74,10 @@ pub struct Multiplex {
     pub address: Option<SocketAddr>,
     scheme: Scheme,
     /// Its room among the connections to its server, where these are limited.
-    slot: RefCell<Option<Slot>>,
+    slot: RefCell<Option<ConnectionPermit>>,
 }
 
-impl Multiplex {
+impl Http2Connection {
     /// Makes a connection of a connected stream. No request can be sent before the server has said how many streams it
     /// allows: see [`Multiplex::allows_streams`]. It is seen whether the server still answers when it has been silent for
     /// as long as `quiet` while there are requests.
@@ -87,7 +87,7 @@ impl Multiplex {
         address: Option<SocketAddr>,
         quiet: Duration,
         now: Instant,
-    ) -> io::Result<Rc<Multiplex>> {
+    ) -> io::Result<Rc<Http2Connection>> {
         let listener = Rc::new(Listener::default());
         let (sender, connection) = Builder::new(OnLoop)
             .timer(TokioTimer::new())
@@ -102,7 +102,7 @@ impl Multiplex {
             .map_err(io::Error::other)?;
         let driver = Rc::new(Driver { connection: RefCell::new(Some(connection)), listener });
         tokio::task::spawn_local(Rc::clone(&driver).run());
-        Ok(Rc::new(Multiplex {
+        Ok(Rc::new(Http2Connection {
             sender: RefCell::new(sender),
             driver,
             streams: Cell::new(0),
@@ -209,23 +209,23 @@ fn describe(error: &hyper::Error) -> String {
 }
 
 /// A request's place on a connection, until its answer has ended.
-pub struct Lease {
-    connection: Rc<Multiplex>,
+pub struct Http2Stream {
+    connection: Rc<Http2Connection>,
     /// The head of the request once more.
     spare: Option<Box<Request<Upload>>>,
     /// Its body, if it has one and no answer has come.
-    loan: Option<Loan>,
+    loan: Option<ReplayBody>,
     /// When the answer's head came.
     answered: Option<Instant>,
     /// What the answer has made of the stream.
     tunnel: Option<OnUpgrade>,
 }
 
-impl Lease {
-    pub fn of(connection: Rc<Multiplex>) -> Lease {
+impl Http2Stream {
+    pub fn of(connection: Rc<Http2Connection>) -> Http2Stream {
         connection.streams.set(connection.streams.get() + 1);
         connection.used.set(true);
-        Lease { connection, spare: None, loan: None, answered: None, tunnel: None }
+        Http2Stream { connection, spare: None, loan: None, answered: None, tunnel: None }
     }
 
     /// Sends a request and waits for the head of its answer. Informational answers before it are not told. A handshake for
@@ -256,13 +256,13 @@ impl Lease {
     }
 
     /// The stream, after an answer that made it a tunnel.
-    pub async fn into_stream(mut self) -> Option<(Upgraded, Lease)> {
+    pub async fn into_stream(mut self) -> Option<(Upgraded, Http2Stream)> {
         let stream = self.tunnel.take()?.await.ok()?;
         Some((stream, self))
     }
 
     /// Gives the connection room, unless it has some.
-    pub fn occupy(&self, slot: Option<Slot>) {
+    pub fn occupy(&self, slot: Option<ConnectionPermit>) {
         if let Some(slot) = slot {
             self.connection.slot.borrow_mut().get_or_insert(slot);
         }
@@ -287,7 +287,7 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for Http2Stream {
     fn drop(&mut self) {
         let connection = &self.connection;
         connection.streams.set(connection.streams.get().saturating_sub(1));

@@ -16,15 +16,15 @@ use smallvec::SmallVec;
 
 use super::lb_algorithms;
 use super::request_upload::Upload;
-use super::server_health::{Chosen, Fleet, State};
-use super::server_pool::Place;
+use super::server_health::{Chosen, State, UpstreamHealth};
+use super::server_pool::ServerPool;
 use crate::clock::Clock;
 use crate::config::upstream_policy::Balance;
 use transom_limiter::key::Seed;
 
 /// Chooses servers, for one upstream in one loop.
 pub struct Balancer {
-    places: Vec<Rc<Place>>,
+    places: Vec<Rc<ServerPool>>,
     /// Of the servers' names; equal on all gateways, so that they choose alike.
     names: Vec<u64>,
     view: RefCell<Sight>,
@@ -89,11 +89,11 @@ fn is_idempotent(method: &Method) -> bool {
 }
 
 impl Balancer {
-    pub fn new(fleet: &Fleet, places: Vec<Rc<Place>>) -> Balancer {
+    pub fn new(upstream_health: &UpstreamHealth, places: Vec<Rc<ServerPool>>) -> Balancer {
         let count = places.len();
         Balancer {
             places,
-            names: fleet.servers.iter().map(|server| Seed::EVERYWHERE.bits(&[&server.url])).collect(),
+            names: upstream_health.servers.iter().map(|server| Seed::EVERYWHERE.bits(&[&server.url])).collect(),
             view: RefCell::new(Sight {
                 weights: vec![0; count],
                 states: vec![State::Down; count],
@@ -104,36 +104,37 @@ impl Balancer {
         }
     }
 
-    pub fn places(&self) -> &[Rc<Place>] {
+    pub fn places(&self) -> &[Rc<ServerPool>] {
         &self.places
     }
 
     /// The server for a request that has been nowhere yet.
-    pub fn first(&self, fleet: &Arc<Fleet>, asked: Asked, clock: &Clock) -> Choice {
+    pub fn first(&self, upstream_health: &Arc<UpstreamHealth>, asked: Asked, clock: &Clock) -> Choice {
         if self.places.len() == 1 {
             return Choice { server: 0, chosen: Chosen::InUse };
         }
         let mut sight = self.view.borrow_mut();
-        if !(self.is_settled.get() && self.seen.get() == fleet.changes()) {
-            let now_ms = fleet.ms(clock.instant());
-            self.look(fleet, &mut sight, now_ms);
-            if let Some(server) = self.trial(fleet, &mut sight, asked, now_ms) {
+        if !(self.is_settled.get() && self.seen.get() == upstream_health.changes()) {
+            let now_ms = upstream_health.ms(clock.instant());
+            self.look(upstream_health, &mut sight, now_ms);
+            if let Some(server) = self.trial(upstream_health, &mut sight, asked, now_ms) {
                 return Choice { server, chosen: Chosen::Trial };
             }
         }
-        let server = self.pick(fleet, &mut sight, asked.key).unwrap_or(0);
+        let server = self.pick(upstream_health, &mut sight, asked.key).unwrap_or(0);
         sight.choice(server)
     }
 
     /// The server for a further try. In this order: one that was not tried and works, those before that did not fail
     /// last; one that was not tried and is ejected, which may be back; one that was not tried and is failing; one that
     /// was tried and is in use; any.
-    pub fn next(&self, fleet: &Arc<Fleet>, asked: Asked, tried: &Tried, now: Instant) -> Choice {
+    pub fn next(&self, upstream_health: &Arc<UpstreamHealth>, asked: Asked, tried: &Tried, now: Instant) -> Choice {
         let mut sight = self.view.borrow_mut();
-        self.look(fleet, &mut sight, fleet.ms(now));
+        self.look(upstream_health, &mut sight, upstream_health.ms(now));
         let fresh = |server: usize| !tried.contains(&(server as u32));
-        let mut pick = |may: &dyn Fn(usize, State) -> bool| self.pick_where(fleet, &mut sight, asked.key, may);
-        let server = pick(&|server, state| fresh(server) && works(state) && !fleet.failed_last(server))
+        let mut pick =
+            |may: &dyn Fn(usize, State) -> bool| self.pick_where(upstream_health, &mut sight, asked.key, may);
+        let server = pick(&|server, state| fresh(server) && works(state) && !upstream_health.failed_last(server))
             .or_else(|| pick(&|server, state| fresh(server) && works(state)))
             .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Out(_))))
             .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Failing(_))))
@@ -145,20 +146,20 @@ impl Balancer {
 
     /// Whether there is a server that works, did not fail last, and is neither `server` nor one of those that were
     /// tried.
-    pub fn has_other(&self, fleet: &Fleet, server: usize, tried: &Tried, now: Instant) -> bool {
-        let now_ms = fleet.ms(now);
+    pub fn has_other(&self, upstream_health: &UpstreamHealth, server: usize, tried: &Tried, now: Instant) -> bool {
+        let now_ms = upstream_health.ms(now);
         let is_other = |other: &usize| *other != server && !tried.contains(&(*other as u32));
         let mut others = (0..self.places.len()).filter(is_other);
-        others.any(|other| works(fleet.state(other, now_ms)) && !fleet.failed_last(other))
+        others.any(|other| works(upstream_health.state(other, now_ms)) && !upstream_health.failed_last(other))
     }
 
     /// Looks at all servers anew.
-    fn look(&self, fleet: &Fleet, sight: &mut Sight, now_ms: u64) {
+    fn look(&self, upstream_health: &UpstreamHealth, sight: &mut Sight, now_ms: u64) {
         // Before the standings, so that a change between the two is looked at again.
-        self.seen.set(fleet.changes());
+        self.seen.set(upstream_health.changes());
         let mut settled = true;
         for server in 0..self.places.len() {
-            let state = fleet.state(server, now_ms);
+            let state = upstream_health.state(server, now_ms);
             sight.states[server] = state;
             settled &= matches!(state, State::In(_) | State::Down);
             sight.weights[server] = match state {
@@ -171,7 +172,7 @@ impl Balancer {
             let all_down = sight.states.iter().all(|state| *state == State::Down);
             for (server, state) in sight.states.iter().enumerate() {
                 if matches!(state, State::Out(_)) || all_down {
-                    sight.weights[server] = fleet.full_weight(server);
+                    sight.weights[server] = upstream_health.full_weight(server);
                 }
             }
         }
@@ -179,31 +180,38 @@ impl Balancer {
     }
 
     /// A server whose ejection is over, if this request is the one to try it.
-    fn trial(&self, fleet: &Arc<Fleet>, sight: &mut Sight, asked: Asked, now_ms: u64) -> Option<usize> {
-        let patience_ms = fleet.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
+    fn trial(
+        &self,
+        upstream_health: &Arc<UpstreamHealth>,
+        sight: &mut Sight,
+        asked: Asked,
+        now_ms: u64,
+    ) -> Option<usize> {
+        let patience_ms =
+            upstream_health.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
         let due = (0..self.places.len()).find(|server| sight.states[*server] == State::Out(0))?;
-        if !asked.repeatable && fleet.overdue_ms(due, now_ms) < patience_ms {
+        if !asked.repeatable && upstream_health.overdue_ms(due, now_ms) < patience_ms {
             return None;
         }
-        if let (Balance::Hash(_), Some(_)) = (&fleet.policy.balance, asked.key) {
+        if let (Balance::Hash(_), Some(_)) = (&upstream_health.policy.balance, asked.key) {
             // A key that belongs elsewhere stays there.
             let may = |server, state| server == due || !matches!(state, State::Out(_) | State::Down);
-            if self.pick_where(fleet, sight, asked.key, may) != Some(due) {
+            if self.pick_where(upstream_health, sight, asked.key, may) != Some(due) {
                 return None;
             }
         }
-        fleet.claim(due, now_ms).then_some(due)
+        upstream_health.claim(due, now_ms).then_some(due)
     }
 
-    fn pick(&self, fleet: &Fleet, sight: &mut Sight, key: Option<NonZeroU64>) -> Option<usize> {
+    fn pick(&self, upstream_health: &UpstreamHealth, sight: &mut Sight, key: Option<NonZeroU64>) -> Option<usize> {
         let Sight { weights, turns, .. } = sight;
-        self.by(&fleet.policy.balance, weights, turns, key)
+        self.by(&upstream_health.policy.balance, weights, turns, key)
     }
 
     /// Picks among the servers that may be chosen; those that are away with the weight they had.
     fn pick_where(
         &self,
-        fleet: &Fleet,
+        upstream_health: &UpstreamHealth,
         sight: &mut Sight,
         key: Option<NonZeroU64>,
         may: impl Fn(usize, State) -> bool,
@@ -211,10 +219,10 @@ impl Balancer {
         let weight = |server: usize| match sight.states[server] {
             state if !may(server, state) => 0,
             State::In(weight) | State::Growing(weight) | State::Failing(weight) => weight,
-            State::Out(_) | State::Down => fleet.full_weight(server),
+            State::Out(_) | State::Down => upstream_health.full_weight(server),
         };
         let weights: SmallVec<[u32; 16]> = (0..self.places.len()).map(weight).collect();
-        self.by(&fleet.policy.balance, &weights, &mut sight.turns, key)
+        self.by(&upstream_health.policy.balance, &weights, &mut sight.turns, key)
     }
 
     fn by(&self, balance: &Balance, weights: &[u32], turns: &mut [i64], key: Option<NonZeroU64>) -> Option<usize> {

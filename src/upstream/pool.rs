@@ -11,13 +11,13 @@ use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::connect::{Dial, Spoken};
-use super::connection::{Bearing, Carrier};
+use super::connection::{ResolvedTarget, UpstreamConnection};
 use super::http1::Connection;
-use super::http2::{Lease, Multiplex, State};
+use super::http2::{Http2Connection, Http2Stream, State};
 use super::request_upload::Upload;
 use crate::clock::Clock;
-use crate::config::{HostField, Scheme, Server, Way};
-use crate::http::error::Fault;
+use crate::config::{HostField, Scheme, Server, TransportSettings};
+use crate::http::error::RequestError;
 
 /// Shared connections to one server; beyond, requests wait for each other.
 const SHARED_MAX: usize = 64;
@@ -34,7 +34,7 @@ pub struct Pool {
     idle: RefCell<Vec<Box<Connection>>>,
     /// How many of them are kept. Set with the configuration.
     pub idle_max: Cell<usize>,
-    shared: RefCell<Vec<Rc<Multiplex>>>,
+    shared: RefCell<Vec<Rc<Http2Connection>>>,
     /// The server has chosen HTTP/2, and probably will again.
     shares: Cell<bool>,
     /// One opens a shared connection, and the others wait for it.
@@ -43,7 +43,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    pub fn new(server: Server, way: &Way, clock: Clock) -> Rc<Pool> {
+    pub fn new(server: Server, way: &TransportSettings, clock: Clock) -> Rc<Pool> {
         let host = match &way.host {
             HostField::Keep => None,
             HostField::Server => Some(authority(&server)),
@@ -82,16 +82,16 @@ impl Pool {
     }
 
     /// A connection that takes a request right now. Whether it is still alive is found out when it is used.
-    pub fn take(&self) -> Option<Carrier> {
+    pub fn take(&self) -> Option<UpstreamConnection> {
         if let Some(connection) = self.idle.borrow_mut().pop() {
-            return Some(Carrier::Alone(connection));
+            return Some(UpstreamConnection::Alone(connection));
         }
         self.share(usize::MAX)
     }
 
     /// A place on the shared connection with the fewest requests of those that have room. Where there are `enough` of them, a
     /// request waits for others on a full one.
-    pub fn share(&self, enough: usize) -> Option<Carrier> {
+    pub fn share(&self, enough: usize) -> Option<UpstreamConnection> {
         let (mut free, mut full) = (None, None);
         let mut shared = self.shared.borrow_mut();
         shared.retain(|connection| {
@@ -102,20 +102,20 @@ impl Pool {
                 State::Full => &mut full,
                 State::Free => &mut free,
             };
-            if emptiest.as_ref().is_none_or(|known: &Rc<Multiplex>| connection.load() < known.load()) {
+            if emptiest.as_ref().is_none_or(|known: &Rc<Http2Connection>| connection.load() < known.load()) {
                 *emptiest = Some(Rc::clone(connection));
             }
             true
         });
         let full = full.filter(|_| shared.len() >= enough);
-        free.or(full).map(|connection| Carrier::Shared(Lease::of(connection)))
+        free.or(full).map(|connection| UpstreamConnection::Shared(Http2Stream::of(connection)))
     }
 
     /// A connection that was opened less than `patience` ago, and on which the server has not allowed a stream yet. An older
     /// one is given up.
-    fn pending(&self, patience: Duration) -> Option<Rc<Multiplex>> {
+    fn pending(&self, patience: Duration) -> Option<Rc<Http2Connection>> {
         let now = self.clock.instant();
-        let is_pending = |connection: &Rc<Multiplex>| connection.state() == State::Pending;
+        let is_pending = |connection: &Rc<Http2Connection>| connection.state() == State::Pending;
         let mut shared = self.shared.borrow_mut();
         shared.retain(|connection| !is_pending(connection) || now.duration_since(connection.opened) < patience);
         shared.iter().find(|connection| is_pending(connection)).map(Rc::clone)
@@ -140,7 +140,7 @@ impl Pool {
     }
 
     /// Whether a connection leads to an address that the server still has.
-    fn is_known(&self, bearing: &mut Bearing) -> bool {
+    fn is_known(&self, bearing: &mut ResolvedTarget) -> bool {
         let names = &self.dial.names;
         if bearing.era == names.era() {
             return true;
@@ -177,16 +177,28 @@ impl Pool {
     /// whether a server of HTTP/2 that was silent for as long as `quiet` is still there. `alone`: one that no other
     /// request will ever use. `keeps`: one on which the server allows no stream in time is left for the next request that
     /// opens one.
-    pub async fn connect(&self, within: Duration, quiet: Duration, alone: bool, keeps: bool) -> Result<Carrier, Fault> {
+    pub async fn connect(
+        &self,
+        within: Duration,
+        quiet: Duration,
+        alone: bool,
+        keeps: bool,
+    ) -> Result<UpstreamConnection, RequestError> {
         match timeout(within, self.open(within, quiet, alone, keeps)).await {
             Ok(Ok(carrier)) => Ok(carrier),
-            Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(Fault::ConnectTimeout),
-            Ok(Err(error)) => Err(Fault::Connect(format!("{}: {error}", self.server.url))),
-            Err(_elapsed) => Err(Fault::ConnectTimeout),
+            Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
+            Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
+            Err(_elapsed) => Err(RequestError::ConnectTimeout),
         }
     }
 
-    async fn open(&self, within: Duration, quiet: Duration, alone: bool, keeps: bool) -> io::Result<Carrier> {
+    async fn open(
+        &self,
+        within: Duration,
+        quiet: Duration,
+        alone: bool,
+        keeps: bool,
+    ) -> io::Result<UpstreamConnection> {
         let mut shares = self.shares.get() && !alone;
         let start = self.clock.instant();
         let _turn = match shares {
@@ -206,7 +218,7 @@ impl Pool {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 None => match self.dial(quiet, alone).await? {
-                    Dialed::Alone(connection) => return Ok(Carrier::Alone(connection)),
+                    Dialed::Alone(connection) => return Ok(UpstreamConnection::Alone(connection)),
                     Dialed::Shared(connection) => connection,
                 },
             };
@@ -220,7 +232,7 @@ impl Pool {
             }
             // Other requests may have been faster.
             if connection.state() == State::Free {
-                return Ok(Carrier::Shared(Lease::of(connection)));
+                return Ok(UpstreamConnection::Shared(Http2Stream::of(connection)));
             }
             shares = true;
         }
@@ -229,7 +241,7 @@ impl Pool {
     async fn dial(&self, quiet: Duration, alone: bool) -> io::Result<Dialed> {
         let era = self.dial.names.era();
         let dialed = self.dial.open(alone).await?;
-        let bearing = Bearing { address: dialed.address, era };
+        let bearing = ResolvedTarget { address: dialed.address, era };
         match dialed.spoken {
             Spoken::Http1 => {
                 self.shares.set(self.dial.is_http2());
@@ -241,7 +253,7 @@ impl Pool {
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
                 let quiet = quiet.max(QUIET_MIN);
                 let now = self.clock.instant();
-                Multiplex::new(dialed.wire, scheme, dialed.address, quiet, now).await.map(Dialed::Shared)
+                Http2Connection::new(dialed.wire, scheme, dialed.address, quiet, now).await.map(Dialed::Shared)
             }
         }
     }
@@ -250,7 +262,7 @@ impl Pool {
 /// A new connection.
 enum Dialed {
     Alone(Box<Connection>),
-    Shared(Rc<Multiplex>),
+    Shared(Rc<Http2Connection>),
 }
 
 /// The host of a server's URL, with the port if it names one.

@@ -19,11 +19,11 @@ const KEPT_MAX_BYTES: usize = 64 * 1024;
 
 /// One of the two who have the body: the stream, or who lent it.
 #[derive(Clone)]
-pub struct Loan(Rc<RefCell<Option<Box<Sending>>>>);
+pub struct ReplayBody(Rc<RefCell<Option<Box<Sending>>>>);
 
 /// What a stream has taken of a body.
 #[derive(Default)]
-pub struct Kept {
+pub struct ReplayBuffer {
     /// `None` if it was too much.
     taken: Option<Vec<u8>>,
     /// What was taken by another stream before, and is to be sent once more.
@@ -31,11 +31,11 @@ pub struct Kept {
     has_ended: bool,
 }
 
-impl Loan {
-    pub fn of(sending: Box<Sending>) -> Loan {
+impl ReplayBody {
+    pub fn of(sending: Box<Sending>) -> ReplayBody {
         let mut sending = sending;
         sending.kept.get_or_insert_default().begin();
-        Loan(Rc::new(RefCell::new(Some(sending))))
+        ReplayBody(Rc::new(RefCell::new(Some(sending))))
     }
 
     /// The body as it was, if nothing of it is lost. The stream is left with nothing.
@@ -67,7 +67,7 @@ impl Loan {
     }
 }
 
-impl Kept {
+impl ReplayBuffer {
     /// What is taken from now on is kept.
     fn begin(&mut self) {
         self.taken = Some(Vec::new());

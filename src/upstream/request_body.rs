@@ -19,7 +19,7 @@ use super::request_upload::Broken;
 
 /// What brings a body.
 #[derive(Debug)]
-pub enum Source {
+pub enum BodySource {
     Nothing,
     Connection(Incoming),
     Stream(Streamed),
@@ -35,42 +35,42 @@ pub struct Streamed {
     is_data_done: bool,
 }
 
-impl From<Incoming> for Source {
-    fn from(body: Incoming) -> Source {
-        Source::Connection(body)
+impl From<Incoming> for BodySource {
+    fn from(body: Incoming) -> BodySource {
+        BodySource::Connection(body)
     }
 }
 
 /// `None` where the stream has ended with the head.
-impl From<Option<RecvStream>> for Source {
-    fn from(stream: Option<RecvStream>) -> Source {
-        let streamed = |stream| Source::Stream(Streamed { stream, left: None, is_data_done: false });
-        stream.map_or(Source::Nothing, streamed)
+impl From<Option<RecvStream>> for BodySource {
+    fn from(stream: Option<RecvStream>) -> BodySource {
+        let streamed = |stream| BodySource::Stream(Streamed { stream, left: None, is_data_done: false });
+        stream.map_or(BodySource::Nothing, streamed)
     }
 }
 
-impl Source {
+impl BodySource {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         match self {
-            Source::Nothing => Poll::Ready(None),
-            Source::Connection(body) => Pin::new(body).poll_frame(cx).map_err(Broken::from),
-            Source::Stream(body) => body.poll_frame(cx),
+            BodySource::Nothing => Poll::Ready(None),
+            BodySource::Connection(body) => Pin::new(body).poll_frame(cx).map_err(Broken::from),
+            BodySource::Stream(body) => body.poll_frame(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match self {
-            Source::Nothing => true,
-            Source::Connection(body) => body.is_end_stream(),
-            Source::Stream(body) => body.stream.is_end_stream(),
+            BodySource::Nothing => true,
+            BodySource::Connection(body) => body.is_end_stream(),
+            BodySource::Stream(body) => body.stream.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Source::Nothing => SizeHint::with_exact(0),
-            Source::Connection(body) => body.size_hint(),
-            Source::Stream(body) => body.left.map_or_else(SizeHint::default, SizeHint::with_exact),
+            BodySource::Nothing => SizeHint::with_exact(0),
+            BodySource::Connection(body) => body.size_hint(),
+            BodySource::Stream(body) => body.left.map_or_else(SizeHint::default, SizeHint::with_exact),
         }
     }
 }
@@ -99,12 +99,12 @@ impl Streamed {
 
 /// Where the body of a request is left that nobody wants any more.
 #[derive(Debug, Default)]
-pub struct Unwanted {
-    body: RefCell<Option<Source>>,
+pub struct BodyDrain {
+    body: RefCell<Option<BodySource>>,
     moved: Cell<bool>,
 }
 
-impl Unwanted {
+impl BodyDrain {
     /// Whether there is a body that nobody wants.
     pub fn is_left(&self) -> bool {
         self.body.borrow().is_some()
@@ -132,19 +132,19 @@ impl Unwanted {
 #[derive(Debug)]
 pub struct Inbound {
     /// Always there, until it is dropped.
-    body: Option<Source>,
-    unwanted: Option<Rc<Unwanted>>,
+    body: Option<BodySource>,
+    unwanted: Option<Rc<BodyDrain>>,
 }
 
 impl Inbound {
     /// `headers` are those that came with it.
-    pub fn new(body: impl Into<Source>, headers: &HeaderMap, unwanted: Option<&Rc<Unwanted>>) -> Inbound {
+    pub fn new(body: impl Into<BodySource>, headers: &HeaderMap, unwanted: Option<&Rc<BodyDrain>>) -> Inbound {
         let mut body = body.into();
-        if let Source::Stream(streamed) = &mut body {
+        if let BodySource::Stream(streamed) = &mut body {
             let length = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
             streamed.left = length.and_then(|length| length.parse().ok());
         }
-        let unwanted = unwanted.filter(|_| !matches!(body, Source::Nothing)).cloned();
+        let unwanted = unwanted.filter(|_| !matches!(body, BodySource::Nothing)).cloned();
         Inbound { body: Some(body), unwanted }
     }
 }
@@ -163,11 +163,11 @@ impl Body for Inbound {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Source::is_end_stream)
+        self.body.as_ref().is_none_or(BodySource::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or_else(SizeHint::default, Source::size_hint)
+        self.body.as_ref().map_or_else(SizeHint::default, BodySource::size_hint)
     }
 }
 

@@ -8,38 +8,38 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 /// The counts of one upstream.
 #[derive(Debug, Default)]
-pub struct Circuit {
+pub struct RequestLimit {
     requests: AtomicU32,
     pending: AtomicU32,
 }
 
 /// One of a limited number; gives itself back.
 #[derive(Debug)]
-pub struct Ticket {
-    circuit: Arc<Circuit>,
-    of: fn(&Circuit) -> &AtomicU32,
+pub struct RequestPermit {
+    circuit: Arc<RequestLimit>,
+    of: fn(&RequestLimit) -> &AtomicU32,
 }
 
-impl Drop for Ticket {
+impl Drop for RequestPermit {
     fn drop(&mut self) {
         (self.of)(&self.circuit).fetch_sub(1, Relaxed);
     }
 }
 
-impl Circuit {
+impl RequestLimit {
     /// Room for one more request under way, if there is any.
-    pub fn request(self: &Arc<Circuit>, max: u32) -> Option<Ticket> {
+    pub fn request(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
         self.ticket(|circuit| &circuit.requests, max)
     }
 
     /// Room for one more request that waits for a connection.
-    pub fn pending(self: &Arc<Circuit>, max: u32) -> Option<Ticket> {
+    pub fn pending(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
         self.ticket(|circuit| &circuit.pending, max)
     }
 
-    fn ticket(self: &Arc<Circuit>, of: fn(&Circuit) -> &AtomicU32, max: u32) -> Option<Ticket> {
+    fn ticket(self: &Arc<RequestLimit>, of: fn(&RequestLimit) -> &AtomicU32, max: u32) -> Option<RequestPermit> {
         let taken = of(self).fetch_add(1, Relaxed);
-        let ticket = Ticket { circuit: Arc::clone(self), of };
+        let ticket = RequestPermit { circuit: Arc::clone(self), of };
         // One too many gives itself back.
         (taken < max).then_some(ticket)
     }
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn tickets_are_given_back() {
-        let circuit = Arc::<Circuit>::default();
+        let circuit = Arc::<RequestLimit>::default();
         let held = (circuit.request(2), circuit.request(2));
         assert!(held.0.is_some() && held.1.is_some() && circuit.request(2).is_none());
         assert!(circuit.pending(1).is_some() && circuit.pending(0).is_none());

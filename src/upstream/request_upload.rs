@@ -9,15 +9,15 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
-use super::replay_body::{Kept, Loan};
+use super::replay_body::{ReplayBody, ReplayBuffer};
 use super::request_body::Inbound;
 use super::upload_limits::{Bounds, Breach};
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::headers;
 
 /// How far the upload of a request's body has come, for the one who waits for the answer.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct UploadProgress {
     /// A piece was taken since this was last asked.
     pub moved: Cell<bool>,
     /// The upstream would take more, but the client has not sent it.
@@ -28,10 +28,10 @@ pub struct Progress {
     pub breach: Cell<Option<Breach>>,
 }
 
-impl Progress {
+impl UploadProgress {
     /// What went wrong on the client's side.
-    pub fn fault(&self) -> Option<Fault> {
-        self.breach.get().map(Fault::from).or(self.failed.get().then_some(Fault::Body))
+    pub fn fault(&self) -> Option<RequestError> {
+        self.breach.get().map(RequestError::from).or(self.failed.get().then_some(RequestError::Body))
     }
 }
 
@@ -46,16 +46,16 @@ pub enum Upload {
     Upgrade,
     Client(Box<Sending>),
     /// The same, and it can be had back.
-    Lent(Loan),
+    Lent(ReplayBody),
 }
 
 /// A body that a client sends.
 pub struct Sending {
     body: Inbound,
-    progress: Rc<Progress>,
+    progress: Rc<UploadProgress>,
     bounds: Bounds,
     /// What was taken of it, once it has been lent.
-    pub kept: Option<Box<Kept>>,
+    pub kept: Option<Box<ReplayBuffer>>,
 }
 
 impl Upload {
@@ -68,7 +68,7 @@ impl Upload {
     }
 
     /// How far it has come; `None` where there is nothing to send.
-    pub fn progress(&self) -> Option<Rc<Progress>> {
+    pub fn progress(&self) -> Option<Rc<UploadProgress>> {
         match self {
             Upload::Empty | Upload::Upgrade | Upload::Lent(_) => None,
             Upload::Client(sending) => Some(Rc::clone(&sending.progress)),
@@ -76,10 +76,10 @@ impl Upload {
     }
 
     /// The body for a stream that may not be looked at, and who can have it back then.
-    pub fn lend(self) -> (Upload, Option<Loan>) {
+    pub fn lend(self) -> (Upload, Option<ReplayBody>) {
         let loan = match self {
             Upload::Empty | Upload::Upgrade => return (self, None),
-            Upload::Client(sending) => Loan::of(sending),
+            Upload::Client(sending) => ReplayBody::of(sending),
             Upload::Lent(loan) => loan,
         };
         (Upload::Lent(loan.clone()), Some(loan))

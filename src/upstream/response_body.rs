@@ -11,25 +11,25 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep_until};
 
-use super::connection::Carrier;
-use super::request_limit::Ticket;
-use super::server_pool::Visit;
+use super::connection::UpstreamConnection;
+use super::request_limit::RequestPermit;
+use super::server_pool::ActiveRequest;
 use super::tunnel::Tunnel;
 
 /// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
 /// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
 pub struct Download {
     body: Incoming,
-    source: Option<Source>,
+    source: Option<ResponseSource>,
     /// When it is broken off, come what may.
     ends: Option<Pin<Box<Sleep>>>,
 }
 
 /// Where it comes from, and what is held until its end.
-pub struct Source {
-    pub connection: Carrier,
-    pub visit: Visit,
-    pub ticket: Option<Ticket>,
+pub struct ResponseSource {
+    pub connection: UpstreamConnection,
+    pub visit: ActiveRequest,
+    pub ticket: Option<RequestPermit>,
 }
 
 /// Why an answer ended before its end.
@@ -43,7 +43,7 @@ pub enum Broken {
 }
 
 impl Download {
-    pub fn new(body: Incoming, source: Source, ends: Option<Instant>) -> Download {
+    pub fn new(body: Incoming, source: ResponseSource, ends: Option<Instant>) -> Download {
         let mut download = Download { body, source: Some(source), ends: None };
         if download.body.is_end_stream() {
             download.release();
@@ -54,18 +54,18 @@ impl Download {
     }
 
     /// The answer that switched protocols: its connection is given to nobody else.
-    pub fn switched(body: Incoming, source: Source) -> Download {
+    pub fn switched(body: Incoming, source: ResponseSource) -> Download {
         Download { body, source: Some(source), ends: None }
     }
 
     /// The stream behind an answer that switched protocols.
     pub async fn into_tunnel(mut self) -> Option<Tunnel> {
-        let Source { connection, visit, ticket } = self.source.take()?;
+        let ResponseSource { connection, visit, ticket } = self.source.take()?;
         Some(connection.into_tunnel().await?.held_by(visit, ticket))
     }
 
     fn release(&mut self) {
-        if let Some(Source { connection, visit, ticket }) = self.source.take() {
+        if let Some(ResponseSource { connection, visit, ticket }) = self.source.take() {
             visit.place().put(connection);
             drop(ticket);
         }

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::request_limit::Circuit;
-use super::server_state::Standing;
+use super::request_limit::RequestLimit;
+use super::server_state::ServerState;
 use crate::config::upstream_policy::{Ejection, Policy};
-use crate::config::{Config, Server, Target, Upstream, Way};
+use crate::config::{Config, Server, Target, TransportSettings, Upstream};
 use crate::metrics::Registry;
 use crate::metrics::upstream::ServerMeter;
 
@@ -30,18 +30,18 @@ const WEIGHT_UNIT: u32 = 1024;
 
 /// One upstream's servers, under one configuration.
 #[derive(Debug)]
-pub struct Fleet {
+pub struct UpstreamHealth {
     pub name: String,
     /// How its servers are spoken to.
-    pub way: Way,
+    pub way: TransportSettings,
     pub policy: Policy,
     /// Between which limits of the whole process are divided.
     pub loops: usize,
     pub servers: Vec<Server>,
-    standings: Vec<Arc<Standing>>,
+    standings: Vec<Arc<ServerState>>,
     /// What the fleets of this upstream have in common over reloads.
     tally: Arc<Tally>,
-    pub circuit: Arc<Circuit>,
+    pub circuit: Arc<RequestLimit>,
 }
 
 /// What the servers of an upstream share.
@@ -55,7 +55,7 @@ struct Tally {
     known: Mutex<Known>,
 }
 
-type Known = HashMap<String, Weak<Standing>>;
+type Known = HashMap<String, Weak<ServerState>>;
 
 /// How a server can be used at a moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -85,7 +85,7 @@ pub enum Chosen {
 
 /// What a request met with at a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Sign {
+pub enum AttemptResult {
     Good,
     Bad,
     /// Nothing is to be learnt from it.
@@ -94,47 +94,47 @@ pub enum Sign {
 
 /// The fleets of a configuration, one for each of its upstreams; those that are built in have no
 /// servers. What is known from the fleets before is kept.
-pub fn fleets(
+pub fn upstream_health(
     config: &Config,
-    former: &[Arc<Fleet>],
+    former: &[Arc<UpstreamHealth>],
     registry: &Registry,
     loops: usize,
     now: Instant,
-) -> Vec<Arc<Fleet>> {
-    let fleet = |upstream: &crate::config::Upstream| {
+) -> Vec<Arc<UpstreamHealth>> {
+    let upstream_health = |upstream: &crate::config::Upstream| {
         let servers = match &upstream.target {
             Target::Servers(servers) => servers.clone(),
             Target::Echo => Vec::new(),
         };
-        let before = former.iter().find(|fleet| fleet.name == upstream.name);
-        Arc::new(Fleet::new(upstream, servers, before, registry, loops, now))
+        let before = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
+        Arc::new(UpstreamHealth::new(upstream, servers, before, registry, loops, now))
     };
-    config.upstreams.iter().map(fleet).collect()
+    config.upstreams.iter().map(upstream_health).collect()
 }
 
-impl Fleet {
+impl UpstreamHealth {
     pub fn new(
         upstream: &Upstream,
         servers: Vec<Server>,
-        before: Option<&Arc<Fleet>>,
+        before: Option<&Arc<UpstreamHealth>>,
         registry: &Registry,
         loops: usize,
         now: Instant,
-    ) -> Fleet {
+    ) -> UpstreamHealth {
         let tally = before.map_or_else(|| Arc::new(Tally::new(now)), |before| Arc::clone(&before.tally));
         let circuit = before.map_or_else(Arc::default, |before| Arc::clone(&before.circuit));
         let mut known = tally.lock();
         known.retain(|_, standing| standing.strong_count() > 0);
         let standing = |server: &Server| {
             known.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
-                let standing = Arc::new(Standing::new(ServerMeter::new(registry, &upstream.name, &server.url)));
+                let standing = Arc::new(ServerState::new(ServerMeter::new(registry, &upstream.name, &server.url)));
                 known.insert(server.url.clone(), Arc::downgrade(&standing));
                 standing
             })
         };
         let standings: Vec<_> = servers.iter().map(standing).collect();
         drop(known);
-        let fleet = Fleet {
+        let upstream_health = UpstreamHealth {
             name: upstream.name.clone(),
             way: upstream.way.clone(),
             policy: upstream.policy.clone(),
@@ -144,9 +144,9 @@ impl Fleet {
             tally,
             circuit,
         };
-        fleet.forgive();
-        fleet.tally.changes.fetch_add(1, Relaxed);
-        fleet
+        upstream_health.forgive();
+        upstream_health.tally.changes.fetch_add(1, Relaxed);
+        upstream_health
     }
 
     /// What a new configuration no longer asks for ends at once.
@@ -228,11 +228,11 @@ impl Fleet {
     }
 
     /// What became of a request at a server. A good answer ends an ejection, unless the request was sent before it.
-    pub fn report(&self, server: usize, sign: Sign, chosen: Chosen, now: impl FnOnce() -> Instant) {
+    pub fn report(&self, server: usize, sign: AttemptResult, chosen: Chosen, now: impl FnOnce() -> Instant) {
         let standing = &self.standings[server];
         let is_trial = chosen == Chosen::Trial;
         match sign {
-            Sign::Good => {
+            AttemptResult::Good => {
                 if standing.failures.load(Relaxed) != 0 {
                     standing.failures.store(0, Relaxed);
                 }
@@ -243,7 +243,7 @@ impl Fleet {
                     }
                 }
             }
-            Sign::Bad => {
+            AttemptResult::Bad => {
                 let failures = standing.failures.fetch_add(1, Relaxed) + 1;
                 if let Some(ejection) = self.ejection()
                     && (is_trial || failures >= ejection.failures)
@@ -252,13 +252,13 @@ impl Fleet {
                 }
             }
             // It is for somebody else to try.
-            Sign::None if is_trial => {
+            AttemptResult::None if is_trial => {
                 let now_ms = self.ms(now());
                 // Unless the ejection has ended meanwhile.
                 let again = |until_ms| (until_ms != 0).then_some(now_ms);
                 let _ = standing.out_until_ms.fetch_update(Relaxed, Relaxed, again);
             }
-            Sign::None => {}
+            AttemptResult::None => {}
         }
     }
 
@@ -295,7 +295,7 @@ impl Fleet {
 
     /// Whether the last ejection of a server has ended only just now. An answer does not end the next one so soon:
     /// servers that fail most requests, but not all, would be ejected and back with every few of them.
-    fn was_just_back(&self, standing: &Standing, now_ms: u64) -> bool {
+    fn was_just_back(&self, standing: &ServerState, now_ms: u64) -> bool {
         let back_ms = standing.back_ms.load(Relaxed);
         let pause_ms = self.ejection().map_or(0, |ejection| whole_ms(ejection.time) / BACK_AGAIN_PART);
         back_ms != 0 && now_ms.saturating_sub(back_ms) < pause_ms
@@ -392,7 +392,12 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn fleet(count: u16, ejection: Ejection, before: Option<&Arc<Fleet>>, now: Instant) -> Arc<Fleet> {
+    fn upstream_health(
+        count: u16,
+        ejection: Ejection,
+        before: Option<&Arc<UpstreamHealth>>,
+        now: Instant,
+    ) -> Arc<UpstreamHealth> {
         let server = |port| Server {
             url: format!("http://a:{port}"),
             scheme: Scheme::Http,
@@ -402,47 +407,47 @@ mod tests {
         };
         let policy = Policy { ejection: Some(ejection), slow_start: 100 * MS, ..Policy::default() };
         let servers: Vec<Server> = (1..=count).map(server).collect();
-        let way = Way { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
+        let way = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), way, policy };
-        Arc::new(Fleet::new(&upstream, servers, before, &Registry::default(), 1, now))
+        Arc::new(UpstreamHealth::new(&upstream, servers, before, &Registry::default(), 1, now))
     }
 
     fn ejection(max_ejected: u8) -> Ejection {
         Ejection { failures: 3, time: 100 * MS, max_time: 350 * MS, max_ejected, ..Ejection::default() }
     }
 
-    fn fail(fleet: &Fleet, server: usize, times: u32, now: Instant) {
-        (0..times).for_each(|_| fleet.report(server, Sign::Bad, Chosen::InUse, || now));
+    fn fail(upstream_health: &UpstreamHealth, server: usize, times: u32, now: Instant) {
+        (0..times).for_each(|_| upstream_health.report(server, AttemptResult::Bad, Chosen::InUse, || now));
     }
 
-    fn is_out(fleet: &Fleet, server: usize, now: Instant) -> bool {
-        matches!(fleet.state(server, fleet.ms(now)), State::Out(_))
+    fn is_out(upstream_health: &UpstreamHealth, server: usize, now: Instant) -> bool {
+        matches!(upstream_health.state(server, upstream_health.ms(now)), State::Out(_))
     }
 
     #[test]
     fn failures_in_a_row_eject_and_others_do_not() {
         let now = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, now);
+        let upstream_health = upstream_health(2, ejection(50), None, now);
         for _ in 0..5 {
-            fail(&fleet, 0, 2, now);
-            fleet.report(0, Sign::Good, Chosen::InUse, || now);
+            fail(&upstream_health, 0, 2, now);
+            upstream_health.report(0, AttemptResult::Good, Chosen::InUse, || now);
         }
-        assert!(!is_out(&fleet, 0, now));
-        let changes = fleet.changes();
-        fail(&fleet, 0, 3, now);
-        assert!(is_out(&fleet, 0, now) && fleet.changes() > changes);
+        assert!(!is_out(&upstream_health, 0, now));
+        let changes = upstream_health.changes();
+        fail(&upstream_health, 0, 3, now);
+        assert!(is_out(&upstream_health, 0, now) && upstream_health.changes() > changes);
         // What was under way then says nothing new.
-        fail(&fleet, 0, 9, now);
-        assert_eq!(fleet.state(0, fleet.ms(now)), State::Out(100));
+        fail(&upstream_health, 0, 9, now);
+        assert_eq!(upstream_health.state(0, upstream_health.ms(now)), State::Out(100));
     }
 
     #[test]
     fn never_more_than_the_share_and_never_a_lone_server() {
         let now = Clock::manual(0).instant();
         for (count, share, wanted) in [(1, 100, 0), (2, 10, 1), (3, 50, 1), (4, 50, 2), (5, 100, 5), (5, 0, 0)] {
-            let fleet = fleet(count, ejection(share), None, now);
-            (0..usize::from(count)).for_each(|server| fail(&fleet, server, 3, now));
-            let out = (0..usize::from(count)).filter(|server| is_out(&fleet, *server, now)).count();
+            let upstream_health = upstream_health(count, ejection(share), None, now);
+            (0..usize::from(count)).for_each(|server| fail(&upstream_health, server, 3, now));
+            let out = (0..usize::from(count)).filter(|server| is_out(&upstream_health, *server, now)).count();
             assert_eq!(out, wanted, "{count} servers, {share} %");
         }
     }
@@ -450,115 +455,118 @@ mod tests {
     #[test]
     fn one_tries_and_every_failure_takes_twice_as_long() {
         let start = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, start);
-        fail(&fleet, 1, 3, start);
+        let upstream_health = upstream_health(2, ejection(50), None, start);
+        fail(&upstream_health, 1, 3, start);
         let mut now = start;
         for (lasts, next) in [(100, 200), (200, 350), (350, 350)] {
-            assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(lasts));
-            assert!(!fleet.claim(1, fleet.ms(now + (lasts as u32 - 1) * MS)));
+            assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(lasts));
+            assert!(!upstream_health.claim(1, upstream_health.ms(now + (lasts as u32 - 1) * MS)));
             now += lasts as u32 * MS;
-            assert!(fleet.claim(1, fleet.ms(now)) && !fleet.claim(1, fleet.ms(now)), "one only");
-            fleet.report(1, Sign::Bad, Chosen::Trial, || now);
-            assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(next));
+            assert!(
+                upstream_health.claim(1, upstream_health.ms(now)) && !upstream_health.claim(1, upstream_health.ms(now)),
+                "one only"
+            );
+            upstream_health.report(1, AttemptResult::Bad, Chosen::Trial, || now);
+            assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(next));
         }
         // A trial that was given up is for the next.
         now += 350 * MS;
-        assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::None, Chosen::Trial, || now);
-        assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::Good, Chosen::Trial, || now);
+        assert!(upstream_health.claim(1, upstream_health.ms(now)));
+        upstream_health.report(1, AttemptResult::None, Chosen::Trial, || now);
+        assert!(upstream_health.claim(1, upstream_health.ms(now)));
+        upstream_health.report(1, AttemptResult::Good, Chosen::Trial, || now);
         // Who gives up a trial of it now says nothing.
-        fleet.report(1, Sign::None, Chosen::Trial, || now);
+        upstream_health.report(1, AttemptResult::None, Chosen::Trial, || now);
         // It is back, and grows from a tenth of its weight.
-        let weight = |after: u32| fleet.state(1, fleet.ms(now + after * MS));
+        let weight = |after: u32| upstream_health.state(1, upstream_health.ms(now + after * MS));
         assert_eq!((weight(0), weight(50)), (State::Growing(204), State::Growing(1126)));
         assert_eq!(weight(100), State::In(2048));
         // Soon after, it is the same trouble; long after, another.
-        fail(&fleet, 1, 3, now + 10 * MS);
-        assert_eq!(fleet.state(1, fleet.ms(now + 10 * MS)), State::Out(350));
+        fail(&upstream_health, 1, 3, now + 10 * MS);
+        assert_eq!(upstream_health.state(1, upstream_health.ms(now + 10 * MS)), State::Out(350));
         now += 360 * MS;
-        assert!(fleet.claim(1, fleet.ms(now)));
-        fleet.report(1, Sign::Good, Chosen::Trial, || now);
+        assert!(upstream_health.claim(1, upstream_health.ms(now)));
+        upstream_health.report(1, AttemptResult::Good, Chosen::Trial, || now);
         now += 351 * MS;
-        fail(&fleet, 1, 3, now);
-        assert_eq!(fleet.state(1, fleet.ms(now)), State::Out(100));
+        fail(&upstream_health, 1, 3, now);
+        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(100));
     }
 
     #[test]
     fn an_answer_or_a_passed_check_ends_an_ejection() {
         let now = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, now);
-        fail(&fleet, 0, 3, now);
+        let upstream_health = upstream_health(2, ejection(50), None, now);
+        fail(&upstream_health, 0, 3, now);
         // An answer to a request that was sent before says nothing, and a failure of one sent since does not prolong it.
-        fleet.report(0, Sign::Good, Chosen::InUse, || now);
-        fleet.report(0, Sign::Bad, Chosen::Ejected, || now + 50 * MS);
-        assert_eq!(fleet.state(0, fleet.ms(now)), State::Out(100));
-        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
-        assert!(!is_out(&fleet, 0, now) && !fleet.failed_last(0));
-        fail(&fleet, 0, 3, now);
-        assert!(is_out(&fleet, 0, now));
-        fleet.end_ejection(0, now, "");
-        assert!(!is_out(&fleet, 0, now));
+        upstream_health.report(0, AttemptResult::Good, Chosen::InUse, || now);
+        upstream_health.report(0, AttemptResult::Bad, Chosen::Ejected, || now + 50 * MS);
+        assert_eq!(upstream_health.state(0, upstream_health.ms(now)), State::Out(100));
+        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&upstream_health, 0, now) && !upstream_health.failed_last(0));
+        fail(&upstream_health, 0, 3, now);
+        assert!(is_out(&upstream_health, 0, now));
+        upstream_health.end_ejection(0, now, "");
+        assert!(!is_out(&upstream_health, 0, now));
     }
 
     #[test]
     fn an_answer_does_not_end_one_ejection_right_after_another() {
         let mut now = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, now);
-        fail(&fleet, 0, 3, now);
-        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
-        fail(&fleet, 0, 3, now);
-        fleet.report(0, Sign::Good, Chosen::Ejected, || now + 9 * MS);
-        assert!(is_out(&fleet, 0, now));
+        let upstream_health = upstream_health(2, ejection(50), None, now);
+        fail(&upstream_health, 0, 3, now);
+        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        fail(&upstream_health, 0, 3, now);
+        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now + 9 * MS);
+        assert!(is_out(&upstream_health, 0, now));
         // A tenth of the ejection time later.
         now += 10 * MS;
-        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
-        assert!(!is_out(&fleet, 0, now));
+        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&upstream_health, 0, now));
     }
 
     #[test]
     fn a_trial_decides_nothing_once_the_ejection_has_ended() {
         let mut now = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, now);
-        fail(&fleet, 0, 3, now);
+        let upstream_health = upstream_health(2, ejection(50), None, now);
+        fail(&upstream_health, 0, 3, now);
         now += 100 * MS;
-        assert!(fleet.claim(0, fleet.ms(now)));
-        fleet.end_ejection(0, now, "");
-        fleet.report(0, Sign::Bad, Chosen::Trial, || now);
-        assert!(!is_out(&fleet, 0, now), "one failure");
-        fail(&fleet, 0, 2, now);
-        assert!(is_out(&fleet, 0, now));
+        assert!(upstream_health.claim(0, upstream_health.ms(now)));
+        upstream_health.end_ejection(0, now, "");
+        upstream_health.report(0, AttemptResult::Bad, Chosen::Trial, || now);
+        assert!(!is_out(&upstream_health, 0, now), "one failure");
+        fail(&upstream_health, 0, 2, now);
+        assert!(is_out(&upstream_health, 0, now));
     }
 
     #[test]
     fn a_server_that_max_ejected_protects_is_failing_until_it_answers() {
         let now = Clock::manual(0).instant();
-        let fleet = fleet(2, ejection(50), None, now);
-        fail(&fleet, 0, 3, now);
-        fail(&fleet, 1, 3, now);
-        assert_eq!(fleet.state(1, fleet.ms(now)), State::Failing(2048));
-        fleet.report(1, Sign::Good, Chosen::InUse, || now);
-        assert_eq!(fleet.state(1, fleet.ms(now)), State::In(2048));
+        let upstream_health = upstream_health(2, ejection(50), None, now);
+        fail(&upstream_health, 0, 3, now);
+        fail(&upstream_health, 1, 3, now);
+        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Failing(2048));
+        upstream_health.report(1, AttemptResult::Good, Chosen::InUse, || now);
+        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::In(2048));
         // It is ejected at its next failure once the other is back.
-        fail(&fleet, 1, 3, now);
-        fleet.report(0, Sign::Good, Chosen::Ejected, || now);
-        assert!(!is_out(&fleet, 1, now));
-        fail(&fleet, 1, 1, now);
-        assert!(is_out(&fleet, 1, now));
+        fail(&upstream_health, 1, 3, now);
+        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        assert!(!is_out(&upstream_health, 1, now));
+        fail(&upstream_health, 1, 1, now);
+        assert!(is_out(&upstream_health, 1, now));
     }
 
     #[test]
     fn standings_outlive_reloads_and_what_is_switched_off_ends() {
         let now = Clock::manual(0).instant();
-        let first = fleet(3, ejection(50), None, now);
+        let first = upstream_health(3, ejection(50), None, now);
         fail(&first, 1, 3, now);
-        let second = fleet(2, ejection(50), Some(&first), now);
+        let second = upstream_health(2, ejection(50), Some(&first), now);
         assert!(is_out(&second, 1, now));
         // Out and in again while somebody still remembers it.
-        let third = fleet(1, ejection(50), Some(&second), now);
-        let fourth = fleet(3, ejection(50), Some(&third), now);
+        let third = upstream_health(1, ejection(50), Some(&second), now);
+        let fourth = upstream_health(3, ejection(50), Some(&third), now);
         assert!(is_out(&fourth, 1, now));
-        let off = fleet(3, ejection(0), Some(&fourth), now);
+        let off = upstream_health(3, ejection(0), Some(&fourth), now);
         assert!(!is_out(&off, 1, now));
     }
 }

@@ -11,7 +11,7 @@ use std::rc::{Rc, Weak};
 
 use tokio::sync::oneshot;
 
-use super::connection::Carrier;
+use super::connection::UpstreamConnection;
 use super::pool::Pool;
 use crate::config::upstream_policy::Circuit;
 use crate::io_stream::descriptors;
@@ -20,7 +20,7 @@ use crate::metrics::upstream::UnderWay;
 /// Idle connections to all servers together take one of so many descriptors at most.
 const IDLE_SHARE: u64 = 4;
 
-pub struct Place {
+pub struct ServerPool {
     pub pool: Rc<Pool>,
     under_way: Cell<u32>,
     meter: UnderWay,
@@ -33,8 +33,8 @@ pub struct Place {
 
 /// What somebody who waited is given.
 pub enum Offer {
-    Carrier(Carrier),
-    Room(Slot),
+    Carrier(UpstreamConnection),
+    Room(ConnectionPermit),
 }
 
 /// Somebody who waits.
@@ -45,14 +45,14 @@ struct Waiting {
 }
 
 /// Room for one connection, for as long as that lasts. The place has the connections, so these do not have it.
-pub struct Slot(Weak<Place>);
+pub struct ConnectionPermit(Weak<ServerPool>);
 
 /// One request at a server, to the end of its answer.
-pub struct Visit(Rc<Place>);
+pub struct ActiveRequest(Rc<ServerPool>);
 
-impl Place {
-    pub fn new(pool: Rc<Pool>, meter: UnderWay) -> Rc<Place> {
-        Rc::new(Place {
+impl ServerPool {
+    pub fn new(pool: Rc<Pool>, meter: UnderWay) -> Rc<ServerPool> {
+        Rc::new(ServerPool {
             pool,
             under_way: Cell::new(0),
             meter,
@@ -75,14 +75,14 @@ impl Place {
         self.under_way.get()
     }
 
-    pub fn visit(self: &Rc<Place>) -> Visit {
+    pub fn visit(self: &Rc<ServerPool>) -> ActiveRequest {
         self.under_way.set(self.under_way.get() + 1);
         self.meter.began();
-        Visit(Rc::clone(self))
+        ActiveRequest(Rc::clone(self))
     }
 
     /// Room for one more connection; `Err` if there is none, and `None` where nobody counts.
-    pub fn room(self: &Rc<Place>) -> Result<Option<Slot>, Full> {
+    pub fn room(self: &Rc<ServerPool>) -> Result<Option<ConnectionPermit>, Full> {
         match self.most.get() {
             None => Ok(None),
             Some(most) if self.connections.get() < most => Ok(Some(self.slot())),
@@ -90,9 +90,9 @@ impl Place {
         }
     }
 
-    fn slot(self: &Rc<Place>) -> Slot {
+    fn slot(self: &Rc<ServerPool>) -> ConnectionPermit {
         self.connections.set(self.connections.get() + 1);
-        Slot(Rc::downgrade(self))
+        ConnectionPermit(Rc::downgrade(self))
     }
 
     /// Takes a place in the queue; `shares`: also for a place on a shared connection.
@@ -116,18 +116,18 @@ impl Place {
     }
 
     /// Gives a connection to whoever waits, or back to the pool.
-    pub fn put(&self, carrier: Carrier) {
+    pub fn put(&self, carrier: UpstreamConnection) {
         // Of a shared connection the stream has ended, and that is all.
-        let Carrier::Alone(mut connection) = carrier else { return };
+        let UpstreamConnection::Alone(mut connection) = carrier else { return };
         if self.most.get().is_none() || self.waiting.borrow().is_empty() || !connection.is_ready() {
             return self.pool.put(connection);
         }
         loop {
             let Some(next) = self.waiting.borrow_mut().pop_front() else { return self.pool.put(connection) };
-            match next.offer.send(Offer::Carrier(Carrier::Alone(connection))) {
+            match next.offer.send(Offer::Carrier(UpstreamConnection::Alone(connection))) {
                 Ok(()) => return,
                 // That one has gone.
-                Err(Offer::Carrier(Carrier::Alone(back))) => connection = back,
+                Err(Offer::Carrier(UpstreamConnection::Alone(back))) => connection = back,
                 Err(_) => return,
             }
         }
@@ -137,20 +137,20 @@ impl Place {
 /// There is no room.
 pub struct Full;
 
-impl Visit {
-    pub fn place(&self) -> &Place {
+impl ActiveRequest {
+    pub fn place(&self) -> &ServerPool {
         &self.0
     }
 }
 
-impl Drop for Visit {
+impl Drop for ActiveRequest {
     fn drop(&mut self) {
         self.0.under_way.set(self.0.under_way.get() - 1);
         self.0.meter.ended();
     }
 }
 
-impl Drop for Slot {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         let Some(place) = self.0.upgrade() else { return };
         place.connections.set(place.connections.get() - 1);

@@ -6,7 +6,7 @@ use crate::metrics::upstream::ServerMeter;
 
 /// What is known of one server.
 #[derive(Debug)]
-pub struct Standing {
+pub struct ServerState {
     /// By the active checks; true until they say otherwise.
     pub up: AtomicBool,
     /// Whether there was an active check.
@@ -23,11 +23,11 @@ pub struct Standing {
     pub meter: ServerMeter,
 }
 
-impl Standing {
+impl ServerState {
     /// Of a server that nothing is known of yet.
-    pub fn new(meter: ServerMeter) -> Standing {
+    pub fn new(meter: ServerMeter) -> ServerState {
         meter.is_up(true);
-        Standing {
+        ServerState {
             up: AtomicBool::new(true),
             checked: AtomicBool::new(false),
             failures: AtomicU32::new(0),
@@ -39,7 +39,7 @@ impl Standing {
     }
 }
 
-impl Drop for Standing {
+impl Drop for ServerState {
     /// A server that is no longer named is neither up nor ejected.
     fn drop(&mut self) {
         self.meter.is_up(false);

@@ -15,8 +15,8 @@ use std::time::Duration;
 use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::request_limit::Ticket;
-use super::server_pool::Visit;
+use super::request_limit::RequestPermit;
+use super::server_pool::ActiveRequest;
 use super::tunnel_io::FarEnd;
 use crate::timer::Timer;
 
@@ -31,12 +31,12 @@ pub struct Tunnel {
     /// What came behind the head of the answer.
     early: Bytes,
     /// What a request has at its server until it ends; given back with the tunnel.
-    _held: Option<(Visit, Option<Ticket>)>,
+    _held: Option<(ActiveRequest, Option<RequestPermit>)>,
 }
 
 /// How many bytes have passed.
 #[derive(Debug, Default)]
-pub struct Toll {
+pub struct ByteCounts {
     pub to_client: Cell<u64>,
     pub to_upstream: Cell<u64>,
 }
@@ -58,7 +58,7 @@ impl Tunnel {
     }
 
     /// The same, as the rest of this visit.
-    pub fn held_by(self, visit: Visit, ticket: Option<Ticket>) -> Tunnel {
+    pub fn held_by(self, visit: ActiveRequest, ticket: Option<RequestPermit>) -> Tunnel {
         Tunnel { _held: Some((visit, ticket)), ..self }
     }
 
@@ -70,7 +70,7 @@ impl Tunnel {
         early: Bytes,
         limit: Duration,
         timer: &Timer,
-        toll: &Toll,
+        toll: &ByteCounts,
     ) -> End {
         let mut up = Direction { waiting: early, ..Direction::default() };
         let mut down = Direction { waiting: self.early, ..Direction::default() };

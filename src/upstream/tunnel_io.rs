@@ -8,15 +8,15 @@ use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::http2::Lease;
-use super::server_pool::Slot;
+use super::http2::Http2Stream;
+use super::server_pool::ConnectionPermit;
 use crate::io_stream::Wire;
 
 pub enum FarEnd {
     /// With its room among the connections to its server, where these are limited.
-    Connection(Wire, Option<Slot>),
+    Connection(Wire, Option<ConnectionPermit>),
     /// With its place on the connection.
-    Stream(TokioIo<Upgraded>, Lease),
+    Stream(TokioIo<Upgraded>, Http2Stream),
 }
 
 impl AsyncRead for FarEnd {

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::timer::{Timer, Timers};
 
 /// The bounds of one body.
@@ -17,13 +17,13 @@ use crate::timer::{Timer, Timers};
 pub struct Bounds {
     /// Bytes of the whole; `None`: any number.
     most: Option<u64>,
-    pace: Option<Pace>,
+    pace: Option<UploadRate>,
     came: u64,
 }
 
 /// How fast a body has to come.
 #[derive(Debug)]
-pub struct Pace {
+pub struct UploadRate {
     timers: Rc<Timers>,
     /// Bytes in a while.
     least: u64,
@@ -42,7 +42,7 @@ pub enum Breach {
 }
 
 impl Bounds {
-    pub fn new(most: Option<u64>, pace: Option<Pace>) -> Bounds {
+    pub fn new(most: Option<u64>, pace: Option<UploadRate>) -> Bounds {
         Bounds { most, pace, came: 0 }
     }
 
@@ -59,12 +59,12 @@ impl Bounds {
     }
 }
 
-impl Pace {
+impl UploadRate {
     /// At least `rate` bytes a second, over `a_while`.
-    pub fn new(timers: &Rc<Timers>, rate: u64, a_while: Duration) -> Option<Pace> {
+    pub fn new(timers: &Rc<Timers>, rate: u64, a_while: Duration) -> Option<UploadRate> {
         let least = u128::from(rate) * a_while.as_millis() / 1000;
         let least = u64::try_from(least).unwrap_or(u64::MAX);
-        (least > 0).then(|| Pace { timers: Rc::clone(timers), least, a_while, timer: None, before: 0 })
+        (least > 0).then(|| UploadRate { timers: Rc::clone(timers), least, a_while, timer: None, before: 0 })
     }
 
     fn is_slow(&mut self, came: u64, cx: &Context<'_>) -> bool {
@@ -83,11 +83,11 @@ impl Pace {
     }
 }
 
-impl From<Breach> for Fault {
-    fn from(breach: Breach) -> Fault {
+impl From<Breach> for RequestError {
+    fn from(breach: Breach) -> RequestError {
         match breach {
-            Breach::TooLarge(most) => Fault::BodyTooLarge(most),
-            Breach::TooSlow => Fault::BodyTooSlow,
+            Breach::TooLarge(most) => RequestError::BodyTooLarge(most),
+            Breach::TooSlow => RequestError::BodyTooSlow,
         }
     }
 }
@@ -95,7 +95,7 @@ impl From<Breach> for Fault {
 /// For whoever sends the body on.
 impl fmt::Display for Breach {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Fault::from(*self).fmt(f)
+        RequestError::from(*self).fmt(f)
     }
 }
 

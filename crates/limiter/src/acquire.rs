@@ -7,19 +7,19 @@
 //! moment be refused, but can never let one too many pass.
 
 use crate::atomics::{Ordering, fence};
-use crate::counter::{Ask, Course, Use};
-use crate::sharded_counter::{Share, Split, Taking};
-use crate::table::{Charged, Counter, Paid, Seen, Slot, Table};
+use crate::counter::{AcquireRequest, Usage, WindowKind};
+use crate::sharded_counter::{ShardReceipt, Split, Taking};
+use crate::table::{Charged, Counter, Receipt, Seen, Slot, Table};
 use crate::window_sequence::Time;
 
 /// One counter of a request: what is asked of it, and what it answered.
 #[derive(Clone, Copy, Debug)]
 pub struct Charge {
     pub counter: Counter,
-    pub ask: Ask,
+    pub ask: AcquireRequest,
     pub split: Split,
     /// After [`decide`]: what is used, this request included if it was admitted.
-    pub usage: Use,
+    pub usage: Usage,
     /// After [`decide`] refused: whether this counter had no room.
     pub full: bool,
     /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
@@ -32,12 +32,12 @@ pub struct Charge {
 }
 
 impl Charge {
-    pub fn new(counter: Counter, ask: Ask) -> Charge {
+    pub fn new(counter: Counter, ask: AcquireRequest) -> Charge {
         Charge {
             counter,
             ask,
             split: Split::WHOLE,
-            usage: Use::default(),
+            usage: Usage::default(),
             full: false,
             beyond: false,
             hint: None,
@@ -48,30 +48,31 @@ impl Charge {
 
     /// Whether it is a request that opens the window.
     pub fn is_floating(&self) -> bool {
-        matches!(self.ask.course, Course::Floating(_))
+        matches!(self.ask.course, WindowKind::Floating(_))
     }
 
     /// Whether what is used there may be owed by windows to come.
     pub fn may_owe(&self) -> bool {
-        matches!(self.ask.course, Course::Grid(_) | Course::Floating(_))
+        matches!(self.ask.course, WindowKind::Grid(_) | WindowKind::Floating(_))
     }
 
     /// As [`Charge::share`], for whoever is about to give it back: from then on it counts as not charged.
-    pub fn take_share(&mut self) -> Option<Share> {
+    pub fn take_share(&mut self) -> Option<ShardReceipt> {
         let share = self.share();
         self.slot = None;
         share
     }
 
     /// What was charged here, if the counter is not split.
-    pub fn share(&self) -> Option<Share> {
-        self.slot.map(|slot| Share { ask: self.ask, paid: Paid::at(slot, self.counter, self.usage, self.tokens) })
+    pub fn share(&self) -> Option<ShardReceipt> {
+        self.slot
+            .map(|slot| ShardReceipt { ask: self.ask, paid: Receipt::at(slot, self.counter, self.usage, self.tokens) })
     }
 }
 
 /// What became of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Verdict {
+pub enum AcquireResult {
     Admitted,
     Refused,
     /// The windows asked for are over: nothing was charged. Decide again, with windows for a time
@@ -85,10 +86,10 @@ pub enum Verdict {
 pub fn decide<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
-    shares: &mut Vec<Share>,
+    shares: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
-) -> Verdict {
-    if look(table, charges, time) { take(table, charges, shares, time) } else { Verdict::Refused }
+) -> AcquireResult {
+    if look(table, charges, time) { take(table, charges, shares, time) } else { AcquireResult::Refused }
 }
 
 /// Fills in what is used of each counter; `true` if all have room. Nothing is charged.
@@ -116,9 +117,9 @@ pub fn look<const W: usize, const PLAIN: bool>(
 pub fn take<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
-    shares: &mut Vec<Share>,
+    shares: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
-) -> Verdict {
+) -> AcquireResult {
     let first = shares.len();
     for i in 0..charges.len() {
         let charge = &mut charges[i];
@@ -149,9 +150,9 @@ pub fn take<const W: usize, const PLAIN: bool>(
             Charged::Full(usage) => {
                 charge.usage = usage;
                 charge.full = true;
-                Verdict::Refused
+                AcquireResult::Refused
             }
-            Charged::Late => Verdict::Late,
+            Charged::Late => AcquireResult::Late,
         };
         give_back(table, &mut charges[..i], time);
         for share in shares.drain(first..) {
@@ -159,7 +160,7 @@ pub fn take<const W: usize, const PLAIN: bool>(
         }
         return verdict;
     }
-    Verdict::Admitted
+    AcquireResult::Admitted
 }
 
 /// Charges a split counter. What it answers with as paid is only the last share of it.
@@ -167,7 +168,7 @@ pub fn take<const W: usize, const PLAIN: bool>(
 fn take_shares<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charge: &Charge,
-    shares: &mut Vec<Share>,
+    shares: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
 ) -> Charged {
     let Charge { ask, split, counter, usage, .. } = *charge;
@@ -179,10 +180,10 @@ fn take_shares<const W: usize, const PLAIN: bool>(
                 fence(Ordering::SeqCst);
                 let (after, _) = split.look(table, counter, ask, time);
                 if after.used > ask.ceiling {
-                    return Charged::Full(Use { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
+                    return Charged::Full(Usage { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
                 }
             }
-            Charged::Paid(share.paid, Use { used: usage.used + u64::from(ask.cost), ..usage })
+            Charged::Paid(share.paid, Usage { used: usage.used + u64::from(ask.cost), ..usage })
         }
         (Taking::Late, _) => Charged::Late,
         (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time).0),

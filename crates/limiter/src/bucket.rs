@@ -23,7 +23,7 @@
 use std::ops::Range;
 
 use crate::atomics::{AtomicU64, AtomicU128, Ordering, fence};
-use crate::counter::{TAG_BITS, Word};
+use crate::counter::{CounterWord, TAG_BITS};
 use crate::memory::{Cells, LINE_BYTES};
 
 /// How often a thread tries to seat a key before it gives up and treats the region as full.
@@ -49,15 +49,15 @@ impl Key {
 /// What a search for a key came upon.
 pub enum Found {
     /// Its counter, at this index, and the word read there.
-    Counter(usize, Word),
+    Counter(usize, CounterWord),
     /// No counter, but a claim of somebody who is about to make one.
-    Claim(usize, Word),
+    Claim(usize, CounterWord),
     Nothing,
 }
 
 /// The window for which a counter is made, Unix milliseconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Opening {
+pub struct OpenWindow {
     /// Its end.
     pub end_ms: u64,
     /// From when on it must not be opened any more: slots of it may have been given away by then.
@@ -65,8 +65,8 @@ pub struct Opening {
 }
 
 /// Where a key got a counter.
-pub enum Seat {
-    At(usize, Word),
+pub enum InsertResult {
+    At(usize, CounterWord),
     /// All slots are taken by open windows of other keys, or a veto stands against a new counter.
     Full,
     /// The window asked for has ended: slots of that window may have been given away already.
@@ -120,15 +120,15 @@ impl<const W: usize> Region<W> {
     }
 
     /// Every word, for a census. Words change while this goes on.
-    pub fn words(&self) -> impl Iterator<Item = Word> + '_ {
+    pub fn words(&self) -> impl Iterator<Item = CounterWord> + '_ {
         self.words_in(0..self.words.len())
     }
 
     /// The words of these slots, as far as there are such.
-    pub fn words_in(&self, slots: Range<usize>) -> impl Iterator<Item = Word> + '_ {
+    pub fn words_in(&self, slots: Range<usize>) -> impl Iterator<Item = CounterWord> + '_ {
         let end = slots.end.min(self.words.len());
         // Ordering: relaxed; a census orders nothing and is not exact.
-        self.words[slots.start.min(end)..end].iter().map(|slot| Word::from_bits(slot.load(Ordering::Relaxed)))
+        self.words[slots.start.min(end)..end].iter().map(|slot| CounterWord::from_bits(slot.load(Ordering::Relaxed)))
     }
 
     /// Time that has certainly passed: no counter of a window that ended by then may be opened.
@@ -144,7 +144,7 @@ impl<const W: usize> Region<W> {
     }
 
     /// Writes a word as it was once read there; `false` if there is no such slot.
-    pub fn restore(&self, index: usize, word: Word) -> bool {
+    pub fn restore(&self, index: usize, word: CounterWord) -> bool {
         let slot = self.words.get(index);
         // Ordering: release, as in `swap`.
         slot.is_some_and(|slot| {
@@ -194,20 +194,20 @@ impl<const W: usize> Region<W> {
         &self.words[index]
     }
 
-    pub fn load(&self, index: usize) -> Word {
+    pub fn load(&self, index: usize) -> CounterWord {
         // Ordering: acquire, so that who sees a slot in new hands also sees the horizon that was
         // raised before it was handed over.
-        Word::from_bits(self.slot(index).load(Ordering::Acquire))
+        CounterWord::from_bits(self.slot(index).load(Ordering::Acquire))
     }
 
     /// Swaps the word at `index`, or returns the word that stood in the way.
-    pub fn swap(&self, index: usize, from: Word, to: Word) -> Result<(), Word> {
+    pub fn swap(&self, index: usize, from: CounterWord, to: CounterWord) -> Result<(), CounterWord> {
         // Ordering: release publishes the horizon raised before; acquire on success keeps what
         // follows behind it, and on failure serves as a `load`.
         self.slot(index)
             .compare_exchange(from.bits(), to.bits(), Ordering::AcqRel, Ordering::Acquire)
             .map(drop)
-            .map_err(Word::from_bits)
+            .map_err(CounterWord::from_bits)
     }
 
     /// The counter of `key`; failing that, the first claim to one.
@@ -221,7 +221,7 @@ impl<const W: usize> Region<W> {
             for i in 0..W {
                 let i = i ^ Self::half(key);
                 // Ordering: as in `load`.
-                let word = Word::from_bits(self.buckets()[bucket][i].load(Ordering::Acquire));
+                let word = CounterWord::from_bits(self.buckets()[bucket][i].load(Ordering::Acquire));
                 if word.tag() == key.tag {
                     if !word.is_claim() {
                         return Found::Counter(bucket * W + i, word);
@@ -241,7 +241,7 @@ impl<const W: usize> Region<W> {
     /// Finds or makes the counter of `key`.
     ///
     /// `vetoed` is asked after the claim is visible to everyone and before it is confirmed.
-    pub fn seat(&self, key: Key, window: Opening, now_ms: u64, vetoed: impl Fn() -> bool) -> Seat {
+    pub fn seat(&self, key: Key, window: OpenWindow, now_ms: u64, vetoed: impl Fn() -> bool) -> InsertResult {
         let mut mine = None;
         for _ in 0..SEAT_TRIES {
             match self.find(key) {
@@ -250,18 +250,18 @@ impl<const W: usize> Region<W> {
                     if let Some((claimed, claim)) = mine.filter(|&(claimed, _)| claimed != index) {
                         self.revoke(claimed, claim);
                     }
-                    return Seat::At(index, word);
+                    return InsertResult::At(index, word);
                 }
                 Found::Claim(index, claim) => match self.confirm(key, index, claim, window, &vetoed) {
                     Confirm::LookAgain => {}
-                    Confirm::Vetoed => return Seat::Full,
-                    Confirm::Late => return Seat::Late,
+                    Confirm::Vetoed => return InsertResult::Full,
+                    Confirm::Late => return InsertResult::Late,
                 },
                 Found::Nothing => {
                     let Some((index, old)) = self.vacancy(key, now_ms) else {
                         // The last free slot may just have become this key's own counter.
                         if matches!(self.find(key), Found::Nothing) {
-                            return Seat::Full;
+                            return InsertResult::Full;
                         }
                         continue;
                     };
@@ -273,18 +273,25 @@ impl<const W: usize> Region<W> {
                     }
                     // Ordering: relaxed; the number only has to differ from recent ones.
                     let nonce = self.nonce().fetch_add(1, Ordering::Relaxed) as u32;
-                    let claim = Word::claim(key.tag, nonce);
+                    let claim = CounterWord::claim(key.tag, nonce);
                     // Whoever lost this race looks again; the claim is confirmed in the next turn.
                     mine = self.swap(index, old, claim).is_ok().then_some((index, claim));
                 }
             }
         }
-        Seat::Full
+        InsertResult::Full
     }
 
     /// Turns the claim at `index` into a counter with nothing used, unless the key has another
     /// counter or an earlier claim, or the window is over, or it is vetoed.
-    fn confirm(&self, key: Key, index: usize, claim: Word, window: Opening, vetoed: &impl Fn() -> bool) -> Confirm {
+    fn confirm(
+        &self,
+        key: Key,
+        index: usize,
+        claim: CounterWord,
+        window: OpenWindow,
+        vetoed: &impl Fn() -> bool,
+    ) -> Confirm {
         // Ordering: the claim was read (acquire) before, everything below is read after; of two
         // threads that confirm two claims of one key, the one whose fence comes second sees the
         // claim of the other. The same holds between a veto's charge and this look at it.
@@ -313,19 +320,19 @@ impl<const W: usize> Region<W> {
             self.revoke(index, claim);
             return Confirm::Vetoed;
         }
-        let _ = self.swap(index, claim, Word::new(key.tag, window.end_ms, 0));
+        let _ = self.swap(index, claim, CounterWord::new(key.tag, window.end_ms, 0));
         Confirm::LookAgain
     }
 
     /// Removes a claim that must not become a counter; `false` if it already changed.
-    pub fn revoke(&self, index: usize, claim: Word) -> bool {
-        self.swap(index, claim, Word::EMPTY).is_ok()
+    pub fn revoke(&self, index: usize, claim: CounterWord) -> bool {
+        self.swap(index, claim, CounterWord::EMPTY).is_ok()
     }
 
     /// A slot that no open window occupies: in the first bucket while that is at most half full,
     /// otherwise in the emptier of the two. Claims of others are taken only as a last resort.
-    fn vacancy(&self, key: Key, now_ms: u64) -> Option<(usize, Word)> {
-        let mut best: Option<(usize, usize, Word)> = None;
+    fn vacancy(&self, key: Key, now_ms: u64) -> Option<(usize, CounterWord)> {
+        let mut best: Option<(usize, usize, CounterWord)> = None;
         let mut claim = None;
         for bucket in self.pair(key) {
             let mut taken = 0;

@@ -16,7 +16,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::window_sequence::{Pace, Time};
+use crate::window_sequence::{Time, WindowSequence};
 
 /// So far the times of two threads are never apart, not even if one was put to sleep in between.
 const SKEW_MAX_MS: u64 = 60_000;
@@ -29,27 +29,27 @@ pub const END_MAX_MS: u64 = (1 << END_BITS) - 1;
 
 /// The state of one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Word(u128);
+pub struct CounterWord(u128);
 
-impl Word {
+impl CounterWord {
     /// A slot that nobody ever used.
-    pub const EMPTY: Word = Word(0);
+    pub const EMPTY: CounterWord = CounterWord(0);
 
     /// `tag` must fit [`TAG_BITS`] and not be 0; `end_ms` must fit [`END_MAX_MS`].
-    pub fn new(tag: u64, end_ms: u64, count: u32) -> Word {
+    pub fn new(tag: u64, end_ms: u64, count: u32) -> CounterWord {
         debug_assert!(tag != 0 && tag >> TAG_BITS == 0 && end_ms <= END_MAX_MS);
-        Word(u128::from(tag) << (COUNT_BITS + END_BITS) | u128::from(end_ms) << COUNT_BITS | u128::from(count))
+        CounterWord(u128::from(tag) << (COUNT_BITS + END_BITS) | u128::from(end_ms) << COUNT_BITS | u128::from(count))
     }
 
     /// A reservation of a slot for `tag` that nothing may be counted in yet. The nonce makes two
     /// claims of one key in one slot different words, so that a late confirmation cannot hit the
     /// wrong one.
-    pub fn claim(tag: u64, nonce: u32) -> Word {
-        Word::new(tag, 0, nonce)
+    pub fn claim(tag: u64, nonce: u32) -> CounterWord {
+        CounterWord::new(tag, 0, nonce)
     }
 
-    pub fn from_bits(bits: u128) -> Word {
-        Word(bits)
+    pub fn from_bits(bits: u128) -> CounterWord {
+        CounterWord(bits)
     }
 
     pub fn bits(self) -> u128 {
@@ -80,7 +80,7 @@ impl Word {
 
 /// How the windows of a counter hang together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Course {
+pub enum WindowKind {
     /// Every window stands for itself: what it leaves is gone, and nothing is taken beforehand.
     Plain,
     /// Windows of a grid; tokens roll over, or are taken from windows to come. Names its pace in
@@ -95,7 +95,7 @@ pub enum Course {
 
 /// What a request asks of one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Ask {
+pub struct AcquireRequest {
     /// End of the window that is open at the time of the request, Unix milliseconds; of the one that
     /// the request would open, where windows float.
     pub end_ms: u64,
@@ -109,13 +109,13 @@ pub struct Ask {
     pub limit: u32,
     /// Tokens asked for; 0 asks nothing and is always admitted where the ceiling is not passed.
     pub cost: u32,
-    pub course: Course,
+    pub course: WindowKind,
 }
 
-impl Ask {
+impl AcquireRequest {
     /// `cost` tokens out of `limit`, in a plain window ending at `end_ms`.
-    pub fn plain(end_ms: u64, limit: u32, cost: u32) -> Ask {
-        Ask { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, course: Course::Plain }
+    pub fn plain(end_ms: u64, limit: u32, cost: u32) -> AcquireRequest {
+        AcquireRequest { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, course: WindowKind::Plain }
     }
 
     /// The moment from which on the window of this request is certainly over, so that a counter must
@@ -123,23 +123,23 @@ impl Ask {
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
         match self.course_in(time) {
-            Course::Plain | Course::Grid(_) | Course::Leased => self.end_ms,
-            Course::Floating(_) => time.now_ms + 1,
+            WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => self.end_ms,
+            WindowKind::Floating(_) => time.now_ms + 1,
         }
     }
 
     /// Its course in a decision that may know that all are plain.
     #[inline]
-    pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> Course {
-        debug_assert!(!PLAIN || self.course == Course::Plain);
-        if PLAIN { Course::Plain } else { self.course }
+    pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> WindowKind {
+        debug_assert!(!PLAIN || self.course == WindowKind::Plain);
+        if PLAIN { WindowKind::Plain } else { self.course }
     }
 
     /// Whether charges of its counter stand in line, each with its place in a window.
     pub fn is_in_line(&self) -> bool {
         match self.course {
-            Course::Grid(_) | Course::Floating(_) => true,
-            Course::Plain | Course::Leased => false,
+            WindowKind::Grid(_) | WindowKind::Floating(_) => true,
+            WindowKind::Plain | WindowKind::Leased => false,
         }
     }
 
@@ -152,16 +152,16 @@ impl Ask {
 
 /// What a counter has to say: how much is used, and when the window that is open ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Use {
+pub struct Usage {
     /// Tokens used or owed; less than that is left of the ceiling.
     pub used: u64,
     pub end_ms: u64,
 }
 
-impl Use {
+impl Usage {
     /// Whether `ask` still fits beside what is used.
     #[inline]
-    pub fn admits(self, ask: Ask) -> bool {
+    pub fn admits(self, ask: AcquireRequest) -> bool {
         self.used.max(ask.floor) + u64::from(ask.cost) <= ask.ceiling
     }
 }
@@ -171,14 +171,14 @@ impl Use {
 /// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
 /// the request counts in that later window. Rolling the word back would hand out the later window twice.
 #[inline]
-pub fn usage<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
-    if ask.course_in(time) != Course::Plain {
+pub fn usage<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    if ask.course_in(time) != WindowKind::Plain {
         return rolled(word, ask, time);
     }
     if word.end_ms() >= ask.end_ms {
-        Use { used: u64::from(word.count()), end_ms: word.end_ms() }
+        Usage { used: u64::from(word.count()), end_ms: word.end_ms() }
     } else {
-        Use { used: 0, end_ms: ask.end_ms }
+        Usage { used: 0, end_ms: ask.end_ms }
     }
 }
 
@@ -191,83 +191,95 @@ pub fn granted(windows: u64, limit: u32) -> u64 {
 /// As [`usage`], where windows hang together: a word that ends some windows from now says that
 /// those windows' grants are owed, and its count besides.
 #[inline(never)]
-fn rolled<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
-    let fresh = Use { used: 0, end_ms: ask.end_ms };
+fn rolled<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    let fresh = Usage { used: 0, end_ms: ask.end_ms };
     let owed = |windows: u64| u64::from(word.count()) + granted(windows, ask.limit);
     match ask.course {
-        Course::Plain => fresh,
-        Course::Grid(_) if word.end_ms() < ask.end_ms => fresh,
-        Course::Grid(pace) => {
+        WindowKind::Plain => fresh,
+        WindowKind::Grid(_) if word.end_ms() < ask.end_ms => fresh,
+        WindowKind::Grid(pace) => {
             let windows = time.paces[pace as usize].between(ask.end_ms, word.end_ms());
-            Use { used: owed(windows), end_ms: ask.end_ms }
+            Usage { used: owed(windows), end_ms: ask.end_ms }
         }
-        Course::Floating(_) if word.end_ms() <= time.now_ms => fresh,
-        Course::Floating(pace) => {
+        WindowKind::Floating(_) if word.end_ms() <= time.now_ms => fresh,
+        WindowKind::Floating(pace) => {
             let period_ms = match &time.paces[pace as usize] {
-                Pace::Even { period_ms } => *period_ms,
+                WindowSequence::Even { period_ms } => *period_ms,
                 // Listed windows stand in the calendar and do not float.
-                Pace::Listed(_) => return fresh,
+                WindowSequence::Listed(_) => return fresh,
             };
             let windows = (word.end_ms() - time.now_ms).div_ceil(period_ms) - 1;
             // A window in which nothing is used is not open: the next request opens its own.
             match owed(windows) {
                 0 => fresh,
-                used => Use { used, end_ms: word.end_ms() - windows * period_ms },
+                used => Usage { used, end_ms: word.end_ms() - windows * period_ms },
             }
         }
-        Course::Leased if word.is_live(time.now_ms) => {
-            Use { used: ask.ceiling.saturating_sub(u64::from(word.count())), end_ms: word.end_ms() }
+        WindowKind::Leased if word.is_live(time.now_ms) => {
+            Usage { used: ask.ceiling.saturating_sub(u64::from(word.count())), end_ms: word.end_ms() }
         }
-        Course::Leased => ask.nothing_left(),
+        WindowKind::Leased => ask.nothing_left(),
     }
 }
 
 /// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
 /// one of them used is counted until nobody's window is open any more.
-pub fn usage_of_many<const PLAIN: bool>(word: Word, ask: Ask, time: Time<'_, PLAIN>) -> Use {
+pub fn usage_of_many<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match ask.course_in(time) {
-        Course::Plain | Course::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
-            Use { used: u64::from(word.count()), end_ms: ask.end_ms }
+        WindowKind::Plain | WindowKind::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
+            Usage { used: u64::from(word.count()), end_ms: ask.end_ms }
         }
-        Course::Plain | Course::Grid(_) | Course::Floating(_) | Course::Leased => usage(word, ask, time),
+        WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Floating(_) | WindowKind::Leased => {
+            usage(word, ask, time)
+        }
     }
 }
 
 /// What is used of a counter that several keys share, as the next charge is to find it. A key's window floats
 /// from its own request on, so each charge holds the window open for as long as that of the key charged: a
 /// window that another key opened, or a charge that was taken back, would end too early for it.
-pub fn held_open<const PLAIN: bool>(before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Use {
+pub fn held_open<const PLAIN: bool>(before: Usage, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match ask.course_in(time) {
-        Course::Plain | Course::Grid(_) | Course::Leased => before,
-        Course::Floating(_) => Use { end_ms: before.end_ms.max(ask.end_ms), ..before },
+        WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => before,
+        WindowKind::Floating(_) => Usage { end_ms: before.end_ms.max(ask.end_ms), ..before },
     }
 }
 
 /// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
 /// does not fit. Plain words only ever roll forward.
 #[inline]
-pub fn charged<const PLAIN: bool>(tag: u64, before: Use, ask: Ask, time: Time<'_, PLAIN>) -> Option<(Word, Use)> {
+pub fn charged<const PLAIN: bool>(
+    tag: u64,
+    before: Usage,
+    ask: AcquireRequest,
+    time: Time<'_, PLAIN>,
+) -> Option<(CounterWord, Usage)> {
     let used = ask.start::<PLAIN>(before.used) + u64::from(ask.cost);
-    let after = Use { used, end_ms: before.end_ms };
+    let after = Usage { used, end_ms: before.end_ms };
     (used <= ask.ceiling).then(|| (owing(tag, after, ask, time), after))
 }
 
 /// The word of a counter with so much used or owed: it ends when all but the last window's part is
 /// paid, and counts that part.
 #[inline]
-fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time: Time<'_, PLAIN>) -> Word {
+fn owing<const PLAIN: bool>(
+    tag: u64,
+    Usage { used, end_ms }: Usage,
+    ask: AcquireRequest,
+    time: Time<'_, PLAIN>,
+) -> CounterWord {
     match ask.course_in(time) {
         // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
-        Course::Plain => Word::new(tag, end_ms, used as u32),
+        WindowKind::Plain => CounterWord::new(tag, end_ms, used as u32),
         // No more than was in it.
-        Course::Leased => Word::new(tag, end_ms, ask.ceiling.saturating_sub(used) as u32),
-        Course::Grid(pace) | Course::Floating(pace) => {
+        WindowKind::Leased => CounterWord::new(tag, end_ms, ask.ceiling.saturating_sub(used) as u32),
+        WindowKind::Grid(pace) | WindowKind::Floating(pace) => {
             let limit = u64::from(ask.limit);
             let pace = &time.paces[pace as usize];
             // A debt that reaches beyond what a word can name is cut off there.
             let windows = (used.saturating_sub(1) / limit).min(pace.between(end_ms, END_MAX_MS).saturating_sub(1));
             let count = (used - windows * limit).min(limit);
-            Word::new(tag, pace.after(end_ms, windows), count as u32)
+            CounterWord::new(tag, pace.after(end_ms, windows), count as u32)
         }
     }
 }
@@ -275,20 +287,20 @@ fn owing<const PLAIN: bool>(tag: u64, Use { used, end_ms }: Use, ask: Ask, time:
 /// The word of the same counter with `most` used or owed, if it owes windows and they come to more. What
 /// is used of the window that is open is read in one way under all limits, and stays as it is. So does a
 /// word that may only look so to a thread whose clock is behind.
-pub fn amended(word: Word, ask: Ask, most: u64, time: Time<'_>) -> Option<Word> {
+pub fn amended(word: CounterWord, ask: AcquireRequest, most: u64, time: Time<'_>) -> Option<CounterWord> {
     let now = usage(word, ask, time);
-    let (Course::Grid(pace) | Course::Floating(pace)) = ask.course else { return None };
+    let (WindowKind::Grid(pace) | WindowKind::Floating(pace)) = ask.course else { return None };
     let pace = &time.paces[pace as usize];
     let owes = pace.between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > SKEW_MAX_MS;
     let used = most.max(u64::from(word.count()));
-    (owes && now.used > used).then(|| owing(word.tag(), Use { used, ..now }, ask, time))
+    (owes && now.used > used).then(|| owing(word.tag(), Usage { used, ..now }, ask, time))
 }
 
 /// The word of the same counter with nothing used or owed; of a purse, with nothing left.
-pub fn forgotten(word: Word, ask: Ask, time: Time<'_>) -> Word {
+pub fn forgotten(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> CounterWord {
     let now = usage(word, ask, time);
-    let used = if ask.course == Course::Leased { ask.ceiling } else { 0 };
-    owing(word.tag(), Use { used, ..now }, ask, time)
+    let used = if ask.course == WindowKind::Leased { ask.ceiling } else { 0 };
+    owing(word.tag(), Usage { used, ..now }, ask, time)
 }
 
 /// What was taken from a counter: enough to give it back.
@@ -308,7 +320,12 @@ pub struct Taken {
 /// Where windows hang together, others may have been promised places behind it, each in a certain window.
 /// Theirs must not move to an earlier one, which would leave their own window to be given out twice: so
 /// unless nobody came after it, only what was taken of the last window with places comes back.
-pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Time<'_, PLAIN>) -> Option<Word> {
+pub fn refunded<const PLAIN: bool>(
+    word: CounterWord,
+    taken: Taken,
+    ask: AcquireRequest,
+    time: Time<'_, PLAIN>,
+) -> Option<CounterWord> {
     given_up(word, taken, false, ask, time).map(|(word, _)| word)
 }
 
@@ -317,26 +334,27 @@ pub fn refunded<const PLAIN: bool>(word: Word, taken: Taken, ask: Ask, time: Tim
 /// window before that charge once the window is empty. Only that charge knows how much was used there.
 /// `is_rest`: `taken` is such a rest.
 pub fn given_up<const PLAIN: bool>(
-    word: Word,
+    word: CounterWord,
     taken: Taken,
     is_rest: bool,
-    ask: Ask,
+    ask: AcquireRequest,
     time: Time<'_, PLAIN>,
-) -> Option<(Word, Option<Taken>)> {
+) -> Option<(CounterWord, Option<Taken>)> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
-    let less =
-        |tokens: u64| Word::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32);
+    let less = |tokens: u64| {
+        CounterWord::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32)
+    };
     let pace = match ask.course_in(time) {
-        Course::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
-        Course::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.and(taken.tokens), None)),
-        Course::Grid(pace) | Course::Floating(pace) => &time.paces[pace as usize],
+        WindowKind::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
+        WindowKind::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.and(taken.tokens), None)),
+        WindowKind::Grid(pace) | WindowKind::Floating(pace) => &time.paces[pace as usize],
     };
     if !word.is_live(time.now_ms) {
         return None;
     }
-    let at = |used: u64| owing(word.tag(), Use { used, end_ms: taken.end_ms }, ask, time);
+    let at = |used: u64| owing(word.tag(), Usage { used, end_ms: taken.end_ms }, ask, time);
     let windows = pace.between(taken.end_ms, word.end_ms());
     // Windows that were opened anew do not stand where they stood when it was taken.
     let aligned = pace.after(taken.end_ms, windows) == word.end_ms();
@@ -352,8 +370,8 @@ pub fn given_up<const PLAIN: bool>(
 
 /// Where a charge stands in the line of those of its counter: later ones have greater numbers. The rest of a charge
 /// stands between the windows.
-pub fn position(taken: Taken, is_rest: bool, ask: Ask, time: Time<'_>) -> u128 {
-    let used = Use { used: taken.used, end_ms: taken.end_ms };
+pub fn position(taken: Taken, is_rest: bool, ask: AcquireRequest, time: Time<'_>) -> u128 {
+    let used = Usage { used: taken.used, end_ms: taken.end_ms };
     owing(taken.tag, used, ask, time).bits() + u128::from(is_rest)
 }
 
@@ -367,11 +385,11 @@ pub fn positions(tag: u64) -> RangeInclusive<u128> {
 mod tests {
     use super::*;
 
-    fn charge(word: Word, ask: Ask, time: Time<'_>) -> Option<Word> {
+    fn charge(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
         charged(word.tag(), usage(word, ask, time), ask, time).map(|(word, _)| word)
     }
 
-    fn plainly(word: Word, ask: Ask) -> Option<Word> {
+    fn plainly(word: CounterWord, ask: AcquireRequest) -> Option<CounterWord> {
         charge(word, ask, Time::plain(0))
     }
 
@@ -380,7 +398,7 @@ mod tests {
         for tag in [1, (1 << TAG_BITS) - 1] {
             for end_ms in [0, 1, END_MAX_MS] {
                 for count in [0, 1, u32::MAX] {
-                    let word = Word::new(tag, end_ms, count);
+                    let word = CounterWord::new(tag, end_ms, count);
                     assert_eq!((word.tag(), word.end_ms(), word.count()), (tag, end_ms, count));
                 }
             }
@@ -389,46 +407,49 @@ mod tests {
 
     #[test]
     fn the_largest_limit_is_used_to_the_last_token() {
-        let ask = Ask::plain(60_000, u32::MAX, u32::MAX);
-        let full = plainly(Word::new(1, 60_000, 0), ask).expect("fits exactly");
+        let ask = AcquireRequest::plain(60_000, u32::MAX, u32::MAX);
+        let full = plainly(CounterWord::new(1, 60_000, 0), ask).expect("fits exactly");
         assert_eq!(full.count(), u32::MAX);
-        assert_eq!(plainly(full, Ask { cost: 1, ..ask }), None);
-        assert!(plainly(full, Ask { cost: 0, ..ask }).is_some());
+        assert_eq!(plainly(full, AcquireRequest { cost: 1, ..ask }), None);
+        assert!(plainly(full, AcquireRequest { cost: 0, ..ask }).is_some());
     }
 
     #[test]
     fn a_new_window_starts_at_nothing_used() {
-        assert_eq!(plainly(Word::new(1, 60_000, 5), Ask::plain(120_000, 5, 1)), Some(Word::new(1, 120_000, 1)));
+        assert_eq!(
+            plainly(CounterWord::new(1, 60_000, 5), AcquireRequest::plain(120_000, 5, 1)),
+            Some(CounterWord::new(1, 120_000, 1))
+        );
     }
 
     #[test]
     fn a_late_thread_counts_in_the_later_window() {
-        let late = Ask::plain(60_000, 5, 1);
-        assert_eq!(plainly(Word::new(1, 120_000, 4), late), Some(Word::new(1, 120_000, 5)));
-        assert_eq!(plainly(Word::new(1, 120_000, 5), late), None);
+        let late = AcquireRequest::plain(60_000, 5, 1);
+        assert_eq!(plainly(CounterWord::new(1, 120_000, 4), late), Some(CounterWord::new(1, 120_000, 5)));
+        assert_eq!(plainly(CounterWord::new(1, 120_000, 5), late), None);
     }
 
     #[test]
     fn a_refund_never_crosses_a_window() {
-        let (word, ask) = (Word::new(1, 120_000, 3), Ask::plain(120_000, 5, 1));
+        let (word, ask) = (CounterWord::new(1, 120_000, 3), AcquireRequest::plain(120_000, 5, 1));
         let refund = |tag, end_ms| refunded(word, Taken { tag, end_ms, used: 3, tokens: 1 }, ask, Time::plain(0));
         assert_eq!(refund(1, 60_000), None);
         assert_eq!(refund(2, 120_000), None);
-        assert_eq!(refund(1, 120_000), Some(Word::new(1, 120_000, 2)));
+        assert_eq!(refund(1, 120_000), Some(CounterWord::new(1, 120_000, 2)));
     }
 
     #[test]
     fn a_limit_lowered_under_what_is_used_admits_nothing() {
-        let ask = Ask::plain(60_000, 3, 1);
-        assert_eq!(plainly(Word::new(1, 60_000, 80), ask), None);
-        assert_eq!(plainly(Word::new(1, 60_000, 80), Ask { cost: 0, ..ask }), None);
+        let ask = AcquireRequest::plain(60_000, 3, 1);
+        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), ask), None);
+        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), AcquireRequest { cost: 0, ..ask }), None);
     }
 
-    const PACES: [Pace; 1] = [Pace::Even { period_ms: 100 }];
+    const PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
     /// 100 in each window of 100 ms, of which 150 may accumulate.
-    fn rolling(end_ms: u64, cost: u32) -> Ask {
-        Ask { end_ms, ceiling: 150, floor: 0, limit: 100, cost, course: Course::Grid(0) }
+    fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
+        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, course: WindowKind::Grid(0) }
     }
 
     fn time(now_ms: u64) -> Time<'static> {
@@ -437,17 +458,18 @@ mod tests {
 
     #[test]
     fn what_is_owed_is_paid_window_by_window() {
-        let word = charge(Word::new(1, 100, 0), rolling(100, 150), time(50)).expect("a fresh key holds the capacity");
-        assert_eq!(word, Word::new(1, 200, 50));
+        let word =
+            charge(CounterWord::new(1, 100, 0), rolling(100, 150), time(50)).expect("a fresh key holds the capacity");
+        assert_eq!(word, CounterWord::new(1, 200, 50));
         for (end_ms, used) in [(100, 150), (200, 50), (300, 0)] {
-            assert_eq!(usage(word, rolling(end_ms, 1), time(end_ms - 1)), Use { used, end_ms });
+            assert_eq!(usage(word, rolling(end_ms, 1), time(end_ms - 1)), Usage { used, end_ms });
         }
         assert_eq!(charge(word, rolling(100, 1), time(50)), None);
-        assert_eq!(charge(word, rolling(200, 100), time(150)), Some(Word::new(1, 300, 50)));
+        assert_eq!(charge(word, rolling(200, 100), time(150)), Some(CounterWord::new(1, 300, 50)));
     }
 
     /// A charge, and what is needed to give it back.
-    fn taken(word: Word, ask: Ask, time: Time<'_>) -> (Word, Taken) {
+    fn taken(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> (CounterWord, Taken) {
         let before = usage(word, ask, time);
         let (word, after) = charged(1, before, ask, time).expect("fits");
         (word, Taken { tag: 1, end_ms: after.end_ms, used: after.used, tokens: after.used - before.used })
@@ -455,37 +477,37 @@ mod tests {
 
     #[test]
     fn a_refund_reaches_the_windows_to_come_and_no_other() {
-        let ask = Ask { ceiling: 350, ..rolling(100, 120) };
-        let first = charge(Word::new(1, 100, 0), Ask { cost: 100, ..ask }, time(50)).expect("fits");
+        let ask = AcquireRequest { ceiling: 350, ..rolling(100, 120) };
+        let first = charge(CounterWord::new(1, 100, 0), AcquireRequest { cost: 100, ..ask }, time(50)).expect("fits");
         let (word, taken) = taken(first, ask, time(50));
-        assert_eq!((word, taken.used), (Word::new(1, 300, 20), 220));
+        assert_eq!((word, taken.used), (CounterWord::new(1, 300, 20), 220));
         // Nobody came after it: as if it had never been.
         for now_ms in [60, 160, 260] {
             assert_eq!(refunded(word, taken, ask, time(now_ms)), Some(first));
         }
         // Somebody holds a place behind it, which must stay in its window.
-        assert_eq!(refunded(Word::new(1, 300, 30), taken, ask, time(60)), Some(Word::new(1, 300, 10)));
-        assert_eq!(refunded(Word::new(1, 400, 30), taken, ask, time(60)), None);
+        assert_eq!(refunded(CounterWord::new(1, 300, 30), taken, ask, time(60)), Some(CounterWord::new(1, 300, 10)));
+        assert_eq!(refunded(CounterWord::new(1, 400, 30), taken, ask, time(60)), None);
         assert_eq!(refunded(word, taken, ask, time(300)), None);
         // Windows that were opened anew stand elsewhere.
-        assert_eq!(refunded(Word::new(1, 290, 30), taken, ask, time(60)), None);
+        assert_eq!(refunded(CounterWord::new(1, 290, 30), taken, ask, time(60)), None);
     }
 
     #[test]
     fn a_refund_never_frees_a_place_in_the_window_of_another() {
         // Two places in the two windows to come; the first is given up, and the second stays where it is.
-        let place = |granted| Ask { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
-        let full = charge(Word::new(1, 100, 0), place(0), time(50)).expect("fits");
+        let place = |granted| AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
+        let full = charge(CounterWord::new(1, 100, 0), place(0), time(50)).expect("fits");
         let (word, first) = taken(full, place(100), time(50));
         let (word, second) = taken(word, place(200), time(50));
-        assert_eq!(word, Word::new(1, 300, 100));
+        assert_eq!(word, CounterWord::new(1, 300, 100));
         assert_eq!(refunded(word, first, place(100), time(60)), None);
         let word = refunded(word, second, place(200), time(60)).expect("is the last");
-        assert_eq!(usage(word, place(0), time(60)), Use { used: 200, end_ms: 100 });
+        assert_eq!(usage(word, place(0), time(60)), Usage { used: 200, end_ms: 100 });
         // What had to be given up for a place is there again when the place is given up, if nobody came after.
-        let (word, lifted) = taken(Word::new(1, 100, 60), Ask { cost: 10, ..place(100) }, time(50));
-        assert_eq!((word, lifted.tokens), (Word::new(1, 200, 10), 50));
-        assert_eq!(refunded(word, lifted, place(100), time(60)), Some(Word::new(1, 100, 60)));
+        let (word, lifted) = taken(CounterWord::new(1, 100, 60), AcquireRequest { cost: 10, ..place(100) }, time(50));
+        assert_eq!((word, lifted.tokens), (CounterWord::new(1, 200, 10), 50));
+        assert_eq!(refunded(word, lifted, place(100), time(60)), Some(CounterWord::new(1, 100, 60)));
     }
 
     #[test]
@@ -494,15 +516,15 @@ mod tests {
             [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [2, 0, 3, 1], [1, 2, 3, 0], [1, 3, 0, 2]];
         for order in permutations {
             // 60 of 100 are used; four charges of 50 follow in two windows, the first of which gives up the 40 left.
-            let start = Word::new(1, 100, 60);
+            let start = CounterWord::new(1, 100, 60);
             let (mut word, mut line) = (start, Vec::new());
             for granted in [100, 100, 200, 200] {
-                let ask = Ask { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
+                let ask = AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
                 let (next, taken) = taken(word, ask, time(50));
                 word = next;
                 line.push((taken, false, ask));
             }
-            assert_eq!(word, Word::new(1, 300, 100));
+            assert_eq!(word, CounterWord::new(1, 300, 100));
             let mut left = Vec::new();
             for nth in order {
                 left.push(line[nth]);
@@ -521,37 +543,37 @@ mod tests {
 
     #[test]
     fn a_late_refund_never_rewinds() {
-        let (word, early) = taken(Word::new(1, 100, 50), rolling(100, 30), time(50));
-        assert_eq!(word, Word::new(1, 100, 80));
+        let (word, early) = taken(CounterWord::new(1, 100, 50), rolling(100, 30), time(50));
+        assert_eq!(word, CounterWord::new(1, 100, 80));
         let later = charge(word, rolling(200, 10), time(100)).expect("a new window");
-        assert_eq!(later, Word::new(1, 200, 10));
+        assert_eq!(later, CounterWord::new(1, 200, 10));
         assert_eq!(refunded(later, early, rolling(100, 30), time(99)), None);
     }
 
     #[test]
     fn a_window_floats_from_its_first_request_on() {
-        let ask = |now_ms: u64| Ask {
+        let ask = |now_ms: u64| AcquireRequest {
             end_ms: now_ms + 100,
             ceiling: 1,
             floor: 0,
             limit: 1,
             cost: 1,
-            course: Course::Floating(0),
+            course: WindowKind::Floating(0),
         };
-        let word = charge(Word::new(1, 130, 0), ask(30), time(30)).expect("opens a window");
-        assert_eq!(word, Word::new(1, 130, 1));
+        let word = charge(CounterWord::new(1, 130, 0), ask(30), time(30)).expect("opens a window");
+        assert_eq!(word, CounterWord::new(1, 130, 1));
         assert_eq!(charge(word, ask(129), time(129)), None);
-        assert_eq!(charge(word, ask(131), time(131)), Some(Word::new(1, 231, 1)));
+        assert_eq!(charge(word, ask(131), time(131)), Some(CounterWord::new(1, 231, 1)));
         // Given back, the window is closed: the next request opens its own.
         let taken = Taken { tag: 1, end_ms: 130, used: 1, tokens: 1 };
         let empty = refunded(word, taken, ask(30), time(40)).expect("is open");
-        assert_eq!(charge(empty, ask(40), time(40)), Some(Word::new(1, 140, 1)));
+        assert_eq!(charge(empty, ask(40), time(40)), Some(CounterWord::new(1, 140, 1)));
     }
 
     #[test]
     fn a_debt_ends_where_words_end() {
-        let ask = Ask { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
-        let mut word = Word::new(1, 100, 0);
+        let ask = AcquireRequest { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
+        let mut word = CounterWord::new(1, 100, 0);
         for _ in 0..200 {
             word = charge(word, ask, time(50)).expect("a debt has no ceiling");
         }

@@ -3,14 +3,14 @@
 
 use crate::acquire::Charge;
 use crate::key::KeyHash;
-use crate::rule_set::{Book, Line, Roster};
-use crate::sharded_counter::Share;
-use crate::shared_counting::Stand;
+use crate::rule_set::{ChargePlan, LayerRef, RuleSet};
+use crate::sharded_counter::ShardReceipt;
+use crate::shared_counting::CountingMode;
 use crate::window::Window;
 
 /// Who asks, under one rule, and for how much.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Asker {
+pub struct KeyedRequest {
     pub key: KeyHash,
     /// Where the key's windows start if they start at random, as a share of the period in units of 2^-64.
     pub offset: u64,
@@ -20,9 +20,9 @@ pub struct Asker {
 }
 
 #[derive(Clone, Debug, Default)]
-pub struct Desk {
+pub struct DecisionContext {
     /// Per rule of the roster, who asks; `None` where the rule does not apply. Filled by the caller.
-    pub askers: Vec<Option<Asker>>,
+    pub keyed_requests: Vec<Option<KeyedRequest>>,
     /// Whether tokens may be taken from windows to come, where a layer has some in reserve.
     pub reserve: bool,
     /// The shard that is asked first, where a counter is split: the event loop's number.
@@ -31,33 +31,33 @@ pub struct Desk {
     /// of enforced rules, then those of shadow rules.
     pub charges: Vec<Charge>,
     /// Which layer each of `charges` belongs to.
-    pub lines: Vec<Line>,
+    pub lines: Vec<LayerRef>,
     /// The time of what `charges` say, Unix milliseconds.
     pub decided_ms: u64,
     /// What was charged of counters that are split.
-    pub shares: Vec<Share>,
+    pub shares: Vec<ShardReceipt>,
     /// Where in `shares` those begin that belong to the rules which are decided on just now.
     pub first_share: usize,
     /// Positions of the shadow rules that would have refused the request.
     pub shadowed: Vec<usize>,
     /// How each rule of the roster is counted, where several gateways share counters.
-    pub stands: Vec<Stand>,
+    pub stands: Vec<CountingMode>,
     /// Positions in `charges` for which too few tokens were fetched, after a step that lacked some.
     pub lacking: Vec<usize>,
     /// Positions in `charges` whose fetched tokens have become few, after a step that admitted.
     pub low: Vec<usize>,
     /// Layers that are paid for already.
-    pub in_hand: Vec<Line>,
+    pub in_hand: Vec<LayerRef>,
     /// The window last found on each timeline: most requests fall into the same.
     windows: Vec<Window>,
     /// The lines of a request whose windows are not everyone's.
-    pub(super) own_lines: Vec<Line>,
+    pub(super) own_lines: Vec<LayerRef>,
 }
 
-impl Desk {
+impl DecisionContext {
     /// A desk for one of several event loops; each asks another shard first.
-    pub fn of_loop(own_shard: u32) -> Desk {
-        Desk { own_shard, ..Desk::default() }
+    pub fn of_loop(own_shard: u32) -> DecisionContext {
+        DecisionContext { own_shard, ..DecisionContext::default() }
     }
 
     pub fn clear(&mut self) {
@@ -78,33 +78,40 @@ impl Desk {
 
     /// Whether all who ask have the windows of everyone.
     pub(super) fn are_usual(&self) -> bool {
-        self.askers.iter().flatten().all(|asker| asker.variant == 0)
+        self.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == 0)
     }
 
     /// The answer of one layer, or `None` if it does not apply to the request.
-    pub fn answer(&self, line: Line) -> Option<&Charge> {
+    pub fn answer(&self, line: LayerRef) -> Option<&Charge> {
         self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])
     }
 
     /// What was charged for the request in the layers of one rule, so that it can be taken back.
-    pub fn shares_of(&self, position: usize) -> impl Iterator<Item = Share> + '_ {
+    pub fn shares_of(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
         let of_rule = self.charges.iter().zip(&self.lines).filter(move |(_, line)| line.rule == position);
         of_rule.filter_map(|(charge, _)| charge.share())
     }
 
     /// All that was charged for the request, so that it can be taken back.
-    pub fn all_shares(&self) -> impl Iterator<Item = Share> + '_ {
+    pub fn all_shares(&self) -> impl Iterator<Item = ShardReceipt> + '_ {
         self.charges.iter().filter_map(Charge::share).chain(self.shares.iter().copied())
     }
 
     /// Puts down what the request asks of each of `lines`, from place `first` on.
     #[inline]
-    pub(super) fn put_down(&mut self, book: &Book, roster: &Roster, lines: &[Line], now_ms: u64, first: usize) {
+    pub(super) fn put_down(
+        &mut self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
+        now_ms: u64,
+        first: usize,
+    ) {
         self.charges.truncate(first);
         self.lines.truncate(first);
         for line in lines {
-            if let Some(asker) = self.askers[line.rule] {
-                let charge = self.charge(book, roster, *line, asker, now_ms);
+            if let Some(keyed_request) = self.keyed_requests[line.rule] {
+                let charge = self.charge(rule_set, charge_plan, *line, keyed_request, now_ms);
                 self.charges.push(charge);
                 self.lines.push(*line);
             }
@@ -113,30 +120,37 @@ impl Desk {
 
     /// What a request asks of one layer in the window that is open.
     #[inline(always)]
-    pub(super) fn charge(&mut self, book: &Book, roster: &Roster, line: Line, asker: Asker, now_ms: u64) -> Charge {
-        let layer = book.layer_of(roster, line);
-        let end_ms = match book.timelines[layer.timeline].are_shared() {
-            true => self.window_end_ms(book, layer.timeline, now_ms),
-            false => book.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms,
+    pub(super) fn charge(
+        &mut self,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
+        line: LayerRef,
+        keyed_request: KeyedRequest,
+        now_ms: u64,
+    ) -> Charge {
+        let layer = rule_set.layer_of(charge_plan, line);
+        let end_ms = match rule_set.timelines[layer.timeline].are_shared() {
+            true => self.window_end_ms(rule_set, layer.timeline, now_ms),
+            false => rule_set.timelines[layer.timeline].window_at(now_ms, keyed_request.offset).end_ms,
         };
-        layer.charge(asker, end_ms, self.own_shard)
+        layer.charge(keyed_request, end_ms, self.own_shard)
     }
 
     /// The end of the window that is open on a timeline which is the same for all keys.
     #[inline]
-    fn window_end_ms(&mut self, book: &Book, timeline: usize, now_ms: u64) -> u64 {
+    fn window_end_ms(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
         match self.windows.get(timeline) {
             Some(window) if window.contains(now_ms) => window.end_ms,
-            _ => self.find_window(book, timeline, now_ms),
+            _ => self.find_window(rule_set, timeline, now_ms),
         }
     }
 
     #[inline(never)]
-    fn find_window(&mut self, book: &Book, timeline: usize, now_ms: u64) -> u64 {
-        if self.windows.len() < book.timelines.len() {
-            self.windows.resize(book.timelines.len(), Window::default());
+    fn find_window(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
+        if self.windows.len() < rule_set.timelines.len() {
+            self.windows.resize(rule_set.timelines.len(), Window::default());
         }
-        self.windows[timeline] = book.timelines[timeline].window_at(now_ms, 0);
+        self.windows[timeline] = rule_set.timelines[timeline].window_at(now_ms, 0);
         self.windows[timeline].end_ms
     }
 }

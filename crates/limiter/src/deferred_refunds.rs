@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
-use crate::rule_set::Book;
-use crate::sharded_counter::Share;
+use crate::rule_set::RuleSet;
+use crate::sharded_counter::ShardReceipt;
 use crate::table::{GivenUp, Slot, Table};
 
 /// How many charges are kept; 16 MiB of memory. Those that do not fit stay charged until their window is over.
@@ -16,7 +16,7 @@ const MOST: usize = 65_536;
 
 /// The charges that cannot be given back yet, of all workers.
 #[derive(Default)]
-pub struct Abandoned(Mutex<Lines>);
+pub struct DeferredRefunds(Mutex<Lines>);
 
 /// By counter and place in its line. Two charges never have one place, but for what others wrote into the same memory:
 /// then the former is forgotten.
@@ -24,34 +24,34 @@ type Lines = BTreeMap<(Slot, u128), Charge>;
 
 #[derive(Clone)]
 struct Charge {
-    share: Share,
+    share: ShardReceipt,
     /// Whether only a rest of it is left.
     is_rest: bool,
     /// When its turn would have come, Unix milliseconds.
     until_ms: u64,
     /// The rules by which it was charged.
-    book: Arc<Book>,
+    rule_set: Arc<RuleSet>,
 }
 
-impl Abandoned {
+impl DeferredRefunds {
     /// Gives charges back: now, or when those behind them have been given back. They are forgotten at `until_ms`.
     pub fn give_up<const W: usize>(
         &self,
-        shares: impl IntoIterator<Item = Share>,
+        shares: impl IntoIterator<Item = ShardReceipt>,
         until_ms: u64,
-        book: &Arc<Book>,
+        rule_set: &Arc<RuleSet>,
         table: &Table<W>,
         now_ms: u64,
     ) {
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for share in shares {
-            let charge = Charge { share, is_rest: false, until_ms, book: Arc::clone(book) };
+            let charge = Charge { share, is_rest: false, until_ms, rule_set: Arc::clone(rule_set) };
             let positions = share.paid.positions();
             match charge.give_up(table, now_ms) {
                 GivenUp::All => {}
                 GivenUp::AllBut(_) | GivenUp::Nothing if until_ms <= now_ms || !share.ask.is_in_line() => continue,
                 GivenUp::AllBut(paid) => {
-                    let rest = Charge { share: Share { paid, ..share }, is_rest: true, ..charge };
+                    let rest = Charge { share: ShardReceipt { paid, ..share }, is_rest: true, ..charge };
                     lines.insert(rest.position(now_ms), rest);
                 }
                 GivenUp::Nothing => drop(lines.insert(charge.position(now_ms), charge)),
@@ -91,7 +91,7 @@ fn shorten<const W: usize>(lines: &mut Lines, positions: RangeInclusive<(Slot, u
         }
         let charge = lines.remove(&position);
         if let (Some(charge), GivenUp::AllBut(paid)) = (charge, given_up) {
-            let rest = Charge { share: Share { paid, ..charge.share }, is_rest: true, ..charge };
+            let rest = Charge { share: ShardReceipt { paid, ..charge.share }, is_rest: true, ..charge };
             lines.insert(rest.position(now_ms), rest);
         }
     }
@@ -99,11 +99,11 @@ fn shorten<const W: usize>(lines: &mut Lines, positions: RangeInclusive<(Slot, u
 
 impl Charge {
     fn give_up<const W: usize>(&self, table: &Table<W>, now_ms: u64) -> GivenUp {
-        table.give_up(self.share.paid, self.is_rest, self.share.ask, self.book.time(now_ms))
+        table.give_up(self.share.paid, self.is_rest, self.share.ask, self.rule_set.time(now_ms))
     }
 
     fn position(&self, now_ms: u64) -> (Slot, u128) {
-        self.share.paid.position(self.is_rest, self.share.ask, self.book.time(now_ms))
+        self.share.paid.position(self.is_rest, self.share.ask, self.rule_set.time(now_ms))
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_sweep_does_not_wait_for_another() {
-        let (abandoned, table) = (Abandoned::default(), Table::<8>::with_capacity(64).unwrap());
+        let (abandoned, table) = (DeferredRefunds::default(), Table::<8>::with_capacity(64).unwrap());
         let other = abandoned.0.lock().unwrap();
         // If it waited, that would be for ever.
         abandoned.sweep(&table, 0);

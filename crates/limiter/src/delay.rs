@@ -7,46 +7,46 @@
 //! is others' as well, and must not be blocked by one who waits. Where their window is over by the time
 //! that the request passes, they are charged again then, and may still refuse.
 
-use crate::acquire::{Charge, Verdict, look, take};
-use crate::counter::{Ask, Course, granted};
-use crate::decision_context::{Asker, Desk};
+use crate::acquire::{AcquireResult, Charge, look, take};
+use crate::counter::{AcquireRequest, WindowKind, granted};
+use crate::decision_context::{DecisionContext, KeyedRequest};
 use crate::decision_time::Now;
 use crate::rule::OnLimit;
-use crate::rule_set::{Book, Entry, Form, Judgement, Line, Roster, Wait};
-use crate::sharded_counter::Share;
-use crate::shared_counting::Stand;
+use crate::rule_set::{ChargePlan, CompiledRule, Decision, LayerRef, RuleSet, StoreFormat, Wait};
+use crate::sharded_counter::ShardReceipt;
+use crate::shared_counting::CountingMode;
 use crate::table::{Charged, Table};
 use crate::window_sequence::Time;
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
 
-impl Book {
+impl RuleSet {
     /// Charges a request that does not fit now in windows to come, if its rules let it wait.
     #[cold]
     pub(super) fn postpone<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         time: Time<'_>,
-        desk: &mut Desk,
-    ) -> Option<Judgement> {
-        let asked: Vec<Ask> = desk.charges.iter().map(|charge| charge.ask).collect();
+        context: &mut DecisionContext,
+    ) -> Option<Decision> {
+        let asked: Vec<AcquireRequest> = context.charges.iter().map(|charge| charge.ask).collect();
         let mut wait = None;
         for _ in 0..TRIES {
-            let Some(turns) = self.turns(roster, time, desk) else { break };
+            let Some(turns) = self.turns(charge_plan, time, context) else { break };
             if wait.is_none() {
-                match self.enter(roster, desk) {
+                match self.enter(charge_plan, context) {
                     Some(entered) => wait = entered,
                     None => break,
                 }
             }
             let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
             let mut again = Vec::new();
-            for (charge, line) in desk.charges.iter_mut().zip(&desk.lines) {
+            for (charge, line) in context.charges.iter_mut().zip(&context.lines) {
                 let end_ms = match turns[line.rule] {
                     turn_ms if turn_ms > time.now_ms => {
-                        self.ask_for_then(charge, self.entry(roster, *line), *line, turn_ms, time)
+                        self.ask_for_then(charge, self.entry(charge_plan, *line), *line, turn_ms, time)
                     }
                     _ => charge.usage.end_ms,
                 };
@@ -54,45 +54,45 @@ impl Book {
                     again.push(*line);
                 }
             }
-            if take(table, &mut desk.charges, &mut desk.shares, time) == Verdict::Admitted {
-                desk.charges.iter_mut().for_each(|charge| charge.full = false);
-                return Some(Judgement::Delayed { until_ms, wait, again });
+            if take(table, &mut context.charges, &mut context.shares, time) == AcquireResult::Admitted {
+                context.charges.iter_mut().for_each(|charge| charge.full = false);
+                return Some(Decision::Delayed { until_ms, wait, again });
             }
             // Another request took a place: what is left now?
-            desk.charges.iter_mut().zip(&asked).for_each(|(charge, ask)| charge.ask = *ask);
-            if look(table, &mut desk.charges, time) {
-                desk.charges.iter_mut().for_each(|charge| charge.full = false);
+            context.charges.iter_mut().zip(&asked).for_each(|(charge, ask)| charge.ask = *ask);
+            if look(table, &mut context.charges, time) {
+                context.charges.iter_mut().for_each(|charge| charge.full = false);
             }
         }
         // The answer tells of the windows as they are.
-        desk.charges.iter_mut().zip(asked).for_each(|(charge, ask)| charge.ask = ask);
+        context.charges.iter_mut().zip(asked).for_each(|(charge, ask)| charge.ask = ask);
         None
     }
 
     /// A place among those who wait because of a rule that is full, if one of them is kept; `None` if there are too many.
-    pub fn enter(&self, roster: &Roster, desk: &Desk) -> Option<Option<Wait>> {
+    pub fn enter(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Option<Option<Wait>> {
         // Of several rules that let it wait, the first holds the place.
-        let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
-        let delays = full.map(|(_, line)| *line).find(|line| self.entry(roster, *line).rule.delays());
+        let full = context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full);
+        let delays = full.map(|(_, line)| *line).find(|line| self.entry(charge_plan, *line).rule.delays());
         let Some(line) = delays else { return Some(None) };
-        let place = self.entry(roster, line).queue.enter()?;
+        let place = self.entry(charge_plan, line).queue.enter()?;
         Some(Some(Wait { rule: line.rule, place }))
     }
 
     /// When each rule of the roster has room for a request, if it may wait for that.
-    pub fn turns(&self, roster: &Roster, time: Time<'_>, desk: &Desk) -> Option<Vec<u64>> {
-        let mut turns = vec![time.now_ms; roster.rules.len()];
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full) {
-            let entry = self.entry(roster, *line);
+    pub fn turns(&self, charge_plan: &ChargePlan, time: Time<'_>, context: &DecisionContext) -> Option<Vec<u64>> {
+        let mut turns = vec![time.now_ms; charge_plan.rules.len()];
+        for (charge, line) in context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full) {
+            let entry = self.entry(charge_plan, *line);
             let layer = entry.layer(line.layer);
             let opens_ms = self.opens_ms(charge, entry, line.layer, time.now_ms)?;
             // What lies on the desk may say of a window that it ends when it has ended.
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
-            let may_wait = roster.delays || layer.reserve > 0;
+            let may_wait = charge_plan.delays || layer.reserve > 0;
             match entry.rule.on_limit {
                 _ if layer.is_held => return None,
                 OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
-                OnLimit::Refuse if desk.reserve && layer.reserve > 0 => {}
+                OnLimit::Refuse if context.reserve && layer.reserve > 0 => {}
                 OnLimit::Delay { .. } | OnLimit::Refuse | OnLimit::Shadow => return None,
             }
             turns[line.rule] = turns[line.rule].max(opens_ms);
@@ -104,8 +104,8 @@ impl Book {
     pub(super) fn ask_for_then(
         &self,
         charge: &mut Charge,
-        entry: &Entry,
-        line: Line,
+        entry: &CompiledRule,
+        line: LayerRef,
         until_ms: u64,
         time: Time<'_>,
     ) -> u64 {
@@ -129,36 +129,36 @@ impl Book {
     #[cold]
     pub fn charge_again<const W: usize>(
         &self,
-        roster: &Roster,
-        lines: &[Line],
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
         table: &Table<W>,
         now: Now<'_>,
-        desk: &mut Desk,
-    ) -> Judgement {
-        desk.clear();
-        self.decide(roster, lines, table, now, desk, true)
+        context: &mut DecisionContext,
+    ) -> Decision {
+        context.clear();
+        self.decide(charge_plan, lines, table, now, context, true)
     }
 
     /// The longest that any rule of a roster lets a request wait.
-    pub fn most_delay_ms(&self, roster: &Roster) -> u64 {
+    pub fn most_delay_ms(&self, charge_plan: &ChargePlan) -> u64 {
         let delay = |rule: &usize| match self.entries[*rule].rule.on_limit {
             OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
-        roster.rules.iter().map(delay).max().unwrap_or(0)
+        charge_plan.rules.iter().map(delay).max().unwrap_or(0)
     }
 
     /// When a counter that had no room will have some, if nobody else asks; `None` if it never will.
-    pub fn opens_ms(&self, charge: &Charge, entry: &Entry, layer: usize, now_ms: u64) -> Option<u64> {
+    pub fn opens_ms(&self, charge: &Charge, entry: &CompiledRule, layer: usize, now_ms: u64) -> Option<u64> {
         let missing = (charge.usage.used + u64::from(charge.ask.cost)).saturating_sub(charge.ask.ceiling);
         if u64::from(charge.ask.cost) > charge.ask.ceiling {
             return None;
         }
         // What a window that stands for itself has too much is not owed by the next: it may have been used under a greater limit.
         let hangs_together = match charge.ask.course {
-            Course::Plain => false,
-            Course::Leased => entry.layer(layer).form != Form::Plain,
-            Course::Grid(_) | Course::Floating(_) => true,
+            WindowKind::Plain => false,
+            WindowKind::Leased => entry.layer(layer).form != StoreFormat::Plain,
+            WindowKind::Grid(_) | WindowKind::Floating(_) => true,
         };
         let windows = missing.div_ceil(u64::from(charge.ask.limit));
         match if hangs_together { windows } else { windows.min(1) } {
@@ -172,10 +172,10 @@ impl Book {
     /// When a request that was just refused would be admitted if nobody else asked, Unix milliseconds; `None`
     /// if it never would. Not only the counters that refused it have a say: where refusals consume, they may
     /// have taken the last of another.
-    pub fn again_ms(&self, roster: &Roster, desk: &Desk, now_ms: u64) -> Option<u64> {
-        let lines = desk.charges.iter().zip(&desk.lines);
+    pub fn again_ms(&self, charge_plan: &ChargePlan, context: &DecisionContext, now_ms: u64) -> Option<u64> {
+        let lines = context.charges.iter().zip(&context.lines);
         let mut opens =
-            lines.map(|(charge, line)| self.opens_ms(charge, self.entry(roster, *line), line.layer, now_ms));
+            lines.map(|(charge, line)| self.opens_ms(charge, self.entry(charge_plan, *line), line.layer, now_ms));
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
@@ -185,15 +185,15 @@ impl Book {
     #[cold]
     pub(super) fn amend<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         time: Time<'_>,
-        desk: &Desk,
+        context: &DecisionContext,
         first: usize,
     ) -> bool {
         let mut amended = false;
-        for (charge, line) in desk.charges.iter().zip(&desk.lines).skip(first) {
-            let layer = self.layer_of(roster, *line);
+        for (charge, line) in context.charges.iter().zip(&context.lines).skip(first) {
+            let layer = self.layer_of(charge_plan, *line);
             if layer.differs && charge.usage.used > layer.most() {
                 amended |= table.amend(charge.counter, charge.ask, layer.most(), time);
             }
@@ -204,8 +204,8 @@ impl Book {
     /// Forgets what was used and owed in the counters that are on the desk. What was counted together
     /// with other keys, because the table was full, stays.
     #[cold]
-    pub fn forget<const W: usize>(&self, table: &Table<W>, now_ms: u64, desk: &Desk) {
-        for charge in &desk.charges {
+    pub fn forget<const W: usize>(&self, table: &Table<W>, now_ms: u64, context: &DecisionContext) {
+        for charge in &context.charges {
             charge
                 .split
                 .counters(charge.counter)
@@ -213,24 +213,24 @@ impl Book {
         }
     }
 
-    fn entry(&self, roster: &Roster, line: Line) -> &Entry {
-        &self.entries[roster.rules[line.rule]]
+    fn entry(&self, charge_plan: &ChargePlan, line: LayerRef) -> &CompiledRule {
+        &self.entries[charge_plan.rules[line.rule]]
     }
 
     /// Lets a refused request consume what is left, in the layers of the rules that say so.
     #[cold]
     pub(super) fn count_refusal<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         time: Time<'_>,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         first: usize,
     ) {
-        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(first) {
+        for (charge, line) in context.charges.iter_mut().zip(&context.lines).skip(first) {
             // What is counted elsewhere is consumed there.
-            let is_here = !matches!(desk.stands.get(line.rule), Some(Stand::Leased | Stand::Aside));
-            if is_here && self.entry(roster, *line).rule.count_refused {
+            let is_here = !matches!(context.stands.get(line.rule), Some(CountingMode::Leased | CountingMode::Aside));
+            if is_here && self.entry(charge_plan, *line).rule.count_refused {
                 consume(charge, table, time);
             }
         }
@@ -239,13 +239,19 @@ impl Book {
     /// Charges what a request turned out to cost beside what it was charged before, whatever is left:
     /// what is too much is owed, and the windows to come grant that much less.
     #[cold]
-    pub fn overdraw<const W: usize>(&self, position: usize, asker: Asker, table: &Table<W>, mut now_ms: u64) {
+    pub fn overdraw<const W: usize>(
+        &self,
+        position: usize,
+        keyed_request: KeyedRequest,
+        table: &Table<W>,
+        mut now_ms: u64,
+    ) {
         let entry = &self.entries[position];
-        for layer in entry.variant(asker.variant) {
+        for layer in entry.variant(keyed_request.variant) {
             loop {
                 let ready = entry.layer(layer);
-                let end_ms = self.timelines[ready.timeline].window_at(now_ms, asker.offset).end_ms;
-                let mut charge = ready.charge(asker, end_ms, 0);
+                let end_ms = self.timelines[ready.timeline].window_at(now_ms, keyed_request.offset).end_ms;
+                let mut charge = ready.charge(keyed_request, end_ms, 0);
                 if ready.is_held {
                     charge.usage = table.look(charge.counter, charge.ask, self.time(now_ms)).0;
                     consume(&mut charge, table, self.time(now_ms));
@@ -264,7 +270,7 @@ impl Book {
 
     /// Gives back what was charged, or the last `tokens` of it.
     #[cold]
-    pub fn give_back<const W: usize>(&self, shares: &[Share], tokens: u32, table: &Table<W>, now_ms: u64) {
+    pub fn give_back<const W: usize>(&self, shares: &[ShardReceipt], tokens: u32, table: &Table<W>, now_ms: u64) {
         for share in shares.iter().rev() {
             table.refund(share.paid.last(tokens), share.ask, self.time(now_ms));
         }
@@ -279,7 +285,7 @@ fn consume<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>
         if cost == 0 || (charge.usage.used == 0 && charge.is_floating()) {
             return;
         }
-        let ask = Ask { cost, ..charge.ask };
+        let ask = AcquireRequest { cost, ..charge.ask };
         if charge.split.shards > 1 {
             charge.split.charge(table, charge.counter, ask, time, &mut Vec::new());
             charge.usage.used += u64::from(cost);

@@ -18,7 +18,7 @@ const ENTRY: usize = LINE_BYTES / 2 / size_of::<u64>();
 
 /// How the counters of a layer are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Way {
+pub struct CounterFormat {
     /// Windows hang together in them.
     pub rolls: bool,
     /// Into how many each is split; at least 1.
@@ -31,9 +31,10 @@ pub struct Way {
     pub differ: bool,
 }
 
-impl Way {
+impl CounterFormat {
     /// That of a layer without an entry.
-    pub const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (0, 0), differ: false };
+    pub const PLAIN: CounterFormat =
+        CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (0, 0), differ: false };
 
     /// Whether a word written so tells all.
     pub fn is_plain(&self) -> bool {
@@ -41,8 +42,8 @@ impl Way {
     }
 
     /// The way that serves for both.
-    pub fn join(self, other: Way) -> Way {
-        Way {
+    pub fn join(self, other: CounterFormat) -> CounterFormat {
+        CounterFormat {
             rolls: self.rolls | other.rolls,
             shards: self.shards.max(other.shards),
             ahead_most: self.ahead_most.max(other.ahead_most),
@@ -54,24 +55,24 @@ impl Way {
 
 /// The ways of layers, by their bits.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Ways(HashMap<u64, Way>);
+pub struct CounterFormats(HashMap<u64, CounterFormat>);
 
-impl Ways {
-    pub fn get(&self, bits: u64) -> Option<Way> {
+impl CounterFormats {
+    pub fn get(&self, bits: u64) -> Option<CounterFormat> {
         self.0.get(&bits).copied()
     }
 
-    pub fn join(&mut self, bits: u64, way: Way) {
+    pub fn join(&mut self, bits: u64, way: CounterFormat) {
         self.0.entry(bits).and_modify(|known| *known = known.join(way)).or_insert(way);
     }
 
     /// Whether whoever knows these reads what is written in those.
-    pub fn cover(&self, those: &Ways) -> bool {
+    pub fn cover(&self, those: &CounterFormats) -> bool {
         those.special().all(|(bits, way)| self.get(bits).is_some_and(|known| known.join(way) == known))
     }
 
     /// Those that are not to be told from a word alone.
-    pub fn special(&self) -> impl Iterator<Item = (u64, Way)> {
+    pub fn special(&self) -> impl Iterator<Item = (u64, CounterFormat)> {
         self.0.iter().filter(|(_, way)| !way.is_plain()).map(|(bits, way)| (*bits, *way))
     }
 }
@@ -81,32 +82,32 @@ impl Ways {
 pub struct Full;
 
 /// The ways of layers in memory that is shared.
-pub struct Ledger {
+pub struct FormatRegistry {
     /// The entries, each in half a line.
     cells: Cells<AtomicU64>,
 }
 
 /// An entry: whose it is, or 0, and then the parts of the way.
-struct Entry<'l>(&'l [AtomicU64; ENTRY]);
+struct RegistryEntry<'l>(&'l [AtomicU64; ENTRY]);
 
-impl Ledger {
+impl FormatRegistry {
     /// How many numbers a ledger for so many layers takes.
     pub const fn numbers(layers: usize) -> usize {
         layers.saturating_mul(ENTRY)
     }
 
     /// In these cells, all 0 or written by a ledger before; any others are taken for layers that nobody asks for.
-    pub fn new(cells: Cells<AtomicU64>) -> Ledger {
-        Ledger { cells }
+    pub fn new(cells: Cells<AtomicU64>) -> FormatRegistry {
+        FormatRegistry { cells }
     }
 
-    fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
-        self.cells.as_chunks().0.iter().map(Entry)
+    fn entries(&self) -> impl Iterator<Item = RegistryEntry<'_>> {
+        self.cells.as_chunks().0.iter().map(RegistryEntry)
     }
 
     /// Adds ways to those that are there. To be done before a counter is written so, and while nobody counts who would
     /// not know of it.
-    pub fn join(&self, ways: &Ways) -> Result<(), Full> {
+    pub fn join(&self, ways: &CounterFormats) -> Result<(), Full> {
         for (bits, way) in ways.special() {
             self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?.join(way);
         }
@@ -114,8 +115,8 @@ impl Ledger {
     }
 
     /// All that are there.
-    pub fn ways(&self) -> Ways {
-        let mut ways = Ways::default();
+    pub fn ways(&self) -> CounterFormats {
+        let mut ways = CounterFormats::default();
         // Entries are never taken away, so behind one that is nobody's there is none.
         for (bits, way) in self.entries().map_while(|entry| entry.read()) {
             ways.join(bits, way);
@@ -124,7 +125,7 @@ impl Ledger {
     }
 }
 
-impl Entry<'_> {
+impl RegistryEntry<'_> {
     /// Whether it belongs to this layer, after it was claimed for it if it was nobody's.
     fn is_of(&self, bits: u64) -> bool {
         // Ordering: the parts are read and changed one by one, and each only grows.
@@ -132,7 +133,7 @@ impl Entry<'_> {
         claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
     }
 
-    fn join(&self, way: Way) {
+    fn join(&self, way: CounterFormat) {
         let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
         let own = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
         // Ordering: relaxed; each number means something by itself.
@@ -147,11 +148,11 @@ impl Entry<'_> {
         raise(differ, u64::from(way.differ || known != own));
     }
 
-    fn read(&self) -> Option<(u64, Way)> {
+    fn read(&self) -> Option<(u64, CounterFormat)> {
         // Ordering: relaxed; whoever has to know of a way was started, or handed the rules, after it was joined.
         let [bits, rolls, shards, ahead_most, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
-        let way = Way {
+        let way = CounterFormat {
             rolls: rolls != 0,
             shards: shards.clamp(1, u64::from(SHARDS_MAX)) as u32,
             ahead_most,
@@ -167,15 +168,16 @@ mod tests {
     use super::*;
     use crate::memory::Memory;
 
-    const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
+    const PLAIN: CounterFormat =
+        CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
 
-    fn ledger(layers: usize) -> Ledger {
-        let numbers = Ledger::numbers(layers);
-        Ledger::new(Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap())
+    fn ledger(layers: usize) -> FormatRegistry {
+        let numbers = FormatRegistry::numbers(layers);
+        FormatRegistry::new(Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap())
     }
 
-    fn ways(all: &[(u64, Way)]) -> Ways {
-        let mut ways = Ways::default();
+    fn ways(all: &[(u64, CounterFormat)]) -> CounterFormats {
+        let mut ways = CounterFormats::default();
         all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
         ways
     }
@@ -183,32 +185,32 @@ mod tests {
     #[test]
     fn what_was_written_is_read_and_joined() {
         let ledger = ledger(2);
-        assert_eq!(ledger.ways(), Ways::default());
-        let rolling = Way { rolls: true, ..PLAIN };
+        assert_eq!(ledger.ways(), CounterFormats::default());
+        let rolling = CounterFormat { rolls: true, ..PLAIN };
         assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
         assert_eq!(ledger.ways(), ways(&[(2, rolling)]));
         assert!(ledger.ways().cover(&ways(&[(1, PLAIN), (2, rolling)])));
-        let split = Way { shards: 4, grants: (6, 6), ..PLAIN };
+        let split = CounterFormat { shards: 4, grants: (6, 6), ..PLAIN };
         assert!(!ledger.ways().cover(&ways(&[(2, split)])));
         assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
         assert!(ledger.ways().cover(&ways(&[(2, split)])));
-        assert_eq!(ledger.ways().get(2), Some(Way { shards: 4, differ: true, ..rolling }));
+        assert_eq!(ledger.ways().get(2), Some(CounterFormat { shards: 4, differ: true, ..rolling }));
     }
 
     #[test]
     fn a_full_ledger_says_so() {
         let ledger = ledger(1);
-        let rolling = Way { rolls: true, ..PLAIN };
+        let rolling = CounterFormat { rolls: true, ..PLAIN };
         assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(()));
         assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(Full));
     }
 
     #[test]
     fn any_bits_are_read() {
-        let numbers = Ledger::numbers(1);
+        let numbers = FormatRegistry::numbers(1);
         let cells = Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap();
         cells.iter().for_each(|cell| cell.store(u64::MAX, Ordering::Relaxed));
-        let way = Ledger::new(cells).ways().get(u64::MAX).unwrap();
+        let way = FormatRegistry::new(cells).ways().get(u64::MAX).unwrap();
         assert_eq!((way.shards, way.rolls, way.differ), (SHARDS_MAX, true, true));
     }
 }

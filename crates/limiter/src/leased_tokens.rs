@@ -10,8 +10,8 @@
 //! full, is no loss for anyone but its key; it is never put into a spill counter, where others would spend from it.
 //! Who fetches, from where, and how much, is not known here.
 
-use crate::bucket::{Found, Key, Opening, Seat};
-use crate::counter::{Ask, Course, END_MAX_MS, Use, Word};
+use crate::bucket::{Found, InsertResult, Key, OpenWindow};
+use crate::counter::{AcquireRequest, CounterWord, END_MAX_MS, Usage, WindowKind};
 use crate::table::{Counter, Table};
 
 /// What tells a purse from the counter that it lies beside, and a tally from both. Purses outlive the process where
@@ -36,25 +36,25 @@ impl Counter {
     }
 }
 
-impl Ask {
+impl AcquireRequest {
     /// The same tokens out of the counter's purse. Whoever asks for more than the ceiling gets no more than
     /// that, and what else is in the purse is given up: it was fetched under another limit.
-    pub fn leased(self) -> Ask {
+    pub fn leased(self) -> AcquireRequest {
         // Cut off where a cost beside it still fits a `u64`.
-        Ask { ceiling: self.ceiling.min(u64::MAX >> 1), floor: 0, course: Course::Leased, ..self }
+        AcquireRequest { ceiling: self.ceiling.min(u64::MAX >> 1), floor: 0, course: WindowKind::Leased, ..self }
     }
 
     /// What a purse has to say that is over, or not there.
-    pub(super) fn nothing_left(&self) -> Use {
-        Use { used: self.ceiling, end_ms: self.end_ms }
+    pub(super) fn nothing_left(&self) -> Usage {
+        Usage { used: self.ceiling, end_ms: self.end_ms }
     }
 }
 
-impl Word {
+impl CounterWord {
     /// The same word with so many tokens more, or as many as it can count.
-    pub(super) fn and(self, tokens: u64) -> Word {
+    pub(super) fn and(self, tokens: u64) -> CounterWord {
         let count = u64::from(self.count()).saturating_add(tokens);
-        Word::new(self.tag(), self.end_ms(), u32::try_from(count).unwrap_or(u32::MAX))
+        CounterWord::new(self.tag(), self.end_ms(), u32::try_from(count).unwrap_or(u32::MAX))
     }
 }
 
@@ -85,7 +85,7 @@ impl<const W: usize> Table<W> {
             if tokens == 0 || word.end_ms() != end_ms.min(END_MAX_MS) {
                 return 0;
             }
-            if self.own.swap(index, word, Word::new(key.tag, word.end_ms(), word.count() - tokens)).is_ok() {
+            if self.own.swap(index, word, CounterWord::new(key.tag, word.end_ms(), word.count() - tokens)).is_ok() {
                 return tokens;
             }
         }
@@ -94,7 +94,7 @@ impl<const W: usize> Table<W> {
 
     /// What is left in the purse of `counter`.
     pub fn purse(&self, counter: Counter, now_ms: u64) -> u32 {
-        self.live(counter.purse(), now_ms).map_or(0, Word::count)
+        self.live(counter.purse(), now_ms).map_or(0, CounterWord::count)
     }
 
     /// Remembers what the shared counter stands at in the window ending at `end_ms`, if there is room for it and
@@ -114,7 +114,7 @@ impl<const W: usize> Table<W> {
         self.live(counter.tally(), now_ms).map(|word| (word.end_ms(), word.count()))
     }
 
-    fn live(&self, counter: Counter, now_ms: u64) -> Option<Word> {
+    fn live(&self, counter: Counter, now_ms: u64) -> Option<CounterWord> {
         match self.own.find(counter.key) {
             Found::Counter(_, word) if word.is_live(now_ms) => Some(word),
             Found::Counter(..) | Found::Claim(..) | Found::Nothing => None,
@@ -127,12 +127,12 @@ impl<const W: usize> Table<W> {
         if end_ms <= now_ms {
             return Deposit::Over;
         }
-        let window = Opening { end_ms, closes_ms: end_ms };
+        let window = OpenWindow { end_ms, closes_ms: end_ms };
         loop {
             let (index, mut word) = match self.own.seat(key, window, now_ms, || false) {
-                Seat::At(index, word) => (index, word),
-                Seat::Full => return Deposit::Full,
-                Seat::Late => return Deposit::Over,
+                InsertResult::At(index, word) => (index, word),
+                InsertResult::Full => return Deposit::Full,
+                InsertResult::Late => return Deposit::Over,
             };
             // It may become another key's, if its window was over.
             while word.tag() == key.tag && !word.is_claim() {
@@ -140,7 +140,7 @@ impl<const W: usize> Table<W> {
                     return Deposit::Over;
                 }
                 let before = if word.end_ms() == end_ms { word.count() } else { 0 };
-                let next = Word::new(key.tag, end_ms, count(before));
+                let next = CounterWord::new(key.tag, end_ms, count(before));
                 if next == word {
                     return Deposit::Kept;
                 }
@@ -165,7 +165,7 @@ mod tests {
         Table::with_capacity(16).unwrap()
     }
 
-    fn spend(table: &Table, ask: Ask) -> Charged {
+    fn spend(table: &Table, ask: AcquireRequest) -> Charged {
         table.charge(COUNTER.purse(), ask, Time::plain(50), None)
     }
 
@@ -184,9 +184,9 @@ mod tests {
     fn what_is_in_a_purse_beyond_the_ceiling_is_given_up() {
         let table = table();
         assert_eq!(table.deposit(COUNTER, 100, 80, 50), Deposit::Kept);
-        assert!(matches!(spend(&table, Ask::plain(100, 10, 11).leased()), Charged::Full(_)));
+        assert!(matches!(spend(&table, AcquireRequest::plain(100, 10, 11).leased()), Charged::Full(_)));
         assert_eq!(table.purse(COUNTER, 50), 80);
-        assert!(matches!(spend(&table, Ask::plain(100, 10, 4).leased()), Charged::Paid(..)));
+        assert!(matches!(spend(&table, AcquireRequest::plain(100, 10, 4).leased()), Charged::Paid(..)));
         assert_eq!(table.purse(COUNTER, 50), 6);
     }
 
@@ -197,9 +197,9 @@ mod tests {
         assert_eq!(table.deposit(COUNTER, END_MAX_MS, 5, 50), Deposit::Kept);
         assert_eq!((table.purse(COUNTER, 50), table.purse(COUNTER, END_MAX_MS)), (u32::MAX, 0));
         // As it is where what a request costs is only known afterwards.
-        let ask = Ask { ceiling: u64::MAX, ..Ask::plain(100, 10, u32::MAX) }.leased();
+        let ask = AcquireRequest { ceiling: u64::MAX, ..AcquireRequest::plain(100, 10, u32::MAX) }.leased();
         assert!(matches!(spend(&table, ask), Charged::Paid(..)));
-        assert!(matches!(spend(&table, Ask { cost: 1, ..ask }), Charged::Full(_)));
+        assert!(matches!(spend(&table, AcquireRequest { cost: 1, ..ask }), Charged::Full(_)));
         assert_eq!(table.withdraw(COUNTER, u64::MAX, 1), 0);
     }
 
@@ -207,7 +207,7 @@ mod tests {
     fn a_purse_that_is_forgotten_is_empty() {
         let table = table();
         assert_eq!(table.deposit(COUNTER, 100, 8, 50), Deposit::Kept);
-        table.forget(COUNTER.purse(), Ask::plain(100, 10, 0).leased(), Time::plain(50));
+        table.forget(COUNTER.purse(), AcquireRequest::plain(100, 10, 0).leased(), Time::plain(50));
         assert_eq!(table.purse(COUNTER, 50), 0);
         assert_eq!(table.deposit(COUNTER, 100, 3, 50), Deposit::Kept);
         assert_eq!(table.purse(COUNTER, 50), 3);
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn a_charge_of_nothing_makes_no_purse_and_moves_none() {
         let table = table();
-        let ask = Ask::plain(200, 10, 0).leased();
+        let ask = AcquireRequest::plain(200, 10, 0).leased();
         assert!(matches!(spend(&table, ask), Charged::Full(_)));
         assert_eq!((table.census(50).live, table.deposit(COUNTER, 100, 2, 50)), (0, Deposit::Kept));
         assert!(matches!(spend(&table, ask), Charged::Paid(..)));

@@ -7,21 +7,21 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::acquire::{Charge, Verdict, decide};
+use crate::acquire::{AcquireResult, Charge, decide};
 use crate::bucket::Key;
-use crate::counter::{Ask, Course};
-use crate::decision_context::{Asker, Desk};
+use crate::counter::{AcquireRequest, WindowKind};
+use crate::decision_context::{DecisionContext, KeyedRequest};
 use crate::decision_time::Now;
 use crate::key::{Part, Seed};
 use crate::limit::Limit;
 use crate::rule::{Cost, OnLimit, Rule, Sharing};
 use crate::sharded_counter::Split;
-use crate::shared_counting::Stand;
+use crate::shared_counting::CountingMode;
 use crate::store_key::Segments;
 use crate::table::{Counter, Table};
-use crate::waiter_limit::{Place, Queue};
+use crate::waiter_limit::{WaiterLimit, WaiterSlot};
 use crate::window::Windows;
-use crate::window_sequence::{Pace, Time};
+use crate::window_sequence::{Time, WindowSequence};
 
 /// One layer made ready: what its counters are known by, and what is asked of them.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct Layer {
     nearby: u64,
     /// Position in [`Book::timelines`].
     pub timeline: usize,
-    pub course: Course,
+    pub course: WindowKind,
     pub limit: u32,
     /// What may accumulate.
     pub capacity: u32,
@@ -45,7 +45,7 @@ pub struct Layer {
     /// Whether others count here who would not know what it writes: then its windows stand for themselves.
     pub(super) is_held: bool,
     /// How the store has its counters, and in how many shards, where gateways share them.
-    pub form: Form,
+    pub form: StoreFormat,
     pub shards_elsewhere: u32,
     /// The narrow are charged before the wide.
     rank: (bool, u32, u64),
@@ -54,7 +54,7 @@ pub struct Layer {
 /// How a store has the counters of a layer. It follows from the rules alone: gateways that share counters agree on it
 /// whatever they have in memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Form {
+pub enum StoreFormat {
     /// A number for each window.
     Plain,
     /// What is used or owed, and as of which window.
@@ -65,7 +65,7 @@ pub enum Form {
 
 /// A rule made ready.
 #[derive(Debug)]
-pub struct Entry {
+pub struct CompiledRule {
     pub rule: Rule,
     /// Hash prefix of every key of this rule.
     pub identity: u64,
@@ -76,29 +76,29 @@ pub struct Entry {
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
     /// Who waits because of this rule.
-    pub queue: Arc<Queue>,
+    pub queue: Arc<WaiterLimit>,
 }
 
 /// A layer of a roster: the rule's position in the route's list, and the layer's in the entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Line {
+pub struct LayerRef {
     pub rule: usize,
     pub layer: usize,
 }
 
 /// The rules of one route, in the order of the configuration, and the order in which they charge.
 #[derive(Debug, Default)]
-pub struct Roster {
+pub struct ChargePlan {
     /// Positions in the book.
     pub rules: Vec<usize>,
     /// Layers that everyone has of the enforced rules, from the narrowest to the widest.
-    enforced: Vec<Line>,
+    enforced: Vec<LayerRef>,
     /// Positions of the shadow rules.
     shadows: Vec<usize>,
     /// Whether several gateways share counters of any of its rules.
     pub is_shared: bool,
     /// How each rule is counted as long as the store can be asked.
-    pub(super) stands: Vec<Stand>,
+    pub(super) stands: Vec<CountingMode>,
     pub(super) delays: bool,
     counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
@@ -108,14 +108,14 @@ pub struct Roster {
 
 /// What the rules say to a request.
 #[derive(Debug)]
-pub enum Judgement {
+pub enum Decision {
     Admitted,
     /// It has been charged, and may pass from this moment on.
     Delayed {
         until_ms: u64,
         wait: Option<Wait>,
         /// The layers that it has to be charged in again then: see [`Book::charge_again`].
-        again: Vec<Line>,
+        again: Vec<LayerRef>,
     },
     Refused,
 }
@@ -125,27 +125,34 @@ pub enum Judgement {
 pub struct Wait {
     /// The rule's position in the roster.
     pub rule: usize,
-    pub place: Place,
+    pub place: WaiterSlot,
 }
 
 /// All rules, made ready.
 #[derive(Debug, Default)]
-pub struct Book {
-    pub entries: Vec<Entry>,
+pub struct RuleSet {
+    pub entries: Vec<CompiledRule>,
     /// The ways in which the layers divide time, each once.
     pub timelines: Vec<Windows>,
     /// The pace of each timeline.
-    paces: Vec<Pace>,
+    paces: Vec<WindowSequence>,
 }
 
 impl Layer {
     /// What one request asks of this layer, in the window ending at `end_ms`.
     #[inline]
-    pub(super) fn charge(&self, asker: Asker, end_ms: u64, own_shard: u32) -> Charge {
-        let place = asker.key.place.wrapping_add(self.nearby);
-        let counter = Counter { key: Key::new(place, asker.key.tag ^ self.bits), layer: self.bits };
+    pub(super) fn charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
+        let place = keyed_request.key.place.wrapping_add(self.nearby);
+        let counter = Counter { key: Key::new(place, keyed_request.key.tag ^ self.bits), layer: self.bits };
         let ceiling = u64::from(self.capacity);
-        let ask = Ask { end_ms, ceiling, floor: 0, limit: self.limit, cost: asker.cost, course: self.course };
+        let ask = AcquireRequest {
+            end_ms,
+            ceiling,
+            floor: 0,
+            limit: self.limit,
+            cost: keyed_request.cost,
+            course: self.course,
+        };
         let mut charge = Charge::new(counter, ask);
         if self.shards > 1 {
             charge.split = Split { shards: self.shards, own: own_shard % self.shards };
@@ -159,7 +166,7 @@ impl Layer {
     }
 }
 
-impl Entry {
+impl CompiledRule {
     pub fn layer(&self, layer: usize) -> &Layer {
         &self.layers[layer]
     }
@@ -204,9 +211,9 @@ fn neighbourhood(usual_ms: u64) -> u64 {
     }
 }
 
-impl Roster {
+impl ChargePlan {
     /// The layers that everyone has of the enforced rules, from the narrowest to the widest.
-    pub fn enforced(&self) -> &[Line] {
+    pub fn enforced(&self) -> &[LayerRef] {
         &self.enforced
     }
 
@@ -226,33 +233,33 @@ impl Roster {
     }
 }
 
-impl Book {
+impl RuleSet {
     /// A book of these rules.
     ///
     /// Counters outlive books, and what is in them has to be read as it was written: `former` is the
     /// book before, if there was one.
-    pub fn new(rules: &[Rule], seed: Seed, former: Option<&Book>) -> Book {
+    pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
         // Whoever waits, or reserves, takes a place in a window to come; an answer may tell of any cost.
         let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
-        let mut book = Book::default();
+        let mut rule_set = RuleSet::default();
         for rule in rules {
-            let mut entry = book.make_ready(rule, owes(rule), seed);
+            let mut entry = rule_set.make_ready(rule, owes(rule), seed);
             let known = former.and_then(|former| former.entries.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
                 entry.queue = Arc::clone(&known.queue);
             }
-            book.entries.push(entry);
+            rule_set.entries.push(entry);
         }
-        let ways = book.ways();
-        book.agree(&ways);
-        book.settle_forms();
+        let ways = rule_set.ways();
+        rule_set.agree(&ways);
+        rule_set.settle_forms();
         if let Some(former) = former {
-            book.agree(&former.ways());
+            rule_set.agree(&former.ways());
         }
-        book
+        rule_set
     }
 
-    fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> Entry {
+    fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
         // A rule's counters are known by its name and its key; a layer adds its windows. The limit
         // is not part of it, so a changed limit applies to what was already counted.
         let identity = seed.bits(&["rule", &rule.name, &format!("{:?}", rule.key)]);
@@ -271,7 +278,7 @@ impl Book {
         };
         let segments = Segments::of(rule);
         let suffixes = rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
-        Entry { identity, layers, names, suffixes, variants, queue: Queue::new(most), rule: rule.clone() }
+        CompiledRule { identity, layers, names, suffixes, variants, queue: WaiterLimit::new(most), rule: rule.clone() }
     }
 
     fn layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> Layer {
@@ -291,9 +298,9 @@ impl Book {
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
         let course = match floating {
-            true => Course::Floating(pace),
-            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => Course::Grid(pace),
-            false => Course::Plain,
+            true => WindowKind::Floating(pace),
+            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(pace),
+            false => WindowKind::Plain,
         };
         let usual_ms = limit.windows.usual_ms();
         Layer {
@@ -304,12 +311,12 @@ impl Book {
             ahead_most,
             differs: false,
             is_held: false,
-            form: Form::Plain,
+            form: StoreFormat::Plain,
             shards_elsewhere: 1,
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
-            shards: if course == Course::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
+            shards: if course == WindowKind::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
             rank: (rule.key.contains(&Part::Global), limit.tokens, usual_ms),
         }
     }
@@ -320,9 +327,9 @@ impl Book {
     }
 
     /// The roster for a route that names these rules (positions in the book).
-    pub fn roster(&self, rules: &[usize]) -> Roster {
+    pub fn charge_plan(&self, rules: &[usize]) -> ChargePlan {
         let rule = |position: usize| &self.entries[rules[position]].rule;
-        let mut roster = Roster {
+        let mut charge_plan = ChargePlan {
             rules: rules.to_vec(),
             enforced: Vec::new(),
             shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
@@ -333,144 +340,163 @@ impl Book {
             plain: false,
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
-        let mut lines: Vec<Line> = enforced.flat_map(|position| self.lines(&roster, position, 0)).collect();
-        self.sort(&roster, &mut lines);
-        roster.enforced = lines;
+        let mut lines: Vec<LayerRef> = enforced.flat_map(|position| self.lines(&charge_plan, position, 0)).collect();
+        self.sort(&charge_plan, &mut lines);
+        charge_plan.enforced = lines;
         let layers = || rules.iter().flat_map(|rule| &self.entries[*rule].layers);
-        roster.plain = !roster.counts_refused
-            && !roster.is_shared
-            && layers().all(|layer| layer.course == Course::Plain && layer.shards == 1);
-        roster
+        charge_plan.plain = !charge_plan.counts_refused
+            && !charge_plan.is_shared
+            && layers().all(|layer| layer.course == WindowKind::Plain && layer.shards == 1);
+        charge_plan
     }
 
     /// A roster of one rule, for those who ask it without a request: it decides also if it is a shadow
     /// rule, and nobody waits.
-    pub fn roster_alone(&self, rule: usize) -> Roster {
-        let mut roster = self.roster(&[rule]);
-        roster.shadows.clear();
-        roster.delays = false;
-        let mut lines: Vec<Line> = self.lines(&roster, 0, 0).collect();
-        self.sort(&roster, &mut lines);
-        roster.enforced = lines;
-        roster
+    pub fn roster_alone(&self, rule: usize) -> ChargePlan {
+        let mut charge_plan = self.charge_plan(&[rule]);
+        charge_plan.shadows.clear();
+        charge_plan.delays = false;
+        let mut lines: Vec<LayerRef> = self.lines(&charge_plan, 0, 0).collect();
+        self.sort(&charge_plan, &mut lines);
+        charge_plan.enforced = lines;
+        charge_plan
     }
 
     /// The layers of one rule, as one of its variants has them.
-    pub(super) fn lines(&self, roster: &Roster, position: usize, variant: usize) -> impl Iterator<Item = Line> + use<> {
-        self.entries[roster.rules[position]].variant(variant).map(move |layer| Line { rule: position, layer })
+    pub(super) fn lines(
+        &self,
+        charge_plan: &ChargePlan,
+        position: usize,
+        variant: usize,
+    ) -> impl Iterator<Item = LayerRef> + use<> {
+        self.entries[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
     }
 
     /// Narrow before wide: a counter of one client before the counter of all, a small limit before a
     /// large one. The narrow is likelier to be full, and a charge that must be given back is then
     /// one that few share.
-    fn sort(&self, roster: &Roster, lines: &mut [Line]) {
-        lines.sort_by_key(|line| self.layer_of(roster, *line).rank);
+    fn sort(&self, charge_plan: &ChargePlan, lines: &mut [LayerRef]) {
+        lines.sort_by_key(|line| self.layer_of(charge_plan, *line).rank);
     }
 
-    pub fn layer_of(&self, roster: &Roster, line: Line) -> &Layer {
-        self.entries[roster.rules[line.rule]].layer(line.layer)
+    pub fn layer_of(&self, charge_plan: &ChargePlan, line: LayerRef) -> &Layer {
+        self.entries[charge_plan.rules[line.rule]].layer(line.layer)
     }
 
     /// Whether the rule at a position of the roster is only tried out.
-    pub fn is_shadow(&self, roster: &Roster, position: usize) -> bool {
-        self.entries[roster.rules[position]].rule.is_shadow()
+    pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
+        self.entries[charge_plan.rules[position]].rule.is_shadow()
     }
 
     /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
     /// `None` where the rule does not apply.
-    pub fn judge<const W: usize>(&self, roster: &Roster, table: &Table<W>, now: Now<'_>, desk: &mut Desk) -> Judgement {
-        desk.clear();
-        let judgement = if desk.are_usual() {
-            self.decide(roster, &roster.enforced, table, now, desk, true)
+    pub fn judge<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: Now<'_>,
+        context: &mut DecisionContext,
+    ) -> Decision {
+        context.clear();
+        let judgement = if context.are_usual() {
+            self.decide(charge_plan, &charge_plan.enforced, table, now, context, true)
         } else {
-            let lines = self.lines_of(roster, desk);
-            let judgement = self.decide(roster, &lines, table, now, desk, true);
-            desk.own_lines = lines;
+            let lines = self.lines_of(charge_plan, context);
+            let judgement = self.decide(charge_plan, &lines, table, now, context, true);
+            context.own_lines = lines;
             judgement
         };
-        if !matches!(judgement, Judgement::Refused) {
-            self.try_out(roster, table, now, desk);
+        if !matches!(judgement, Decision::Refused) {
+            self.try_out(charge_plan, table, now, context);
         }
         judgement
     }
 
     /// The lines of a request whose windows are not everyone's, in the desk's own list.
-    pub(super) fn lines_of(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
-        let mut lines = std::mem::take(&mut desk.own_lines);
+    pub(super) fn lines_of(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+        let mut lines = std::mem::take(&mut context.own_lines);
         lines.clear();
-        for (position, asker) in desk.askers.iter().enumerate() {
-            if let Some(asker) = asker.filter(|_| !roster.shadows.contains(&position)) {
-                lines.extend(self.lines(roster, position, asker.variant));
+        for (position, keyed_request) in context.keyed_requests.iter().enumerate() {
+            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadows.contains(&position)) {
+                lines.extend(self.lines(charge_plan, position, keyed_request.variant));
             }
         }
-        self.sort(roster, &mut lines);
+        self.sort(charge_plan, &mut lines);
         lines
     }
 
     /// Lets the shadow rules decide as well.
-    fn try_out<const W: usize>(&self, roster: &Roster, table: &Table<W>, now: Now<'_>, desk: &mut Desk) {
-        for position in &roster.shadows {
-            let Some(asker) = desk.askers[*position] else { continue };
-            let mut lines = std::mem::take(&mut desk.own_lines);
+    fn try_out<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: Now<'_>,
+        context: &mut DecisionContext,
+    ) {
+        for position in &charge_plan.shadows {
+            let Some(keyed_request) = context.keyed_requests[*position] else { continue };
+            let mut lines = std::mem::take(&mut context.own_lines);
             lines.clear();
-            lines.extend(self.lines(roster, *position, asker.variant));
-            if let Judgement::Refused = self.decide(roster, &lines, table, now, desk, false) {
-                desk.shadowed.push(*position);
+            lines.extend(self.lines(charge_plan, *position, keyed_request.variant));
+            if let Decision::Refused = self.decide(charge_plan, &lines, table, now, context, false) {
+                context.shadowed.push(*position);
             }
-            desk.own_lines = lines;
+            context.own_lines = lines;
         }
     }
 
     /// Charges the given lines, all or none, behind what is on the desk already.
     pub(super) fn decide<const W: usize>(
         &self,
-        roster: &Roster,
-        lines: &[Line],
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
         table: &Table<W>,
         mut now: Now<'_>,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         may_wait: bool,
-    ) -> Judgement {
-        let first = desk.charges.len();
-        let waits = may_wait && (roster.delays || desk.reserve);
+    ) -> Decision {
+        let first = context.charges.len();
+        let waits = may_wait && (charge_plan.delays || context.reserve);
         loop {
             let now_ms = now.unix_ms;
-            desk.decided_ms = desk.decided_ms.max(now_ms);
-            match roster.is_shared {
-                true => desk.put_down_shared(self, roster, table, lines, now_ms, first),
-                false => desk.put_down(self, roster, lines, now_ms, first),
+            context.decided_ms = context.decided_ms.max(now_ms);
+            match charge_plan.is_shared {
+                true => context.put_down_shared(self, charge_plan, table, lines, now_ms, first),
+                false => context.put_down(self, charge_plan, lines, now_ms, first),
             }
-            let charges = &mut desk.charges[first..];
-            let verdict = match roster.plain {
-                true => decide(table, charges, &mut desk.shares, Time::all_plain(now_ms)),
-                false => decide(table, charges, &mut desk.shares, self.time(now_ms)),
+            let charges = &mut context.charges[first..];
+            let verdict = match charge_plan.plain {
+                true => decide(table, charges, &mut context.shares, Time::all_plain(now_ms)),
+                false => decide(table, charges, &mut context.shares, self.time(now_ms)),
             };
             match verdict {
-                Verdict::Admitted if roster.is_shared && self.was_overtaken(roster, table, now_ms, desk, first) => {
-                    for share in desk.take_back(first) {
+                AcquireResult::Admitted
+                    if charge_plan.is_shared && self.was_overtaken(charge_plan, table, now_ms, context, first) =>
+                {
+                    for share in context.take_back(first) {
                         table.refund(share.paid, share.ask, self.time(now_ms));
                     }
                 }
-                Verdict::Admitted => return Judgement::Admitted,
+                AcquireResult::Admitted => return Decision::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
-                Verdict::Late if now.not_before(table.horizon_ms()) => {}
+                AcquireResult::Late if now.not_before(table.horizon_ms()) => {}
                 // There is no later time than the last that a counter can name.
-                Verdict::Late => return Judgement::Refused,
-                Verdict::Refused if roster.plain => return Judgement::Refused,
-                Verdict::Refused if desk.meets_debts(first) && now.goes_on() => {}
-                Verdict::Refused if self.amend(roster, table, self.time(now_ms), desk, first) => {}
-                Verdict::Refused => {
-                    if waits && let Some(delayed) = self.postpone(roster, table, self.time(now_ms), desk) {
+                AcquireResult::Late => return Decision::Refused,
+                AcquireResult::Refused if charge_plan.plain => return Decision::Refused,
+                AcquireResult::Refused if context.meets_debts(first) && now.goes_on() => {}
+                AcquireResult::Refused if self.amend(charge_plan, table, self.time(now_ms), context, first) => {}
+                AcquireResult::Refused => {
+                    if waits && let Some(delayed) = self.postpone(charge_plan, table, self.time(now_ms), context) {
                         return delayed;
                     }
                     // Whoever looks for a place looks at the counters again, and may have found one full that was not.
-                    if waits && desk.meets_debts(first) && now.goes_on() {
+                    if waits && context.meets_debts(first) && now.goes_on() {
                         continue;
                     }
-                    if roster.counts_refused && !roster.is_shared {
-                        self.count_refusal(roster, table, self.time(now_ms), desk, first);
+                    if charge_plan.counts_refused && !charge_plan.is_shared {
+                        self.count_refusal(charge_plan, table, self.time(now_ms), context, first);
                     }
-                    return Judgement::Refused;
+                    return Decision::Refused;
                 }
             }
         }

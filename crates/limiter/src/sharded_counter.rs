@@ -5,8 +5,8 @@
 //! admitted is the limit, not more and not less. Shards are for plain windows only.
 
 use crate::bucket::Key;
-use crate::counter::{Ask, Course, Use};
-use crate::table::{Charged, Counter, Paid, Table};
+use crate::counter::{AcquireRequest, Usage, WindowKind};
+use crate::table::{Charged, Counter, Receipt, Table};
 use crate::window_sequence::Time;
 
 /// Into how many shards a counter may be split.
@@ -14,9 +14,9 @@ pub const SHARDS_MAX: u32 = 1024;
 
 /// A charge that was made in one shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Share {
-    pub ask: Ask,
-    pub paid: Paid,
+pub struct ShardReceipt {
+    pub ask: AcquireRequest,
+    pub paid: Receipt,
 }
 
 /// What one of several shards has of a whole; the parts add up to it.
@@ -48,10 +48,10 @@ impl Split {
     }
 
     /// What a shard grants of what is asked of all.
-    fn part(self, shard: u32, ask: Ask) -> Ask {
-        debug_assert!(ask.course != Course::Leased, "a purse is not split");
+    fn part(self, shard: u32, ask: AcquireRequest) -> AcquireRequest {
+        debug_assert!(ask.course != WindowKind::Leased, "a purse is not split");
         let ceiling = part(u64::from(ask.limit), self.shards, shard);
-        Ask { limit: ceiling as u32, ceiling, floor: 0, course: Course::Plain, cost: 0, ..ask }
+        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, course: WindowKind::Plain, cost: 0, ..ask }
     }
 
     /// The counter of a shard; that of the first is the whole's own.
@@ -68,10 +68,10 @@ impl Split {
         self,
         table: &Table<W>,
         whole: Counter,
-        ask: Ask,
+        ask: AcquireRequest,
         time: Time<'_, PLAIN>,
-    ) -> (Use, bool) {
-        let mut sum = Use { used: 0, end_ms: ask.end_ms };
+    ) -> (Usage, bool) {
+        let mut sum = Usage { used: 0, end_ms: ask.end_ms };
         let mut beyond = false;
         for shard in self.order() {
             let part = self.part(shard, ask);
@@ -89,9 +89,9 @@ impl Split {
         self,
         table: &Table<W>,
         whole: Counter,
-        ask: Ask,
+        ask: AcquireRequest,
         time: Time<'_, PLAIN>,
-        shares: &mut Vec<Share>,
+        shares: &mut Vec<ShardReceipt>,
     ) -> Taking {
         let mut left = ask.cost;
         for shard in self.order() {
@@ -106,7 +106,7 @@ impl Split {
                 }
                 match table.charge(counter, part, time, hint) {
                     Charged::Paid(paid, _) => {
-                        shares.push(Share { ask: part, paid });
+                        shares.push(ShardReceipt { ask: part, paid });
                         left -= part.cost;
                         break;
                     }

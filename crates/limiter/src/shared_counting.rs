@@ -4,19 +4,19 @@
 //! Nothing is waited for here, and no store is known. Whoever asks is told that tokens lack, fetches some, and asks
 //! again; everything else of the request is charged with them, or nothing is.
 
-use crate::acquire::{Charge, Verdict, look, take};
-use crate::counter::{Use, usage};
-use crate::decision_context::{Asker, Desk};
+use crate::acquire::{AcquireResult, Charge, look, take};
+use crate::counter::{Usage, usage};
+use crate::decision_context::{DecisionContext, KeyedRequest};
 use crate::decision_time::Now;
 use crate::rule::{OnLimit, OnOutage, Sharing};
-use crate::rule_set::{Book, Entry, Judgement, Layer, Line, Roster};
-use crate::sharded_counter::{Share, Split};
+use crate::rule_set::{ChargePlan, CompiledRule, Decision, Layer, LayerRef, RuleSet};
+use crate::sharded_counter::{ShardReceipt, Split};
 use crate::table::{Counter, Table};
 use crate::window_sequence::Time;
 
 /// How the rules of a roster are counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Stand {
+pub enum CountingMode {
     /// In ordinary counters.
     Own,
     /// With tokens that were fetched beforehand.
@@ -30,15 +30,15 @@ pub enum Stand {
 /// What came of deciding some lines.
 #[derive(Debug)]
 pub enum Step {
-    Decided(Judgement),
+    Decided(Decision),
     /// Nothing was charged: the counters at `desk.lacking` need more tokens than were fetched for them.
     Lacking,
 }
 
 impl Layer {
     /// The counter of one key, as it is where it is not shared.
-    pub fn counter(&self, asker: Asker) -> Counter {
-        self.charge(asker, 0, 0).counter
+    pub fn counter(&self, keyed_request: KeyedRequest) -> Counter {
+        self.charge(keyed_request, 0, 0).counter
     }
 
     /// Makes a charge one of tokens that were fetched.
@@ -49,17 +49,17 @@ impl Layer {
     }
 }
 
-impl Book {
+impl RuleSet {
     /// The stand of each rule of a roster.
     /// `beyond`: whether a rule does what it does in an outage.
-    pub fn stands(&self, roster: &Roster, beyond: impl Fn(usize) -> bool, stands: &mut Vec<Stand>) {
+    pub fn stands(&self, charge_plan: &ChargePlan, beyond: impl Fn(usize) -> bool, stands: &mut Vec<CountingMode>) {
         stands.clear();
-        stands.extend_from_slice(&roster.stands);
+        stands.extend_from_slice(&charge_plan.stands);
         for (position, stand) in stands.iter_mut().enumerate() {
-            if *stand != Stand::Own && beyond(position) {
-                *stand = match self.entries[roster.rules[position]].rule.on_outage {
-                    OnOutage::Local => Stand::Alone,
-                    OnOutage::Allow | OnOutage::Refuse => Stand::Aside,
+            if *stand != CountingMode::Own && beyond(position) {
+                *stand = match self.entries[charge_plan.rules[position]].rule.on_outage {
+                    OnOutage::Local => CountingMode::Alone,
+                    OnOutage::Allow | OnOutage::Refuse => CountingMode::Aside,
                 };
             }
         }
@@ -67,51 +67,53 @@ impl Book {
 
     /// The enforced lines of a request in the order in which they are charged.
     /// They are in the desk's own list: see [`Desk::put_back`].
-    pub fn enforced(&self, roster: &Roster, desk: &mut Desk) -> Vec<Line> {
-        if desk.askers.iter().flatten().any(|asker| asker.variant != 0) {
-            return self.lines_of(roster, desk);
+    pub fn enforced(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+        if context.keyed_requests.iter().flatten().any(|keyed_request| keyed_request.variant != 0) {
+            return self.lines_of(charge_plan, context);
         }
-        let mut lines = std::mem::take(&mut desk.own_lines);
+        let mut lines = std::mem::take(&mut context.own_lines);
         lines.clear();
-        lines.extend_from_slice(roster.enforced());
+        lines.extend_from_slice(charge_plan.enforced());
         lines
     }
 
     /// The lines of a shadow rule, by its position.
-    pub fn of_shadow(&self, roster: &Roster, position: usize, asker: Asker) -> Vec<Line> {
-        self.lines(roster, position, asker.variant).collect()
+    pub fn of_shadow(&self, charge_plan: &ChargePlan, position: usize, keyed_request: KeyedRequest) -> Vec<LayerRef> {
+        self.lines(charge_plan, position, keyed_request.variant).collect()
     }
 
     /// Charges lines as `desk.stands` says, all or none, behind what is on the desk already.
     pub fn step<const W: usize>(
         &self,
-        roster: &Roster,
-        lines: &[Line],
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
         table: &Table<W>,
         now: Now<'_>,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         may_wait: bool,
     ) -> Step {
-        let first = desk.charges.len();
-        desk.lacking.clear();
-        desk.decided_ms = 0;
+        let first = context.charges.len();
+        context.lacking.clear();
+        context.decided_ms = 0;
         // Who waits for windows to come asks the store for his place; here he can not have it.
-        let leases = |line: &Line| desk.stands[line.rule] == Stand::Leased && desk.askers[line.rule].is_some();
+        let leases = |line: &LayerRef| {
+            context.stands[line.rule] == CountingMode::Leased && context.keyed_requests[line.rule].is_some()
+        };
         let may_wait = may_wait && !lines.iter().any(leases);
-        let judgement = self.decide(roster, lines, table, now, desk, may_wait);
-        let now_ms = desk.decided_ms;
+        let judgement = self.decide(charge_plan, lines, table, now, context, may_wait);
+        let now_ms = context.decided_ms;
         match judgement {
-            Judgement::Refused => {
-                if self.only_lacks(roster, table, now, desk, first) {
+            Decision::Refused => {
+                if self.only_lacks(charge_plan, table, now, context, first) {
                     return Step::Lacking;
                 }
-                if roster.counts_refused() {
-                    self.count_refusal(roster, table, self.time(now_ms), desk, first);
+                if charge_plan.counts_refused() {
+                    self.count_refusal(charge_plan, table, self.time(now_ms), context, first);
                 }
             }
-            Judgement::Admitted | Judgement::Delayed { .. } => desk.find_low(first),
+            Decision::Admitted | Decision::Delayed { .. } => context.find_low(first),
         }
-        self.tell(roster, table, now_ms, desk, first);
+        self.tell(charge_plan, table, now_ms, context, first);
         Step::Decided(judgement)
     }
 
@@ -120,12 +122,12 @@ impl Book {
         &self,
         rule: usize,
         layer: usize,
-        asker: Asker,
+        keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now: Now<'_>,
-    ) -> Use {
+    ) -> Usage {
         loop {
-            let mut charge = self.charge_here(rule, layer, asker, now.unix_ms);
+            let mut charge = self.charge_here(rule, layer, keyed_request, now.unix_ms);
             look(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
             if charge.usage.used == 0 || !charge.may_owe() || !now.goes_on() {
                 return charge.usage;
@@ -140,12 +142,12 @@ impl Book {
         &self,
         rule: usize,
         layer: usize,
-        asker: Asker,
+        keyed_request: KeyedRequest,
         table: &Table<W>,
         mut now: Now<'_>,
         mut announce: impl FnMut(u64),
     ) -> u64 {
-        let charge = self.charge_here(rule, layer, asker, now.unix_ms);
+        let charge = self.charge_here(rule, layer, keyed_request, now.unix_ms);
         let time = self.time(now.unix_ms);
         let mut forgotten = Vec::new();
         for counter in charge.split.counters(charge.counter) {
@@ -157,33 +159,35 @@ impl Book {
             }));
         }
         now.goes_on();
-        let ask = self.charge_here(rule, layer, asker, now.unix_ms).ask;
+        let ask = self.charge_here(rule, layer, keyed_request, now.unix_ms).ask;
         forgotten.into_iter().map(|word| usage(word, ask, self.time(now.unix_ms)).used).sum()
     }
 
-    fn charge_here(&self, rule: usize, layer: usize, asker: Asker, now_ms: u64) -> Charge {
+    fn charge_here(&self, rule: usize, layer: usize, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
         let layer = self.entries[rule].layer(layer);
-        let end_ms = self.timelines[layer.timeline].window_at(now_ms, asker.offset).end_ms;
-        layer.charge(Asker { cost: 0, ..asker }, end_ms, 0)
+        let end_ms = self.timelines[layer.timeline].window_at(now_ms, keyed_request.offset).end_ms;
+        layer.charge(KeyedRequest { cost: 0, ..keyed_request }, end_ms, 0)
     }
 
     /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
     fn only_lacks<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         now: Now<'_>,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         first: usize,
     ) -> bool {
-        let now_ms = desk.decided_ms;
-        let Desk { charges, lines, stands, askers, lacking, .. } = desk;
+        let now_ms = context.decided_ms;
+        let DecisionContext { charges, lines, stands, keyed_requests, lacking, .. } = context;
         let mut is_full = false;
         for (i, (charge, line)) in charges.iter_mut().zip(lines.iter()).enumerate().skip(first) {
-            let Some(asker) = askers[line.rule].filter(|_| charge.full) else { continue };
-            let layer = self.layer_of(roster, *line);
-            let here = || self.used_here(roster.rules[line.rule], line.layer, asker, table, now).used;
-            if stands[line.rule] != Stand::Leased || layer.is_used_up(table, asker, charge, here(), now_ms) {
+            let Some(keyed_request) = keyed_requests[line.rule].filter(|_| charge.full) else { continue };
+            let layer = self.layer_of(charge_plan, *line);
+            let here = || self.used_here(charge_plan.rules[line.rule], line.layer, keyed_request, table, now).used;
+            if stands[line.rule] != CountingMode::Leased
+                || layer.is_used_up(table, keyed_request, charge, here(), now_ms)
+            {
                 is_full = true;
             } else {
                 lacking.push(i);
@@ -194,8 +198,9 @@ impl Book {
             for i in lacking.drain(..) {
                 charges[i].full = false;
                 // That no tokens were fetched says nothing about what is left, if nothing else is known of the counter.
-                let known = askers[lines[i].rule]
-                    .and_then(|asker| table.tally(self.layer_of(roster, lines[i]).counter(asker), now_ms));
+                let known = keyed_requests[lines[i].rule].and_then(|keyed_request| {
+                    table.tally(self.layer_of(charge_plan, lines[i]).counter(keyed_request), now_ms)
+                });
                 if known.is_none() {
                     charges[i].usage.used = 0;
                 }
@@ -210,38 +215,47 @@ impl Book {
     // of the emptied counter has acquired the raised tally, so it is read here.
     pub(super) fn was_overtaken<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         now_ms: u64,
-        desk: &Desk,
+        context: &DecisionContext,
         first: usize,
     ) -> bool {
-        desk.charges.iter().zip(&desk.lines).skip(first).any(|(charge, line)| {
-            let is_alone = desk.stands.get(line.rule) == Some(&Stand::Alone);
+        context.charges.iter().zip(&context.lines).skip(first).any(|(charge, line)| {
+            let is_alone = context.stands.get(line.rule) == Some(&CountingMode::Alone);
             let elsewhere = || used_elsewhere(charge.counter, table, now_ms);
-            let capacity = u64::from(self.layer_of(roster, *line).capacity);
+            let capacity = u64::from(self.layer_of(charge_plan, *line).capacity);
             is_alone && charge.usage.used > capacity.saturating_sub(elsewhere())
         })
     }
 
     /// Makes charges say what is used by all gateways together, as far as it is known.
-    pub fn tell<const W: usize>(&self, roster: &Roster, table: &Table<W>, now_ms: u64, desk: &mut Desk, first: usize) {
-        let Desk { charges, lines, stands, askers, .. } = desk;
+    pub fn tell<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now_ms: u64,
+        context: &mut DecisionContext,
+        first: usize,
+    ) {
+        let DecisionContext { charges, lines, stands, keyed_requests, .. } = context;
         for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
-            let (Some(asker), Some(stand)) = (askers[line.rule], stands.get(line.rule)) else { continue };
-            let layer = self.layer_of(roster, *line);
+            let (Some(keyed_request), Some(stand)) = (keyed_requests[line.rule], stands.get(line.rule)) else {
+                continue;
+            };
+            let layer = self.layer_of(charge_plan, *line);
             match stand {
-                Stand::Own | Stand::Aside => {}
-                Stand::Leased => {
+                CountingMode::Own | CountingMode::Aside => {}
+                CountingMode::Leased => {
                     let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
-                    if let Some((end_ms, used)) = table.tally(layer.counter(asker), now_ms) {
+                    if let Some((end_ms, used)) = table.tally(layer.counter(keyed_request), now_ms) {
                         charge.usage.used = u64::from(used).saturating_sub(left);
                         if left == 0 {
                             charge.usage.end_ms = end_ms;
                         }
                     }
                 }
-                Stand::Alone => {
+                CountingMode::Alone => {
                     let whole = charge.ask.ceiling.max(u64::from(layer.capacity));
                     charge.usage.used += whole - charge.ask.ceiling;
                     charge.ask.ceiling = whole;
@@ -253,21 +267,21 @@ impl Book {
     /// Puts down lines for the store to decide, or for later, as ordinary charges that nobody has made; returns from where on.
     pub fn lay_aside<const W: usize>(
         &self,
-        roster: &Roster,
-        lines: &[Line],
+        charge_plan: &ChargePlan,
+        lines: &[LayerRef],
         table: &Table<W>,
         now_ms: u64,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
     ) -> usize {
-        let behind = desk.charges.len();
+        let behind = context.charges.len();
         for line in lines {
-            if let Some(asker) = desk.askers[line.rule] {
-                let mut charge = desk.charge(self, roster, *line, asker, now_ms);
-                if desk.stands.get(line.rule) == Some(&Stand::Alone) {
+            if let Some(keyed_request) = context.keyed_requests[line.rule] {
+                let mut charge = context.charge(self, charge_plan, *line, keyed_request, now_ms);
+                if context.stands.get(line.rule) == Some(&CountingMode::Alone) {
                     beside_others(&mut charge, table, now_ms);
                 }
-                desk.charges.push(charge);
-                desk.lines.push(*line);
+                context.charges.push(charge);
+                context.lines.push(*line);
             }
         }
         behind
@@ -279,33 +293,33 @@ impl Book {
         &self,
         table: &Table<W>,
         now_ms: u64,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         behind: usize,
         until: usize,
     ) -> bool {
-        let Desk { charges, shares, .. } = desk;
-        take(table, &mut charges[behind..until], shares, self.time(now_ms)) == Verdict::Admitted
+        let DecisionContext { charges, shares, .. } = context;
+        take(table, &mut charges[behind..until], shares, self.time(now_ms)) == AcquireResult::Admitted
     }
 
     /// Looks anew at what lies on the desk behind `behind`: at what is counted here, and by the use that is known of it at
     /// what the store decides.
     pub fn measure<const W: usize>(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
         now_ms: u64,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         behind: usize,
     ) {
-        let uses: Vec<Use> = desk.charges[behind..].iter().map(|charge| charge.usage).collect();
-        let lines = desk.lines[behind..].to_vec();
-        desk.rewind(behind);
-        self.lay_aside(roster, &lines, table, now_ms, desk);
-        let Desk { charges, stands, .. } = desk;
+        let uses: Vec<Usage> = context.charges[behind..].iter().map(|charge| charge.usage).collect();
+        let lines = context.lines[behind..].to_vec();
+        context.rewind(behind);
+        self.lay_aside(charge_plan, &lines, table, now_ms, context);
+        let DecisionContext { charges, stands, .. } = context;
         for ((charge, line), usage) in charges[behind..].iter_mut().zip(&lines).zip(uses) {
             charge.usage = match stands[line.rule] {
-                Stand::Own | Stand::Alone => table.look(charge.counter, charge.ask, self.time(now_ms)).0,
-                Stand::Leased | Stand::Aside => usage,
+                CountingMode::Own | CountingMode::Alone => table.look(charge.counter, charge.ask, self.time(now_ms)).0,
+                CountingMode::Leased | CountingMode::Aside => usage,
             };
             charge.full = !charge.usage.admits(charge.ask);
         }
@@ -316,40 +330,43 @@ impl Book {
     #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
     pub fn ask_for_turns(
         &self,
-        roster: &Roster,
+        charge_plan: &ChargePlan,
         turns: &[u64],
-        told: &[(Line, Use)],
+        told: &[(LayerRef, Usage)],
         time: Time<'_>,
-        desk: &mut Desk,
+        context: &mut DecisionContext,
         first: usize,
         behind: usize,
-    ) -> Vec<Line> {
+    ) -> Vec<LayerRef> {
         let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
         let mut again = Vec::new();
-        for (charge, line) in desk.charges.iter_mut().zip(&desk.lines).skip(behind) {
+        for (charge, line) in context.charges.iter_mut().zip(&context.lines).skip(behind) {
             if let Some((_, usage)) = told.iter().find(|(known, _)| known == line) {
                 charge.usage = *usage;
             }
             charge.full = !charge.usage.admits(charge.ask);
             let turn_ms = turns[line.rule];
             if turn_ms > time.now_ms {
-                let end_ms = self.ask_for_then(charge, &self.entries[roster.rules[line.rule]], *line, turn_ms, time);
+                let end_ms =
+                    self.ask_for_then(charge, &self.entries[charge_plan.rules[line.rule]], *line, turn_ms, time);
                 again.extend((end_ms <= until_ms).then_some(*line));
             }
         }
-        let kept = desk.charges[..behind].iter().zip(&desk.lines).skip(first);
+        let kept = context.charges[..behind].iter().zip(&context.lines).skip(first);
         again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, line)| *line));
         again
     }
 
     /// Whether a refused request could be let through in a window to come, by rules that are full.
-    pub fn may_wait(&self, roster: &Roster, desk: &Desk) -> bool {
-        let full = desk.charges.iter().zip(&desk.lines).filter(|(charge, _)| charge.full);
+    pub fn may_wait(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
+        let full = context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full);
         let mut waits = full.map(|(_, line)| {
-            let entry = &self.entries[roster.rules[line.rule]];
+            let entry = &self.entries[charge_plan.rules[line.rule]];
             match entry.rule.on_limit {
-                OnLimit::Delay { .. } => roster.delays || (desk.reserve && self.layer_of(roster, *line).reserve > 0),
-                OnLimit::Refuse => desk.reserve && self.layer_of(roster, *line).reserve > 0,
+                OnLimit::Delay { .. } => {
+                    charge_plan.delays || (context.reserve && self.layer_of(charge_plan, *line).reserve > 0)
+                }
+                OnLimit::Refuse => context.reserve && self.layer_of(charge_plan, *line).reserve > 0,
                 OnLimit::Shadow => false,
             }
         });
@@ -368,19 +385,19 @@ fn used_elsewhere<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u6
     table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
 }
 
-impl Entry {
+impl CompiledRule {
     /// Whether any of its counters is split, where gateways share them.
     pub fn is_split(&self) -> bool {
         self.layers.iter().any(|layer| layer.shards_elsewhere > 1)
     }
 
     /// How it is counted as long as the store can be asked.
-    pub(super) fn stand(&self) -> Stand {
+    pub(super) fn stand(&self) -> CountingMode {
         match self.rule.sharing {
-            Sharing::Own => Stand::Own,
+            Sharing::Own => CountingMode::Own,
             // No one call decides on all shards: tokens of a split counter are always fetched.
-            Sharing::Exact if !self.is_split() => Stand::Aside,
-            Sharing::Exact | Sharing::Lease => Stand::Leased,
+            Sharing::Exact if !self.is_split() => CountingMode::Aside,
+            Sharing::Exact | Sharing::Lease => CountingMode::Leased,
         }
     }
 }
@@ -391,27 +408,27 @@ impl Layer {
     fn is_used_up<const W: usize>(
         &self,
         table: &Table<W>,
-        asker: Asker,
+        keyed_request: KeyedRequest,
         charge: &Charge,
         here: u64,
         now_ms: u64,
     ) -> bool {
         let (cost, capacity) = (u64::from(charge.ask.cost), u64::from(self.capacity));
-        let counter = self.counter(asker);
+        let counter = self.counter(keyed_request);
         // What was fetched here and is not spent is not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.purse(counter, now_ms)));
         cost > capacity || table.tally(counter, now_ms).is_some_and(|told| spent(told) + here + cost > capacity)
     }
 }
 
-impl Desk {
+impl DecisionContext {
     /// Takes back the list that was used for lines, so that the next request need not allocate one.
-    pub fn put_back(&mut self, lines: Vec<Line>) {
+    pub fn put_back(&mut self, lines: Vec<LayerRef>) {
         self.own_lines = lines;
     }
 
     /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
-    pub fn take_back(&mut self, first: usize) -> Vec<Share> {
+    pub fn take_back(&mut self, first: usize) -> Vec<ShardReceipt> {
         let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
         let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
         whole.chain(self.shares.drain(split..)).collect()
@@ -427,10 +444,10 @@ impl Desk {
     /// Puts down what the request asks of each of `lines` where several gateways share counters.
     pub(super) fn put_down_shared<const W: usize>(
         &mut self,
-        book: &Book,
-        roster: &Roster,
+        rule_set: &RuleSet,
+        charge_plan: &ChargePlan,
         table: &Table<W>,
-        lines: &[Line],
+        lines: &[LayerRef],
         now_ms: u64,
         first: usize,
     ) {
@@ -438,23 +455,25 @@ impl Desk {
         self.lines.truncate(first);
         for line in lines {
             let stand = self.stands[line.rule];
-            let Some(asker) = self.askers[line.rule].filter(|_| stand != Stand::Aside) else { continue };
+            let Some(keyed_request) = self.keyed_requests[line.rule].filter(|_| stand != CountingMode::Aside) else {
+                continue;
+            };
             if self.in_hand.contains(line) {
                 continue;
             }
-            let mut charge = self.charge(book, roster, *line, asker, now_ms);
-            let layer = book.layer_of(roster, *line);
+            let mut charge = self.charge(rule_set, charge_plan, *line, keyed_request, now_ms);
+            let layer = rule_set.layer_of(charge_plan, *line);
             match stand {
-                Stand::Leased => {
+                CountingMode::Leased => {
                     layer.lease(&mut charge);
                     // More was handed out than this request's limit, which is another one than others have, or had.
-                    let handed_out = table.tally(layer.counter(asker), now_ms).map_or(0, |(_, used)| used);
-                    if handed_out > layer.capacity && layer.is_used_up(table, asker, &charge, 0, now_ms) {
+                    let handed_out = table.tally(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
+                    if handed_out > layer.capacity && layer.is_used_up(table, keyed_request, &charge, 0, now_ms) {
                         charge.ask.floor = charge.ask.ceiling;
                     }
                 }
-                Stand::Alone => beside_others(&mut charge, table, now_ms),
-                Stand::Own | Stand::Aside => {}
+                CountingMode::Alone => beside_others(&mut charge, table, now_ms),
+                CountingMode::Own | CountingMode::Aside => {}
             }
             self.charges.push(charge);
             self.lines.push(*line);
@@ -466,7 +485,7 @@ impl Desk {
     fn find_low(&mut self, first: usize) {
         self.low.clear();
         for (i, (charge, line)) in self.charges.iter().zip(&self.lines).enumerate().skip(first) {
-            if self.stands[line.rule] == Stand::Leased {
+            if self.stands[line.rule] == CountingMode::Leased {
                 let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
                 if left.leading_zeros() != (left + u64::from(charge.ask.cost)).leading_zeros() {
                     self.low.push(i);

@@ -11,10 +11,10 @@ use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use crate::atomics::{AtomicU64, Ordering, fence};
-use crate::bucket::{Found, Key, MARKS, Opening, Region, Seat};
+use crate::bucket::{Found, InsertResult, Key, MARKS, OpenWindow, Region};
 use crate::counter::{
-    Ask, Course, END_MAX_MS, Taken, Use, Word, amended, charged, forgotten, given_up, held_open, position, positions,
-    usage, usage_of_many,
+    AcquireRequest, CounterWord, END_MAX_MS, Taken, Usage, WindowKind, amended, charged, forgotten, given_up,
+    held_open, position, positions, usage, usage_of_many,
 };
 use crate::memory::{Cells, LINE_BYTES, Memory};
 use crate::window_sequence::Time;
@@ -43,7 +43,7 @@ impl Counter {
 
 /// Where a charge went, so that it can be taken back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Paid {
+pub struct Receipt {
     slot: Slot,
     taken: Taken,
 }
@@ -66,16 +66,16 @@ impl Slot {
     }
 }
 
-impl Paid {
+impl Receipt {
     /// End of the window in which it was charged, Unix milliseconds.
     pub fn end_ms(self) -> u64 {
         self.taken.end_ms
     }
 
     /// What was taken from a counter at `slot`, which then had the given use.
-    pub fn at(slot: Slot, counter: Counter, after: Use, tokens: u64) -> Paid {
+    pub fn at(slot: Slot, counter: Counter, after: Usage, tokens: u64) -> Receipt {
         let tag = if slot.is_spilled() { counter.spill().tag } else { counter.key.tag };
-        Paid { slot, taken: Taken { tag, end_ms: after.end_ms, used: after.used, tokens } }
+        Receipt { slot, taken: Taken { tag, end_ms: after.end_ms, used: after.used, tokens } }
     }
 
     pub fn slot(self) -> Slot {
@@ -87,7 +87,7 @@ impl Paid {
     }
 
     /// Where it stands among all charges: those of one counter are neighbours, later ones behind earlier ones.
-    pub fn position(self, is_rest: bool, ask: Ask, time: Time<'_>) -> (Slot, u128) {
+    pub fn position(self, is_rest: bool, ask: AcquireRequest, time: Time<'_>) -> (Slot, u128) {
         (self.slot, position(self.taken, is_rest, ask, time))
     }
 
@@ -98,8 +98,8 @@ impl Paid {
     }
 
     /// The last `tokens` of it, or all.
-    pub fn last(self, tokens: u32) -> Paid {
-        Paid { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }
+    pub fn last(self, tokens: u32) -> Receipt {
+        Receipt { taken: Taken { tokens: self.taken.tokens.min(u64::from(tokens)), ..self.taken }, ..self }
     }
 }
 
@@ -108,7 +108,7 @@ impl Paid {
 pub enum GivenUp {
     All,
     /// The rest can be given back after the charges behind it.
-    AllBut(Paid),
+    AllBut(Receipt),
     /// The window is over, or there are charges behind it.
     Nothing,
 }
@@ -117,21 +117,21 @@ pub enum GivenUp {
 #[derive(Clone, Copy, Debug)]
 pub struct Seen {
     index: usize,
-    word: Word,
+    word: CounterWord,
 }
 
 /// The answer to one charge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Charged {
-    Paid(Paid, Use),
-    Full(Use),
+    Paid(Receipt, Usage),
+    Full(Usage),
     /// The window asked for is over; ask again with a time not before [`Table::horizon_ms`].
     Late,
 }
 
 /// What a table knows beside its counters, Unix milliseconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Marks {
+pub struct Watermarks {
     /// The latest end of a window whose counter's slot was given away; of the spill counters, too.
     pub horizon_ms: u64,
     pub spill_horizon_ms: u64,
@@ -141,7 +141,7 @@ pub struct Marks {
 
 /// How many counters there are, and for how many more there is room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Census {
+pub struct TableStats {
     pub live: usize,
     pub free: usize,
 }
@@ -229,8 +229,8 @@ impl<const W: usize> Table<W> {
     }
 
     /// What stands beside the counters.
-    pub fn marks(&self) -> Marks {
-        Marks {
+    pub fn marks(&self) -> Watermarks {
+        Watermarks {
             horizon_ms: self.own.horizon_ms(),
             spill_horizon_ms: self.spill.horizon_ms(),
             // Ordering: acquire, as in `spills`.
@@ -239,12 +239,12 @@ impl<const W: usize> Table<W> {
     }
 
     /// All counters whose window is open, each with its place. They change while this goes on.
-    pub fn open(&self, now_ms: u64) -> impl Iterator<Item = (usize, Word)> + '_ {
+    pub fn open(&self, now_ms: u64) -> impl Iterator<Item = (usize, CounterWord)> + '_ {
         self.own.words().chain(self.spill.words()).enumerate().filter(move |(_, word)| word.is_live(now_ms))
     }
 
     /// Puts back what `marks` told, before anything is charged.
-    pub fn restore_marks(&self, marks: Marks) {
+    pub fn restore_marks(&self, marks: Watermarks) {
         self.own.raise_horizon(marks.horizon_ms);
         self.spill.raise_horizon(marks.spill_horizon_ms);
         // Ordering: whoever charges was started later.
@@ -253,7 +253,7 @@ impl<const W: usize> Table<W> {
 
     /// Puts back a counter that `open` told of a table of the same plan, before anything is charged; `false` if
     /// there is no such place.
-    pub fn restore(&self, place: usize, word: Word) -> bool {
+    pub fn restore(&self, place: usize, word: CounterWord) -> bool {
         match place.checked_sub(self.own.slots()) {
             None => self.own.restore(place, word),
             Some(place) => self.spill.restore(place, word),
@@ -267,27 +267,32 @@ impl<const W: usize> Table<W> {
     }
 
     /// Counts the slots with an open window; takes a pass over the table.
-    pub fn census(&self, now_ms: u64) -> Census {
+    pub fn census(&self, now_ms: u64) -> TableStats {
         self.census_of(iter::once(0..usize::MAX), now_ms)
     }
 
     /// Counts the slots with an open window in the parts of the table's memory that were `written`: ranges of bytes from
     /// its start on. Slots in other parts are free.
-    pub fn census_of(&self, written: impl Iterator<Item = Range<usize>>, now_ms: u64) -> Census {
+    pub fn census_of(&self, written: impl Iterator<Item = Range<usize>>, now_ms: u64) -> TableStats {
         let slot = |byte: usize| byte.saturating_sub(Plan::WORDS_AT) / size_of::<u128>();
         let words = written.flat_map(|bytes| self.own.words_in(slot(bytes.start)..slot(bytes.end)));
         let live = words.filter(|word| word.is_live(now_ms)).count();
         // Half of the slots are there to be found free.
-        Census { live, free: (self.own.slots() / 2).saturating_sub(live) }
+        TableStats { live, free: (self.own.slots() / 2).saturating_sub(live) }
     }
 
     /// What is used of a counter, and nothing else: no slot is taken.
     #[inline]
-    pub fn look<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> (Use, Option<Seen>) {
+    pub fn look<const PLAIN: bool>(
+        &self,
+        counter: Counter,
+        ask: AcquireRequest,
+        time: Time<'_, PLAIN>,
+    ) -> (Usage, Option<Seen>) {
         if let Found::Counter(index, word) = self.own.find(counter.key) {
             return (usage(word, ask, time), Some(Seen { index, word }));
         }
-        if ask.course_in(time) == Course::Leased {
+        if ask.course_in(time) == WindowKind::Leased {
             return (ask.nothing_left(), None);
         }
         if self.spills(ask, time)
@@ -299,7 +304,7 @@ impl<const W: usize> Table<W> {
             }
             return (usage, None);
         }
-        (Use { used: 0, end_ms: ask.end_ms }, None)
+        (Usage { used: 0, end_ms: ask.end_ms }, None)
     }
 
     /// Refusals by a spill counter, or for want of one, since the start.
@@ -314,7 +319,7 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether any spill counter may be open in the window of `ask`.
-    fn spills<const PLAIN: bool>(&self, ask: Ask, time: Time<'_, PLAIN>) -> bool {
+    fn spills<const PLAIN: bool>(&self, ask: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
         // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
         // and `Region::confirm` decide.
         self.spill_end().load(Ordering::Acquire) >= ask.closes_ms(time)
@@ -327,10 +332,10 @@ impl<const W: usize> Table<W> {
     pub fn charge_seen<const PLAIN: bool>(
         &self,
         seen: Seen,
-        before: Use,
-        ask: Ask,
+        before: Usage,
+        ask: AcquireRequest,
         time: Time<'_, PLAIN>,
-    ) -> Option<(Slot, Use)> {
+    ) -> Option<(Slot, Usage)> {
         let (next, after) = charged(seen.word.tag(), before, ask, time)?;
         self.own.swap(seen.index, seen.word, next).ok().map(|()| (Slot::new(false, seen.index), after))
     }
@@ -340,11 +345,11 @@ impl<const W: usize> Table<W> {
     pub fn charge<const PLAIN: bool>(
         &self,
         counter: Counter,
-        ask: Ask,
+        ask: AcquireRequest,
         time: Time<'_, PLAIN>,
         hint: Option<Seen>,
     ) -> Charged {
-        if ask.course_in(time) == Course::Leased {
+        if ask.course_in(time) == WindowKind::Leased {
             return self.spend(counter, ask, time);
         }
         if let Some(Seen { index, word }) = hint
@@ -352,16 +357,16 @@ impl<const W: usize> Table<W> {
         {
             return answer;
         }
-        let window = Opening { end_ms: ask.end_ms, closes_ms: ask.closes_ms(time) };
+        let window = OpenWindow { end_ms: ask.end_ms, closes_ms: ask.closes_ms(time) };
         loop {
             match self.own.seat(counter.key, window, time.now_ms, || self.spill_is_used(counter, ask, time)) {
-                Seat::At(index, word) => {
+                InsertResult::At(index, word) => {
                     if let Some(answer) = self.pay(&self.own, index, word, counter.key, ask, time) {
                         return answer;
                     }
                 }
-                Seat::Late => return Charged::Late,
-                Seat::Full => {
+                InsertResult::Late => return Charged::Late,
+                InsertResult::Full => {
                     if let Some(answer) = self.pay_spill(counter, ask, window, time) {
                         return answer;
                     }
@@ -371,7 +376,7 @@ impl<const W: usize> Table<W> {
     }
 
     /// Charges a purse, if there is one: what nobody fetched is not there to be spent.
-    fn spend<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> Charged {
+    fn spend<const PLAIN: bool>(&self, counter: Counter, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Charged {
         loop {
             match self.own.find(counter.key) {
                 Found::Counter(index, word) if word.is_live(time.now_ms) => {
@@ -389,9 +394,9 @@ impl<const W: usize> Table<W> {
         &self,
         region: &Region<W>,
         index: usize,
-        mut word: Word,
+        mut word: CounterWord,
         key: Key,
-        ask: Ask,
+        ask: AcquireRequest,
         time: Time<'_, PLAIN>,
     ) -> Option<Charged> {
         let spilled = std::ptr::eq(region, &self.spill);
@@ -405,7 +410,7 @@ impl<const W: usize> Table<W> {
                 Ok(()) => {
                     let tokens = after.used - before.used;
                     let taken = Taken { tag: key.tag, end_ms: after.end_ms, used: after.used, tokens };
-                    return Some(Charged::Paid(Paid { slot: Slot::new(spilled, index), taken }, after));
+                    return Some(Charged::Paid(Receipt { slot: Slot::new(spilled, index), taken }, after));
                 }
                 Err(changed) => word = changed,
             }
@@ -414,15 +419,15 @@ impl<const W: usize> Table<W> {
     }
 
     /// Whether the key may have been counted in its spill counter, in the window of `ask` or a later one.
-    fn spill_is_used<const PLAIN: bool>(&self, counter: Counter, ask: Ask, time: Time<'_, PLAIN>) -> bool {
+    fn spill_is_used<const PLAIN: bool>(&self, counter: Counter, ask: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
         self.spills(ask, time)
             && match self.spill.find(counter.spill()) {
                 // A counter that rolled on says nothing about the window before, whatever it stands at.
                 Found::Counter(_, word) => match ask.course_in(time) {
-                    Course::Plain | Course::Grid(_) => {
+                    WindowKind::Plain | WindowKind::Grid(_) => {
                         word.end_ms() > ask.end_ms || (word.end_ms() == ask.end_ms && word.count() > 0)
                     }
-                    Course::Floating(_) | Course::Leased => word.is_live(time.now_ms),
+                    WindowKind::Floating(_) | WindowKind::Leased => word.is_live(time.now_ms),
                 },
                 // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
                 Found::Claim(..) | Found::Nothing => ask.closes_ms(time) <= self.spill.horizon_ms(),
@@ -433,24 +438,24 @@ impl<const W: usize> Table<W> {
     fn pay_spill<const PLAIN: bool>(
         &self,
         counter: Counter,
-        ask: Ask,
-        window: Opening,
+        ask: AcquireRequest,
+        window: OpenWindow,
         time: Time<'_, PLAIN>,
     ) -> Option<Charged> {
         // Ordering: raised before the charge, so that who sees the charge looks for it. What is
         // owed may keep a counter open for long.
-        let end_ms = if ask.course == Course::Plain { ask.end_ms } else { END_MAX_MS };
+        let end_ms = if ask.course == WindowKind::Plain { ask.end_ms } else { END_MAX_MS };
         self.spill_end().fetch_max(end_ms, Ordering::AcqRel);
         let key = counter.spill();
         let answer = loop {
             match self.spill.seat(key, window, time.now_ms, || false) {
-                Seat::At(index, word) => {
+                InsertResult::At(index, word) => {
                     if let Some(answer) = self.pay(&self.spill, index, word, key, ask, time) {
                         break answer;
                     }
                 }
-                Seat::Late => return Some(Charged::Late),
-                Seat::Full => break Charged::Full(Use { used: ask.ceiling, end_ms: ask.end_ms }),
+                InsertResult::Late => return Some(Charged::Late),
+                InsertResult::Full => break Charged::Full(Usage { used: ask.ceiling, end_ms: ask.end_ms }),
             }
         };
         let Charged::Paid(paid, _) = answer else {
@@ -483,7 +488,7 @@ impl<const W: usize> Table<W> {
     }
 
     /// Lowers what a counter of its own has used and owes to `most`; `false` if it is no more than that.
-    pub fn amend(&self, counter: Counter, ask: Ask, most: u64, time: Time<'_>) -> bool {
+    pub fn amend(&self, counter: Counter, ask: AcquireRequest, most: u64, time: Time<'_>) -> bool {
         while let Found::Counter(index, word) = self.own.find(counter.key) {
             let Some(less) = amended(word, ask, most, time) else { return false };
             if self.own.swap(index, word, less).is_ok() {
@@ -495,13 +500,19 @@ impl<const W: usize> Table<W> {
 
     /// Forgets what a counter of its own has used and owes; returns what it was, [`Word::EMPTY`] if there is
     /// none. A spill counter is not one key's to forget.
-    pub fn forget(&self, counter: Counter, ask: Ask, time: Time<'_>) -> Word {
+    pub fn forget(&self, counter: Counter, ask: AcquireRequest, time: Time<'_>) -> CounterWord {
         self.forget_after(counter, ask, time, |_word| ())
     }
 
     /// As [`Table::forget`]. `announce` is told what is about to be forgotten: the last word it is told is the one that was
     /// forgotten, so that no thread sees the counter empty before the announcement.
-    pub fn forget_after(&self, counter: Counter, ask: Ask, time: Time<'_>, mut announce: impl FnMut(Word)) -> Word {
+    pub fn forget_after(
+        &self,
+        counter: Counter,
+        ask: AcquireRequest,
+        time: Time<'_>,
+        mut announce: impl FnMut(CounterWord),
+    ) -> CounterWord {
         while let Found::Counter(index, word) = self.own.find(counter.key) {
             let unused = forgotten(word, ask, time);
             if word != unused {
@@ -511,23 +522,29 @@ impl<const W: usize> Table<W> {
                 return word;
             }
         }
-        Word::EMPTY
+        CounterWord::EMPTY
     }
 
     /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was
     /// asked; the time may have gone on since.
     /// `false` if nothing could be given back.
-    pub fn refund<const PLAIN: bool>(&self, paid: Paid, ask: Ask, time: Time<'_, PLAIN>) -> bool {
+    pub fn refund<const PLAIN: bool>(&self, paid: Receipt, ask: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
         self.give_up(paid, false, ask, time) != GivenUp::Nothing
     }
 
     /// As [`Table::refund`], for a charge or the rest of one. Tells what is left of it.
-    pub fn give_up<const PLAIN: bool>(&self, paid: Paid, is_rest: bool, ask: Ask, time: Time<'_, PLAIN>) -> GivenUp {
+    pub fn give_up<const PLAIN: bool>(
+        &self,
+        paid: Receipt,
+        is_rest: bool,
+        ask: AcquireRequest,
+        time: Time<'_, PLAIN>,
+    ) -> GivenUp {
         let region = if paid.slot.is_spilled() { &self.spill } else { &self.own };
         let mut word = region.load(paid.slot.index());
         while let Some((less, rest)) = given_up(word, paid.taken, is_rest, ask, time) {
             match region.swap(paid.slot.index(), word, less) {
-                Ok(()) => return rest.map_or(GivenUp::All, |taken| GivenUp::AllBut(Paid { taken, ..paid })),
+                Ok(()) => return rest.map_or(GivenUp::All, |taken| GivenUp::AllBut(Receipt { taken, ..paid })),
                 Err(changed) => word = changed,
             }
         }

@@ -6,26 +6,26 @@ use crate::atomics::{AtomicU64, Ordering};
 
 /// The requests that wait because of one rule.
 #[derive(Debug)]
-pub struct Queue {
+pub struct WaiterLimit {
     waiting: AtomicU64,
     most: u64,
 }
 
 /// A place among those who wait; dropped when the wait is over, however it ended.
 #[derive(Debug)]
-pub struct Place(Arc<Queue>);
+pub struct WaiterSlot(Arc<WaiterLimit>);
 
-impl Queue {
+impl WaiterLimit {
     /// A queue in which at most so many wait.
-    pub fn new(most: u64) -> Arc<Queue> {
-        Arc::new(Queue { waiting: AtomicU64::new(0), most })
+    pub fn new(most: u64) -> Arc<WaiterLimit> {
+        Arc::new(WaiterLimit { waiting: AtomicU64::new(0), most })
     }
 
     /// A place, if there is one.
-    pub fn enter(self: &Arc<Queue>) -> Option<Place> {
+    pub fn enter(self: &Arc<WaiterLimit>) -> Option<WaiterSlot> {
         // Ordering: relaxed; the number guards nothing but itself.
         if self.waiting.fetch_add(1, Ordering::Relaxed) < self.most {
-            return Some(Place(Arc::clone(self)));
+            return Some(WaiterSlot(Arc::clone(self)));
         }
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         None
@@ -37,7 +37,7 @@ impl Queue {
     }
 }
 
-impl Drop for Place {
+impl Drop for WaiterSlot {
     fn drop(&mut self) {
         // Ordering: relaxed; as in `enter`.
         self.0.waiting.fetch_sub(1, Ordering::Relaxed);
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn a_queue_is_never_longer_than_it_may_be() {
-        let queue = Queue::new(2);
+        let queue = WaiterLimit::new(2);
         let places = (queue.enter(), queue.enter());
         assert!(places.0.is_some() && places.1.is_some() && queue.enter().is_none());
         drop(places);

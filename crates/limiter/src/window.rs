@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::counter::END_MAX_MS;
-use crate::window_sequence::Pace;
+use crate::window_sequence::WindowSequence;
 
 /// The shortest period that a limit may have.
 pub const PERIOD_MIN_MS: u64 = 10;
@@ -150,11 +150,11 @@ impl Windows {
         self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(USUAL_MS, 0).end_ms))
     }
 
-    pub fn pace(&self) -> Pace {
+    pub fn pace(&self) -> WindowSequence {
         match self {
-            Windows::Calendar(calendar) => Pace::Listed(Arc::clone(&calendar.ends)),
+            Windows::Calendar(calendar) => WindowSequence::Listed(Arc::clone(&calendar.ends)),
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
-                Pace::Even { period_ms: *period_ms }
+                WindowSequence::Even { period_ms: *period_ms }
             }
         }
     }

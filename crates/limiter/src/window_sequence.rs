@@ -9,19 +9,19 @@ use crate::counter::END_MAX_MS;
 
 /// The lengths of consecutive windows.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Pace {
+pub enum WindowSequence {
     /// All of them last equally long; at least a millisecond.
     Even { period_ms: u64 },
     /// They end at these moments, Unix milliseconds, ascending: calendar windows.
     Listed(Arc<[u64]>),
 }
 
-impl Pace {
+impl WindowSequence {
     /// How many windows lie between the end of one and the end of a later one; 0 if it is no later.
     pub fn between(&self, end_ms: u64, later_ms: u64) -> u64 {
         match self {
-            Pace::Even { period_ms } => later_ms.saturating_sub(end_ms).div_ceil(*period_ms),
-            Pace::Listed(ends) => {
+            WindowSequence::Even { period_ms } => later_ms.saturating_sub(end_ms).div_ceil(*period_ms),
+            WindowSequence::Listed(ends) => {
                 let position = |ms: u64| ends.partition_point(|end| *end < ms) as u64;
                 position(later_ms).saturating_sub(position(end_ms))
             }
@@ -32,8 +32,10 @@ impl Pace {
     /// [`END_MAX_MS`].
     pub fn after(&self, end_ms: u64, windows: u64) -> u64 {
         match self {
-            Pace::Even { period_ms } => end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS),
-            Pace::Listed(ends) => {
+            WindowSequence::Even { period_ms } => {
+                end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS)
+            }
+            WindowSequence::Listed(ends) => {
                 let position = ends.partition_point(|end| *end < end_ms) as u64 + windows;
                 usize::try_from(position).ok().and_then(|i| ends.get(i)).map_or(END_MAX_MS, |end| *end)
             }
@@ -47,8 +49,8 @@ impl Pace {
             return end_ms;
         }
         match self {
-            Pace::Even { period_ms } => end_ms + ((now_ms - end_ms) / period_ms + 1) * period_ms,
-            Pace::Listed(ends) => {
+            WindowSequence::Even { period_ms } => end_ms + ((now_ms - end_ms) / period_ms + 1) * period_ms,
+            WindowSequence::Listed(ends) => {
                 let next = ends.partition_point(|end| *end <= now_ms);
                 ends.get(next).map_or(END_MAX_MS, |end| *end)
             }
@@ -64,7 +66,7 @@ impl Pace {
 pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
-    pub paces: &'a [Pace],
+    pub paces: &'a [WindowSequence],
 }
 
 impl Time<'static> {
@@ -87,7 +89,7 @@ mod tests {
 
     #[test]
     fn even_windows_are_counted_and_found() {
-        let pace = Pace::Even { period_ms: 100 };
+        let pace = WindowSequence::Even { period_ms: 100 };
         assert_eq!((pace.between(100, 100), pace.between(100, 300), pace.between(300, 100)), (0, 2, 0));
         assert_eq!((pace.after(100, 0), pace.after(100, 3)), (100, 400));
         assert_eq!(pace.after(100, u64::MAX), END_MAX_MS);
@@ -95,7 +97,7 @@ mod tests {
 
     #[test]
     fn listed_windows_are_counted_and_found() {
-        let pace = Pace::Listed([31, 59, 90, 120].into());
+        let pace = WindowSequence::Listed([31, 59, 90, 120].into());
         assert_eq!((pace.between(31, 90), pace.between(59, 59), pace.between(90, 31)), (2, 0, 0));
         assert_eq!((pace.after(31, 2), pace.after(59, 0), pace.after(59, 9)), (90, 59, END_MAX_MS));
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
 
 /// The text of a clients file.
-pub struct Pages(DocumentMut);
+pub struct ClientsDocument(DocumentMut);
 
 /// What a client is known by, as it is written.
 pub struct Belongings {
@@ -24,9 +24,9 @@ impl Belongings {
     }
 }
 
-impl Pages {
-    pub fn read(text: &str) -> Result<Pages, TomlError> {
-        text.parse().map(Pages)
+impl ClientsDocument {
+    pub fn read(text: &str) -> Result<ClientsDocument, TomlError> {
+        text.parse().map(ClientsDocument)
     }
 
     /// Adds a client, or what one does not have yet.
@@ -124,7 +124,7 @@ impl Pages {
     }
 }
 
-impl fmt::Display for Pages {
+impl fmt::Display for ClientsDocument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
@@ -251,14 +251,14 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
     }
 
     /// What an edit makes of a text.
-    fn edited(text: &str, edit: impl FnOnce(&mut Pages)) -> String {
-        let mut pages = Pages::read(text).unwrap();
+    fn edited(text: &str, edit: impl FnOnce(&mut ClientsDocument)) -> String {
+        let mut pages = ClientsDocument::read(text).unwrap();
         edit(&mut pages);
         pages.to_string()
     }
 
     #[track_caller]
-    fn assert_replaces(edit: impl FnOnce(&mut Pages), changes: &[(&str, &str)]) {
+    fn assert_replaces(edit: impl FnOnce(&mut ClientsDocument), changes: &[(&str, &str)]) {
         let expected = changes.iter().fold(FILE.to_owned(), |text, (old, new)| {
             assert!(text.contains(old), "{old}");
             text.replacen(old, new, 1)
@@ -276,7 +276,7 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
 
     #[test]
     fn a_client_comes_last() {
-        let add = |pages: &mut Pages| pages.add("delta", Some("gold"), &belongings(&["sha256:dd"], &[]));
+        let add = |pages: &mut ClientsDocument| pages.add("delta", Some("gold"), &belongings(&["sha256:dd"], &[]));
         let new = "[clients.delta]\nplan = \"gold\"\napi_keys = [\"sha256:dd\"]\n";
         assert_eq!(edited("", add), new);
         assert_eq!(edited("# Clients.\n", add), format!("# Clients.\n\n{new}"));
@@ -288,26 +288,27 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
 
     #[test]
     fn what_a_client_has_more_stands_with_the_rest() {
-        let add = |pages: &mut Pages| pages.add("acme", Some("silver"), &belongings(&["sha256:cc"], &["::1/128"]));
+        let add =
+            |pages: &mut ClientsDocument| pages.add("acme", Some("silver"), &belongings(&["sha256:cc"], &["::1/128"]));
         let keys = "    \"sha256:bb\",\n    \"sha256:cc\",\n]\nnetworks = [\"::1/128\"]\n";
         assert_replaces(add, &[("\"gold\"", "\"silver\""), ("    \"sha256:bb\",\n]\n", keys)]);
         let commented = FILE.replace("bb\",", "bb\" # the new one");
-        let add = |pages: &mut Pages| pages.add("acme", None, &belongings(&["sha256:cc"], &[]));
+        let add = |pages: &mut ClientsDocument| pages.add("acme", None, &belongings(&["sha256:cc"], &[]));
         let both = "    \"sha256:bb\", # the new one\n    \"sha256:cc\",\n]\n";
         assert!(edited(&commented, add).contains(both), "{}", edited(&commented, add));
-        let add = |pages: &mut Pages| pages.add("beta", None, &belongings(&[], &["::1/128"]));
+        let add = |pages: &mut ClientsDocument| pages.add("beta", None, &belongings(&[], &["::1/128"]));
         assert_replaces(add, &[("\"203.0.113.0/24\"", "[\"203.0.113.0/24\", \"::1/128\"]")]);
     }
 
     #[test]
     fn what_a_client_has_no_more_is_gone() {
-        let take = |pages: &mut Pages| pages.take_away("acme", &belongings(&["sha256:bb"], &[]));
+        let take = |pages: &mut ClientsDocument| pages.take_away("acme", &belongings(&["sha256:bb"], &[]));
         assert_replaces(take, &[("    \"sha256:bb\",\n", "")]);
-        let take = |pages: &mut Pages| pages.take_away("acme", &belongings(&["sha256:aa"], &[]));
+        let take = |pages: &mut ClientsDocument| pages.take_away("acme", &belongings(&["sha256:aa"], &[]));
         assert_replaces(take, &[("    \"sha256:aa\", # the old one\n", "")]);
-        let take = |pages: &mut Pages| pages.take_away("beta", &belongings(&[], &["203.0.113.0/24"]));
+        let take = |pages: &mut ClientsDocument| pages.take_away("beta", &belongings(&[], &["203.0.113.0/24"]));
         assert_replaces(take, &[("networks = \"203.0.113.0/24\"\n", "")]);
-        let take = |pages: &mut Pages| pages.take_away("gamma.example", &belongings(&[], &["192.0.2.1/32"]));
+        let take = |pages: &mut ClientsDocument| pages.take_away("gamma.example", &belongings(&[], &["192.0.2.1/32"]));
         assert_replaces(take, &[("\"192.0.2.1/32\", ", "")]);
     }
 
@@ -318,7 +319,8 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
         assert_replaces(|pages| pages.remove("beta"), &[(&between("\n[clients.beta]", "\n# Partners"), "")]);
         let last = between("[clients.\"gamma", "# the end");
         assert_replaces(|pages| pages.remove("gamma.example"), &[(&last, "")]);
-        let all = |pages: &mut Pages| ["acme", "beta", "gamma.example"].iter().for_each(|name| pages.remove(name));
+        let all =
+            |pages: &mut ClientsDocument| ["acme", "beta", "gamma.example"].iter().for_each(|name| pages.remove(name));
         let rest = edited(FILE, all);
         let lines: Vec<&str> = rest.lines().filter(|line| !line.is_empty()).collect();
         assert_eq!(lines, ["# Who is on which plan.", "# Ask sales before you change it.", "# Partners.", "# the end"]);

@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::cli::upgrade::protocol::{Estate, VARIABLE};
+use crate::cli::upgrade::protocol::{HandoverSet, VARIABLE};
 
 /// The running program, as the kernel knows it, wherever its file is by now.
 const THIS: &str = "/proc/self/exe";
@@ -52,7 +52,7 @@ impl Program {
     }
 
     /// Starts it, and what it is told on its way to serving.
-    pub fn start(&self, estate: Estate, limit: Duration) -> io::Result<Successor> {
+    pub fn start(&self, estate: HandoverSet, limit: Duration) -> io::Result<Successor> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new(&self.file);
         command.arg0(&self.name).args(&self.arguments).env(VARIABLE, process::id().to_string());
@@ -108,7 +108,7 @@ impl Successor {
 async fn accompany(
     mut child: Child,
     line: UnixStream,
-    estate: Estate,
+    estate: HandoverSet,
     limit: Duration,
     given_up: oneshot::Receiver<()>,
 ) -> Result<(), String> {

@@ -50,16 +50,16 @@ const BATCH: usize = 250;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What is handed over: a line of text for each descriptor.
-pub struct Estate(Vec<(String, OwnedFd)>);
+pub struct HandoverSet(Vec<(String, OwnedFd)>);
 
-impl Estate {
-    pub fn new(sockets: &[(SocketAddr, TcpListener)], counters: BorrowedFd) -> io::Result<Estate> {
+impl HandoverSet {
+    pub fn new(sockets: &[(SocketAddr, TcpListener)], counters: BorrowedFd) -> io::Result<HandoverSet> {
         let mut items = Vec::new();
         for (address, socket) in sockets {
             items.push((format!("{LISTEN}{address}\n"), socket.as_fd().try_clone_to_owned()?));
         }
         items.push((format!("{COUNTERS}\n"), counters.try_clone_to_owned()?));
-        Ok(Estate(items))
+        Ok(HandoverSet(items))
     }
 
     /// Hands it over. The new process is ready when this returns, and accepts nothing yet.
@@ -127,7 +127,7 @@ pub struct Handover {
     pub sockets: Inherited,
     /// The memory that the counters lie in, if the process before had it to give.
     pub counters: Option<OwnedFd>,
-    pub line: Line,
+    pub line: SuccessorChannel,
 }
 
 impl Handover {
@@ -155,29 +155,34 @@ impl Handover {
             }
             // Whatever else another version has to give is not missed here.
         }
-        Ok(Some(Handover { from, sockets: Inherited::of_predecessor(sockets)?, counters, line: Line(line) }))
+        Ok(Some(Handover {
+            from,
+            sockets: Inherited::of_predecessor(sockets)?,
+            counters,
+            line: SuccessorChannel(line),
+        }))
     }
 }
 
 /// The new process's end of the line.
-pub struct Line(StdUnixStream);
+pub struct SuccessorChannel(StdUnixStream);
 
-impl Line {
+impl SuccessorChannel {
     /// Says that everything is there, and waits until the place is this process's. Nothing may have been accepted.
     /// The process before decides how long that takes. If this is dropped, the line ends.
-    pub async fn ready(self) -> io::Result<Place> {
+    pub async fn ready(self) -> io::Result<ServingChannel> {
         self.0.set_nonblocking(true)?;
         let line = UnixStream::from_std(self.0)?;
         line.async_io(Interest::WRITABLE, || send(&line, READY, &[])).await?;
         hear(&line, YOURS).await?;
-        Ok(Place(line))
+        Ok(ServingChannel(line))
     }
 }
 
 /// The line of a process whose place it is now.
-pub struct Place(UnixStream);
+pub struct ServingChannel(UnixStream);
 
-impl Place {
+impl ServingChannel {
     /// Says that connections are accepted. An old process that has gone meanwhile need not know.
     pub async fn serving(self) {
         let _ = self.0.async_io(Interest::WRITABLE, || send(&self.0, SERVING, &[])).await;
@@ -261,12 +266,12 @@ mod tests {
             .collect();
         let memory = File::open("/dev/null").unwrap();
         let (old, new) = StdUnixStream::pair().unwrap();
-        let estate = Estate::new(&sockets, memory.as_fd()).unwrap();
+        let estate = HandoverSet::new(&sockets, memory.as_fd()).unwrap();
         let giver = thread::spawn(move || {
             runtime().block_on(async { estate.hand_over(old).await.unwrap().enter().await.unwrap() });
         });
         let (names, descriptors) = receive_all(&new).unwrap();
-        runtime().block_on(async { Line(new).ready().await.unwrap().serving().await });
+        runtime().block_on(async { SuccessorChannel(new).ready().await.unwrap().serving().await });
         giver.join().unwrap();
         assert_eq!((names.len(), names[600].as_str()), (601, "counters"));
         for (name, descriptor) in names.iter().zip(descriptors).take(600) {
@@ -279,7 +284,7 @@ mod tests {
     fn a_successor_that_leaves_is_noticed() {
         let memory = File::open("/dev/null").unwrap();
         let hand_over = |line| {
-            let estate = Estate::new(&[], memory.as_fd()).unwrap();
+            let estate = HandoverSet::new(&[], memory.as_fd()).unwrap();
             runtime().block_on(async { estate.hand_over(line).await?.enter().await })
         };
         let (old, new) = StdUnixStream::pair().unwrap();

@@ -4,7 +4,7 @@ use std::future::pending;
 use std::process;
 
 use crate::cli::upgrade::child::{Program, Successor};
-use crate::cli::upgrade::protocol::Estate;
+use crate::cli::upgrade::protocol::HandoverSet;
 use crate::cli::upgrade::{Word, say};
 use crate::metrics::events::UpgradeMeter;
 use crate::server::Gateway;
@@ -39,8 +39,8 @@ impl Succession {
             return;
         }
         let limit = gateway.config().timeouts.upgrade;
-        let started =
-            Estate::new(gateway.sockets(), gateway.counters()).and_then(|estate| self.program.start(estate, limit));
+        let started = HandoverSet::new(gateway.sockets(), gateway.counters())
+            .and_then(|estate| self.program.start(estate, limit));
         match started {
             Ok(successor) => {
                 tracing::info!("an upgrade begins: process {} is started", successor.pid);

@@ -12,7 +12,7 @@ use super::{DAY_MS, Section, balance, duration};
 use crate::config::diagnostics::{Report, shown};
 use crate::config::toml_reader::{Item, Table, Word};
 use crate::config::upstream_policy::Policy;
-use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, Upstream, Way};
+use crate::config::{Files, HostField, Protocol, Scheme, Server, Target, TransportSettings, Upstream};
 
 const EXAMPLE: &str = "[\"http://127.0.0.1:9001\"]";
 const PROTOCOLS: [(&str, Protocol); 3] =
@@ -26,7 +26,12 @@ pub fn upstreams(item: Option<Item>, files: Files, report: &mut Report) -> Secti
     Section::read(item, report, |name, table, report| {
         let read = table.map(|table| upstream(table, files, &mut roots, report)).unwrap_or_default();
         let (target, way, policy) = read;
-        let way = way.unwrap_or(Way { protocol: Protocol::Auto, host: HostField::Keep, tls: None, resolve: RESOLVE });
+        let way = way.unwrap_or(TransportSettings {
+            protocol: Protocol::Auto,
+            host: HostField::Keep,
+            tls: None,
+            resolve: RESOLVE,
+        });
         Upstream { name: name.to_owned(), target: target.unwrap_or(Target::Echo), way, policy }
     })
 }
@@ -44,7 +49,7 @@ fn upstream(
     files: Files,
     roots: &mut SystemRoots,
     report: &mut Report,
-) -> (Option<Target>, Option<Way>, Policy) {
+) -> (Option<Target>, Option<TransportSettings>, Policy) {
     let span = table.span.clone();
     let builtin = table.get("builtin");
     let servers = table.get("servers");
@@ -113,7 +118,7 @@ fn way(
     files: Files,
     roots: &mut SystemRoots,
     report: &mut Report,
-) -> Way {
+) -> TransportSettings {
     let choose = |item: &Item, report: &mut Report| item.choice(&PROTOCOLS, report);
     let protocol = settings.protocol.as_ref().and_then(|item| choose(item, report));
     let host = settings.host.as_ref().and_then(|item| host_field(item, report));
@@ -129,7 +134,7 @@ fn way(
         (given, true) => tls(given.as_ref(), item.span.clone(), files, roots, report),
         (None, false) => None,
     };
-    Way {
+    TransportSettings {
         protocol: protocol.unwrap_or(Protocol::Auto),
         host: host.unwrap_or(HostField::Keep),
         tls,

@@ -7,7 +7,7 @@
 const LIST_MAX_BYTES: usize = 120;
 
 /// One line that says something.
-struct Line<'t> {
+struct YamlLine<'t> {
     /// Columns before the dash of a list item, or else before the key.
     indent: usize,
     is_item: bool,
@@ -17,15 +17,15 @@ struct Line<'t> {
     content: &'t str,
 }
 
-impl<'t> Line<'t> {
-    fn parse(line: &'t str) -> Option<Line<'t>> {
+impl<'t> YamlLine<'t> {
+    fn parse(line: &'t str) -> Option<YamlLine<'t>> {
         let line = without_comment(line);
         let start = line.trim_start();
         let indent = line.len() - start.len();
         let item = if start == "-" { Some("") } else { start.strip_prefix("- ") };
         let content = item.unwrap_or(start).trim_start();
         let content_indent = if item.is_some() && content.is_empty() { indent + 2 } else { line.len() - content.len() };
-        (!start.is_empty()).then_some(Line {
+        (!start.is_empty()).then_some(YamlLine {
             indent,
             is_item: item.is_some(),
             content_indent,
@@ -41,7 +41,7 @@ impl<'t> Line<'t> {
 
 /// What to write instead of a line, counted from 0, if it is a line of YAML.
 pub fn fix(text: &str, number: usize) -> Option<String> {
-    let lines: Vec<Option<Line>> = text.lines().map(Line::parse).collect();
+    let lines: Vec<Option<YamlLine>> = text.lines().map(YamlLine::parse).collect();
     let line = lines.get(number)?.as_ref()?;
     let (before, after) = (&lines[..number], &lines[number + 1..]);
     let path = path(before, line);
@@ -61,7 +61,7 @@ pub fn fix(text: &str, number: usize) -> Option<String> {
 }
 
 /// The keys that a line stands below, outermost first.
-fn path<'t>(before: &[Option<Line<'t>>], line: &Line) -> Vec<&'t str> {
+fn path<'t>(before: &[Option<YamlLine<'t>>], line: &YamlLine) -> Vec<&'t str> {
     let mut keys = Vec::new();
     // An item may be indented as far as the key of its list.
     let mut level = if line.is_item { line.indent + 1 } else { line.indent };
@@ -78,10 +78,11 @@ fn path<'t>(before: &[Option<Line<'t>>], line: &Line) -> Vec<&'t str> {
 }
 
 /// A key whose value is the block behind it.
-fn block(key: &str, path: &str, line: &Line, after: &[Option<Line>]) -> String {
-    let belongs =
-        |other: &&Line| other.indent > line.content_indent || (other.is_item && other.indent == line.content_indent);
-    let inner: Vec<&Line> = after.iter().flatten().take_while(belongs).collect();
+fn block(key: &str, path: &str, line: &YamlLine, after: &[Option<YamlLine>]) -> String {
+    let belongs = |other: &&YamlLine| {
+        other.indent > line.content_indent || (other.is_item && other.indent == line.content_indent)
+    };
+    let inner: Vec<&YamlLine> = after.iter().flatten().take_while(belongs).collect();
     let items = inner.iter().all(|inner| inner.is_item && inner.setting().is_none());
     match inner.first() {
         Some(first) if items && first.is_item => {

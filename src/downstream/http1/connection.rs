@@ -16,16 +16,16 @@ use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use tokio::io::AsyncWrite;
 
-use crate::downstream::drain::Guest;
-use crate::downstream::http1::connection_state::Stage;
-use crate::downstream::http1::io::Guard;
-use crate::http::error::Fault;
-use crate::http::headers::Marks;
+use crate::downstream::drain::DrainGuard;
+use crate::downstream::http1::connection_state::ConnectionState;
+use crate::downstream::http1::io::Http1Io;
+use crate::http::error::RequestError;
+use crate::http::headers::SpecialFields;
 use crate::io_stream::Wire;
 use crate::proxy::pass;
 use crate::proxy::response_body::{self, Body};
-use crate::proxy::response_future::Passing;
-use crate::proxy::worker_state::{Hall, Origin, Peer};
+use crate::proxy::response_future::ResponseFuture;
+use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
 
 /// Fields that hyper has room for without an allocation for each head.
 const USUAL_FIELDS: usize = 100;
@@ -35,29 +35,29 @@ const USUAL_FIELDS: usize = 100;
 ///
 /// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
 /// that lies idle takes little memory.
-pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
+pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
     let (stage, shape) = {
-        let config = &hall.view().snapshot.config;
+        let config = &worker.view().snapshot.config;
         let (timeouts, limits) = (&config.timeouts, &config.limits);
-        let timer = hall.timers.timer();
-        let drain = Rc::clone(guest.drain());
-        let stage = Stage::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
+        let timer = worker.timers.timer();
+        let drain = Rc::clone(drain_guard.drain());
+        let stage = ConnectionState::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
         (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
     };
-    let mut peer = Peer::new(origin, hall.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
+    let mut peer = Peer::new(origin, worker.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
     peer.body_limit = Rc::clone(stage.body_limit());
     let peer = Rc::new(peer);
-    let mut door = Door { hall: Rc::clone(&hall), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
-    let mut guard = Guard::new(wire, Rc::clone(&stage), Rc::clone(&hall), Rc::clone(&peer));
+    let mut door = Http1Service { worker: Rc::clone(&worker), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
+    let mut guard = Http1Io::new(wire, Rc::clone(&stage), Rc::clone(&worker), Rc::clone(&peer));
     loop {
-        match rest(&guard, &stage, &guest).await {
+        match rest(&guard, &stage, &drain_guard).await {
             Rest::Over => {}
             Rest::Late => break,
             Rest::Drained => break leave(guard, Bytes::new(), &stage, &peer).await,
         }
         let mut connection = shape.connection(guard, door);
-        match attend(&mut connection, &stage, &guest).await {
+        match attend(&mut connection, &stage, &drain_guard).await {
             Ok(End::Tired) => {
                 let parts = connection.into_parts();
                 (guard, door) = (parts.io.into_inner(), parts.service);
@@ -77,10 +77,10 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
             Ok(End::Late) => {
                 let mut guard = connection.into_parts().io.into_inner();
                 match stage.lateness() {
-                    Some(fault @ Fault::HeadTimeout) => guard.refuse(&fault),
+                    Some(fault @ RequestError::HeadTimeout) => guard.refuse(&fault),
                     Some(fault) => {
-                        hall.meter.fault(fault.kind());
-                        if fault == Fault::Stalled {
+                        worker.meter.fault(fault.kind());
+                        if fault == RequestError::Stalled {
                             guard.abandon();
                         }
                     }
@@ -92,7 +92,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                 tracing::debug!(%address, %error, "a client connection broke off");
                 if error.is_parse() {
                     let mut guard = connection.into_parts().io.into_inner();
-                    guard.refuse(&Fault::Malformed);
+                    guard.refuse(&RequestError::Malformed);
                     leave(guard, Bytes::new(), &stage, &peer).await;
                 }
                 break;
@@ -102,7 +102,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
 }
 
 /// hyper's side of a connection; apart, so that one that lies idle has no room for it.
-type Connection = Box<http1::Connection<TokioIo<Guard>, Door>>;
+type Connection = Box<http1::Connection<TokioIo<Http1Io>, Http1Service>>;
 
 /// How large a head may be.
 struct Shape {
@@ -111,7 +111,7 @@ struct Shape {
 }
 
 impl Shape {
-    fn connection(&self, guard: Guard, door: Door) -> Connection {
+    fn connection(&self, guard: Http1Io, door: Http1Service) -> Connection {
         let mut builder = http1::Builder::new();
         if self.fields != USUAL_FIELDS {
             builder.max_headers(self.fields);
@@ -137,11 +137,11 @@ enum Rest {
 }
 
 /// Waits until something comes.
-async fn rest(guard: &Guard, stage: &Stage, guest: &Guest) -> Rest {
+async fn rest(guard: &Http1Io, stage: &ConnectionState, drain_guard: &DrainGuard) -> Rest {
     poll_fn(|cx| {
         if guard.poll_readable(cx).is_ready() {
             Poll::Ready(Rest::Over)
-        } else if guest.poll_released(cx) {
+        } else if drain_guard.poll_released(cx) {
             Poll::Ready(Rest::Drained)
         } else if stage.poll_late(cx) {
             Poll::Ready(Rest::Late)
@@ -162,14 +162,18 @@ enum End {
 }
 
 /// Lets hyper answer requests.
-async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Result<End, hyper::Error> {
+async fn attend(
+    connection: &mut Connection,
+    stage: &ConnectionState,
+    drain_guard: &DrainGuard,
+) -> Result<End, hyper::Error> {
     let mut told = false;
     poll_fn(|cx| {
         let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
         if poll.is_pending() && stage.poll_late(cx) {
             return Poll::Ready(Ok(End::Late));
         }
-        if poll.is_pending() && !told && (stage.is_tired() || guest.poll_released(cx) && stage.is_untouched()) {
+        if poll.is_pending() && !told && (stage.is_tired() || drain_guard.poll_released(cx) && stage.is_untouched()) {
             // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
             // closes the connection after that.
             told = true;
@@ -184,9 +188,9 @@ async fn attend(connection: &mut Connection, stage: &Stage, guest: &Guest) -> Re
 /// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
 /// request has no room for it.
 fn leave<'a>(
-    mut guard: Guard,
+    mut guard: Http1Io,
     early: Bytes,
-    stage: &'a Stage,
+    stage: &'a ConnectionState,
     peer: &'a Peer,
 ) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
     Box::pin(async move {
@@ -204,14 +208,14 @@ fn leave<'a>(
 }
 
 /// What hyper calls with every request of a connection.
-struct Door {
-    hall: Rc<Hall>,
-    stage: Rc<Stage>,
+struct Http1Service {
+    worker: Rc<WorkerState>,
+    stage: Rc<ConnectionState>,
     peer: Rc<Peer>,
 }
 
-impl Service<Request<Incoming>> for Door {
-    type Response = Response<Staged>;
+impl Service<Request<Incoming>> for Http1Service {
+    type Response = Response<TrackedBody>;
     type Error = Infallible;
     type Future = Answering;
 
@@ -221,22 +225,22 @@ impl Service<Request<Incoming>> for Door {
         // What only the bytes tell.
         let fields = request.headers().len();
         let is_head = request.method() == Method::HEAD;
-        let doubts = |marks: Marks| self.stage.doubt(marks, fields);
-        let passing = Passing::begin(|| pass(&self.hall, &self.peer, request, doubts));
-        Answering { passing, is_head, stage: Rc::clone(&self.stage), hall: Rc::clone(&self.hall) }
+        let doubts = |marks: SpecialFields| self.stage.doubt(marks, fields);
+        let passing = ResponseFuture::begin(|| pass(&self.worker, &self.peer, request, doubts));
+        Answering { passing, is_head, stage: Rc::clone(&self.stage), worker: Rc::clone(&self.worker) }
     }
 }
 
 /// An answer that is there, or under way.
 struct Answering {
-    passing: Passing,
+    passing: ResponseFuture,
     is_head: bool,
-    stage: Rc<Stage>,
-    hall: Rc<Hall>,
+    stage: Rc<ConnectionState>,
+    worker: Rc<WorkerState>,
 }
 
 impl Future for Answering {
-    type Output = Result<Response<Staged>, Infallible>;
+    type Output = Result<Response<TrackedBody>, Infallible>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
@@ -246,9 +250,9 @@ impl Future for Answering {
         }
         let stage = Rc::clone(&this.stage);
         stage.moved();
-        let mut answer = answer.map(|body| Staged { body, stage });
+        let mut answer = answer.map(|body| TrackedBody { body, stage });
         if !answer.headers().keys().any(|name| *name == DATE) {
-            answer.headers_mut().insert(DATE, this.hall.date());
+            answer.headers_mut().insert(DATE, this.worker.date());
         }
         if this.stage.is_last() && !answer.status().is_informational() {
             // hyper closes the connection behind an answer that says so.
@@ -259,12 +263,12 @@ impl Future for Answering {
 }
 
 /// A body that tells the guard of the socket when it has been handed over.
-struct Staged {
+struct TrackedBody {
     body: Body,
-    stage: Rc<Stage>,
+    stage: Rc<ConnectionState>,
 }
 
-impl HttpBody for Staged {
+impl HttpBody for TrackedBody {
     type Data = Bytes;
     type Error = <Body as HttpBody>::Error;
 
@@ -287,7 +291,7 @@ impl HttpBody for Staged {
     }
 }
 
-impl Drop for Staged {
+impl Drop for TrackedBody {
     fn drop(&mut self) {
         self.stage.end();
     }

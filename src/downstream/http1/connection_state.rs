@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use crate::downstream::drain::Drain;
 use crate::downstream::http1::head_tracker::Head;
-use crate::http::error::Fault;
-use crate::http::headers::Marks;
+use crate::http::error::RequestError;
+use crate::http::headers::SpecialFields;
 use crate::informational::Interim;
 use crate::timer::Timer;
 
@@ -21,7 +21,7 @@ const ALERT: Duration = Duration::from_secs(1);
 
 /// What the two sides of hyper know together: the service above it and the socket below it.
 #[derive(Debug)]
-pub struct Stage {
+pub struct ConnectionState {
     drain: Rc<Drain>,
     /// A request is being answered.
     pub(super) busy: Cell<bool>,
@@ -65,12 +65,18 @@ enum Phase {
     Answering,
 }
 
-impl Stage {
+impl ConnectionState {
     /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
     /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
-    pub fn new(timer: Rc<Timer>, drain: Rc<Drain>, head_limit: Duration, body_limit: Duration, rate: u64) -> Rc<Stage> {
+    pub fn new(
+        timer: Rc<Timer>,
+        drain: Rc<Drain>,
+        head_limit: Duration,
+        body_limit: Duration,
+        rate: u64,
+    ) -> Rc<ConnectionState> {
         timer.arm(head_limit);
-        let stage = Stage {
+        let stage = ConnectionState {
             drain,
             busy: Cell::new(false),
             unflushed: Cell::new(false),
@@ -146,20 +152,20 @@ impl Stage {
 
     /// What is wrong with the request just begun that only its bytes tell. `marks` are those of its fields, `fields` is the
     /// number of them that hyper has kept.
-    pub fn doubt(&self, marks: Marks, fields: usize) -> Option<Fault> {
+    pub fn doubt(&self, marks: SpecialFields, fields: usize) -> Option<RequestError> {
         let head = self.head.borrow();
         if head.has_bare_line_end() || head.has_malformed_trailers() {
-            return Some(Fault::BARE_LINE_FEED);
+            return Some(RequestError::BARE_LINE_FEED);
         }
         if head.has_fragment() {
-            return Some(Fault::Target("the request target has a fragment"));
+            return Some(RequestError::Target("the request target has a fragment"));
         }
-        let is_chunked = marks.has(Marks::TRANSFER_ENCODING);
-        if !is_chunked && !marks.has(Marks::CONTENT_LENGTH) {
+        let is_chunked = marks.has(SpecialFields::TRANSFER_ENCODING);
+        if !is_chunked && !marks.has(SpecialFields::CONTENT_LENGTH) {
             return None;
         }
         // The only fields that hyper drops are a Content-Length beside chunks, and all but one of several equal ones.
-        let doubt = if is_chunked { Fault::DOUBTFUL_LENGTH } else { Fault::REPEATED_LENGTH };
+        let doubt = if is_chunked { RequestError::DOUBTFUL_LENGTH } else { RequestError::REPEATED_LENGTH };
         (head.fields() != fields).then_some(doubt)
     }
 
@@ -226,11 +232,11 @@ impl Stage {
 
     /// What a connection is late with, if anything is under way: the client does not send the rest of a head or does not
     /// take its answer, or the upstream does not go on.
-    pub fn lateness(&self) -> Option<Fault> {
+    pub fn lateness(&self) -> Option<RequestError> {
         match self.phase.get() {
-            Phase::Answering if self.drained.get() => Some(Fault::ResponseTimeout),
-            Phase::Answering => Some(Fault::Stalled),
-            Phase::Head if self.heard.get() => Some(Fault::HeadTimeout),
+            Phase::Answering if self.drained.get() => Some(RequestError::ResponseTimeout),
+            Phase::Answering => Some(RequestError::Stalled),
+            Phase::Head if self.heard.get() => Some(RequestError::HeadTimeout),
             Phase::Head | Phase::Deciding => None,
         }
     }

@@ -15,12 +15,12 @@ use bytes::{Buf, Bytes};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-use crate::downstream::http1::connection_state::Stage;
-use crate::http::error::Fault;
+use crate::downstream::http1::connection_state::ConnectionState;
+use crate::http::error::RequestError;
 use crate::http::responses;
 use crate::io_stream::{Ending, Wire};
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{Hall, Peer};
+use crate::proxy::worker_state::{Peer, WorkerState};
 
 /// How much, and for how long, a closing connection still reads: with bytes unread it is reset, and a client that has not
 /// read its answer yet never does.
@@ -31,10 +31,10 @@ pub const LINGER: Duration = Duration::from_secs(1);
 const LINGER_STEPS: u32 = 30;
 const QUIET_STEPS: u32 = 5;
 
-pub struct Guard {
+pub struct Http1Io {
     stream: Wire,
-    stage: Rc<Stage>,
-    hall: Rc<Hall>,
+    stage: Rc<ConnectionState>,
+    worker: Rc<WorkerState>,
     peer: Rc<Peer>,
     /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
     ahead: Bytes,
@@ -52,12 +52,12 @@ pub struct Guard {
     aside: bool,
 }
 
-impl Guard {
-    pub fn new(stream: Wire, stage: Rc<Stage>, hall: Rc<Hall>, peer: Rc<Peer>) -> Guard {
-        Guard {
+impl Http1Io {
+    pub fn new(stream: Wire, stage: Rc<ConnectionState>, worker: Rc<WorkerState>, peer: Rc<Peer>) -> Http1Io {
+        Http1Io {
             stream,
             stage,
-            hall,
+            worker,
             peer,
             ahead: Bytes::new(),
             replaced: false,
@@ -96,12 +96,12 @@ impl Guard {
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
             let mut fault = responses::fault_of_parser(status);
-            let head_bytes = || self.hall.view().snapshot.config.limits.request_head;
-            if fault == Fault::HeadTooLarge && self.stage.has_long_target(head_bytes()) {
-                fault = Fault::TargetTooLong;
+            let head_bytes = || self.worker.view().snapshot.config.limits.request_head;
+            if fault == RequestError::HeadTooLarge && self.stage.has_long_target(head_bytes()) {
+                fault = RequestError::TargetTooLong;
             }
             self.ahead = responses::written(&responses::fault(&fault));
-            request_record::refused_head(&self.hall, self.peer.origin.address, &fault);
+            request_record::refused_head(&self.worker, self.peer.origin.address, &fault);
             self.replaced = true;
         }
         status.is_some()
@@ -109,9 +109,9 @@ impl Guard {
 
     /// Answers a head that is no request, or is late, where hyper does not. The buffer of a socket on which nothing is under
     /// way has room for the answer.
-    pub fn refuse(&mut self, fault: &Fault) {
+    pub fn refuse(&mut self, fault: &RequestError) {
         if self.stage.is_quiet() && !self.replaced && !self.at_end {
-            request_record::refused_head(&self.hall, self.peer.origin.address, fault);
+            request_record::refused_head(&self.worker, self.peer.origin.address, fault);
             self.stream.send_at_once(&responses::written(&responses::fault(fault)));
         }
     }
@@ -122,7 +122,7 @@ impl Guard {
         let Some(known) = &*again else { return false };
         // The last answer of a connection says so, and hyper sees to it.
         let may_be = self.stage.repeats() && !self.stage.is_last();
-        let Some(answer) = may_be.then(|| known.refuse(&self.hall)).flatten() else {
+        let Some(answer) = may_be.then(|| known.refuse(&self.worker)).flatten() else {
             // It would keep the configuration of its time.
             *again = None;
             return false;
@@ -233,7 +233,7 @@ impl Lingering {
     }
 }
 
-impl AsyncRead for Guard {
+impl AsyncRead for Http1Io {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if this.aside {
@@ -261,7 +261,7 @@ impl AsyncRead for Guard {
     }
 }
 
-impl AsyncWrite for Guard {
+impl AsyncWrite for Http1Io {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         if this.replaces(bytes) {

@@ -12,16 +12,16 @@ use h2::Reason;
 use h2::server::{Builder, Connection, Handshake};
 
 use crate::config::Config;
-use crate::downstream::drain::Guest;
+use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
 use crate::downstream::http2::keepalive::Pulse;
-use crate::downstream::http2::monitor::{Late, Limits, Session, Watched};
+use crate::downstream::http2::monitor::{Late, Limits, Monitor, MonitoredIo};
 use crate::downstream::http2::stream::Streams;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::io_stream::Wire;
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{Hall, Origin};
+use crate::proxy::worker_state::{ConnectionInfo, WorkerState};
 use crate::timer::Timer;
 
 /// What is read of a body before the one who wants it takes it; of one stream, and of all.
@@ -45,15 +45,15 @@ fn limits(config: &Config) -> Limits {
 
 /// A connection that speaks, or is about to.
 enum Talk {
-    Greeting(Handshake<Watched, Bytes>),
-    Open(Connection<Watched, Bytes>, Option<Pulse>),
+    Greeting(Handshake<MonitoredIo, Bytes>),
+    Open(Connection<MonitoredIo, Bytes>, Option<Pulse>),
 }
 
 /// A connection and all that happens on it.
 struct Serving {
     talk: Talk,
     streams: Streams,
-    session: Rc<Session>,
+    session: Rc<Monitor>,
     /// What asks a client that says nothing whether it is there; `None` where nothing does.
     pulse: Option<(Duration, Rc<Timer>)>,
     /// The client has been told that the connection ends, or will be when it is open.
@@ -109,9 +109,9 @@ impl Serving {
 }
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
-pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest) {
+pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
-    let view = hall.view();
+    let view = worker.view();
     let config = &view.snapshot.config;
     let http2 = &config.http2;
     let block_bytes = config.limits.request_head.max(BLOCK_BYTES) as u32;
@@ -122,13 +122,13 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         control: http2.max_control_frames,
         block_bytes,
     };
-    let session = Session::new(&hall.timers, limits(config), budget);
-    let handshake = builder(config).handshake(Watched::new(wire, Rc::clone(&session)));
+    let session = Monitor::new(&worker.timers, limits(config), budget);
+    let handshake = builder(config).handshake(MonitoredIo::new(wire, Rc::clone(&session)));
     let mut serving = Serving {
         talk: Talk::Greeting(handshake),
-        streams: Streams::new(Rc::clone(&hall), origin, Rc::clone(&session)),
+        streams: Streams::new(Rc::clone(&worker), origin, Rc::clone(&session)),
         session: Rc::clone(&session),
-        pulse: http2.ping.map(|every| (every, hall.timers.timer())),
+        pulse: http2.ping.map(|every| (every, worker.timers.timer())),
         is_leaving: false,
         is_lost: false,
     };
@@ -142,7 +142,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                 return Poll::Ready(ended);
             }
             // Polled first: a request that has already come is answered before h2 is told to close.
-            if !told && guest.poll_begun(cx) {
+            if !told && drain_guard.poll_begun(cx) {
                 told = true;
             } else {
                 match session.poll_late(cx) {
@@ -150,7 +150,7 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
                     Some(Late::Leave) => told = true,
                     Some(Late::Close { in_head }) => {
                         if in_head {
-                            request_record::refused_head(&hall, address, &Fault::HeadTimeout);
+                            request_record::refused_head(&worker, address, &RequestError::HeadTimeout);
                         }
                         return Poll::Ready(Ok(()));
                     }
@@ -164,11 +164,11 @@ pub async fn serve(wire: Wire, origin: Rc<Origin>, hall: Rc<Hall>, guest: Guest)
         tracing::debug!(%address, %error, "a client connection broke off");
     }
     if let Some(abuse) = session.abuse() {
-        hall.meter.http2_abuse(abuse.name());
+        worker.meter.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
     } else if session.is_broken() && !serving.is_lost {
         // h2 says farewell to one that does not answer a PING all the same.
-        hall.meter.http2_abuse("protocol_error");
+        worker.meter.http2_abuse("protocol_error");
     }
 }
 

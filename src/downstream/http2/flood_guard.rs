@@ -70,7 +70,7 @@ pub struct Budget {
 
 /// A request whose answer has not been sent to its end.
 #[derive(Clone, Copy, Debug)]
-struct Unanswered {
+struct PendingStream {
     stream: u32,
     /// Of its head, as far as it has come to the streams.
     head_bytes: usize,
@@ -87,7 +87,7 @@ pub enum HeadFlaw {
 
 /// What was seen of a connection.
 #[derive(Debug)]
-pub struct Conduct {
+pub struct FloodGuard {
     budget: Budget,
     /// The tick at which the second began.
     since: u64,
@@ -106,16 +106,16 @@ pub struct Conduct {
     opened: bool,
     last_stream: u32,
     /// There are few.
-    unanswered: Vec<Unanswered>,
+    unanswered: Vec<PendingStream>,
     /// Of all their heads.
     head_bytes: usize,
     /// So many of them have a flaw.
     flawed: usize,
 }
 
-impl Conduct {
-    pub fn new(budget: Budget, tick: u64) -> Conduct {
-        Conduct {
+impl FloodGuard {
+    pub fn new(budget: Budget, tick: u64) -> FloodGuard {
+        FloodGuard {
             budget,
             since: tick,
             resets: 0,
@@ -196,7 +196,7 @@ impl Conduct {
                         return Some(Abuse::BadRequest);
                     }
                     self.last_stream = frame.stream;
-                    self.unanswered.push(Unanswered { stream: frame.stream, head_bytes: 0, flaw: None });
+                    self.unanswered.push(PendingStream { stream: frame.stream, head_bytes: 0, flaw: None });
                     self.earned = self.earned.saturating_add(EARNED_BY_STREAM);
                 }
                 self.block = Some(0);
@@ -295,13 +295,13 @@ mod tests {
             (Frame::DATA, 0, Abuse::EmptyData),
             (0xfa, 0, Abuse::Unknown),
         ] {
-            let mut conduct = Conduct::new(BUDGET, 7);
+            let mut conduct = FloodGuard::new(BUDGET, 7);
             for tick in [7, 17, 27] {
                 (0..5).for_each(|_| assert_eq!(conduct.heard(frame(kind, flags, 0, 0), tick), None, "{abuse:?}"));
             }
             assert_eq!(conduct.heard(frame(kind, flags, 0, 0), 36), Some(abuse));
         }
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         for n in 1..=3 {
             assert_eq!(conduct.heard(frame(Frame::HEADERS, 5, 2 * n - 1, 10), 0), None);
             assert_eq!(conduct.heard(frame(Frame::RST_STREAM, 0, 2 * n - 1, 4), 0), None);
@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn requests_answers_and_acknowledgements_are_free() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         for n in 0..1000 {
             assert_eq!(conduct.heard(frame(Frame::HEADERS, 4, 2 * n + 1, 10), 0), None);
             assert_eq!(conduct.heard(frame(Frame::DATA, 0, 2 * n + 1, 10), 0), None);
@@ -326,7 +326,7 @@ mod tests {
 
     #[test]
     fn streams_and_answers_earn_control_frames() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         conduct.heard(frame(Frame::HEADERS, 5, 1, 10), 0);
         (0..4).for_each(|_| conduct.sent(512));
         let allowed = (0..100).take_while(|_| conduct.heard(frame(Frame::WINDOW_UPDATE, 0, 0, 4), 0).is_none());
@@ -335,7 +335,7 @@ mod tests {
 
     #[test]
     fn bad_requests_are_counted_and_forgotten_with_their_second() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         let reset = |code| Frame { code, ..frame(Frame::RST_STREAM, 0, 1, 4) };
         // A stream that ends because the client cancelled it, or because an upstream failed, is no abuse.
         (0..9).for_each(|code| {
@@ -347,14 +347,14 @@ mod tests {
 
     #[test]
     fn requests_that_nobody_answers_have_an_end() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         let mut hear = |n: u32| conduct.heard(frame(Frame::HEADERS, 5, 2 * n + 1, 10), u64::from(n) * SECOND);
         assert_eq!([0, 1, 2, 3].map(&mut hear), [None, None, None, Some(Abuse::BadRequest)]);
     }
 
     #[test]
     fn heads_are_known_until_they_are_answered() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         for (stream, flaw) in [(1, None), (3, Some(HeadFlaw::TooLarge)), (5, None)] {
             conduct.heard(frame(Frame::HEADERS, 5, stream, 10), 0);
             conduct.head_came(stream, 100, flaw);
@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_head_ends_with_the_last_byte_of_its_last_frame() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         assert!(!conduct.has_opened());
         conduct.heard(frame(Frame::HEADERS, 1, 1, 10), 0);
         conduct.whole();
@@ -381,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_head_that_does_not_end_is_too_long_at_some_point() {
-        let mut conduct = Conduct::new(BUDGET, 0);
+        let mut conduct = FloodGuard::new(BUDGET, 0);
         conduct.heard(frame(Frame::HEADERS, 0, 1, 16_000), 0);
         let allowed = (0..100).take_while(|_| conduct.heard(frame(Frame::CONTINUATION, 0, 1, 16_000), 0).is_none());
         assert_eq!(allowed.count(), 3);

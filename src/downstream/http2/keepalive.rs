@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use h2::{Ping, PingPong};
 
-use crate::downstream::http2::monitor::Session;
+use crate::downstream::http2::monitor::Monitor;
 use crate::timer::Timer;
 
 /// How long the answer to a PING may take.
@@ -14,7 +14,7 @@ const PONG: Duration = Duration::from_secs(20);
 
 pub struct Pulse {
     pings: PingPong,
-    session: Rc<Session>,
+    session: Rc<Monitor>,
     /// How long a client may say nothing before it is asked.
     silence: Duration,
     timer: Rc<Timer>,
@@ -23,7 +23,7 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    pub fn new(pings: PingPong, session: &Rc<Session>, silence: Duration, timer: Rc<Timer>) -> Pulse {
+    pub fn new(pings: PingPong, session: &Rc<Monitor>, silence: Duration, timer: Rc<Timer>) -> Pulse {
         timer.arm(silence);
         Pulse { pings, session: Rc::clone(session), silence, timer, has_asked: false }
     }

@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
 use crate::downstream::http1::io::LINGER;
-use crate::downstream::http2::flood_guard::{Abuse, Budget, Conduct, HeadFlaw};
+use crate::downstream::http2::flood_guard::{Abuse, Budget, FloodGuard, HeadFlaw};
 use crate::downstream::http2::frame_header::{Frame, Frames};
 use crate::downstream::http2::header_scanner::{Block, Input, Watch};
 use crate::downstream::http2::hpack;
@@ -80,10 +80,10 @@ pub enum Late {
 
 /// What h2's two sides know together.
 #[derive(Debug)]
-pub struct Session {
+pub struct Monitor {
     timers: Rc<Timers>,
     limits: Limits,
-    conduct: RefCell<Conduct>,
+    conduct: RefCell<FloodGuard>,
     abuse: Cell<Option<Abuse>>,
     /// h2 has told the client of an error of the connection.
     is_broken: Cell<bool>,
@@ -109,12 +109,12 @@ pub struct Session {
     unrecorded: Cell<usize>,
 }
 
-impl Session {
-    pub fn new(timers: &Rc<Timers>, limits: Limits, budget: Budget) -> Rc<Session> {
+impl Monitor {
+    pub fn new(timers: &Rc<Timers>, limits: Limits, budget: Budget) -> Rc<Monitor> {
         let timer = timers.timer();
         timer.arm(limits.head);
-        Rc::new(Session {
-            conduct: RefCell::new(Conduct::new(budget, timers.tick())),
+        Rc::new(Monitor {
+            conduct: RefCell::new(FloodGuard::new(budget, timers.tick())),
             limits,
             abuse: Cell::default(),
             is_broken: Cell::default(),
@@ -230,7 +230,7 @@ impl Session {
     }
 
     /// What a head may have beside all others.
-    fn room_beside(&self, conduct: &Conduct) -> usize {
+    fn room_beside(&self, conduct: &FloodGuard) -> usize {
         (self.limits.request.bytes * HEADS_TOGETHER).saturating_sub(conduct.head_bytes())
     }
 
@@ -282,7 +282,7 @@ impl Session {
     }
 }
 
-impl Watch for Session {
+impl Watch for Monitor {
     fn room(&self) -> usize {
         self.room_beside(&self.conduct.borrow())
     }
@@ -311,9 +311,9 @@ impl Watch for Session {
 }
 
 /// A client's socket, watched over.
-pub struct Watched {
+pub struct MonitoredIo {
     stream: Wire,
-    session: Rc<Session>,
+    session: Rc<Monitor>,
     input: Input,
     inbound: Frames,
     outbound: Frames,
@@ -321,15 +321,15 @@ pub struct Watched {
     lingering: Option<Pin<Box<Sleep>>>,
 }
 
-impl Watched {
-    pub fn new(stream: Wire, session: Rc<Session>) -> Watched {
+impl MonitoredIo {
+    pub fn new(stream: Wire, session: Rc<Monitor>) -> MonitoredIo {
         let (inbound, outbound) = (Frames::of_client(), Frames::of_server());
         let input = Input::new(session.limits.request);
-        Watched { stream, session, input, inbound, outbound, lingering: None }
+        MonitoredIo { stream, session, input, inbound, outbound, lingering: None }
     }
 }
 
-impl AsyncRead for Watched {
+impl AsyncRead for MonitoredIo {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let session = &*this.session;
@@ -363,7 +363,7 @@ impl AsyncRead for Watched {
     }
 }
 
-impl AsyncWrite for Watched {
+impl AsyncWrite for MonitoredIo {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
@@ -420,7 +420,7 @@ impl AsyncWrite for Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for MonitoredIo {
     /// The kernel would keep what a client does not take. Whoever misbehaves is told, if the bytes before have left as a whole.
     fn drop(&mut self) {
         if self.session.is_given_up.get() {
@@ -454,12 +454,12 @@ mod tests {
         }
     }
 
-    fn session() -> Rc<Session> {
+    fn session() -> Rc<Monitor> {
         let time = Duration::from_secs(60);
         let request = hpack::Limits { fields: 100, bytes: 64 * 1024 };
         let limits = Limits { head: time, idle: time, body: time, least: 0, request };
         let budget = Budget { resets: 200, bad_requests: 400, control: 1000, block_bytes: 64 * 1024 };
-        Session::new(&Rc::new(Timers::default()), limits, budget)
+        Monitor::new(&Rc::new(Timers::default()), limits, budget)
     }
 
     /// A client's end, and the gateway's.
@@ -478,7 +478,7 @@ mod tests {
         client.write_all(&all).await.unwrap();
         while socket.peek(&mut vec![0; all.len()]).await.unwrap() < all.len() {}
         let session = session();
-        let mut watched = Watched::new(Wire::tcp(socket), Rc::clone(&session));
+        let mut watched = MonitoredIo::new(Wire::tcp(socket), Rc::clone(&session));
         let woken = Arc::new(Woken(Mutex::new(0)));
         let waker = Arc::clone(&woken).into();
         let cx = &mut Context::from_waker(&waker);

@@ -21,15 +21,15 @@ use http_body::Body as _;
 
 use crate::downstream::http2::body_sender::Outflow;
 use crate::downstream::http2::flood_guard::HeadFlaw;
-use crate::downstream::http2::monitor::Session;
+use crate::downstream::http2::monitor::Monitor;
 use crate::downstream::http2::tunnel;
 use crate::downstream::http2::tunnel::Strand;
-use crate::http::error::Fault;
+use crate::http::error::RequestError;
 use crate::http::headers;
 use crate::informational;
 use crate::proxy::response_body::{self, Body};
-use crate::proxy::response_future::Passing;
-use crate::proxy::worker_state::{Hall, Origin, Peer};
+use crate::proxy::response_future::ResponseFuture;
+use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
 use crate::proxy::{pass, request_record};
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
@@ -52,18 +52,18 @@ pub struct Streams {
 }
 
 struct Shared {
-    hall: Rc<Hall>,
+    worker: Rc<WorkerState>,
     /// The connection as a whole.
     whole: Peer,
-    session: Rc<Session>,
+    session: Rc<Monitor>,
     /// For streams to come.
     free: RefCell<Vec<Rc<Peer>>>,
 }
 
 impl Streams {
-    pub fn new(hall: Rc<Hall>, origin: Rc<Origin>, session: Rc<Session>) -> Streams {
-        let whole = Peer::new(origin, hall.timers.timer(), Rc::default(), Rc::default());
-        let shared = Shared { hall, whole, session, free: RefCell::default() };
+    pub fn new(worker: Rc<WorkerState>, origin: Rc<ConnectionInfo>, session: Rc<Monitor>) -> Streams {
+        let whole = Peer::new(origin, worker.timers.timer(), Rc::default(), Rc::default());
+        let shared = Shared { worker, whole, session, free: RefCell::default() };
         Streams { shared: Rc::new(shared), at_hand: Vec::new() }
     }
 
@@ -74,7 +74,7 @@ impl Streams {
             None => {}
             // The client may ask again.
             Some(HeadFlaw::Crowded) => return respond.send_reset(Reason::REFUSED_STREAM),
-            Some(HeadFlaw::TooLarge) => flaw = Some(Fault::HeadTooLarge),
+            Some(HeadFlaw::TooLarge) => flaw = Some(RequestError::HeadTooLarge),
         }
         let mut tunnel = None;
         let is_connect = request.method() == Method::CONNECT;
@@ -93,7 +93,7 @@ impl Streams {
         let (peer, is_bare) = (self.shared.peer(), body.is_none());
         let request = Request::from_parts(parts, body);
         // Chunks are unknown here, and so is a length beside them.
-        let mut passing = Passing::begin(|| pass(&self.shared.hall, &peer, request, |_marks| flaw));
+        let mut passing = ResponseFuture::begin(|| pass(&self.shared.worker, &peer, request, |_marks| flaw));
         if is_bare && let Some(mut answer) = passing.at_once() {
             self.shared.give_back(peer);
             if is_head {
@@ -101,14 +101,14 @@ impl Streams {
             }
             return self.at_hand.push((answer, respond));
         }
-        self.shared.work(Stage::Passing { passing, is_head, tunnel }, respond, peer);
+        self.shared.work(StreamState::Passing { passing, is_head, tunnel }, respond, peer);
     }
 
     /// Records requests that h2 has answered by itself.
     pub fn record_refused(&self) {
-        let Shared { hall, whole, session, .. } = &*self.shared;
+        let Shared { worker, whole, session, .. } = &*self.shared;
         for _ in 0..session.take_unrecorded() {
-            request_record::refused_head(hall, whole.origin.address, &Fault::HeadTooLarge);
+            request_record::refused_head(worker, whole.origin.address, &RequestError::HeadTooLarge);
         }
     }
 
@@ -119,7 +119,7 @@ impl Streams {
             return false;
         }
         let Streams { shared, at_hand } = self;
-        shared.hall.end_together(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
+        shared.worker.end_together(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
         true
     }
 }
@@ -127,7 +127,7 @@ impl Streams {
 impl Shared {
     fn peer(&self) -> Rc<Peer> {
         let free = self.free.borrow_mut().pop();
-        free.unwrap_or_else(|| Rc::new(Peer::of_stream(&self.whole, self.hall.timers.timer())))
+        free.unwrap_or_else(|| Rc::new(Peer::of_stream(&self.whole, self.worker.timers.timer())))
     }
 
     fn give_back(&self, peer: Rc<Peer>) {
@@ -141,7 +141,7 @@ impl Shared {
     }
 
     /// Lets a task look after a stream.
-    fn work(self: &Rc<Self>, stage: Stage, respond: Respond, peer: Rc<Peer>) {
+    fn work(self: &Rc<Self>, stage: StreamState, respond: Respond, peer: Rc<Peer>) {
         self.session.attend();
         let work = Work { stage, respond, peer, shared: Rc::clone(self), hinted: 0 };
         drop(tokio::task::spawn_local(work));
@@ -160,9 +160,9 @@ impl Shared {
             return;
         }
         let peer = self.peer();
-        peer.body_limit.set(self.hall.view().snapshot.config.timeouts.body);
+        peer.body_limit.set(self.worker.view().snapshot.config.timeouts.body);
         peer.timer.arm(peer.body_limit.get());
-        self.work(Stage::Body(Outflow::new(body, sending)), respond, peer);
+        self.work(StreamState::Body(Outflow::new(body, sending)), respond, peer);
     }
 
     /// Sends the head of an answer; `None` if nothing follows. A stream that `stays_open` does not end with it.
@@ -174,7 +174,7 @@ impl Shared {
     ) -> Option<(SendStream<Bytes>, Body)> {
         let (mut head, body) = answer.into_parts();
         if !headers::answer_on_stream(&mut head.headers) {
-            head.headers.insert(header::DATE, self.hall.date());
+            head.headers.insert(header::DATE, self.worker.date());
         }
         let is_all = !stays_open && body.is_end_stream();
         match respond.send_response(Response::from_parts(head, ()), is_all) {
@@ -191,7 +191,7 @@ impl Shared {
 
 /// All that is to be done for a stream. Dropped, it resets a stream that is not at its end.
 struct Work {
-    stage: Stage,
+    stage: StreamState,
     respond: Respond,
     peer: Rc<Peer>,
     shared: Rc<Shared>,
@@ -199,10 +199,10 @@ struct Work {
     hinted: usize,
 }
 
-enum Stage {
+enum StreamState {
     /// There is no answer yet; `tunnel` is what the client sends if a CONNECT is granted.
     Passing {
-        passing: Passing,
+        passing: ResponseFuture,
         is_head: bool,
         tunnel: Option<RecvStream>,
     },
@@ -219,7 +219,7 @@ impl Future for Work {
         let this = self.get_mut();
         loop {
             match &mut this.stage {
-                Stage::Passing { passing, is_head, tunnel } => {
+                StreamState::Passing { passing, is_head, tunnel } => {
                     let answer = passing.poll_answer(cx);
                     let hints = this.peer.interim.take();
                     // The client may have changed its mind.
@@ -236,14 +236,14 @@ impl Future for Work {
                     let tunnel = tunnel.take();
                     this.stage = this.begin_answer(answer, tunnel);
                 }
-                Stage::Body(outflow) => {
+                StreamState::Body(outflow) => {
                     if outflow.poll(&this.peer, cx).is_pending() {
                         return this.poll_stalled(cx);
                     }
                     this.stage = this.rest();
                 }
-                Stage::Tunnel(strand) => return strand.poll(cx),
-                Stage::Rest(read) => return poll_rest(&this.peer, read, cx),
+                StreamState::Tunnel(strand) => return strand.poll(cx),
+                StreamState::Rest(read) => return poll_rest(&this.peer, read, cx),
             }
         }
     }
@@ -251,29 +251,29 @@ impl Future for Work {
 
 impl Work {
     /// Sends the head of an answer; what is to be done next.
-    fn begin_answer(&mut self, mut answer: Response<Body>, tunnel: Option<RecvStream>) -> Stage {
+    fn begin_answer(&mut self, mut answer: Response<Body>, tunnel: Option<RecvStream>) -> StreamState {
         let (shared, peer) = (&self.shared, &self.peer);
         peer.timer.arm(peer.body_limit.get());
         if let Some((inward, passage)) = tunnel.zip(peer.passage.take()) {
             let Some((outward, _)) = shared.send_head(answer, &mut self.respond, true) else { return self.rest() };
             shared.session.tunnel_opened();
-            return Stage::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
+            return StreamState::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
         }
         if !answer.body().is_end_stream() {
             response_body::tell_length(&mut answer);
         }
         match shared.send_head(answer, &mut self.respond, false) {
-            Some((sending, body)) => Stage::Body(Outflow::new(body, sending)),
+            Some((sending, body)) => StreamState::Body(Outflow::new(body, sending)),
             None => self.rest(),
         }
     }
 
     /// The answer is over.
-    fn rest(&mut self) -> Stage {
+    fn rest(&mut self) -> StreamState {
         // What belongs to the request goes first: only then it is known what nobody wants.
-        self.stage = Stage::Rest(0);
+        self.stage = StreamState::Rest(0);
         self.peer.timer.arm(UNWANTED_MAX);
-        Stage::Rest(0)
+        StreamState::Rest(0)
     }
 
     /// Nothing more of the answer leaves for now.
@@ -316,8 +316,8 @@ fn poll_rest(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
 impl Drop for Work {
     fn drop(&mut self) {
         // What belongs to the request first: it gives up its place.
-        let stage = std::mem::replace(&mut self.stage, Stage::Rest(0));
-        if let Stage::Tunnel(_) = stage {
+        let stage = std::mem::replace(&mut self.stage, StreamState::Rest(0));
+        if let StreamState::Tunnel(_) = stage {
             self.shared.session.tunnel_ended();
         }
         drop(stage);

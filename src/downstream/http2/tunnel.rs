@@ -17,7 +17,7 @@ use http::{Request, header};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::http::websocket_handshake;
-use crate::proxy::tunnel_session::Passage;
+use crate::proxy::tunnel_session::TunnelSession;
 use crate::proxy::worker_state::Peer;
 
 /// Takes note of what a CONNECT asks for; `false` if it can not be answered, since it would have a body.
@@ -56,7 +56,7 @@ impl Outward {
 }
 
 impl Strand {
-    pub fn new(sending: SendStream<Bytes>, inward: RecvStream, passage: Passage, peer: &Rc<Peer>) -> Strand {
+    pub fn new(sending: SendStream<Bytes>, inward: RecvStream, passage: TunnelSession, peer: &Rc<Peer>) -> Strand {
         let outward = Rc::new(Outward { sending: RefCell::new(sending), is_shut: Cell::default() });
         let client = Client { outward: Rc::clone(&outward), inward, early: Bytes::new() };
         let peer = Rc::clone(peer);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use transom_limiter::acquire::Verdict;
+use transom_limiter::acquire::AcquireResult;
 use transom_limiter::table::{Counter, Table};
 
 use crate::scene::{counter, explore, hit, pay, race, request, used};
@@ -23,8 +23,8 @@ fn seated() -> Arc<Table<1>> {
     table
 }
 
-fn admitted(verdicts: &[Verdict]) -> u64 {
-    verdicts.iter().filter(|&&verdict| verdict == Verdict::Admitted).count() as u64
+fn admitted(verdicts: &[AcquireResult]) -> u64 {
+    verdicts.iter().filter(|&&verdict| verdict == AcquireResult::Admitted).count() as u64
 }
 
 /// A refusal that is seen at the first look touches nothing: whoever asks for the other counter's
@@ -42,7 +42,7 @@ fn the_refused_leave_no_mark() {
                 |t| request(t, &[(narrow(), 1, 100)], 50),
             ],
         );
-        assert_eq!(verdicts, [Verdict::Refused, Verdict::Refused, Verdict::Admitted]);
+        assert_eq!(verdicts, [AcquireResult::Refused, AcquireResult::Refused, AcquireResult::Admitted]);
         assert_eq!((used(&table, narrow(), 100), used(&table, wide(), 1000)), ((1, 100), (1, 1000)));
     });
 }
@@ -53,8 +53,8 @@ fn the_refused_leave_no_mark_in_the_slots() {
     explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         pay(&table, wide(), 1, 1000, 50);
-        let job: fn(&Table<1>) -> Verdict = |t| request(t, &[(narrow(), 1, 100), (wide(), 1, 1000)], 50);
-        assert_eq!(race(&table, [job; 2]), [Verdict::Refused; 2]);
+        let job: fn(&Table<1>) -> AcquireResult = |t| request(t, &[(narrow(), 1, 100), (wide(), 1, 1000)], 50);
+        assert_eq!(race(&table, [job; 2]), [AcquireResult::Refused; 2]);
         assert_eq!((table.census(50).live, table.spilled_total(), table.horizon_ms()), (1, 0, 0));
     });
 }
@@ -64,12 +64,12 @@ fn the_refused_leave_no_mark_in_the_slots() {
 fn all_or_nothing_over_two_counters() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
-        let job: fn(&Table<1>) -> Verdict = |t| request(t, &[(narrow(), 2, 100), (wide(), 1, 1000)], 50);
+        let job: fn(&Table<1>) -> AcquireResult = |t| request(t, &[(narrow(), 2, 100), (wide(), 1, 1000)], 50);
         let verdicts = race(&table, [job; 2]);
         assert_eq!(admitted(&verdicts), 1, "{verdicts:?}");
         assert_eq!((used(&table, narrow(), 100), used(&table, wide(), 1000)), ((1, 100), (1, 1000)));
         // A loser of the race has taken a slot for its key; the one who saw it coming has not charged at all.
-        verdicts.map(|verdict| verdict == Verdict::Admitted)
+        verdicts.map(|verdict| verdict == AcquireResult::Admitted)
     });
     assert_eq!(outcomes.len(), 2, "each of them wins once");
 }
@@ -79,7 +79,7 @@ fn all_or_nothing_over_two_counters() {
 fn all_or_nothing_over_two_counters_and_three_threads() {
     explore(2, || {
         let table = seated();
-        let job: fn(&Table<1>) -> Verdict = |t| request(t, &[(narrow(), 3, 100), (wide(), 2, 1000)], 50);
+        let job: fn(&Table<1>) -> AcquireResult = |t| request(t, &[(narrow(), 3, 100), (wide(), 2, 1000)], 50);
         let verdicts = race(&table, [job; 3]);
         let n = admitted(&verdicts);
         assert_eq!(n, 2, "{verdicts:?}");
@@ -96,8 +96,8 @@ fn a_refund_never_crosses_a_window() {
         let [first, second, next] = race(
             &table,
             [
-                |t| request(t, &[(narrow(), 5, 100), (wide(), 1, 1000)], 50) == Verdict::Admitted,
-                |t| request(t, &[(wide(), 1, 1000)], 50) == Verdict::Admitted,
+                |t| request(t, &[(narrow(), 5, 100), (wide(), 1, 1000)], 50) == AcquireResult::Admitted,
+                |t| request(t, &[(wide(), 1, 1000)], 50) == AcquireResult::Admitted,
                 |t| hit(t, narrow(), 5, 200, 100) == crate::scene::Got::Paid(200),
             ],
         );

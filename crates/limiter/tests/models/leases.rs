@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::counter::Ask;
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::Deposit;
-use transom_limiter::table::{Counter, Paid, Table};
+use transom_limiter::table::{Counter, Receipt, Table};
 
 use crate::scene::{Got, counter, explore, hit, paid_in, race, take, time, used};
 
@@ -18,24 +18,24 @@ fn l() -> Counter {
 }
 
 /// One token out of the purse.
-fn leased(end_ms: u64) -> Ask {
-    Ask::plain(end_ms, 9, 1).leased()
+fn leased(end_ms: u64) -> AcquireRequest {
+    AcquireRequest::plain(end_ms, 9, 1).leased()
 }
 
 /// Spends one token of the purse of `counter`, in the window of 100 ms that is open.
-fn spend<const W: usize>(table: &Table<W>, counter: Counter, now_ms: u64) -> (Got, Option<Paid>) {
+fn spend<const W: usize>(table: &Table<W>, counter: Counter, now_ms: u64) -> (Got, Option<Receipt>) {
     take(table, counter.purse(), leased((now_ms / 100 + 1) * 100), now_ms)
 }
 
-fn unspend<const W: usize>(table: &Table<W>, paid: Option<Paid>, now_ms: u64) {
+fn unspend<const W: usize>(table: &Table<W>, paid: Option<Receipt>, now_ms: u64) {
     if let Some(paid) = paid {
         table.refund(paid, leased(100), time(now_ms));
     }
 }
 
 /// One request on the purses of both keys, and on an ordinary counter.
-fn request<const W: usize>(table: &Table<W>) -> Verdict {
-    let plain = Charge::new(counter(3), Ask::plain(100, 9, 1));
+fn request<const W: usize>(table: &Table<W>) -> AcquireResult {
+    let plain = Charge::new(counter(3), AcquireRequest::plain(100, 9, 1));
     let mut charges = [Charge::new(k().purse(), leased(100)), Charge::new(l().purse(), leased(100)), plain];
     decide(table, &mut charges, &mut Vec::new(), time(50))
 }
@@ -88,8 +88,8 @@ fn no_more_is_spent_than_was_deposited_in_both_purses() {
         let got = race(
             &table,
             [
-                |t| u32::from(request(t) == Verdict::Admitted),
-                |t| u32::from(request(t) == Verdict::Admitted),
+                |t| u32::from(request(t) == AcquireResult::Admitted),
+                |t| u32::from(request(t) == AcquireResult::Admitted),
                 |t| t.withdraw(l(), 100, 1),
             ],
         );

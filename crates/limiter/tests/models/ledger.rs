@@ -2,28 +2,28 @@
 
 use std::sync::Arc;
 
-use transom_limiter::format_registry::{Full, Ledger, Way, Ways};
+use transom_limiter::format_registry::{CounterFormat, CounterFormats, FormatRegistry, Full};
 use transom_limiter::memory::Memory;
 
 use crate::scene::{explore, race};
 
-const PLAIN: Way = Way { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
-const ROLLS: Way = Way { rolls: true, ..PLAIN };
-const SPLIT: Way = Way { shards: 3, ..PLAIN };
-const OTHER: Way = Way { ahead_most: 7, grants: (9, 9), ..PLAIN };
+const PLAIN: CounterFormat = CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
+const ROLLS: CounterFormat = CounterFormat { rolls: true, ..PLAIN };
+const SPLIT: CounterFormat = CounterFormat { shards: 3, ..PLAIN };
+const OTHER: CounterFormat = CounterFormat { ahead_most: 7, grants: (9, 9), ..PLAIN };
 
-fn ledger(layers: usize) -> Ledger {
-    let cells = Memory::heap(0).and_then(|memory| memory.numbers(0, Ledger::numbers(layers)));
-    Ledger::new(cells.expect("there is memory"))
+fn ledger(layers: usize) -> FormatRegistry {
+    let cells = Memory::heap(0).and_then(|memory| memory.numbers(0, FormatRegistry::numbers(layers)));
+    FormatRegistry::new(cells.expect("there is memory"))
 }
 
-fn of(all: &[(u64, Way)]) -> Ways {
-    let mut ways = Ways::default();
+fn of(all: &[(u64, CounterFormat)]) -> CounterFormats {
+    let mut ways = CounterFormats::default();
     all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
     ways
 }
 
-fn join(ledger: &Ledger, bits: u64, way: Way) -> Result<(), Full> {
+fn join(ledger: &FormatRegistry, bits: u64, way: CounterFormat) -> Result<(), Full> {
     ledger.join(&of(&[(bits, way)]))
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use transom_limiter::atomics::{AtomicU64, Ordering};
 use transom_limiter::table::{Counter, Table};
-use transom_limiter::waiter_limit::Queue;
+use transom_limiter::waiter_limit::WaiterLimit;
 
 use crate::scene::{counter, explore, owed, place, race, rolling, take_and_return, took};
 
@@ -92,7 +92,7 @@ fn a_place_given_up_late_never_crosses_into_a_window_that_paid_it() {
 
 /// A queue, and who is in it.
 struct Hall {
-    queue: Arc<Queue>,
+    queue: Arc<WaiterLimit>,
     inside: AtomicU64,
 }
 
@@ -100,17 +100,17 @@ struct Hall {
 #[test]
 fn a_queue_is_never_longer_than_it_may_be() {
     let outcomes = explore(3, || {
-        let hall = Arc::new(Hall { queue: Queue::new(2), inside: AtomicU64::new(0) });
-        let job: fn(&Hall) -> bool = |hall| {
-            let Some(place) = hall.queue.enter() else { return false };
-            let before = hall.inside.fetch_add(1, Ordering::SeqCst);
+        let worker = Arc::new(Hall { queue: WaiterLimit::new(2), inside: AtomicU64::new(0) });
+        let job: fn(&Hall) -> bool = |worker| {
+            let Some(place) = worker.queue.enter() else { return false };
+            let before = worker.inside.fetch_add(1, Ordering::SeqCst);
             assert!(before < 2, "{before} were waiting already");
-            hall.inside.fetch_sub(1, Ordering::SeqCst);
+            worker.inside.fetch_sub(1, Ordering::SeqCst);
             drop(place);
             true
         };
-        let entered = race(&hall, [job; 3]);
-        assert_eq!(hall.queue.waiting(), 0);
+        let entered = race(&worker, [job; 3]);
+        assert_eq!(worker.queue.waiting(), 0);
         entered.iter().filter(|entered| **entered).count()
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [2, 3]);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use transom_limiter::bucket::{Key, MARKS, Opening, Region, Seat};
-use transom_limiter::counter::{Ask, Word, charged, usage};
+use transom_limiter::bucket::{InsertResult, Key, MARKS, OpenWindow, Region};
+use transom_limiter::counter::{AcquireRequest, CounterWord, charged, usage};
 use transom_limiter::memory::Memory;
 use transom_limiter::window_sequence::Time;
 
@@ -24,10 +24,10 @@ fn region() -> Region<1> {
 /// Seats `key` and adds one token to its counter: what a table does, without what it adds.
 /// Returns the end of the window counted in; 0 if the region was full, 1 if it was too late.
 fn add<const W: usize>(region: &Region<W>, key: Key, end_ms: u64, now_ms: u64) -> u64 {
-    let (ask, time) = (Ask::plain(end_ms, 9, 1), Time::plain(now_ms));
+    let (ask, time) = (AcquireRequest::plain(end_ms, 9, 1), Time::plain(now_ms));
     loop {
-        match region.seat(key, Opening { end_ms, closes_ms: end_ms }, now_ms, || false) {
-            Seat::At(index, mut word) => {
+        match region.seat(key, OpenWindow { end_ms, closes_ms: end_ms }, now_ms, || false) {
+            InsertResult::At(index, mut word) => {
                 while word.tag() == key.tag && !word.is_claim() {
                     let before = usage(word, ask, time);
                     let (next, _) = charged(key.tag, before, ask, time).expect("the limit is never reached");
@@ -37,15 +37,15 @@ fn add<const W: usize>(region: &Region<W>, key: Key, end_ms: u64, now_ms: u64) -
                     }
                 }
             }
-            Seat::Full => return 0,
-            Seat::Late => return 1,
+            InsertResult::Full => return 0,
+            InsertResult::Late => return 1,
         }
     }
 }
 
 /// The counters of `key`, in slot order. There are never claims left when nobody is at work.
 fn counters<const W: usize>(region: &Region<W>, key: Key) -> Vec<(u64, u32)> {
-    let words: Vec<Word> = region.words().collect();
+    let words: Vec<CounterWord> = region.words().collect();
     assert!(words.iter().all(|word| !word.is_claim()), "a claim was left behind: {words:?}");
     words.iter().filter(|word| word.tag() == key.tag).map(|word| (word.end_ms(), word.count())).collect()
 }

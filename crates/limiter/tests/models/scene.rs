@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use loom::thread;
-use transom_limiter::acquire::{Charge, Verdict, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::{Ask, Course};
-use transom_limiter::table::{Charged, Counter, Paid, Table};
-use transom_limiter::window_sequence::{Pace, Time};
+use transom_limiter::counter::{AcquireRequest, WindowKind};
+use transom_limiter::table::{Charged, Counter, Receipt, Table};
+use transom_limiter::window_sequence::{Time, WindowSequence};
 
 /// Runs `model` in every interleaving with at most so many preemptions, and returns all outcomes.
 pub fn explore<T: Ord + Send + 'static>(preemptions: usize, model: fn() -> T) -> BTreeSet<T> {
@@ -67,12 +67,12 @@ pub fn hit<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, end_m
 }
 
 /// As [`hit`], with what is needed to give it back.
-pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, now_ms: u64) -> (Got, Option<Paid>) {
-    take(t, c, Ask::plain(end_ms, limit, 1), now_ms)
+pub fn pay<const W: usize>(t: &Table<W>, c: Counter, limit: u32, end_ms: u64, now_ms: u64) -> (Got, Option<Receipt>) {
+    take(t, c, AcquireRequest::plain(end_ms, limit, 1), now_ms)
 }
 
 /// Windows of 100 ms that hang together.
-static PACES: [Pace; 1] = [Pace::Even { period_ms: 100 }];
+static PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
 /// The time of a decision on windows of 100 ms.
 pub fn time(now_ms: u64) -> Time<'static> {
@@ -81,25 +81,25 @@ pub fn time(now_ms: u64) -> Time<'static> {
 
 /// Asks for one token in the window on the grid of 100 ms that is open, out of `limit` in each, of which
 /// `capacity` may accumulate.
-pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> Ask {
+pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> AcquireRequest {
     let end_ms = (now_ms / 100 + 1) * 100;
-    Ask { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, course: Course::Grid(0) }
+    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, course: WindowKind::Grid(0) }
 }
 
 /// Asks for a place in the window that comes `windows` after the one that is open.
-pub fn place(now_ms: u64, limit: u32, windows: u64) -> Ask {
+pub fn place(now_ms: u64, limit: u32, windows: u64) -> AcquireRequest {
     let granted = windows * u64::from(limit);
-    Ask { floor: granted, ..rolling(now_ms, limit, u64::from(limit) + granted) }
+    AcquireRequest { floor: granted, ..rolling(now_ms, limit, u64::from(limit) + granted) }
 }
 
 /// Asks for one token in a window of 100 ms that the first request opens.
-pub fn floating(now_ms: u64, limit: u32) -> Ask {
-    let course = Course::Floating(0);
-    Ask { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, course }
+pub fn floating(now_ms: u64, limit: u32) -> AcquireRequest {
+    let course = WindowKind::Floating(0);
+    AcquireRequest { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, course }
 }
 
 /// Charges what is asked, and tells what is needed to give it back.
-pub fn take<const W: usize>(t: &Table<W>, c: Counter, ask: Ask, now_ms: u64) -> (Got, Option<Paid>) {
+pub fn take<const W: usize>(t: &Table<W>, c: Counter, ask: AcquireRequest, now_ms: u64) -> (Got, Option<Receipt>) {
     match t.charge(c, ask, time(now_ms), None) {
         Charged::Paid(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
         Charged::Full(_) => (Got::Full, None),
@@ -108,12 +108,18 @@ pub fn take<const W: usize>(t: &Table<W>, c: Counter, ask: Ask, now_ms: u64) -> 
 }
 
 /// Whether what is asked was granted.
-pub fn took<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64) -> bool {
+pub fn took<const W: usize>(table: &Table<W>, counter: Counter, ask: AcquireRequest, now_ms: u64) -> bool {
     take(table, counter, ask, now_ms).1.is_some()
 }
 
 /// Charges what is asked, and gives it back at a later time.
-pub fn take_and_return<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64, later_ms: u64) {
+pub fn take_and_return<const W: usize>(
+    table: &Table<W>,
+    counter: Counter,
+    ask: AcquireRequest,
+    now_ms: u64,
+    later_ms: u64,
+) {
     let (_, paid) = take(table, counter, ask, now_ms);
     if let Some(paid) = paid {
         table.refund(paid, ask, time(later_ms));
@@ -121,26 +127,27 @@ pub fn take_and_return<const W: usize>(table: &Table<W>, counter: Counter, ask: 
 }
 
 /// What is used or owed of `counter`, as who asks for it sees it.
-pub fn owed<const W: usize>(table: &Table<W>, counter: Counter, ask: Ask, now_ms: u64) -> u64 {
+pub fn owed<const W: usize>(table: &Table<W>, counter: Counter, ask: AcquireRequest, now_ms: u64) -> u64 {
     table.look(counter, ask, time(now_ms)).0.used
 }
 
 /// What is used of `counter` in the window ending at `end_ms` or the later one that is open, and when that ends.
 pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u64, u64) {
-    let (used, _) = table.look(counter, Ask::plain(end_ms, 1, 1), Time::plain(0));
+    let (used, _) = table.look(counter, AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
     (used.used, used.end_ms)
 }
 
 /// Gives back one token that was charged by [`pay`].
-pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Paid>) {
+pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Receipt>) {
     if let Some(paid) = paid {
-        table.refund(paid, Ask::plain(0, 1, 1), Time::plain(0));
+        table.refund(paid, AcquireRequest::plain(0, 1, 1), Time::plain(0));
     }
 }
 
 /// One request of one token on several counters: each with its limit and the end of its window.
-pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> Verdict {
-    let charge = |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, Ask::plain(end_ms, limit, 1));
+pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> AcquireResult {
+    let charge =
+        |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, AcquireRequest::plain(end_ms, limit, 1));
     decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), &mut Vec::new(), Time::plain(now_ms))
 }
 

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::counter::Ask;
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::sharded_counter::Split;
 use transom_limiter::table::Table;
 
@@ -11,14 +11,14 @@ use crate::scene::{counter, explore, race, time};
 
 /// A request of so many tokens by the loop of one shard, out of `limit`.
 fn request(table: &Table<2>, own: u32, limit: u32, cost: u32) -> bool {
-    let mut charge = Charge::new(counter(1), Ask::plain(100, limit, cost));
+    let mut charge = Charge::new(counter(1), AcquireRequest::plain(100, limit, cost));
     charge.split = Split { shards: 2, own };
-    decide(table, &mut [charge], &mut Vec::new(), time(50)) == Verdict::Admitted
+    decide(table, &mut [charge], &mut Vec::new(), time(50)) == AcquireResult::Admitted
 }
 
 /// What is used of both shards together.
 fn used(table: &Table<2>, limit: u32) -> u64 {
-    Split { shards: 2, own: 0 }.look(table, counter(1), Ask::plain(100, limit, 0), time(50)).0.used
+    Split { shards: 2, own: 0 }.look(table, counter(1), AcquireRequest::plain(100, limit, 0), time(50)).0.used
 }
 
 /// A table in which so many tokens of the limit are used.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use transom_limiter::counter::Ask;
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window_sequence::Time;
 
@@ -149,7 +149,7 @@ fn two_keys_never_share_a_count_when_one_takes_the_slot_of_the_other() {
             &table,
             [
                 |t| {
-                    let (ask, time) = (Ask::plain(100, 2, 1), Time::plain(60));
+                    let (ask, time) = (AcquireRequest::plain(100, 2, 1), Time::plain(60));
                     let (_, hint) = t.look(k(), ask, time);
                     format!("{:?}", t.charge(k(), ask, time, hint)).split('(').next().expect("a name").to_owned()
                 },

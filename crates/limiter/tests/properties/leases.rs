@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::counter::{Ask, Taken, Use, Word, refunded};
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::counter::{AcquireRequest, CounterWord, Taken, Usage, refunded};
 use transom_limiter::leased_tokens::Deposit;
-use transom_limiter::table::{Charged, Counter, Paid, Table};
+use transom_limiter::table::{Charged, Counter, Receipt, Table};
 use transom_limiter::window_sequence::Time;
 
 use crate::scene::{START_MS, counter, mixed};
@@ -72,19 +72,19 @@ struct World {
     /// By the end of the window.
     ordinary: HashMap<u64, u32>,
     /// What was charged for each request that can still be given back.
-    paid: Vec<Vec<(u64, Ask, Paid)>>,
+    paid: Vec<Vec<(u64, AcquireRequest, Receipt)>>,
 }
 
 fn end_ms(now_ms: u64, ahead: i64) -> u64 {
     (now_ms / WINDOW_MS + 1).saturating_add_signed(ahead) * WINDOW_MS
 }
 
-fn ordinary(now_ms: u64, cost: u32) -> Ask {
-    Ask::plain(end_ms(now_ms, 0), ORDINARY_LIMIT, cost)
+fn ordinary(now_ms: u64, cost: u32) -> AcquireRequest {
+    AcquireRequest::plain(end_ms(now_ms, 0), ORDINARY_LIMIT, cost)
 }
 
-fn leased(now_ms: u64, cost: u32) -> Ask {
-    Ask::plain(end_ms(now_ms, 0), LIMIT, cost).leased()
+fn leased(now_ms: u64, cost: u32) -> AcquireRequest {
+    AcquireRequest::plain(end_ms(now_ms, 0), LIMIT, cost).leased()
 }
 
 /// What is left in the purse of a key, and until when.
@@ -126,16 +126,16 @@ impl World {
     }
 
     /// One request; what comes too late is decided again at the table's own time.
-    fn spend<const W: usize>(&mut self, table: &Table<W>, keys: &[u64], cost: u32, mut now_ms: u64) -> Verdict {
+    fn spend<const W: usize>(&mut self, table: &Table<W>, keys: &[u64], cost: u32, mut now_ms: u64) -> AcquireResult {
         loop {
             let mut charges: Vec<Charge> =
                 keys.iter().map(|key| Charge::new(counter(*key).purse(), leased(now_ms, cost))).collect();
             charges.push(Charge::new(counter(ORDINARY), ordinary(now_ms, cost)));
             let verdict = decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
             match verdict {
-                Verdict::Late => now_ms = table.horizon_ms(),
-                Verdict::Refused => return verdict,
-                Verdict::Admitted => {
+                AcquireResult::Late => now_ms = table.horizon_ms(),
+                AcquireResult::Refused => return verdict,
+                AcquireResult::Admitted => {
                     let shares = charges.iter().filter_map(|charge| charge.share());
                     let keys = keys.iter().copied().chain([ORDINARY]);
                     let paid: Vec<_> = keys.zip(shares).map(|(key, share)| (key, share.ask, share.paid)).collect();
@@ -174,8 +174,8 @@ impl World {
 }
 
 /// What is said of a purse that is not there.
-fn full(ask: Ask) -> Use {
-    Use { used: ask.ceiling, end_ms: ask.end_ms }
+fn full(ask: AcquireRequest) -> Usage {
+    Usage { used: ask.ceiling, end_ms: ask.end_ms }
 }
 
 /// The keys of a request, once each.
@@ -206,7 +206,7 @@ proptest! {
                     let left = |key: &u64| purse(&world, *key).map_or(0, |purse| purse.1);
                     let used = world.ordinary.get(&end_ms(now_ms, 0)).copied().unwrap_or(0);
                     let room = keys.iter().all(|key| left(key) >= cost) && used + cost <= ORDINARY_LIMIT;
-                    let expected = if room { Verdict::Admitted } else { Verdict::Refused };
+                    let expected = if room { AcquireResult::Admitted } else { AcquireResult::Refused };
                     prop_assert_eq!(world.spend(&table, &keys, cost, now_ms), expected);
                 }
                 Act::GiveBack => world.give_back(&table, now_ms),
@@ -290,11 +290,11 @@ proptest! {
         tag in 1..4u64, end_ms in 1..4u64, count in 0..9u32, paid_tag in 1..4u64, paid_end_ms in 1..4u64, cost in 0..9u32,
     ) {
         let taken = Taken { tag: paid_tag, end_ms: paid_end_ms, used: 20, tokens: cost.into() };
-        let ask = Ask::plain(paid_end_ms, 20, cost).leased();
-        match refunded(Word::new(tag, end_ms, count), taken, ask, Time::plain(0)) {
+        let ask = AcquireRequest::plain(paid_end_ms, 20, cost).leased();
+        match refunded(CounterWord::new(tag, end_ms, count), taken, ask, Time::plain(0)) {
             Some(more) => {
                 prop_assert_eq!((paid_tag, paid_end_ms), (tag, end_ms));
-                prop_assert_eq!(more, Word::new(tag, end_ms, count + cost));
+                prop_assert_eq!(more, CounterWord::new(tag, end_ms, count + cost));
             }
             None => prop_assert_ne!((paid_tag, paid_end_ms), (tag, end_ms)),
         }
@@ -330,7 +330,7 @@ proptest! {
                 }
             } else {
                 let spilled = table.spilled_total();
-                let hit = table.charge(counter(id), Ask::plain(START_MS + 50, LIMIT, 1), Time::plain(START_MS), None);
+                let hit = table.charge(counter(id), AcquireRequest::plain(START_MS + 50, LIMIT, 1), Time::plain(START_MS), None);
                 if matches!(hit, Charged::Paid(..)) && table.spilled_total() == spilled {
                     *seated.entry(id).or_default() += 1;
                 }
@@ -339,7 +339,7 @@ proptest! {
                 prop_assert_eq!(table.purse(counter(*id), START_MS), *left);
             }
             for (id, used) in &seated {
-                let ask = Ask::plain(START_MS + 50, LIMIT, 1);
+                let ask = AcquireRequest::plain(START_MS + 50, LIMIT, 1);
                 prop_assert_eq!(table.look(counter(*id), ask, Time::plain(START_MS)).0.used, *used);
             }
         }
@@ -350,7 +350,7 @@ proptest! {
     fn a_purse_is_never_the_counter(id in any::<u64>(), deposited in 1..9u32, noted in 1..9u32) {
         let table = Table::<8>::with_buckets(4, 1).expect("there is memory");
         let counter: Counter = counter(mixed(id));
-        let (ask, time) = (Ask::plain(START_MS + 50, 9, 4), Time::plain(START_MS));
+        let (ask, time) = (AcquireRequest::plain(START_MS + 50, 9, 4), Time::plain(START_MS));
         prop_assert!(matches!(table.charge(counter, ask, time, None), Charged::Paid(..)));
         prop_assert_eq!(table.deposit(counter, START_MS + 50, deposited, START_MS), Deposit::Kept);
         table.note(counter, START_MS + 50, noted, START_MS);

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_limiter::acquire::Verdict;
-use transom_limiter::counter::{Ask, Taken, Word, charged, refunded, usage};
+use transom_limiter::acquire::AcquireResult;
+use transom_limiter::counter::{AcquireRequest, CounterWord, Taken, charged, refunded, usage};
 use transom_limiter::table::Table;
 use transom_limiter::window_sequence::Time;
 
@@ -44,9 +44,9 @@ proptest! {
                 let full = before[i].used + u64::from(wish.cost) > u64::from(wish.limit);
                 prop_assert_eq!(charge.full, full, "{:?}", charge);
             }
-            let expected = if admitted { Verdict::Admitted } else { Verdict::Refused };
+            let expected = if admitted { AcquireResult::Admitted } else { AcquireResult::Refused };
             let forgotten = before.iter().any(|stand| stand.end_ms <= table.horizon_ms());
-            prop_assert!(verdict == expected || forgotten && verdict == Verdict::Refused, "{:?}", action);
+            prop_assert!(verdict == expected || forgotten && verdict == AcquireResult::Refused, "{:?}", action);
         }
         prop_assert_eq!(table.spilled_total(), 0);
     }
@@ -58,7 +58,7 @@ proptest! {
         for action in &actions {
             let wishes = wishes(action, &limits);
             let answer = play(&table, &wishes, clocks.moved(action));
-            if answer.verdict == Verdict::Admitted && action.cost > 0 {
+            if answer.verdict == AcquireResult::Admitted && action.cost > 0 {
                 for (wish, charge) in wishes.iter().zip(&answer.charges) {
                     let sum = admitted.entry((wish.id, charge.usage.end_ms)).or_default();
                     *sum += u64::from(wish.cost);
@@ -76,7 +76,7 @@ proptest! {
         for (times, now_ms) in [(before, 99), (after, 100), (late, 99)] {
             for _ in 0..times {
                 let answer = play(&table, &[wish], now_ms);
-                prop_assert_eq!(answer.verdict, Verdict::Admitted);
+                prop_assert_eq!(answer.verdict, AcquireResult::Admitted);
                 last = answer.charges[0].usage.end_ms;
             }
         }
@@ -111,7 +111,7 @@ proptest! {
             };
             let before = look(now_ms);
             let answer = play(&table, &wishes, now_ms);
-            if answer.verdict == Verdict::Refused && answer.now_ms == now_ms {
+            if answer.verdict == AcquireResult::Refused && answer.now_ms == now_ms {
                 prop_assert_eq!(look(now_ms), before);
                 prop_assert!(answer.charges.iter().any(|charge| charge.full));
             }
@@ -122,20 +122,20 @@ proptest! {
     fn a_refund_never_crosses_a_window(
         tag in 1..4u64, end_ms in 1..4u64, count in 0..9u32, paid_tag in 1..4u64, paid_end_ms in 1..4u64, cost in 0..9u32,
     ) {
-        let word = Word::new(tag, end_ms, count);
-        let (ask, time) = (Ask::plain(paid_end_ms, 20, cost), Time::plain(0));
+        let word = CounterWord::new(tag, end_ms, count);
+        let (ask, time) = (AcquireRequest::plain(paid_end_ms, 20, cost), Time::plain(0));
         let taken = |tag, end_ms| Taken { tag, end_ms, used: 20, tokens: cost.into() };
         match refunded(word, taken(paid_tag, paid_end_ms), ask, time) {
             Some(less) => {
                 prop_assert_eq!((paid_tag, paid_end_ms), (tag, end_ms));
-                prop_assert_eq!(less, Word::new(tag, end_ms, count.saturating_sub(cost)));
+                prop_assert_eq!(less, CounterWord::new(tag, end_ms, count.saturating_sub(cost)));
             }
             None => prop_assert_ne!((paid_tag, paid_end_ms), (tag, end_ms)),
         }
         // Paying and giving back in one window changes nothing; a payment in a later one moves the word on.
         let (paid, _) = charged(tag, usage(word, ask, time), ask, time).expect("fits");
         let back = refunded(paid, taken(tag, paid.end_ms()), ask, time).expect("is still in that window");
-        prop_assert_eq!(back, if paid_end_ms > end_ms { Word::new(tag, paid_end_ms, 0) } else { word });
+        prop_assert_eq!(back, if paid_end_ms > end_ms { CounterWord::new(tag, paid_end_ms, 0) } else { word });
     }
 
     /// Every client gets its own limit, however many others are at it.
@@ -144,7 +144,7 @@ proptest! {
         let table = table();
         for (id, &demand) in demands.iter().enumerate() {
             let wish = Wish { id: id as u64, window_ms: 1000, limit, cost: 1 };
-            let admit = |_: &u64| play(&table, &[wish], 5).verdict == Verdict::Admitted;
+            let admit = |_: &u64| play(&table, &[wish], 5).verdict == AcquireResult::Admitted;
             prop_assert_eq!((0..demand).filter(admit).count() as u64, demand.min(limit.into()));
         }
     }

@@ -3,9 +3,9 @@
 //! It asserts nothing; it turns an action into charges and says what came of it.
 
 use proptest::prelude::*;
-use transom_limiter::acquire::{Charge, Verdict, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::Ask;
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window_sequence::Time;
 
@@ -76,7 +76,7 @@ pub fn wishes(action: &Action, limits: &[u32; 6]) -> Vec<Wish> {
 
 /// What came of a request: the verdict, when it counted, and its charges.
 pub struct Answer {
-    pub verdict: Verdict,
+    pub verdict: AcquireResult,
     /// The time for which it was decided: that of its clock, or the table's horizon if that was too late.
     pub now_ms: u64,
     pub charges: Vec<Charge>,
@@ -88,7 +88,7 @@ pub fn play<const W: usize>(table: &Table<W>, wishes: &[Wish], mut now_ms: u64) 
         let mut charges: Vec<Charge> =
             wishes.iter().map(|wish| Charge::new(counter(wish.id), ask(wish, now_ms))).collect();
         let verdict = decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
-        if verdict != Verdict::Late {
+        if verdict != AcquireResult::Late {
             return Answer { verdict, now_ms, charges };
         }
         assert!(table.horizon_ms() > now_ms, "too late, and yet not before the horizon");
@@ -96,8 +96,8 @@ pub fn play<const W: usize>(table: &Table<W>, wishes: &[Wish], mut now_ms: u64) 
     }
 }
 
-pub fn ask(wish: &Wish, now_ms: u64) -> Ask {
-    Ask::plain(wish.end_ms(now_ms), wish.limit, wish.cost)
+pub fn ask(wish: &Wish, now_ms: u64) -> AcquireRequest {
+    AcquireRequest::plain(wish.end_ms(now_ms), wish.limit, wish.cost)
 }
 
 /// The counter of an identity, hashed; the thousands are its layer.

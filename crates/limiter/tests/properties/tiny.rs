@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
-use transom_limiter::acquire::Verdict;
-use transom_limiter::counter::Ask;
+use transom_limiter::acquire::AcquireResult;
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Charged, Table};
 use transom_limiter::window_sequence::Time;
 
@@ -22,7 +22,7 @@ fn never_past_the_limit<const W: usize>(
     for action in actions {
         let wishes = wishes(action, limits);
         let answer = play(table, &wishes, clocks.moved(action));
-        if answer.verdict == Verdict::Admitted && action.cost > 0 {
+        if answer.verdict == AcquireResult::Admitted && action.cost > 0 {
             for (wish, charge) in wishes.iter().zip(&answer.charges) {
                 let sum = admitted.entry((wish.id, charge.usage.end_ms)).or_default();
                 *sum += u64::from(wish.cost);
@@ -62,7 +62,7 @@ proptest! {
             let at = (id, wish.end_ms(now_ms));
             *plain.entry(at).or_default() += u64::from(oracle.decide(&[wish], now_ms));
             let sum = mine.entry(at).or_default();
-            *sum += u64::from(play(&table, &[wish], now_ms).verdict == Verdict::Admitted);
+            *sum += u64::from(play(&table, &[wish], now_ms).verdict == AcquireResult::Admitted);
             prop_assert!(*sum <= plain[&at]);
         }
     }
@@ -78,7 +78,7 @@ proptest! {
         let (mut seated, mut groups) = (HashMap::<u64, u32>::new(), HashMap::<u64, u32>::new());
         let (mut spilled, mut refused_outright) = (HashSet::new(), HashSet::new());
         for id in demand {
-            let (counter, ask) = (counter(id), Ask::plain(100, limit, 1));
+            let (counter, ask) = (counter(id), AcquireRequest::plain(100, limit, 1));
             let group = counter.key.tag % 64;
             let spilled_before = table.spilled_total();
             let answer = table.charge(counter, ask, Time::plain(50), None);
@@ -122,10 +122,10 @@ proptest! {
     fn a_spilled_key_gets_no_counter_of_its_own(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
         let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
         let (sitter, key) = (counter(1), counter(2));
-        let seated = table.charge(sitter, Ask::plain(60, 1, 1), Time::plain(50), None);
+        let seated = table.charge(sitter, AcquireRequest::plain(60, 1, 1), Time::plain(50), None);
         prop_assert!(matches!(seated, Charged::Paid(..)), "the table is empty");
         let hit = |now_ms, end_ms| {
-            let answer = table.charge(key, Ask::plain(end_ms, limit, 1), Time::plain(now_ms), None);
+            let answer = table.charge(key, AcquireRequest::plain(end_ms, limit, 1), Time::plain(now_ms), None);
             u32::from(matches!(answer, Charged::Paid(..)))
         };
         let admitted: u32 = (0..first).map(|_| hit(50, 100)).chain((0..again).map(|_| hit(70, 100))).sum();
@@ -145,7 +145,7 @@ proptest! {
             let wish = Wish { id: action.client, window_ms: 10, limit: 1000, cost: 1 };
             let before = table.spilled_total();
             let answer = play(&table, &[wish], now_ms);
-            if answer.verdict == Verdict::Admitted && table.spilled_total() == before {
+            if answer.verdict == AcquireResult::Admitted && table.spilled_total() == before {
                 let used = answer.charges[0].usage;
                 let count = counts.entry((wish.id, used.end_ms)).or_default();
                 *count += 1;

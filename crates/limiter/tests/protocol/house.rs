@@ -3,15 +3,15 @@
 //! One table serves all gateways of all states: each step puts into it what a gateway has, and takes it out again, in windows
 //! that are later than all that were used before. It knows no store.
 
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::counter::Ask;
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::counter::AcquireRequest;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::leased_tokens::Deposit;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{Book, Judgement, Line, Roster};
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
 use transom_limiter::shared_counting::Step;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Windows;
@@ -23,11 +23,11 @@ const PERIOD_MS: u64 = 1000;
 const SEED: Seed = Seed(3, 4);
 
 pub struct House {
-    book: Book,
-    roster: Roster,
+    rule_set: RuleSet,
+    charge_plan: ChargePlan,
     table: Table,
-    desk: Desk,
-    askers: Each<Asker>,
+    context: DecisionContext,
+    keyed_requests: Each<KeyedRequest>,
     limits: Each<u8>,
     /// When the earlier of the two windows began.
     began_ms: u64,
@@ -50,19 +50,29 @@ impl House {
             Rule { sharing: sharing[counter], ..Rule::new(name, key, OnMissing::Refuse, vec![layer]) }
         };
         let narrow = rule("narrow", vec![Part::Header("client".to_owned())], NARROW);
-        let book = Book::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None);
-        let roster = book.roster(&COUNTERS);
-        let askers = COUNTERS.map(|counter| {
-            let key = KeyHasher::new(SEED, book.entries[counter].identity).finish();
-            Asker { key, offset: 0, variant: 0, cost: 1 }
+        let rule_set = RuleSet::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None);
+        let charge_plan = rule_set.charge_plan(&COUNTERS);
+        let keyed_requests = COUNTERS.map(|counter| {
+            let key = KeyHasher::new(SEED, rule_set.entries[counter].identity).finish();
+            KeyedRequest { key, offset: 0, variant: 0, cost: 1 }
         });
         let table = Table::with_capacity(1024).expect("there is memory");
-        House { book, roster, table, desk: Desk::default(), askers, limits, began_ms: 1_000_000_000 }
+        House {
+            rule_set,
+            charge_plan,
+            table,
+            context: DecisionContext::default(),
+            keyed_requests,
+            limits,
+            began_ms: 1_000_000_000,
+        }
     }
 
     fn counter(&self, counter: usize) -> Counter {
-        let layer = self.book.entries[counter].variant(0).start;
-        self.book.layer_of(&self.roster, Line { rule: counter, layer }).counter(self.askers[counter])
+        let layer = self.rule_set.entries[counter].variant(0).start;
+        self.rule_set
+            .layer_of(&self.charge_plan, LayerRef { rule: counter, layer })
+            .counter(self.keyed_requests[counter])
     }
 
     fn now_ms(&self, window: Window) -> u64 {
@@ -111,18 +121,18 @@ impl House {
     pub fn decide(&mut self, gateway: &mut Gateway, kind: Each<bool>, hand: Each<bool>) -> Said {
         self.enter(gateway);
         let now_ms = self.now_ms(gateway.window);
-        let House { book, roster, table, desk, askers, .. } = self;
-        desk.clear();
-        desk.askers.clear();
-        desk.askers.extend(COUNTERS.map(|counter| kind[counter].then_some(askers[counter])));
-        let lines = book.enforced(roster, desk);
-        desk.in_hand.extend(lines.iter().filter(|line| hand[line.rule]));
-        book.stands(roster, |_beyond| false, &mut desk.stands);
-        let said = match book.step(roster, &lines, table, Now::by(&|| now_ms), desk, true) {
-            Step::Decided(Judgement::Admitted) => Said::Paid,
-            Step::Decided(Judgement::Refused | Judgement::Delayed { .. }) => Said::Refused,
+        let House { rule_set, charge_plan, table, context, keyed_requests, .. } = self;
+        context.clear();
+        context.keyed_requests.clear();
+        context.keyed_requests.extend(COUNTERS.map(|counter| kind[counter].then_some(keyed_requests[counter])));
+        let lines = rule_set.enforced(charge_plan, context);
+        context.in_hand.extend(lines.iter().filter(|line| hand[line.rule]));
+        rule_set.stands(charge_plan, |_beyond| false, &mut context.stands);
+        let said = match rule_set.step(charge_plan, &lines, table, Now::by(&|| now_ms), context, true) {
+            Step::Decided(Decision::Admitted) => Said::Paid,
+            Step::Decided(Decision::Refused | Decision::Delayed { .. }) => Said::Refused,
             Step::Lacking => {
-                let lacks = |counter| desk.lacking.iter().any(|i| desk.lines[*i].rule == counter);
+                let lacks = |counter| context.lacking.iter().any(|i| context.lines[*i].rule == counter);
                 Said::Lacks(COUNTERS.map(lacks))
             }
         };
@@ -167,10 +177,10 @@ impl House {
         if gateway.purse[other].1 > 0 {
             self.put(other, gateway.purse[other].0, gateway.purse[other].1);
         }
-        let ask = Ask::plain(self.end_ms(window), u32::from(self.limits[counter]), 1).leased();
+        let ask = AcquireRequest::plain(self.end_ms(window), u32::from(self.limits[counter]), 1).leased();
         let mut charges = [Charge::new(self.counter(counter).purse(), ask)];
         let time = Time::plain(self.now_ms(window));
-        assert_eq!(decide(&self.table, &mut charges, &mut Vec::new(), time), Verdict::Admitted);
+        assert_eq!(decide(&self.table, &mut charges, &mut Vec::new(), time), AcquireResult::Admitted);
         if of != window && left > 0 {
             self.put(counter, of, left);
         }

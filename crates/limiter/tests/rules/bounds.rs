@@ -7,28 +7,28 @@ use proptest::prelude::*;
 use transom_limiter::decision_time::Now;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
-use transom_limiter::rule_set::Judgement;
-use transom_limiter::sharded_counter::Share;
+use transom_limiter::rule_set::Decision;
+use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
-use transom_limiter::window_sequence::Pace;
+use transom_limiter::window_sequence::WindowSequence;
 
-use crate::oracle::{Decision, Oracle, Wish};
+use crate::oracle::{Expected, Oracle, Wish};
 use crate::scene::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};
 
 /// Tokens that passed or will pass, by the end of the window in which they do.
 #[derive(Default)]
-struct Ledger {
+struct FormatRegistry {
     accounts: HashMap<String, (Wish, BTreeMap<u64, i64>)>,
 }
 
 /// What one request took: shares to give back, and what to strike from the ledger.
 struct Kept {
-    shares: Vec<Share>,
+    shares: Vec<ShardReceipt>,
     passes: Vec<(Wish, u64)>,
 }
 
-impl Ledger {
+impl FormatRegistry {
     fn add(&mut self, wish: &Wish, end_ms: u64, tokens: i64) {
         let (_, account) = self.accounts.entry(wish.key.clone()).or_insert_with(|| (wish.clone(), BTreeMap::new()));
         *account.entry(end_ms).or_default() += tokens;
@@ -42,8 +42,8 @@ impl Ledger {
                 for (last_ms, tokens) in account.range(first_ms..) {
                     sum += tokens;
                     let windows = match &pace {
-                        Pace::Even { period_ms } => (last_ms - first_ms) / period_ms,
-                        Pace::Listed(_) => pace.between(*first_ms, *last_ms),
+                        WindowSequence::Even { period_ms } => (last_ms - first_ms) / period_ms,
+                        WindowSequence::Listed(_) => pace.between(*first_ms, *last_ms),
                     };
                     let most = i64::from(wish.limit.capacity) + windows as i64 * limit;
                     prop_assert!(sum <= most, "{} of {} from {} to {} in {}", sum, most, first_ms, last_ms, wish.key);
@@ -73,22 +73,22 @@ fn strict(rules: Vec<Rule>) -> Vec<Rule> {
 /// Plays all events, by two clocks that may differ, and holds what passes against the bound.
 fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event]) -> Result<u64, TestCaseError> {
     let mut gateway = Gateway::new(rules, table);
-    let (mut ledger, mut kept, mut clocks) = (Ledger::default(), Vec::<Kept>::new(), [START_MS; 2]);
+    let (mut ledger, mut kept, mut clocks) = (FormatRegistry::default(), Vec::<Kept>::new(), [START_MS; 2]);
     for event in events {
         clocks[event.thread] += event.moves_ms;
         let now_ms = clocks[event.thread];
         match &event.what {
-            What::Ask { costs, .. } => {
+            What::AcquireRequest { costs, .. } => {
                 let costs = &costs[..rules.len()];
                 // Who asks for the time again hears of the later clock, or of a clock that stays behind.
                 let again_ms = if event.moves_ms % 2 == 0 { clocks[0].max(clocks[1]) } else { now_ms };
                 let judgement = gateway.judge_late(event.client, costs, Now::since(now_ms, &|| again_ms));
-                if let Judgement::Refused = judgement {
+                if let Decision::Refused = judgement {
                     continue;
                 }
                 let mut passes = Vec::new();
                 for (line, wish) in gateway.wishes(event.client, costs, None) {
-                    let charge = gateway.desk.answer(line).expect("the layer was asked");
+                    let charge = gateway.context.answer(line).expect("the layer was asked");
                     let pace = wish.limit.windows.pace();
                     let (own_ms, end_ms) = (charge.ask.end_ms, charge.usage.end_ms);
                     let end_ms = match &wish.limit.windows {
@@ -103,12 +103,12 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                     ledger.add(&wish, passes_in, wish.cost.into());
                     passes.push((wish, passes_in));
                 }
-                kept.push(Kept { shares: gateway.desk.all_shares().collect(), passes });
+                kept.push(Kept { shares: gateway.context.all_shares().collect(), passes });
             }
             What::GiveBack { back, .. } => {
                 let Some(nth) = kept.len().checked_sub(1 + back) else { continue };
                 let Kept { shares, passes } = kept.remove(nth);
-                gateway.book.give_back(&shares, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, now_ms);
                 passes.iter().for_each(|(wish, end_ms)| ledger.add(wish, *end_ms, -i64::from(wish.cost)));
             }
             What::Overdraw { .. } => {}
@@ -148,14 +148,14 @@ proptest! {
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
-        let floats = matches!(gateway.book.timelines[0], Windows::FirstRequest { .. });
+        let floats = matches!(gateway.rule_set.timelines[0], Windows::FirstRequest { .. });
         for (client, moves_ms) in demand {
             now_ms += moves_ms;
             let (_, wish) = gateway.wishes(client, &[Some(1)], None).remove(0);
             let at = (wish.key.clone(), oracle.account(&wish, now_ms).end_ms);
             let expected = oracle.decide(&[wish], false, false, now_ms);
-            *plain.entry(at.clone()).or_default() += u32::from(expected == Decision::Admitted);
-            let admitted = gateway.ask(client, now_ms) == Decision::Admitted;
+            *plain.entry(at.clone()).or_default() += u32::from(expected == Expected::Admitted);
+            let admitted = gateway.ask(client, now_ms) == Expected::Admitted;
             let sum = mine.entry(at.clone()).or_default();
             *sum += u32::from(admitted);
             prop_assert!(floats || *sum <= plain[&at]);
@@ -172,8 +172,8 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
         let sitter = rule("sitter", vec![plain(1, 1_000_000)]);
         let rules = [rule("random", vec![Limit { capacity, ..random }]), sitter];
         let mut gateway = Gateway::new(&rules, Table::<1>::with_buckets(1, 1).expect("there is memory"));
-        assert!(matches!(gateway.judge(0, &[None, Some(1)], 0), Judgement::Admitted), "it has the only slot");
-        let group = |gateway: &Gateway<1>, client| gateway.asker(0, client, 1).key.tag;
+        assert!(matches!(gateway.judge(0, &[None, Some(1)], 0), Decision::Admitted), "it has the only slot");
+        let group = |gateway: &Gateway<1>, client| gateway.keyed_request(0, client, 1).key.tag;
         let end_ms = |gateway: &Gateway<1>, client| gateway.wishes(client, &[Some(1), None], None)[0].1.end_ms(1000);
         let alike = |one: u64, other: u64| (one ^ other) >> 10 & 63 == 0;
         let pairs = (0..200).flat_map(|one| (0..200).map(move |other| (one, other)));
@@ -183,7 +183,7 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
         });
         let (early, late) = pairs.next().expect("some of them share a counter");
         let last_ms = end_ms(&gateway, early) - 1;
-        let mut passes = |client| !matches!(gateway.judge(client, &[Some(1), None], last_ms), Judgement::Refused);
+        let mut passes = |client| !matches!(gateway.judge(client, &[Some(1), None], last_ms), Decision::Refused);
         assert!((0..capacity).all(|_| passes(early)), "they have room for that");
         assert!(!passes(late) && !passes(early), "what was used is used");
     }
@@ -195,7 +195,7 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
 fn a_request_that_is_late_is_decided_at_a_later_time() {
     let mut gateway =
         Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
-    assert_eq!([gateway.ask(0, 0), gateway.ask(2, 100)], [Decision::Admitted; 2]);
-    assert_eq!((gateway.ask(0, 5), gateway.left()), (Decision::Admitted, (0, 20)));
-    assert_eq!(gateway.ask(0, 6), Decision::Refused, "it had its token of that window");
+    assert_eq!([gateway.ask(0, 0), gateway.ask(2, 100)], [Expected::Admitted; 2]);
+    assert_eq!((gateway.ask(0, 5), gateway.left()), (Expected::Admitted, (0, 20)));
+    assert_eq!(gateway.ask(0, 6), Expected::Refused, "it had its token of that window");
 }

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 
-use crate::oracle::{Decision, Wish};
+use crate::oracle::{Expected, Wish};
 use crate::scene::{Gateway, START_MS, decision, limit, rule, windows};
 
 /// Tokens used of the window that ends then.
@@ -30,22 +30,22 @@ impl Plain {
         if is_open { known } else { Used { tokens: 0, end_ms: wish.end_ms(now_ms) } }
     }
 
-    fn decide(&mut self, wishes: &[Wish], now_ms: u64) -> Decision {
+    fn decide(&mut self, wishes: &[Wish], now_ms: u64) -> Expected {
         let fits = |wish: &Wish| self.used(wish, now_ms).tokens + u64::from(wish.cost) <= u64::from(wish.limit.tokens);
         if !wishes.iter().all(fits) {
-            return Decision::Refused;
+            return Expected::Refused;
         }
         for wish in wishes {
             let used = self.used(wish, now_ms);
             self.0.insert(wish.key.clone(), Used { tokens: used.tokens + u64::from(wish.cost), ..used });
         }
-        Decision::Admitted
+        Expected::Admitted
     }
 }
 
 #[derive(Clone, Debug)]
 enum Event {
-    Ask {
+    AcquireRequest {
         client: u64,
         costs: Vec<u32>,
         own_shard: u32,
@@ -68,11 +68,8 @@ fn rules() -> impl Strategy<Value = Vec<Rule>> {
 }
 
 fn events() -> impl Strategy<Value = Vec<(u64, Event)>> {
-    let ask = (0..3u64, prop::collection::vec(0..4u32, 3), 0..4u32).prop_map(|(client, costs, own_shard)| Event::Ask {
-        client,
-        costs,
-        own_shard,
-    });
+    let ask = (0..3u64, prop::collection::vec(0..4u32, 3), 0..4u32)
+        .prop_map(|(client, costs, own_shard)| Event::AcquireRequest { client, costs, own_shard });
     let what = prop_oneof![
         12 => ask,
         2 => prop::collection::vec(1..9u32, 1..6).prop_map(Event::Limits),
@@ -97,9 +94,9 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
     for (moves_ms, event) in events {
         now_ms += moves_ms;
         match event {
-            Event::Ask { client, costs, own_shard } => {
+            Event::AcquireRequest { client, costs, own_shard } => {
                 let costs: Vec<_> = costs[..rules.len()].iter().map(|cost| Some(*cost)).collect();
-                gateway.desk.own_shard = own_shard;
+                gateway.context.own_shard = own_shard;
                 let judgement = gateway.judge(client, &costs, now_ms);
                 let wishes: Vec<Wish> =
                     gateway.wishes(client, &costs, None).into_iter().map(|(_, wish)| wish).collect();
@@ -107,8 +104,8 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
                 over += u32::from(wishes.iter().any(exceeds));
                 let expected = plain.decide(&wishes, now_ms);
                 prop_assert_eq!(decision(&judgement), expected, "{:?}", wishes);
-                if expected == Decision::Admitted {
-                    last = Some((gateway.desk.all_shares().collect::<Vec<_>>(), wishes, now_ms));
+                if expected == Expected::Admitted {
+                    last = Some((gateway.context.all_shares().collect::<Vec<_>>(), wishes, now_ms));
                 }
             }
             Event::Limits(limits) => {
@@ -121,7 +118,7 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
                 let Some((shares, wishes, _)) = last.take().filter(|(.., then_ms)| *then_ms == now_ms) else {
                     continue;
                 };
-                gateway.book.give_back(&shares, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, now_ms);
                 for wish in wishes {
                     plain.0.entry(wish.key).and_modify(|used| used.tokens -= u64::from(wish.cost));
                 }

@@ -4,17 +4,17 @@ use std::collections::{HashMap, HashSet};
 
 use proptest::prelude::*;
 use transom_limiter::acquire::Charge;
-use transom_limiter::counter::Ask;
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::rule::{Cost, Rule};
-use transom_limiter::rule_set::Line;
-use transom_limiter::sharded_counter::Share;
+use transom_limiter::rule_set::LayerRef;
+use transom_limiter::sharded_counter::ShardReceipt;
 
-use crate::oracle::{Account, Decision, Oracle, Wish};
+use crate::oracle::{Account, Expected, Oracle, Wish};
 use crate::scene::{Event, Gateway, START_MS, What, decision, events, rules};
 
 /// What one request took.
 struct Kept {
-    shares: Vec<Share>,
+    shares: Vec<ShardReceipt>,
     /// Per account, what was left before, all that was known of it after, and what charged it.
     taken: Vec<(Wish, i128, Account, Charge)>,
 }
@@ -35,13 +35,13 @@ impl Game {
     }
 
     fn rules(&self) -> usize {
-        self.gateway.book.entries.len()
+        self.gateway.rule_set.entries.len()
     }
 
     /// What the desk says of the layers equals what the oracle knows of them.
-    fn equal_answers(&self, wishes: &[(Line, Wish)]) -> Result<(), TestCaseError> {
+    fn equal_answers(&self, wishes: &[(LayerRef, Wish)]) -> Result<(), TestCaseError> {
         for (line, wish) in wishes {
-            let charge = self.gateway.desk.answer(*line).expect("the layer was asked");
+            let charge = self.gateway.context.answer(*line).expect("the layer was asked");
             let account = self.oracle.account(wish, self.now_ms);
             let left = i128::from(wish.limit.capacity) - i128::from(charge.usage.used);
             prop_assert_eq!((left, charge.usage.end_ms), (account.left, account.end_ms), "{}", wish.key);
@@ -54,24 +54,24 @@ impl Game {
         let all = self.gateway.wishes(client, costs, None);
         let wishes: Vec<Wish> = all.iter().map(|(_, wish)| wish.clone()).collect();
         let before: Vec<Account> = wishes.iter().map(|wish| self.oracle.account(wish, self.now_ms)).collect();
-        let expected = self.oracle.decide(&wishes, self.gateway.desk.reserve, true, self.now_ms);
+        let expected = self.oracle.decide(&wishes, self.gateway.context.reserve, true, self.now_ms);
         prop_assert_eq!(decision(&judgement), expected, "{:?} with {:?}", wishes, before);
         self.equal_answers(&all)?;
-        if expected == Decision::Refused {
+        if expected == Expected::Refused {
             for ((line, wish), before) in all.iter().zip(&before) {
-                let full = self.gateway.desk.answer(*line).expect("the layer was asked").full;
+                let full = self.gateway.context.answer(*line).expect("the layer was asked").full;
                 prop_assert_eq!(full, before.left < i128::from(wish.cost));
             }
             return self.comes_again(&wishes);
         }
         let mut taken: Vec<_> = all.into_iter().zip(before.iter().map(|account| account.left)).collect();
         for position in 0..costs.len() {
-            if self.gateway.book.is_shadow(&self.gateway.roster, position) && costs[position].is_some() {
+            if self.gateway.rule_set.is_shadow(&self.gateway.charge_plan, position) && costs[position].is_some() {
                 let all = self.gateway.wishes(client, costs, Some(position));
                 let wishes: Vec<Wish> = all.iter().map(|(_, wish)| wish.clone()).collect();
                 taken.extend(all.iter().map(|one| (one.clone(), self.oracle.account(&one.1, self.now_ms).left)));
-                let refused = self.oracle.decide(&wishes, false, false, self.now_ms) == Decision::Refused;
-                prop_assert_eq!(self.gateway.desk.shadowed.contains(&position), refused);
+                let refused = self.oracle.decide(&wishes, false, false, self.now_ms) == Expected::Refused;
+                prop_assert_eq!(self.gateway.context.shadowed.contains(&position), refused);
                 self.equal_answers(&all)?;
                 if refused {
                     // What counts as refused is not given back with the request.
@@ -79,12 +79,12 @@ impl Game {
                 }
             }
         }
-        let after = |((line, wish), left): ((Line, Wish), i128)| {
+        let after = |((line, wish), left): ((LayerRef, Wish), i128)| {
             let account = *self.oracle.accounts.get(&wish.key)?;
-            (wish.cost > 0).then_some((wish, left, account, *self.gateway.desk.answer(line)?))
+            (wish.cost > 0).then_some((wish, left, account, *self.gateway.context.answer(line)?))
         };
         let taken = taken.into_iter().filter_map(after).collect();
-        self.kept.push(Kept { shares: self.gateway.desk.all_shares().collect(), taken });
+        self.kept.push(Kept { shares: self.gateway.context.all_shares().collect(), taken });
         Ok(())
     }
 
@@ -98,7 +98,7 @@ impl Game {
         );
         if let Some(again_ms) = again_ms {
             let mut alone = Oracle { accounts: self.oracle.accounts.clone() };
-            prop_assert_eq!(alone.decide(wishes, false, false, again_ms), Decision::Admitted);
+            prop_assert_eq!(alone.decide(wishes, false, false, again_ms), Expected::Admitted);
         }
         Ok(())
     }
@@ -111,7 +111,7 @@ impl Game {
         let tokens = if is_split { u32::MAX } else { tokens };
         let left = |game: &Game, wish: &Wish| game.oracle.account(wish, game.now_ms).left;
         let before: Vec<i128> = taken.iter().map(|(wish, ..)| left(self, wish)).collect();
-        self.gateway.book.give_back(&shares, tokens, &self.gateway.table, self.now_ms);
+        self.gateway.rule_set.give_back(&shares, tokens, &self.gateway.table, self.now_ms);
         for ((wish, left_before, after, charge), left_now) in taken.into_iter().zip(before) {
             let returned = i128::from(tokens).min(left_before - after.left);
             let returned = Account { left: after.left + returned, ..after };
@@ -131,8 +131,8 @@ impl Game {
     /// What the table says of an account; `charge` is one that was made there.
     fn look(&self, wish: &Wish, charge: &Charge) -> Account {
         let ceiling = u64::from(wish.limit.capacity);
-        let ask = Ask { end_ms: wish.end_ms(self.now_ms), ceiling, floor: 0, ..charge.ask };
-        let (table, time) = (&self.gateway.table, self.gateway.book.time(self.now_ms));
+        let ask = AcquireRequest { end_ms: wish.end_ms(self.now_ms), ceiling, floor: 0, ..charge.ask };
+        let (table, time) = (&self.gateway.table, self.gateway.rule_set.time(self.now_ms));
         let usage = match charge.split.shards {
             1 => table.look(charge.counter, ask, time).0,
             _ => charge.split.look(table, charge.counter, ask, time).0,
@@ -141,11 +141,11 @@ impl Game {
     }
 
     fn overdraw(&mut self, client: u64, rule: usize, cost: u32) {
-        if rule >= self.rules() || !matches!(self.gateway.book.entries[rule].rule.cost, Cost::Response { .. }) {
+        if rule >= self.rules() || !matches!(self.gateway.rule_set.entries[rule].rule.cost, Cost::Response { .. }) {
             return;
         }
-        let asker = self.gateway.asker(rule, client, cost);
-        self.gateway.book.overdraw(rule, asker, &self.gateway.table, self.now_ms);
+        let keyed_request = self.gateway.keyed_request(rule, client, cost);
+        self.gateway.rule_set.overdraw(rule, keyed_request, &self.gateway.table, self.now_ms);
         let costs: Vec<_> = (0..self.rules()).map(|other| (other == rule).then_some(cost)).collect();
         for shadow in [None, Some(rule)] {
             for (_, wish) in self.gateway.wishes(client, &costs, shadow) {
@@ -158,8 +158,8 @@ impl Game {
     fn play(&mut self, event: &Event) -> Result<(), TestCaseError> {
         self.now_ms += event.moves_ms;
         match &event.what {
-            What::Ask { costs, reserve, own_shard } => {
-                (self.gateway.desk.reserve, self.gateway.desk.own_shard) = (*reserve, *own_shard);
+            What::AcquireRequest { costs, reserve, own_shard } => {
+                (self.gateway.context.reserve, self.gateway.context.own_shard) = (*reserve, *own_shard);
                 self.request(event.client, &costs[..self.rules()])?;
             }
             What::GiveBack { back, tokens } => {
@@ -197,11 +197,11 @@ fn random_rules_and_events_try_everything() {
         let mut game = Game::new(&rules);
         for event in events {
             game.play(&event).expect("the property holds");
-            if let What::Ask { costs, .. } = &event.what {
-                let full = game.gateway.desk.charges.iter().any(|charge| charge.full);
-                let split = !game.gateway.desk.shares.is_empty();
+            if let What::AcquireRequest { costs, .. } = &event.what {
+                let full = game.gateway.context.charges.iter().any(|charge| charge.full);
+                let split = !game.gateway.context.shares.is_empty();
                 let partly = costs.iter().flatten().any(|cost| *cost == 0);
-                let shadowed = !game.gateway.desk.shadowed.is_empty();
+                let shadowed = !game.gateway.context.shadowed.is_empty();
                 let seen_now = [("full", full), ("split", split), ("free", partly), ("shadowed", shadowed)];
                 seen_now.iter().filter(|(_, seen)| *seen).for_each(|(name, _)| *seen.entry(name).or_default() += 1);
             }

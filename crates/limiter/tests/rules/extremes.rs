@@ -5,11 +5,11 @@ use transom_limiter::counter::END_MAX_MS;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
-use transom_limiter::rule_set::Book;
+use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 use transom_limiter::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 
-use crate::oracle::Decision::{Admitted, Refused};
+use crate::oracle::Expected::{Admitted, Refused};
 use crate::scene::{Gateway, delay, limit, plain, rule};
 
 const MOST: u32 = u32::MAX;
@@ -75,29 +75,29 @@ proptest! {
             (layer.tokens, layer.capacity) = (tokens, layer.capacity.max(tokens));
         }
         let mut gateway = Gateway::roomy(&rules);
-        let mut other = Book::new(&changed, Seed(3, 4), None);
+        let mut other = RuleSet::new(&changed, Seed(3, 4), None);
         let (mut now_ms, mut shares) = (start, Vec::new());
         for (moves_ms, what, cost, reserve) in events {
             now_ms = (now_ms + moves_ms).min(END_MAX_MS - 1);
-            gateway.desk.reserve = reserve;
+            gateway.context.reserve = reserve;
             match what {
                 0 => {
-                    std::mem::swap(&mut gateway.book, &mut other);
-                    gateway.roster = gateway.book.roster(&[0, 1]);
+                    std::mem::swap(&mut gateway.rule_set, &mut other);
+                    gateway.charge_plan = gateway.rule_set.charge_plan(&[0, 1]);
                     // A desk belongs to one book.
-                    gateway.desk = Default::default();
+                    gateway.context = Default::default();
                 }
                 1 => {
-                    let asker = gateway.asker(0, 0, cost.max(1));
-                    gateway.book.overdraw(0, asker, &gateway.table, now_ms);
+                    let keyed_request = gateway.keyed_request(0, 0, cost.max(1));
+                    gateway.rule_set.overdraw(0, keyed_request, &gateway.table, now_ms);
                 }
-                2 => gateway.book.give_back(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
+                2 => gateway.rule_set.give_back(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
                 _ => {
                     let decision = gateway.ask_for(0, cost, now_ms);
                     gateway.again_ms(now_ms);
                     match decision {
-                        Refused => prop_assert!(gateway.desk.charges.iter().any(|charge| charge.full)),
-                        _ => shares = gateway.desk.all_shares().collect(),
+                        Refused => prop_assert!(gateway.context.charges.iter().any(|charge| charge.full)),
+                        _ => shares = gateway.context.all_shares().collect(),
                     }
                 }
             }
@@ -144,10 +144,10 @@ fn a_debt_of_ages_under_another_limit_is_no_small_number() {
     let with = |tokens: u32| Rule { cost: cost.clone(), ..rule("only", vec![plain(tokens, PERIOD_MIN_MS)]) };
     let mut gateway = Gateway::roomy(&[with(1)]);
     for _ in 0..20 {
-        let asker = gateway.asker(0, 0, MOST);
-        gateway.book.overdraw(0, asker, &gateway.table, 0);
+        let keyed_request = gateway.keyed_request(0, 0, MOST);
+        gateway.rule_set.overdraw(0, keyed_request, &gateway.table, 0);
     }
-    gateway.book = Book::new(&[with(MOST)], Seed(3, 4), None);
+    gateway.rule_set = RuleSet::new(&[with(MOST)], Seed(3, 4), None);
     assert_eq!(gateway.ask_for(0, MOST, 0), Refused);
     assert_eq!(gateway.ask(0, 0), Refused);
 }

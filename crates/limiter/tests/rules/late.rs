@@ -4,21 +4,21 @@
 use std::cell::{Cell, RefCell};
 
 use proptest::prelude::*;
-use transom_limiter::counter::Use;
-use transom_limiter::decision_context::Desk;
+use transom_limiter::counter::Usage;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::Now;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{Judgement, Line};
+use transom_limiter::rule_set::{Decision, LayerRef};
 use transom_limiter::shared_counting::Step;
 use transom_limiter::window::Windows;
 
 use crate::config;
-use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
+use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
 use crate::scene::{Gateway, START_MS, decision, delay, limit, plain, rule, windows};
 
 /// Asks for one token at a time that was `then_ms` once and is `now_ms`.
-fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Decision {
+fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Expected {
     decision(&gateway.judge_late(0, &[Some(1)], Now::since(then_ms, &|| now_ms)))
 }
 
@@ -36,7 +36,7 @@ fn a_window_that_another_has_opened_is_not_owed() {
         assert_eq!([0; 2].map(|_| gateway.ask(0, opened_ms)), [Admitted; 2]);
         assert_eq!(ask_late(&mut gateway, opened_ms - 1, opened_ms), Admitted);
         assert_eq!(gateway.left().1, opened_ms + 100, "in the window that is open");
-        assert_eq!(gateway.desk.decided_ms, opened_ms, "and told by the time in it");
+        assert_eq!(gateway.context.decided_ms, opened_ms, "and told by the time in it");
     }
 }
 
@@ -56,21 +56,21 @@ fn a_window_opened_while_somebody_looks_for_a_place_is_not_owed() {
     let floats = rule("floats", vec![limit(3, Windows::FirstRequest { period_ms: 100 })]);
     let mut gateway = Gateway::roomy(&[slow, floats]);
     assert_eq!(decision(&gateway.judge(0, &[Some(1), None], 1000)), Admitted);
-    let (asker, mut other) = (gateway.asker(1, 0, 1), Desk::default());
-    other.askers = vec![None, Some(asker)];
+    let (keyed_request, mut other) = (gateway.keyed_request(1, 0, 1), DecisionContext::default());
+    other.keyed_requests = vec![None, Some(keyed_request)];
     let (asked, other) = (Cell::new(0), RefCell::new(other));
-    let askers = vec![Some(gateway.asker(0, 0, 1)), Some(asker)];
-    let Gateway { book, roster, table, desk } = &mut gateway;
-    desk.askers = askers;
+    let keyed_requests = vec![Some(gateway.keyed_request(0, 0, 1)), Some(keyed_request)];
+    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+    context.keyed_requests = keyed_requests;
     let clock = || {
         asked.set(asked.get() + 1);
         if asked.get() == 1 {
-            let opens = book.judge(roster, table, Now::by(&|| 1001), &mut other.borrow_mut());
-            assert!(matches!(opens, Judgement::Admitted));
+            let opens = rule_set.judge(charge_plan, table, Now::by(&|| 1001), &mut other.borrow_mut());
+            assert!(matches!(opens, Decision::Admitted));
         }
         if asked.get() < 2 { 1000 } else { 1001 }
     };
-    let judgement = book.judge(roster, table, Now::since(1000, &clock), desk);
+    let judgement = rule_set.judge(charge_plan, table, Now::since(1000, &clock), context);
     assert_eq!(decision(&judgement), DelayedUntil(1100));
 }
 
@@ -80,19 +80,19 @@ fn what_was_counted_alone_is_not_owed() {
     let layer = limit(3, Windows::FirstRequest { period_ms: 100 });
     let shared = Rule { sharing: Sharing::Lease, ..rule("only", vec![layer]) };
     let mut gateway = Gateway::roomy(&[shared]);
-    let asker = gateway.asker(0, 0, 1);
-    let Gateway { book, roster, table, desk } = &mut gateway;
+    let keyed_request = gateway.keyed_request(0, 0, 1);
+    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
     let mut step = |is_away: bool, now: Now<'_>| {
-        desk.clear();
-        desk.askers = vec![Some(asker)];
-        book.stands(roster, |_rule| is_away, &mut desk.stands);
-        book.step(roster, roster.enforced(), table, now, desk, true)
+        context.clear();
+        context.keyed_requests = vec![Some(keyed_request)];
+        rule_set.stands(charge_plan, |_rule| is_away, &mut context.stands);
+        rule_set.step(charge_plan, charge_plan.enforced(), table, now, context, true)
     };
-    assert!(matches!(step(true, Now::by(&|| 1001)), Step::Decided(Judgement::Admitted)));
-    table.note(book.entries[0].layer(0).counter(asker), 1101, 0, 1001);
+    assert!(matches!(step(true, Now::by(&|| 1001)), Step::Decided(Decision::Admitted)));
+    table.note(rule_set.entries[0].layer(0).counter(keyed_request), 1101, 0, 1001);
     assert!(matches!(step(false, Now::since(1000, &|| 1001)), Step::Lacking));
     // Nor is the store told of more.
-    assert_eq!(book.forget_here(0, 0, asker, table, Now::since(1000, &|| 1001), |_tokens| ()), 1);
+    assert_eq!(rule_set.forget_here(0, 0, keyed_request, table, Now::since(1000, &|| 1001), |_tokens| ()), 1);
 }
 
 /// The window that was full has ended since it was looked at.
@@ -100,9 +100,9 @@ fn what_was_counted_alone_is_not_owed() {
 fn a_turn_that_has_come_is_now() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(50), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1010)), [Admitted, Refused]);
-    let Gateway { book, roster, desk, .. } = &gateway;
-    assert_eq!(book.turns(roster, book.time(1060), desk), Some(vec![1100]));
-    assert_eq!(book.turns(roster, book.time(1200), desk), Some(vec![1200]));
+    let Gateway { rule_set, charge_plan, context, .. } = &gateway;
+    assert_eq!(rule_set.turns(charge_plan, rule_set.time(1060), context), Some(vec![1100]));
+    assert_eq!(rule_set.turns(charge_plan, rule_set.time(1200), context), Some(vec![1200]));
 }
 
 /// The last to let it pass is the store, and the window in which it has a place here is over by then.
@@ -111,15 +111,15 @@ fn who_waits_for_the_store_is_charged_here_when_he_passes() {
     let own = Rule { on_limit: delay(1000), ..rule("own", vec![plain(1, 100)]) };
     let shared = Rule { on_limit: delay(1000), sharing: Sharing::Exact, ..rule("shared", vec![plain(1, 300)]) };
     let mut gateway = Gateway::roomy(&[own, shared]);
-    let askers = [0, 1].map(|rule| Some(gateway.asker(rule, 0, 1)));
-    let Gateway { book, roster, table, desk } = &mut gateway;
-    desk.askers = askers.to_vec();
-    book.stands(roster, |_rule| false, &mut desk.stands);
-    let lines: Vec<Line> = roster.enforced().to_vec();
-    let told: Vec<_> = lines.iter().map(|line| (*line, Use { used: 1, end_ms: [1000, 1200][line.rule] })).collect();
-    book.lay_aside(roster, &lines, table, 950, desk);
-    let again = book.ask_for_turns(roster, &[1000, 1200], &told, book.time(950), desk, 0, 0);
-    assert_eq!(again, [Line { rule: 0, layer: 0 }]);
+    let keyed_requests = [0, 1].map(|rule| Some(gateway.keyed_request(rule, 0, 1)));
+    let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
+    context.keyed_requests = keyed_requests.to_vec();
+    rule_set.stands(charge_plan, |_rule| false, &mut context.stands);
+    let lines: Vec<LayerRef> = charge_plan.enforced().to_vec();
+    let told: Vec<_> = lines.iter().map(|line| (*line, Usage { used: 1, end_ms: [1000, 1200][line.rule] })).collect();
+    rule_set.lay_aside(charge_plan, &lines, table, 950, context);
+    let again = rule_set.ask_for_turns(charge_plan, &[1000, 1200], &told, rule_set.time(950), context, 0, 0);
+    assert_eq!(again, [LayerRef { rule: 0, layer: 0 }]);
 }
 
 /// A clock may go on each time that it is asked.

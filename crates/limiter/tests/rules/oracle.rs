@@ -35,7 +35,7 @@ pub struct Wish {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Decision {
+pub enum Expected {
     Admitted,
     DelayedUntil(u64),
     Refused,
@@ -104,17 +104,17 @@ impl Oracle {
     }
 
     /// Charges a request in all of its layers, now or in windows to come, or in none.
-    pub fn decide(&mut self, wishes: &[Wish], reserves: bool, may_wait: bool, now_ms: u64) -> Decision {
+    pub fn decide(&mut self, wishes: &[Wish], reserves: bool, may_wait: bool, now_ms: u64) -> Expected {
         let lacks = |oracle: &Oracle, wish: &Wish| oracle.account(wish, now_ms).left < wish.cost();
         if !wishes.iter().any(|wish| lacks(self, wish)) {
             wishes.iter().for_each(|wish| self.take(wish, wish.cost(), now_ms));
-            return Decision::Admitted;
+            return Expected::Admitted;
         }
         if may_wait && let Some((until_ms, places)) = self.places(wishes, reserves, now_ms) {
             for (wish, account) in wishes.iter().zip(places).filter(|(wish, _)| wish.cost > 0) {
                 self.accounts.insert(wish.key.clone(), account);
             }
-            return Decision::DelayedUntil(until_ms);
+            return Expected::DelayedUntil(until_ms);
         }
         for wish in wishes.iter().filter(|wish| wish.count_refused) {
             let left = self.account(wish, now_ms).left.max(0);
@@ -123,7 +123,7 @@ impl Oracle {
                 self.take(wish, left.min(wish.cost()), now_ms);
             }
         }
-        Decision::Refused
+        Expected::Refused
     }
 
     /// When a layer has room for a request, if nobody else asks; `None` if it never has.

@@ -5,16 +5,16 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Override, Plan, Rule, Value};
-use transom_limiter::rule_set::{Book, Judgement, Line, Roster};
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::{Calendar, Windows};
 
-use crate::oracle::{Decision, Wish};
+use crate::oracle::{Expected, Wish};
 
 /// Every clock starts here.
 pub const START_MS: u64 = 1_700_000_000_000;
@@ -41,10 +41,10 @@ pub fn delay(max_delay_ms: u64) -> OnLimit {
 
 /// A gateway with one route, which names all rules.
 pub struct Gateway<const W: usize> {
-    pub book: Book,
-    pub roster: Roster,
+    pub rule_set: RuleSet,
+    pub charge_plan: ChargePlan,
     pub table: Table<W>,
-    pub desk: Desk,
+    pub context: DecisionContext,
 }
 
 impl Gateway<8> {
@@ -56,25 +56,25 @@ impl Gateway<8> {
 impl<const W: usize> Gateway<W> {
     pub fn new(rules: &[Rule], table: Table<W>) -> Gateway<W> {
         let all: Vec<usize> = (0..rules.len()).collect();
-        let book = Book::new(rules, SEED, None);
-        let roster = book.roster(&all);
-        Gateway { book, roster, table, desk: Desk::default() }
+        let rule_set = RuleSet::new(rules, SEED, None);
+        let charge_plan = rule_set.charge_plan(&all);
+        Gateway { rule_set, charge_plan, table, context: DecisionContext::default() }
     }
 
     /// Takes over other rules, as a reload does; the counts stay.
     pub fn adopt(&mut self, rules: &[Rule]) {
         let all: Vec<usize> = (0..rules.len()).collect();
-        self.book = Book::new(rules, SEED, Some(&self.book));
-        self.roster = self.book.roster(&all);
-        self.desk = Desk::default();
+        self.rule_set = RuleSet::new(rules, SEED, Some(&self.rule_set));
+        self.charge_plan = self.rule_set.charge_plan(&all);
+        self.context = DecisionContext::default();
     }
 
     /// Who asks under a rule.
-    pub fn asker(&self, rule: usize, client: u64, cost: u32) -> Asker {
-        let entry = &self.book.entries[rule];
+    pub fn keyed_request(&self, rule: usize, client: u64, cost: u32) -> KeyedRequest {
+        let entry = &self.rule_set.entries[rule];
         let mut hasher = KeyHasher::new(SEED, entry.identity);
         hasher.part(1, key_of(&entry.rule, client).as_bytes());
-        Asker {
+        KeyedRequest {
             key: hasher.finish(),
             offset: offset_of(&entry.rule, client),
             variant: variant_of(&entry.rule, client),
@@ -83,46 +83,47 @@ impl<const W: usize> Gateway<W> {
     }
 
     /// Decides a request of a client, which costs so much under each of its rules.
-    pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Judgement {
+    pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Decision {
         self.judge_late(client, costs, Now::by(&|| now_ms))
     }
 
     /// As [`Gateway::judge`], for a request that may have been held up since it learned the time.
-    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: Now<'_>) -> Judgement {
-        let asker = |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.asker(rule, client, cost));
-        let askers = costs.iter().enumerate().map(asker).collect();
-        self.desk.askers = askers;
-        self.book.judge(&self.roster, &self.table, now, &mut self.desk)
+    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: Now<'_>) -> Decision {
+        let keyed_request =
+            |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.keyed_request(rule, client, cost));
+        let keyed_requests = costs.iter().enumerate().map(keyed_request).collect();
+        self.context.keyed_requests = keyed_requests;
+        self.rule_set.judge(&self.charge_plan, &self.table, now, &mut self.context)
     }
 
     /// As [`Gateway::judge`], for one token under every rule.
-    pub fn ask(&mut self, client: u64, now_ms: u64) -> Decision {
+    pub fn ask(&mut self, client: u64, now_ms: u64) -> Expected {
         self.ask_for(client, 1, now_ms)
     }
 
-    pub fn ask_for(&mut self, client: u64, cost: u32, now_ms: u64) -> Decision {
-        let costs = vec![Some(cost); self.book.entries.len()];
+    pub fn ask_for(&mut self, client: u64, cost: u32, now_ms: u64) -> Expected {
+        let costs = vec![Some(cost); self.rule_set.entries.len()];
         let judgement = self.judge(client, &costs, now_ms);
         decision(&judgement)
     }
 
     /// When a client that has just been refused may come back.
     pub fn again_ms(&self, now_ms: u64) -> Option<u64> {
-        self.book.again_ms(&self.roster, &self.desk, now_ms)
+        self.rule_set.again_ms(&self.charge_plan, &self.context, now_ms)
     }
 
     /// What is left in the first layer of the only rule, and when its window ends.
     pub fn left(&self) -> (i64, u64) {
-        let usage = self.desk.charges[0].usage;
-        let capacity = self.book.entries[0].layer(0).capacity;
+        let usage = self.context.charges[0].usage;
+        let capacity = self.rule_set.entries[0].layer(0).capacity;
         (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
     }
 
     /// What the layers of a client's request are to the oracle, each with its line.
-    pub fn wishes(&self, client: u64, costs: &[Option<u32>], shadow: Option<usize>) -> Vec<(Line, Wish)> {
+    pub fn wishes(&self, client: u64, costs: &[Option<u32>], shadow: Option<usize>) -> Vec<(LayerRef, Wish)> {
         let mut all = Vec::new();
         for (position, cost) in costs.iter().enumerate() {
-            let entry = &self.book.entries[position];
+            let entry = &self.rule_set.entries[position];
             let applies = if entry.rule.is_shadow() { shadow == Some(position) } else { shadow.is_none() };
             let (Some(cost), true) = (*cost, applies) else { continue };
             let variant = variant_of(&entry.rule, client);
@@ -136,18 +137,18 @@ impl<const W: usize> Gateway<W> {
                 let (limit, offset, count_refused) =
                     (limit.clone(), offset_of(&entry.rule, client), entry.rule.count_refused);
                 let wish = Wish { key, rule: position, limit, offset, cost, max_delay_ms, count_refused };
-                all.push((Line { rule: position, layer }, wish));
+                all.push((LayerRef { rule: position, layer }, wish));
             }
         }
         all
     }
 }
 
-pub fn decision(judgement: &Judgement) -> Decision {
+pub fn decision(judgement: &Decision) -> Expected {
     match judgement {
-        Judgement::Admitted => Decision::Admitted,
-        Judgement::Delayed { until_ms, .. } => Decision::DelayedUntil(*until_ms),
-        Judgement::Refused => Decision::Refused,
+        Decision::Admitted => Expected::Admitted,
+        Decision::Delayed { until_ms, .. } => Expected::DelayedUntil(*until_ms),
+        Decision::Refused => Expected::Refused,
     }
 }
 
@@ -243,7 +244,7 @@ pub struct Event {
 #[derive(Clone, Debug)]
 pub enum What {
     /// A request, with its cost under each rule that applies.
-    Ask { costs: Vec<Option<u32>>, reserve: bool, own_shard: u32 },
+    AcquireRequest { costs: Vec<Option<u32>>, reserve: bool, own_shard: u32 },
     /// What the last request but so many took is given back, or so much of it.
     GiveBack { back: usize, tokens: u32 },
     /// A request turns out to cost more under a rule.
@@ -253,7 +254,7 @@ pub enum What {
 pub fn events() -> impl Strategy<Value = Vec<Event>> {
     let cost = prop_oneof![1 => Just(None), 8 => Just(Some(1u32)), 4 => (0..6u32).prop_map(Some), 1 => (0..30u32).prop_map(Some)];
     let ask = (prop::collection::vec(cost, 3), prop::bool::weighted(0.3), 0..4u32)
-        .prop_map(|(costs, reserve, own_shard)| What::Ask { costs, reserve, own_shard });
+        .prop_map(|(costs, reserve, own_shard)| What::AcquireRequest { costs, reserve, own_shard });
     let what = prop_oneof![
         9 => ask,
         2 => (prop_oneof![3 => Just(0usize), 1 => 0..5usize], prop_oneof![2 => Just(u32::MAX), 1 => 1..5u32])

@@ -2,22 +2,22 @@
 
 use std::sync::Arc;
 
-use transom_limiter::decision_context::Desk;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::Now;
-use transom_limiter::deferred_refunds::Abandoned;
+use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
-use transom_limiter::rule_set::Judgement;
-use transom_limiter::sharded_counter::Share;
+use transom_limiter::rule_set::Decision;
+use transom_limiter::sharded_counter::ShardReceipt;
 
-use crate::oracle::Decision::{self, Admitted, DelayedUntil, Refused};
+use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
 use crate::scene::{Gateway, delay, plain, rule};
 
 /// Whoever waits takes the next free place; nobody overtakes.
 #[test]
 fn places_are_taken_in_order() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
-    let got: Vec<Decision> = (0..9).map(|_| gateway.ask(0, 50)).collect();
+    let got: Vec<Expected> = (0..9).map(|_| gateway.ask(0, 50)).collect();
     let at = DelayedUntil;
     assert_eq!(got, [Admitted, Admitted, at(100), at(100), at(200), at(200), at(300), at(300), Refused]);
     assert_eq!(gateway.ask(0, 120), DelayedUntil(400), "whose window has not come yet waits behind them");
@@ -31,7 +31,7 @@ fn nobody_waits_longer_than_the_rule_lets_him() {
         let mut gateway =
             Gateway::roomy(&[Rule { on_limit: delay(max_delay_ms), ..rule("only", vec![plain(1, 100)]) }]);
         let asked = if max_delay_ms < 100 { 2 } else { 3 };
-        let got: Vec<Decision> = (0..asked).map(|_| gateway.ask(0, 50)).collect();
+        let got: Vec<Expected> = (0..asked).map(|_| gateway.ask(0, 50)).collect();
         assert_eq!(got.last(), Some(&last), "at most {max_delay_ms} ms");
     }
 }
@@ -40,8 +40,8 @@ fn nobody_waits_longer_than_the_rule_lets_him() {
 fn so_many_wait_and_no_more() {
     let on_limit = OnLimit::Delay { max_delay_ms: 10_000, max_waiting: 2 };
     let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
-    let mut waiting: Vec<Judgement> = (0..3).map(|_| gateway.judge(0, &[Some(1)], 50)).collect();
-    assert!(matches!(waiting[1..], [Judgement::Delayed { .. }, Judgement::Delayed { .. }]));
+    let mut waiting: Vec<Decision> = (0..3).map(|_| gateway.judge(0, &[Some(1)], 50)).collect();
+    assert!(matches!(waiting[1..], [Decision::Delayed { .. }, Decision::Delayed { .. }]));
     assert_eq!(gateway.ask(0, 50), Refused);
     assert_eq!(gateway.left().0, -2, "the refused took no place");
     // One passes, and so another may wait.
@@ -55,8 +55,8 @@ fn a_place_given_up_is_taken_by_the_next() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
     assert_eq!(gateway.ask_for(0, 7, 50), Admitted);
     assert_eq!(gateway.ask_for(0, 5, 50), DelayedUntil(100), "three are left");
-    let shares: Vec<_> = gateway.desk.all_shares().collect();
-    gateway.book.give_back(&shares, u32::MAX, &gateway.table, 60);
+    let shares: Vec<_> = gateway.context.all_shares().collect();
+    gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, 60);
     assert_eq!((gateway.ask_for(0, 3, 60), gateway.left().0), (Admitted, 0));
 }
 
@@ -65,9 +65,9 @@ fn a_place_given_up_is_taken_by_the_next() {
 fn who_gives_up_moves_nobody_else() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, DelayedUntil(100)]);
-    let shares: Vec<_> = gateway.desk.all_shares().collect();
+    let shares: Vec<_> = gateway.context.all_shares().collect();
     assert_eq!(gateway.ask(0, 50), DelayedUntil(200));
-    gateway.book.give_back(&shares, u32::MAX, &gateway.table, 60);
+    gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, 60);
     assert_eq!(gateway.ask(0, 200), DelayedUntil(300), "the window at 200 is another's");
 }
 
@@ -76,23 +76,24 @@ fn who_gives_up_moves_nobody_else() {
 #[test]
 fn who_leaves_retries_the_charges_of_its_own_counter_only() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
-    let (abandoned, mut charges) = (Abandoned::default(), Vec::new());
+    let (abandoned, mut charges) = (DeferredRefunds::default(), Vec::new());
     for client in [0, 1] {
         assert_eq!(gateway.ask(client, 50), Admitted);
         for until_ms in [100, 200] {
             assert_eq!(gateway.ask(client, 50), DelayedUntil(until_ms));
-            charges.push(gateway.desk.all_shares().collect::<Vec<_>>());
+            charges.push(gateway.context.all_shares().collect::<Vec<_>>());
         }
     }
-    let askers = [gateway.asker(0, 0, 1), gateway.asker(0, 1, 1)];
-    let book = Arc::new(std::mem::take(&mut gateway.book));
-    let leave = |charges: &Vec<Share>| abandoned.give_up(charges.iter().copied(), 300, &book, &gateway.table, 60);
+    let keyed_requests = [gateway.keyed_request(0, 0, 1), gateway.keyed_request(0, 1, 1)];
+    let rule_set = Arc::new(std::mem::take(&mut gateway.rule_set));
+    let leave =
+        |charges: &Vec<ShardReceipt>| abandoned.give_up(charges.iter().copied(), 300, &rule_set, &gateway.table, 60);
     let used = || {
-        askers.map(|asker| {
-            let mut desk = Desk::default();
-            desk.askers.push(Some(asker));
-            book.look(&gateway.roster, &gateway.table, Now::by(&|| 60), &mut desk);
-            desk.charges[0].usage.used
+        keyed_requests.map(|keyed_request| {
+            let mut context = DecisionContext::default();
+            context.keyed_requests.push(Some(keyed_request));
+            rule_set.look(&gateway.charge_plan, &gateway.table, Now::by(&|| 60), &mut context);
+            context.charges[0].usage.used
         })
     };
     // Of each client, the first to leave has another charge behind it.
@@ -100,7 +101,7 @@ fn who_leaves_retries_the_charges_of_its_own_counter_only() {
     leave(&charges[2]);
     assert_eq!(used(), [3, 3]);
     // What stands behind at the first client's counter goes in another way, and nobody is told.
-    book.give_back(&charges[1], u32::MAX, &gateway.table, 60);
+    rule_set.give_back(&charges[1], u32::MAX, &gateway.table, 60);
     leave(&charges[3]);
     assert_eq!(used(), [2, 1]);
     abandoned.sweep(&gateway.table, 60);
@@ -126,7 +127,7 @@ fn a_request_waits_only_where_the_rule_that_is_full_lets_it() {
     let rules =
         [Rule { on_limit: delay(1000), ..rule("delays", vec![plain(2, 100)]) }, rule("refuses", vec![plain(3, 1000)])];
     let mut gateway = Gateway::roomy(&rules);
-    let got: Vec<Decision> = (0..4).map(|_| gateway.ask(0, 50)).collect();
+    let got: Vec<Expected> = (0..4).map(|_| gateway.ask(0, 50)).collect();
     assert_eq!(got, [Admitted, Admitted, DelayedUntil(100), Refused]);
 }
 
@@ -137,7 +138,7 @@ fn refusals_consume_where_they_count() {
         let layers = vec![plain(10, 100), plain(100, 1000)];
         let mut gateway = Gateway::roomy(&[Rule { count_refused, ..rule("only", layers) }]);
         assert_eq!([gateway.ask_for(0, 7, 50), gateway.ask_for(0, 5, 50)], [Admitted, Refused]);
-        let charges = &gateway.desk.charges;
+        let charges = &gateway.context.charges;
         let now: Vec<u64> = charges.iter().map(|charge| charge.ask.ceiling - charge.usage.used).collect();
         assert_eq!(now, left);
     }
@@ -160,8 +161,8 @@ fn what_an_answer_cost_is_paid_window_by_window() {
     let cost = Cost::Response { header: "cost".to_owned(), reserve: 1, max: 1000 };
     let mut gateway = Gateway::roomy(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
     assert_eq!(gateway.ask(0, 50), Admitted);
-    let asker = gateway.asker(0, 0, 44);
-    gateway.book.overdraw(0, asker, &gateway.table, 60);
+    let keyed_request = gateway.keyed_request(0, 0, 44);
+    gateway.rule_set.overdraw(0, keyed_request, &gateway.table, 60);
     for (now_ms, left) in [(60, -30), (100, -20), (299, -10), (300, 0), (400, 10), (500, 15)] {
         gateway.ask_for(0, 0, now_ms);
         assert_eq!(gateway.left().0, left, "at {now_ms}");
@@ -173,6 +174,6 @@ fn a_shadow_rule_counts_and_lets_pass() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
     for refused in [false, false, true, true] {
         assert_eq!(gateway.ask(0, 50), Admitted);
-        assert_eq!(gateway.desk.shadowed, if refused { vec![0] } else { vec![] });
+        assert_eq!(gateway.context.shadowed, if refused { vec![0] } else { vec![] });
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::acquire::{Charge, Verdict, decide};
-use transom_limiter::counter::Ask;
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::Deposit;
 use transom_limiter::table::Table;
 use transom_limiter::window_sequence::Time;
@@ -44,14 +44,15 @@ impl<const W: usize> Scene<'_, W> {
         let clients = if first == second { vec![first] } else { vec![first, second] };
         loop {
             let end_ms = end_ms(WINDOW_MS, now_ms);
-            let purse =
-                |client: &u64| Charge::new(counter(LEASED, *client).purse(), Ask::plain(end_ms, LIMIT, cost).leased());
+            let purse = |client: &u64| {
+                Charge::new(counter(LEASED, *client).purse(), AcquireRequest::plain(end_ms, LIMIT, cost).leased())
+            };
             let mut charges: Vec<Charge> = clients.iter().map(purse).collect();
-            charges.push(Charge::new(counter(ORDINARY.0, first), Ask::plain(end_ms, ORDINARY.1, cost)));
+            charges.push(Charge::new(counter(ORDINARY.0, first), AcquireRequest::plain(end_ms, ORDINARY.1, cost)));
             match decide(self.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
-                Verdict::Late => now_ms = self.table.horizon_ms(),
-                Verdict::Refused => return,
-                Verdict::Admitted => {
+                AcquireResult::Late => now_ms = self.table.horizon_ms(),
+                AcquireResult::Refused => return,
+                AcquireResult::Admitted => {
                     let back_ms = now_ms + (dice >> 40 & 63);
                     for (i, charge) in charges.iter().enumerate() {
                         let share = charge.share().expect("it costs something");
@@ -125,7 +126,7 @@ fn no_more_is_spent<const W: usize>(table: &Table<W>, clients: u64) -> i64 {
     assert!(sums(|done| &done.ordinary).values().all(|used| *used <= i64::from(ORDINARY.1)));
     let now_ms = clock.load(Ordering::Relaxed);
     for client in 0..clients {
-        let ask = Ask::plain(end_ms(WINDOW_MS, now_ms), LIMIT, 1).leased();
+        let ask = AcquireRequest::plain(end_ms(WINDOW_MS, now_ms), LIMIT, 1).leased();
         let (look, _) = table.look(counter(LEASED, client).purse(), ask, Time::plain(now_ms));
         let (left, at) = (i64::from(LIMIT) - look.used as i64, (client, look.end_ms));
         let rest = |sums: &HashMap<(u64, u64), i64>| sums.get(&at).copied().unwrap_or(0);

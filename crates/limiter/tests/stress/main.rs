@@ -13,9 +13,9 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::acquire::{Charge, Verdict, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, decide};
 use transom_limiter::bucket::Key;
-use transom_limiter::counter::Ask;
+use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window_sequence::Time;
 
@@ -70,18 +70,21 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
             let charge = |&rule: &u64| {
                 let (window_ms, limit) = RULES[rule as usize];
                 let cost = 1 + (dice >> 56 & 1) as u32;
-                Charge::new(counter(rule, client_of(rule)), Ask::plain(end_ms(window_ms, now_ms), limit, cost))
+                Charge::new(
+                    counter(rule, client_of(rule)),
+                    AcquireRequest::plain(end_ms(window_ms, now_ms), limit, cost),
+                )
             };
             let mut charges: Vec<Charge> = rules.iter().map(charge).collect();
             match decide(scene.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
-                Verdict::Admitted => {
+                AcquireResult::Admitted => {
                     for (&rule, charge) in rules.iter().zip(&charges) {
                         let at = (rule * 1000 + client_of(rule), charge.usage.end_ms);
                         *ledger.entry(at).or_default() += u64::from(charge.ask.cost);
                     }
                 }
-                Verdict::Refused => {}
-                Verdict::Late => {
+                AcquireResult::Refused => {}
+                AcquireResult::Late => {
                     now_ms = now_ms.max(scene.table.horizon_ms());
                     continue;
                 }
@@ -132,7 +135,7 @@ fn counts_equal_what_was_admitted() {
     let mut checked = 0;
     for (id, (end_ms, tokens)) in last {
         let (rule, client) = (id / 1000, id % 1000);
-        let (used, _) = table.look(counter(rule, client), Ask::plain(end_ms, 1, 1), Time::plain(0));
+        let (used, _) = table.look(counter(rule, client), AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
         // The slot of a window that is over may have gone to another counter.
         if end_ms > table.horizon_ms() {
             assert_eq!((used.used, used.end_ms), (tokens, end_ms), "rule {rule} of client {client}");
@@ -170,9 +173,9 @@ fn admitted<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, per_
         let work = |_| {
             scope.spawn(|| {
                 start.wait();
-                let (ask, time) = (Ask::plain(1000, limit, 1), Time::plain(500));
+                let (ask, time) = (AcquireRequest::plain(1000, limit, 1), Time::plain(500));
                 let hit = |_: &u32| {
-                    decide(table, &mut [Charge::new(counter, ask)], &mut Vec::new(), time) == Verdict::Admitted
+                    decide(table, &mut [Charge::new(counter, ask)], &mut Vec::new(), time) == AcquireResult::Admitted
                 };
                 (0..per_thread).filter(hit).count() as u32
             })
@@ -222,9 +225,9 @@ fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
                     // Half of the threads ask for the key, the others keep its two slots changing hands.
                     let asked = if thread.is_multiple_of(2) { counter(0, 0) } else { counter(0, thread) };
                     let now_ms = 10 * round + thread;
-                    let ask = Ask::plain(end_ms(10, now_ms), 1, 1);
+                    let ask = AcquireRequest::plain(end_ms(10, now_ms), 1, 1);
                     let mut charges = [Charge::new(asked, ask)];
-                    if decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) == Verdict::Admitted
+                    if decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) == AcquireResult::Admitted
                         && thread.is_multiple_of(2)
                     {
                         let window = charges[0].usage.end_ms / 10;

@@ -5,12 +5,12 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::KeyHasher;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
-use transom_limiter::rule_set::{Book, Judgement};
+use transom_limiter::rule_set::{Decision, RuleSet};
 use transom_limiter::shared_counting::Step;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
@@ -27,27 +27,29 @@ const TURNS: u32 = 2 * LIMIT;
 /// What is admitted of each key in all threads together.
 fn admitted(layer: Limit) -> Vec<u32> {
     let rules = [Rule { sharing: Sharing::Lease, ..rule(layer, OnLimit::Refuse) }];
-    let book = Book::new(&rules, SEED, None);
-    let (roster, table) = (book.roster(&[0]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
-    let asker = |number: u64| {
+    let rule_set = RuleSet::new(&rules, SEED, None);
+    let (charge_plan, table) =
+        (rule_set.charge_plan(&[0]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
+    let keyed_request = |number: u64| {
         let mut hasher = KeyHasher::new(SEED, 0);
         hasher.part(0, &number.to_le_bytes());
-        Asker { key: hasher.finish(), offset: 0, variant: 0, cost: 1 }
+        KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 }
     };
     let admitted: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let (current, ends, clock) = (AtomicU64::new(0), AtomicBool::new(false), || START_MS);
     let barrier = Barrier::new(CLIENTS as usize);
     let ask = |own_shard: u64| {
-        let mut desk = Desk::of_loop(own_shard as u32);
+        let mut context = DecisionContext::of_loop(own_shard as u32);
         for key in 0..KEYS {
             barrier.wait();
             current.store(key, Ordering::Relaxed);
             for _ in 0..TURNS {
-                desk.clear();
-                desk.askers = vec![Some(asker(key))];
-                book.stands(&roster, |_rule| true, &mut desk.stands);
-                let step = book.step(&roster, roster.enforced(), &table, Now::by(&clock), &mut desk, true);
-                if let Step::Decided(Judgement::Admitted) = step {
+                context.clear();
+                context.keyed_requests = vec![Some(keyed_request(key))];
+                rule_set.stands(&charge_plan, |_rule| true, &mut context.stands);
+                let step =
+                    rule_set.step(&charge_plan, charge_plan.enforced(), &table, Now::by(&clock), &mut context, true);
+                if let Step::Decided(Decision::Admitted) = step {
                     admitted[key as usize].fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -56,10 +58,10 @@ fn admitted(layer: Limit) -> Vec<u32> {
     let end_ms = (START_MS / PERIOD_MS + 1) * PERIOD_MS;
     let report = || {
         while !ends.load(Ordering::Relaxed) {
-            let asker = asker(current.load(Ordering::Relaxed));
-            let counter = book.entries[0].layer(0).counter(asker);
+            let keyed_request = keyed_request(current.load(Ordering::Relaxed));
+            let counter = rule_set.entries[0].layer(0).counter(keyed_request);
             let announce = |tokens: u64| table.note_more(counter, end_ms, tokens as u32, START_MS);
-            book.forget_here(0, 0, asker, &table, Now::by(&clock), announce);
+            rule_set.forget_here(0, 0, keyed_request, &table, Now::by(&clock), announce);
         }
     };
     thread::scope(|scope| {

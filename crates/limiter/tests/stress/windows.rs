@@ -9,13 +9,13 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::decision_context::{Asker, Desk};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
 use transom_limiter::decision_time::Now;
 use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
-use transom_limiter::rule_set::{Book, Judgement, Roster};
-use transom_limiter::sharded_counter::Share;
+use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
+use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
 
@@ -28,8 +28,8 @@ pub const START_MS: u64 = 1_000_000;
 type Ledger = HashMap<u64, BTreeMap<u64, i64>>;
 
 struct Scene<'a, const W: usize> {
-    book: &'a Book,
-    roster: &'a Roster,
+    rule_set: &'a RuleSet,
+    charge_plan: &'a ChargePlan,
     table: &'a Table<W>,
     clock: &'a AtomicU64,
     clients: u64,
@@ -59,32 +59,34 @@ pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
 
 /// The requests of one thread. Of those that wait, every other one gives up.
 fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
-    let (mut ledger, mut desk, mut now_ms) = (Ledger::new(), Desk::of_loop(thread as u32), START_MS);
-    let layer = scene.book.entries[0].rule.layers[0].clone();
+    let (mut ledger, mut context, mut now_ms) = (Ledger::new(), DecisionContext::of_loop(thread as u32), START_MS);
+    let layer = scene.rule_set.entries[0].rule.layers[0].clone();
     for turn in 0..scene.requests {
         let dice = mixed(thread << 32 | turn);
         if dice.is_multiple_of(3) {
             now_ms = scene.clock.fetch_add(dice >> 8 & 3, Ordering::Relaxed);
         }
         let (client, cost) = ((dice >> 16) % scene.clients, 1 + (dice >> 56 & 1) as u32);
-        let mut hasher = KeyHasher::new(SEED, scene.book.entries[0].identity);
+        let mut hasher = KeyHasher::new(SEED, scene.rule_set.entries[0].identity);
         hasher.part(1, &client.to_le_bytes());
-        desk.askers = vec![Some(Asker { key: hasher.finish(), offset: mixed(client), variant: 0, cost })];
+        context.keyed_requests =
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: mixed(client), variant: 0, cost })];
         // Who asks for the time again hears what it is, or of a clock that stays behind.
         let (is_behind, heard_ms) = (dice >> 58 & 1 == 1, now_ms);
         let clock = || if is_behind { heard_ms } else { scene.clock.load(Ordering::Relaxed).max(heard_ms) };
-        let until_ms = match scene.book.judge(scene.roster, scene.table, Now::since(now_ms, &clock), &mut desk) {
-            Judgement::Refused => continue,
-            Judgement::Admitted => None,
-            Judgement::Delayed { until_ms, .. } => Some(until_ms),
-        };
+        let until_ms =
+            match scene.rule_set.judge(scene.charge_plan, scene.table, Now::since(now_ms, &clock), &mut context) {
+                Decision::Refused => continue,
+                Decision::Admitted => None,
+                Decision::Delayed { until_ms, .. } => Some(until_ms),
+            };
         if until_ms.is_some() && dice >> 57 & 1 == 1 {
-            let shares: Vec<_> = desk.all_shares().collect();
-            scene.book.give_back(&shares, u32::MAX, scene.table, scene.clock.load(Ordering::Relaxed).max(now_ms));
+            let shares: Vec<_> = context.all_shares().collect();
+            scene.rule_set.give_back(&shares, u32::MAX, scene.table, scene.clock.load(Ordering::Relaxed).max(now_ms));
             continue;
         }
         let account = ledger.entry(client).or_default();
-        for share in desk.all_shares() {
+        for share in context.all_shares() {
             // Where keys with windows of their own share a counter, a thread that is late may be counted in
             // any of its own windows since.
             let is_random = matches!(layer.windows, Windows::Random { .. });
@@ -101,7 +103,7 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
 
 /// End of the key's window in which a charge counts: the one asked for, or that of others' later times. Keys
 /// that share a counter share its windows as well.
-fn counted_in(share: &Share, layer: &Limit) -> u64 {
+fn counted_in(share: &ShardReceipt, layer: &Limit) -> u64 {
     let (own_ms, end_ms) = (share.ask.end_ms, share.paid.end_ms());
     let period_ms = layer.windows.period_ms().expect("all of these are even");
     let floats = matches!(layer.windows, Windows::FirstRequest { .. });
@@ -111,9 +113,17 @@ fn counted_in(share: &Share, layer: &Limit) -> u64 {
 /// Runs all threads, and holds what passed against the bound. Returns how many tokens that were.
 fn never_over<const W: usize>(table: Table<W>, layer: Limit, on_limit: OnLimit, clients: u64) -> i64 {
     let all: &[usize] = &[0];
-    let book = Book::new(&[rule(layer.clone(), on_limit)], SEED, None);
-    let (roster, clock, start) = (book.roster(all), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
-    let scene = Scene { book: &book, roster: &roster, table: &table, clock: &clock, clients, requests: 40_000 };
+    let rule_set = RuleSet::new(&[rule(layer.clone(), on_limit)], SEED, None);
+    let (charge_plan, clock, start) =
+        (rule_set.charge_plan(all), AtomicU64::new(START_MS), Barrier::new(THREADS as usize));
+    let scene = Scene {
+        rule_set: &rule_set,
+        charge_plan: &charge_plan,
+        table: &table,
+        clock: &clock,
+        clients,
+        requests: 40_000,
+    };
     let mut ledger = Ledger::new();
     thread::scope(|scope| {
         let work = |thread| {

@@ -1,0 +1,264 @@
+//! The access log: one line of JSON for each request, whatever became of it.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::client::request;
+use crate::support::process::Process;
+use crate::support::upstream::Upstream;
+use crate::support::{Scratch, eventually, one_rule, pass_all};
+
+fn lines(file: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
+}
+
+/// Waits for so many lines, and checks that there are no more.
+fn so_many(file: &Path, count: usize) -> Vec<Value> {
+    eventually("the lines are written", || fs::read_to_string(file).unwrap_or_default().lines().count() >= count);
+    let lines = lines(file);
+    assert_eq!(lines.len(), count, "{lines:#?}");
+    lines
+}
+
+#[test]
+fn every_request_is_one_line() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"2/366d\"]").replace("/{*rest}", "/api/{*rest}"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut client = process.client();
+    let fields = [("User-Agent", "a \"quoted\\agent\"\u{1F600}"), ("Authorization", "Bearer secret-token")];
+    let echo = client.ask("PUT", "/api/a%20b?token=secret-query", &fields, b"body").expect(200);
+    client.ask("HEAD", "/api/b", &[], b"").expect(200);
+    client.get("/api/c").expect(429);
+    client.get("/nowhere").expect(404);
+    client.get("/a/../../b").expect(400);
+    let lines = so_many(&file, 5);
+    let column = |name: &str| lines.iter().map(|line| line[name].clone()).collect::<Vec<_>>();
+    assert_eq!(column("status"), [200, 200, 429, 404, 400]);
+    assert_eq!(column("method"), ["PUT", "HEAD", "GET", "GET", "GET"]);
+    assert_eq!(column("path"), ["/api/a%20b", "/api/b", "/api/c", "/nowhere", "/a/../../b"]);
+    assert_eq!(column("route"), [Value::from("all"), "all".into(), "all".into(), Value::Null, Value::Null]);
+    assert_eq!(lines[0]["upstream"], "u");
+    assert_eq!(lines[0]["bytes"], echo.body.len());
+    assert_eq!(lines[1]["bytes"], 0);
+    assert_eq!(lines[2]["refused_by"], serde_json::json!(["r"]));
+    assert!(lines[4]["fault"].as_str().unwrap().contains("above the root"));
+    for line in &lines {
+        assert_eq!((&line["client"], &line["host"]), (&"127.0.0.1".into(), &"gateway.test".into()));
+        assert!(line["duration_ms"].as_f64().is_some_and(|ms| (0.0..30_000.0).contains(&ms)), "{line}");
+        let time = line["time"].as_str().unwrap();
+        assert!(time.len() == 24 && time.starts_with("20") && time.ends_with('Z'), "{time}");
+        // Secrets travel in queries and in fields.
+        assert!(!line.to_string().contains("secret"), "{line}");
+    }
+}
+
+/// Sends each of these and checks that its answer, with this status, is counted with this fault and is one line of the log.
+fn counted_and_written(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "{}{settings}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut statuses = Vec::new();
+    for (bytes, status, fault) in cases {
+        let before = process.metrics();
+        let start = String::from_utf8_lossy(&bytes[..bytes.len().min(60)]).into_owned();
+        let mut client = process.client();
+        client.send_if_open(bytes);
+        let mut answer = client.answer();
+        if answer.status == 200 {
+            statuses.push(200);
+            answer = client.answer();
+        }
+        assert_eq!(answer.status, *status, "{start:?}");
+        statuses.push(*status);
+        let code = status.to_string();
+        let since =
+            |name: &str, labels: &[(&str, &str)]| process.metrics().sum(name, labels) - before.sum(name, labels);
+        eventually(&format!("{start:?} is counted"), || since("transom_requests_total", &[("code", &code)]) == 1);
+        assert_eq!(since("transom_faults_total", &[("fault", fault)]), 1, "{start:?}");
+    }
+    let lines = so_many(&file, statuses.len());
+    assert_eq!(lines.iter().map(|line| &line["status"]).collect::<Vec<_>>(), statuses);
+}
+
+#[test]
+fn every_answer_of_the_gateway_is_counted_and_written() {
+    let get = |fields: &str| format!("GET / HTTP/1.1\r\n{fields}\r\n").into_bytes();
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    let cases = [
+        (b"nonsense\r\n\r\n".to_vec(), 400, "malformed"),
+        (get(""), 400, "host"),
+        (get("Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n"), 400, "framing"),
+        // The preface of HTTP/2 behind a request of HTTP/1.1.
+        ([request("GET", "/a", &[], b""), preface.to_vec()].concat(), 400, "malformed"),
+        (format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(70_000)).into_bytes(), 414, "target_too_long"),
+        (get(&"X: y\r\n".repeat(200)), 431, "head_too_large"),
+        (get(&format!("Host: a\r\nX: {}\r\n", "a".repeat(200_000))), 431, "head_too_large"),
+        (b"TRACE / HTTP/1.1\r\nHost: a\r\n\r\n".to_vec(), 405, "method"),
+    ];
+    counted_and_written("", &cases);
+    let late = (b"GET / HTTP/1.1\r\nHost: a\r\nX-".to_vec(), 408, "head_timeout");
+    counted_and_written("[timeouts]\nrequest_head = \"100ms\"\n", &[late]);
+}
+
+#[test]
+fn a_connection_that_is_turned_away_with_an_answer_is_counted_and_written() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nmax_connections_per_client = 1\n{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut first = process.client();
+    first.get("/a").expect(200);
+    process.client().answer().expect(503);
+    assert_eq!(process.metrics().sum("transom_faults_total", &[("fault", "crowded")]), 1);
+    assert_eq!(process.metrics().sum("transom_requests_total", &[("code", "503")]), 1);
+    assert_eq!(so_many(&file, 2)[1]["status"], 503);
+}
+
+#[test]
+fn the_answer_to_head_is_not_cut_off() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"1/366d\"]").replace("/{*rest}", "/api/{*rest}"),
+        file.display()
+    );
+    let process = Process::spawn(&toml);
+    let mut client = process.client();
+    for (target, status) in [("/api/a", 200), ("/api/a", 429), ("/nowhere", 404)] {
+        let answer = client.ask("HEAD", target, &[], b"").expect(status);
+        assert!(answer.field("content-length").is_some_and(|length| length != "0"), "{answer:?}");
+    }
+    let lines = so_many(&file, 3);
+    assert_eq!(lines.iter().map(|line| &line["bytes"]).collect::<Vec<_>>(), [0, 0, 0]);
+    assert!(lines[..2].iter().all(|line| line.get("fault").is_none()), "{lines:#?}");
+    assert_eq!(lines[2]["fault"], "no route matches this request");
+}
+
+#[test]
+fn many_requests_at_once_are_all_written_and_none_is_torn() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let toml = format!(
+        "workers = 4\n{}[access_log]\nfile = \"{}\"\n",
+        one_rule("key = \"ip\"\nwindows = [\"100/366d\"]"),
+        file.display()
+    );
+    let mut process = Process::spawn(&toml);
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let mut client = process.client();
+            scope.spawn(move || (0..250).for_each(|n| drop(client.get(&format!("/{thread}/{n}")))));
+        }
+    });
+    // All that was queued is written before the process ends.
+    process.signal("TERM");
+    assert!(process.wait().success());
+    let lines = lines(&file);
+    assert_eq!(lines.len(), 2000);
+    assert_eq!(lines.iter().filter(|line| line["status"] == 200).count(), 100);
+    let paths: std::collections::HashSet<String> = lines.iter().map(|line| line["path"].to_string()).collect();
+    assert_eq!(paths.len(), 2000);
+}
+
+#[test]
+fn a_log_that_was_moved_away_is_opened_anew_on_a_signal() {
+    let scratch = Scratch::new();
+    let (file, moved) = (scratch.path().join("access.log"), scratch.path().join("access.log.1"));
+    let toml = format!("{}[access_log]\nfile = \"{}\"\n", pass_all(&Upstream::replying(200)), file.display());
+    let process = Process::spawn(&toml);
+    process.get("/before").expect(502);
+    so_many(&file, 1);
+    fs::rename(&file, &moved).unwrap();
+    process.get("/meanwhile").expect(502);
+    so_many(&moved, 2);
+    process.signal("HUP");
+    process.reloaded("applied", 1);
+    eventually("there is a new file", || file.exists());
+    process.get("/after").expect(502);
+    assert_eq!(so_many(&file, 1)[0]["path"], "/after");
+    so_many(&moved, 2);
+}
+
+#[test]
+fn a_reload_turns_the_log_on_and_off() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let off = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let on = format!("{off}[access_log]\nfile = \"{}\"\n", file.display());
+    let process = Process::spawn(&off);
+    process.get("/before").expect(200);
+    for (n, toml) in [(1, &on), (2, &off)] {
+        process.rewrite(toml);
+        process.signal("HUP");
+        process.reloaded("applied", n);
+        if n == 1 {
+            eventually("requests are written", || {
+                process.get("/during").expect(200);
+                !lines(&file).is_empty()
+            });
+        }
+    }
+    // Loops take over when they get to it: then, nothing is written any more.
+    let mut before = usize::MAX;
+    eventually("nothing is written any more", || {
+        let known = std::mem::replace(&mut before, lines(&file).len());
+        (0..20).for_each(|_| drop(process.get("/after")));
+        known == before && lines(&file).len() == before
+    });
+    assert!(lines(&file).iter().all(|line| line["path"] != "/before"));
+}
+
+#[test]
+fn standard_output_is_a_log_as_well_and_off_is_off() {
+    let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let mut process = Process::spawn(&format!("{toml}[access_log]\nfile = \"stdout\"\n"));
+    process.get("/a").expect(200);
+    eventually("the line is printed", || process.printed().len() == 1);
+    let line: Value = serde_json::from_str(&process.printed()[0]).unwrap();
+    assert_eq!(line["path"], "/a");
+    process.signal("TERM");
+    process.wait();
+
+    let mut process = Process::spawn(&toml);
+    process.get("/a").expect(200);
+    process.signal("TERM");
+    assert!(process.wait().success());
+    assert!(process.printed().is_empty(), "{:?}", process.printed());
+}
+
+#[test]
+fn a_client_that_goes_away_is_written_down_as_well() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let upstream = Upstream::with(|talk| {
+        if talk.request().is_some() {
+            talk.closed();
+        }
+    });
+    let toml = format!("{}[access_log]\nfile = \"{}\"\n", pass_all(&upstream), file.display());
+    let process = Process::spawn(&toml);
+    let mut client = process.client();
+    client.send(request("GET", "/a", &[], b""));
+    eventually("the upstream is asked", || upstream.received().len() == 1);
+    drop(client);
+    assert_eq!(so_many(&file, 1)[0]["status"], 499);
+}

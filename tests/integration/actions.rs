@@ -1,0 +1,205 @@
+//! What routes change on the way, and what they answer by themselves.
+
+use std::time::Duration;
+
+use crate::support::client::HOST;
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{RST_STREAM, Raw};
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::{Talk, Upstream, reply};
+use crate::support::within;
+
+fn route(upstream: &Upstream, settings: &str) -> String {
+    format!("{}\n[[routes]]\nupstream = \"u\"\n{settings}", upstream.toml("u"))
+}
+
+/// The target that the upstream sees.
+fn target(settings: &str, asked: &str) -> String {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&route(&upstream, settings));
+    gateway.get(asked).expect(200);
+    upstream.only().target
+}
+
+#[test]
+fn prefixes_are_stripped_and_replaced() {
+    for (settings, asked, seen) in [
+        ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api\"", "/api/a/b?c=d", "/a/b?c=d"),
+        ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api/\"", "/api/", "/"),
+        ("path = \"/api\"\nstrip_prefix = \"/api\"", "/api?x", "/?x"),
+        ("path = \"/api/v1/{id}\"\nstrip_prefix = \"/api\"", "/api/v1/7", "/v1/7"),
+        // Another spelling of the same endpoint does not slip past it.
+        ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api\"", "//x/../%61pi/./a%2Db", "/a-b"),
+        ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api\"", "/api/%3Fa%20b%C3%A9", "/%3Fa%20b%C3%A9"),
+        ("path = \"/a/{*r}\"\nreplace_prefix = { from = \"/a\", to = \"/v2/b\" }", "/a/x?y", "/v2/b/x?y"),
+        ("path = \"/a/{*r}\"\nreplace_prefix = { from = \"/a\", to = \"/\" }", "/a/x", "/x"),
+        ("path = \"/{*r}\"\nreplace_prefix = { from = \"/\", to = \"/all\" }", "/x/y", "/all/x/y"),
+        ("path = \"/u/{id}/{*r}\"\nrewrite = \"/v2/{id}/of/{*r}\"", "/u/7/a/b?c", "/v2/7/of/a/b?c"),
+        ("path = \"/u/{id}/{*r}\"\nrewrite = \"/v2/{id}/of/{*r}\"", "/u/%37%20/", "/v2/7%20/of/"),
+        ("path = \"/old/{*r}\"\nrewrite = \"/new\"", "/old/a", "/new"),
+        ("path = \"/{a}/{b}\"\nrewrite = \"/{b}/{a}\"", "/1/2", "/2/1"),
+    ] {
+        assert_eq!(target(settings, asked), seen, "{settings} {asked}");
+    }
+}
+
+#[test]
+fn the_key_is_that_of_the_request_as_it_came() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!(
+        "[rules.r]\nkey = [\"path\", \"header:x-user\"]\non_missing_key = \"refuse\"\nwindows = [\"10/day\"]\n{}",
+        route(
+            &upstream,
+            "path = \"/{id}\"\nrewrite = \"/same\"\nrules = [\"r\"]\n\
+             request_headers = { remove = [\"x-user\"], set = { x-id = \"{param.id}\" } }"
+        )
+    ));
+    let left = |path: &str, user: &str| remaining(&gateway.get_with(path, &[("X-User", user)]).expect(200), "r");
+    assert_eq!([left("/1", "a"), left("/%31", "a"), left("/2", "a"), left("/1", "b")], [9, 8, 9, 9]);
+    let received = upstream.received();
+    assert!(received.iter().all(|received| received.target == "/same" && received.field("x-user").is_none()));
+    assert_eq!(received[2].all("x-id"), ["2"]);
+}
+
+#[test]
+fn fields_are_set_added_and_removed() {
+    let upstream = Upstream::answering(|_| {
+        reply(200, &[("Server", "secret/1"), ("X-Powered-By", "x"), ("Vary", "Accept"), ("X-Old", "1")], b"fine")
+    });
+    let settings = "name = \"the api\"
+path = \"/api/{id}/{*rest}\"
+[routes.request_headers]
+set = { x-client = \"{client_ip}\", X-Where = \"{scheme}://{host}{uri}\", x-route = \"{route}\", x-braces = \"{{id}}\" }
+add = { x-tag = \"{method} {path} {query} {param.id} {param.rest}\" }
+remove = [\"cookie\", \"X-Forwarded-Host\"]
+[routes.response_headers]
+set = { x-old = \"2\", strict-transport-security = \"max-age=63072000\", x-asked = \"{param.id}\" }
+add = { vary = \"Origin\" }
+remove = [\"server\", \"x-powered-by\"]
+";
+    let gateway = Gateway::start(&route(&upstream, settings));
+    let fields = [("Cookie", "a=b"), ("X-Tag", "own"), ("X-Client", "6.6.6.6"), ("X-Client", "7.7.7.7")];
+    let answer = gateway.get_with("/api//7/a%20b?c=d&e", &fields).expect(200);
+    let received = upstream.only();
+    assert_eq!(received.all("x-client"), ["127.0.0.1"]);
+    assert_eq!(received.all("x-where"), [format!("http://{HOST}/api/7/a%20b?c=d&e")]);
+    assert_eq!((received.all("x-route"), received.all("x-braces")), (vec!["the api"], vec!["{id}"]));
+    assert_eq!(received.all("x-tag"), ["own", "GET /api/7/a%20b c=d&e 7 a%20b"]);
+    assert!(received.field("cookie").is_none() && received.field("x-forwarded-host").is_none());
+    // The path goes on as it came: nothing changes it.
+    assert_eq!(received.target, "/api//7/a%20b?c=d&e");
+    assert_eq!((answer.all("x-old"), answer.all("x-asked")), (vec!["2"], vec!["7"]));
+    assert_eq!(answer.all("vary"), ["Accept", "Origin"]);
+    assert_eq!(answer.field("strict-transport-security"), Some("max-age=63072000"));
+    assert!(answer.field("server").is_none() && answer.field("x-powered-by").is_none());
+}
+
+#[test]
+fn redirects_send_clients_elsewhere_and_are_counted() {
+    let gateway = Gateway::start(
+        "[rules.r]\nkey = \"ip\"\nwindows = [\"4/day\"]
+[[routes]]
+path = \"/old/{id}/{*rest}\"
+rules = [\"r\"]
+redirect = { to = \"https://{host}/new/{param.id}?from={path}\" }
+response_headers = { set = { x-why = \"moved\" } }
+[[routes]]
+path = \"/{*rest}\"
+rules = [\"r\"]
+redirect = { to = \"https://www.example.com{uri}\", status = 301 }
+",
+    );
+    let mut client = gateway.client();
+    let answer = client.get("//old/7/x").expect(308);
+    assert_eq!(answer.field("location"), Some(format!("https://{HOST}/new/7?from=/old/7/x").as_str()));
+    assert_eq!((answer.field("x-why"), answer.field("content-length")), (Some("moved"), Some("0")));
+    assert_eq!(remaining(&answer, "r"), 3);
+    let answer = client.get("//evil.example/%2e./a?b=c").expect(301);
+    assert_eq!(answer.field("location"), Some("https://www.example.com/a?b=c"));
+    client.ask("POST", "/x", &[], b"body").expect(301);
+    // HTTP/1.0 names no host to send it to.
+    let mut old = gateway.client();
+    old.send("GET /old/7/ HTTP/1.0\r\n\r\n").answer().expect(400).problem();
+    client.get("/x").expect(301);
+    client.get("/x").expect(429);
+}
+
+#[test]
+fn fixed_answers_need_no_upstream() {
+    let gateway = Gateway::start(
+        "[[routes]]\npath = \"/robots.txt\"\nrespond = { body = \"User-agent: *\\nDisallow: /\\n\" }
+[[routes]]\npath = \"/none\"\nrespond = { status = 204 }
+[[routes]]\npath = \"/gone\"\nrespond = { status = 410, body = \"{}\", content_type = \"application/json\" }
+",
+    );
+    let mut client = gateway.client();
+    let answer = client.get("/robots.txt").expect(200);
+    assert_eq!(answer.text(), "User-agent: *\nDisallow: /\n");
+    assert_eq!(answer.field("content-type"), Some("text/plain; charset=utf-8"));
+    let head = client.ask("HEAD", "/robots.txt", &[], b"").expect(200);
+    assert_eq!(head.field("content-length"), Some("26"));
+    let none = client.get("/none").expect(204);
+    assert_eq!((none.field("content-length"), none.field("content-type")), (None, None));
+    let gone = client.get("/gone").expect(410);
+    assert_eq!((gone.text().as_str(), gone.field("content-type")), ("{}", Some("application/json")));
+    client.get("/other").expect(404);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", "/gone"), ("code", "410")]), 1);
+}
+
+#[test]
+fn whoever_comes_in_the_clear_is_sent_to_https() {
+    let upstream = Upstream::replying(200);
+    let toml = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = \"127.0.0.1\"\n{}
+[[routes]]
+scheme = \"http\"
+path = \"/{{*rest}}\"
+redirect = {{ to = \"https://{{host}}{{uri}}\" }}
+[[routes]]
+scheme = \"http\"
+path = \"/.well-known/acme-challenge/{{token}}\"
+upstream = \"u\"
+[[routes]]
+host = \"{HOST}\"
+path = \"/api/{{id}}\"
+upstream = \"u\"
+",
+        upstream.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    let location = gateway.get("/api/7?x=y").expect(308);
+    assert_eq!(location.field("location"), Some(format!("https://{HOST}/api/7?x=y").as_str()));
+    gateway.get("/.well-known/acme-challenge/t").expect(200);
+    // A proxy in front took it by https.
+    gateway.get_with("/api/7", &[("X-Forwarded-Proto", "https")]).expect(200);
+    gateway.get_with("/other", &[("X-Forwarded-Proto", "https")]).expect(404);
+    // Whoever is not trusted can say so as often as he likes.
+    let untrusted = Gateway::start(&toml.replace("trusted_proxies = \"127.0.0.1\"", ""));
+    untrusted.get_with("/api/7", &[("X-Forwarded-Proto", "https")]).expect(308);
+}
+
+#[test]
+fn a_route_waits_as_long_as_it_says() {
+    const WAIT: Duration = Duration::from_millis(200);
+    let silent = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.closed();
+    });
+    let gateway = Gateway::start(&route(&silent, "path = \"/a\"\ntimeouts = { response_head = \"200ms\" }"));
+    within(WAIT, || gateway.get("/a").expect(504).problem());
+
+    let stalling = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+        talk.closed();
+    });
+    let gateway = Gateway::start(&route(&stalling, "path = \"/a\"\ntimeouts = { body = \"200ms\" }"));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200);
+    assert_eq!(within(WAIT, || client.rest()), b"abc");
+    // A stream of HTTP/2 is reset.
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/a");
+    within(WAIT, || raw.until(RST_STREAM));
+}

@@ -1,0 +1,82 @@
+//! Sockets that somebody else has opened, and what a service manager is told.
+
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::external_servers::program;
+use crate::support::process::{BINARY, Process};
+use crate::support::{DEADLINE, Scratch, one_rule};
+
+/// Opens sockets, writes their ports into the configuration, and becomes the gateway, which gets them as
+/// descriptors 3, 4 and so on.
+const OPENER: &str = r#"
+import os, socket, sys
+sockets = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(2)]
+config = sys.argv[-1]
+text = open(config).read()
+for n, s in enumerate(sockets):
+    text = text.replace("PORT%d" % n, str(s.getsockname()[1]))
+open(config, "w").write(text)
+held = [os.dup(s.fileno()) for s in sockets]
+for n, fd in enumerate(held):
+    high = os.dup2(fd, 100 + n)
+for n in range(len(held)):
+    os.dup2(100 + n, 3 + n, inheritable=True)
+os.environ["LISTEN_FDS"] = str(len(held))
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[1], sys.argv[1:])
+"#;
+
+fn opened_by_another(listen: &str, scratch: Scratch, environment: &[(&str, &Path)]) -> Process {
+    let mut command = Command::new(program("python3"));
+    command.arg("-c").arg(OPENER).arg(BINARY).arg("run").envs(environment.iter().copied());
+    let toml = format!("workers = 2\n[listen]\n{listen}\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
+    Process::spawn_by(command, &toml, scratch)
+}
+
+const ALL: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
+
+#[test]
+fn sockets_that_are_handed_over_are_served_by_every_loop() {
+    let process = opened_by_another(ALL, Scratch::new(), &[]);
+    let text = std::fs::read_to_string(process.config()).unwrap();
+    assert!(text.contains(&process.http.to_string()) && text.contains(&process.admin.to_string()), "{text}");
+    let mut clients: Vec<_> = (0..20).map(|_| process.client()).collect();
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    let label = process.http.to_string();
+    assert_eq!(process.metrics().sum("transom_connections", &[("listener", &label)]), 20);
+    process.admin_get("/readyz").expect(200);
+}
+
+#[test]
+fn a_service_manager_is_told_what_the_gateway_is_at() {
+    let scratch = Scratch::new();
+    let path = scratch.path().join("notify");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(DEADLINE)).unwrap();
+    let told = || {
+        let mut buffer = [0; 256];
+        let length = manager.recv(&mut buffer).unwrap();
+        String::from_utf8_lossy(&buffer[..length]).into_owned()
+    };
+    let mut process = opened_by_another(ALL, scratch, &[("NOTIFY_SOCKET", &path)]);
+    assert_eq!(told(), "READY=1");
+    process.signal("HUP");
+    assert_eq!((told(), told()), ("RELOADING=1".to_owned(), "READY=1".to_owned()));
+    process.signal("TERM");
+    assert_eq!(told(), "STOPPING=1");
+    assert!(process.wait().success());
+}
+
+#[test]
+fn a_socket_that_nobody_asked_for_is_a_failure_to_start() {
+    let scratch = Scratch::new();
+    let toml = format!("[listen]\nhttp = \"127.0.0.1:PORT0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
+    let file = scratch.write("gateway.toml", toml);
+    let output =
+        Command::new(program("python3")).args(["-c", OPENER, BINARY, "run", "--config"]).arg(file).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(err.contains("a socket was handed over for `127.0.0.1:"), "{err}");
+}

@@ -1,0 +1,238 @@
+//! The admin address: health, readiness, and metrics that Prometheus can read.
+
+use std::collections::HashSet;
+use std::io::{Read, Write};
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::process::Process;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{eventually, one_rule};
+
+fn toml(upstream: &Upstream) -> String {
+    format!(
+        "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000/hour\", \"3/minute\"]\n\
+         [rules.watched]\nkey = \"global\"\non_limit = \"shadow\"\nwindows = [\"1/hour\"]\n\
+         [[routes]]\nname = \"api\"\npath = \"/api/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\", \"watched\"]\n\
+         [[routes]]\nname = \"a \\\"quoted\\\\name\\\"\"\npath = \"/q\"\nupstream = \"u\"\n",
+        upstream.toml("u")
+    )
+}
+
+#[test]
+fn health_and_readiness_are_told() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let mut client = Client::connect(gateway.admin);
+    for target in ["/healthz", "/readyz"] {
+        assert!(client.get(target).expect(200).field("content-type").unwrap().starts_with("text/plain"));
+        client.ask("HEAD", target, &[], b"").expect(200);
+    }
+    client.get("/nowhere").expect(404).problem();
+    client.post("/metrics", "").expect(405).problem();
+    // Nothing of it is on the address for everybody.
+    for target in ["/metrics", "/healthz", "/readyz"] {
+        gateway.get(target).expect(404);
+    }
+}
+
+#[test]
+fn every_metric_has_the_name_the_kind_and_the_labels_that_were_promised() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    for status in [200, 200, 200, 429, 429] {
+        gateway.get("/api/a").expect(status);
+    }
+    gateway.get("/q").expect(200);
+    gateway.get("/nowhere").expect(404);
+    eventually("all is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 7);
+    let answer = Client::connect(gateway.admin).get("/metrics").expect(200);
+    assert_eq!(answer.field("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let page = gateway.metrics();
+    for (name, kind, labels) in [
+        ("transom_requests_total", "counter", &["code", "route"][..]),
+        ("transom_request_duration_seconds", "histogram", &["route"]),
+        ("transom_decisions_total", "counter", &["outcome", "route", "rule"]),
+        ("transom_refused_total", "counter", &["rule", "window"]),
+        ("transom_decision_duration_seconds", "histogram", &[]),
+        ("transom_upstream_requests_total", "counter", &["outcome", "server", "upstream"]),
+        ("transom_upstream_duration_seconds", "histogram", &["upstream"]),
+        ("transom_connections", "gauge", &["listener"]),
+        ("transom_connections_refused_total", "counter", &["reason"]),
+        ("transom_counters", "gauge", &["state"]),
+        ("transom_counters_overflow_total", "counter", &[]),
+        ("transom_config_reloads_total", "counter", &["outcome"]),
+        ("transom_build_info", "gauge", &["version"]),
+    ] {
+        // Reloads are the binary's business, and in `reload`.
+        if name != "transom_config_reloads_total" {
+            assert_eq!(page.kind(name), Some(kind), "{name}");
+            assert_eq!(page.labels(name), labels, "{name}");
+        }
+    }
+    let sum = |name, labels: &[(&str, &str)]| page.sum(name, labels);
+    assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "200")]), 3);
+    assert_eq!(sum("transom_requests_total", &[("route", "api"), ("code", "429")]), 2);
+    assert_eq!(sum("transom_requests_total", &[("route", "a \"quoted\\name\""), ("code", "200")]), 1);
+    assert_eq!(sum("transom_requests_total", &[("route", ""), ("code", "404")]), 1);
+    assert_eq!(sum("transom_request_duration_seconds_count", &[]), 7);
+    let told =
+        |rule, outcome| sum("transom_decisions_total", &[("route", "api"), ("rule", rule), ("outcome", outcome)]);
+    assert_eq!([told("r", "admitted"), told("r", "refused"), told("r", "shadowed")], [3, 2, 0]);
+    assert_eq!([told("watched", "admitted"), told("watched", "refused"), told("watched", "shadowed")], [1, 0, 2]);
+    assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-minute")]), 2);
+    assert_eq!(sum("transom_refused_total", &[("rule", "r"), ("window", "r-hour")]), 0);
+    assert_eq!(sum("transom_decision_duration_seconds_count", &[]), 6);
+    let server = format!("http://{}", upstream.address);
+    let answered = [("upstream", "u"), ("server", server.as_str()), ("outcome", "answered")];
+    assert_eq!(sum("transom_upstream_requests_total", &answered), 4);
+    assert_eq!(sum("transom_upstream_requests_total", &[]), 4);
+    assert_eq!(sum("transom_upstream_duration_seconds_count", &[("upstream", "u")]), 4);
+    // Two layers of one client, and one of all.
+    assert_eq!(sum("transom_counters", &[("state", "live")]), 3);
+    assert_eq!(sum("transom_counters", &[("state", "free")]), 1_000_000 - 3);
+    assert_eq!(sum("transom_counters_overflow_total", &[]), 0);
+    assert_eq!(sum("transom_build_info", &[("version", env!("CARGO_PKG_VERSION"))]), 1);
+}
+
+#[test]
+fn connections_are_counted_while_they_are_open() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let open = || gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]);
+    let mut clients: Vec<_> = (0..10).map(|_| gateway.client()).collect();
+    eventually("ten are open", || open() == 10);
+    clients.truncate(3);
+    eventually("three are open", || open() == 3);
+    drop(clients);
+    eventually("none is open", || open() == 0);
+}
+
+#[test]
+fn what_clients_send_never_becomes_a_label() {
+    let upstream = Upstream::answering(|received| {
+        let status = received.target.rsplit('/').next().and_then(|n| n.parse().ok()).unwrap_or(200);
+        reply(status, &[], b"")
+    });
+    let gateway = Gateway::start(&toml(&upstream).replace("3/minute", "900/minute"));
+    let mut client = gateway.client();
+    let mut ask = |n: usize| {
+        let fields = [("X-User", &*format!("u{n}")), ("Host", &*format!("h{n}.test"))];
+        client.get_with(&format!("/api/{n}x"), &fields).expect(200);
+        client.ask(&format!("METHOD{n}"), &format!("/none/{n}"), &[], b"").expect(404);
+    };
+    ask(0);
+    eventually("it is recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 2);
+    let families: HashSet<String> = gateway.metrics().families().into_iter().map(str::to_owned).collect();
+    let before = gateway.metrics().series();
+    (1..200).for_each(&mut ask);
+    eventually("all are recorded", || gateway.metrics().sum("transom_requests_total", &[]) == 400);
+    let page = gateway.metrics();
+    assert_eq!(page.series(), before);
+    assert_eq!(page.families(), families.iter().map(String::as_str).collect());
+}
+
+#[test]
+fn a_silent_scraper_does_not_keep_others_from_scraping() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let _silent: Vec<_> = (0..50)
+        .map(|n| {
+            let mut client = Client::connect(gateway.admin);
+            client.send(&b"GET /metrics HTTP/1.1\r\nHost: a"[..n % 20]);
+            client
+        })
+        .collect();
+    Client::connect(gateway.admin).get("/metrics").expect(200);
+}
+
+/// A page of any site can have its own name lead to the admin address; only names of its own are answered.
+#[test]
+fn the_admin_address_is_asked_by_its_own_names_only() {
+    let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
+    let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::replying(200))));
+    let ask = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
+    let port = gateway.admin.port();
+    for host in ["127.0.0.1", "localhost", "LOCALHOST", "192.0.2.7", "transom.internal", "a.monitoring.svc"] {
+        ask(host, "/metrics").expect(200);
+        ask(&format!("{host}:{port}"), "/healthz").expect(200);
+    }
+    ask(&format!("[::1]:{port}"), "/metrics").expect(200);
+    for host in ["evil.example", "monitoring.svc", "127.0.0.1.evil.example", "xlocalhost", "2130706433", "a b"] {
+        for target in ["/metrics", "/upstreams", "/healthz", "/v1/limit"] {
+            ask(host, target).expect(421).problem();
+        }
+    }
+    let target = format!("http://evil.example:{port}/metrics");
+    ask("127.0.0.1", &target).expect(421);
+    let question = br#"{"rule": "r", "key": "a"}"#;
+    let fields = [("Host", "evil.example"), ("Origin", "http://evil.example")];
+    Client::connect(gateway.admin).ask("POST", "/v1/limit", &fields, question).expect(421);
+}
+
+#[test]
+fn the_admin_address_has_so_many_connections_and_no_more() {
+    let gateway = Gateway::start(&toml(&Upstream::replying(200)));
+    let connected = || {
+        let mut client = Client::connect(gateway.admin);
+        client.get("/healthz").expect(200);
+        client
+    };
+    let mut clients: Vec<Client> = (0..256).map(|_| connected()).collect();
+    Client::connect(gateway.admin).expect_closed();
+    drop(clients.pop());
+    eventually("there is a place again", || {
+        let mut stream = Client::connect(gateway.admin).stream;
+        let asked = stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n");
+        let mut answer = Vec::new();
+        asked.and_then(|()| stream.read_to_end(&mut answer)).is_ok_and(|_| answer.starts_with(b"HTTP/1.0 200"))
+    });
+}
+
+/// A table for many counters takes memory for those that there are, also when they are counted.
+#[test]
+fn a_scrape_takes_no_memory_for_counters_that_were_never_used() {
+    let capacity = 1_000_000;
+    let rule = "key = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"9/366d\"]";
+    let process = Process::spawn(&format!("[counters]\ncapacity = {capacity}\n{}", one_rule(rule)));
+    let mut client = process.client();
+    for user in 0..100 {
+        client.get_with("/a", &[("X-User", &user.to_string())]).expect(200);
+    }
+    let shared_bytes = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+    };
+    let before = shared_bytes();
+    let page = process.metrics();
+    assert_eq!(page.sum("transom_counters", &[("state", "live")]), 100);
+    assert_eq!(page.sum("transom_counters", &[("state", "free")]), capacity - 100);
+    let taken = shared_bytes() - before;
+    assert!(taken < 32 * capacity / 16, "{taken} bytes for a table of {}", 32 * capacity);
+}
+
+/// What a reload takes away leaves the metrics, once nothing is counted there any more.
+#[test]
+fn series_of_removed_routes_rules_and_upstreams_are_removed() {
+    let upstream = Upstream::replying(200);
+    let named = |name: &str| {
+        format!(
+            "{}[rules.r-{name}]\nkey = \"ip\"\nwindows = [\"1/hour\"]\n\
+             [[routes]]\nname = \"route-{name}\"\npath = \"/a\"\nupstream = \"u-{name}\"\nrules = [\"r-{name}\"]\n\
+             [[routes]]\nname = \"stays\"\npath = \"/b\"\nupstream = \"u-{name}\"\n",
+            upstream.toml(&format!("u-{name}"))
+        )
+    };
+    let mut gateway = Gateway::start(&named("old"));
+    gateway.get("/a").expect(200);
+    gateway.get("/a").expect(429);
+    gateway.get("/b").expect(200);
+    let text = |gateway: &Gateway| Client::connect(gateway.admin).get("/metrics").expect(200).text();
+    for series in ["route=\"route-old\"", "rule=\"r-old\"", "upstream=\"u-old\""] {
+        eventually("it is counted", || text(&gateway).contains(series));
+    }
+    gateway.reload(&named("new"));
+    eventually("the old names are gone", || !text(&gateway).contains("-old\""));
+    gateway.get("/b").expect(200);
+    eventually("what stays counts on", || {
+        gateway.metrics().sum("transom_requests_total", &[("route", "stays"), ("code", "200")]) == 2
+    });
+}

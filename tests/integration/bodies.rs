@@ -1,0 +1,144 @@
+//! Large bodies in both directions: whole, and never held in memory.
+//!
+//! The gateway is a process of its own here, so that its memory can be looked at.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::{HOST, request};
+use crate::support::pass_all;
+use crate::support::process::Process;
+use crate::support::upstream::Upstream;
+
+const LARGE_BYTES: usize = 50_000_000;
+/// What the gateway may need beyond what it needs when idle.
+const MEMORY_KB: u64 = 6_000;
+/// Kernel buffers of two connections hold less than this.
+const IN_FLIGHT_BYTES: usize = 30_000_000;
+
+fn spawn(upstream: &Upstream) -> (Process, u64) {
+    let process = Process::spawn(&format!("workers = 1\n{}\n[counters]\ncapacity = 1000\n", pass_all(upstream)));
+    process.get("/warm-up").expect(200);
+    let idle_kb = process.memory_kb("VmHWM");
+    (process, idle_kb)
+}
+
+/// The byte at a position, so that a piece that is lost or repeated shows.
+fn byte(position: usize) -> u8 {
+    (position ^ position >> 8 ^ position >> 16) as u8
+}
+
+fn piece(start: usize, length: usize) -> Vec<u8> {
+    (start..start + length).map(byte).collect()
+}
+
+const PIECE: usize = 50_000;
+
+/// Sends the large body until the other side takes no more for a while; returns how much it took.
+fn send_until_stalled(stream: &mut TcpStream, from: usize) -> usize {
+    stream.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
+    let mut sent = from;
+    while sent < LARGE_BYTES {
+        let bytes = piece(sent, PIECE - sent % PIECE);
+        match stream.write(&bytes) {
+            Ok(n) => sent += n,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    stream.set_write_timeout(None).unwrap();
+    sent
+}
+
+fn send_rest(stream: &mut TcpStream, from: usize) {
+    for start in (from..LARGE_BYTES).step_by(PIECE) {
+        stream.write_all(&piece(start, PIECE.min(LARGE_BYTES - start))).unwrap();
+    }
+}
+
+#[test]
+fn a_reader_that_is_slow_slows_the_upstream_down_and_nothing_piles_up() {
+    let (tell, told) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        while let Some(received) = talk.request() {
+            if received.target == "/warm-up" {
+                talk.reply(200, &[], b"");
+                continue;
+            }
+            talk.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {LARGE_BYTES}\r\n\r\n"));
+            let sent = send_until_stalled(talk.stream(), 0);
+            tell.send(sent).unwrap();
+            send_rest(talk.stream(), sent);
+        }
+    });
+    let (process, idle_kb) = spawn(&upstream);
+    let mut client = process.client();
+    client.send(request("GET", "/large", &[], b""));
+    client.head().unwrap().expect(200);
+    let sent = told.recv().unwrap();
+    assert!(sent < IN_FLIGHT_BYTES, "{sent} bytes were taken although nobody reads");
+    for start in (0..LARGE_BYTES).step_by(PIECE) {
+        assert!(client.exactly(PIECE) == piece(start, PIECE), "after {start} bytes");
+    }
+    assert_eq!(client.get("/warm-up").expect(200).body.len(), 0);
+    let grown_kb = process.memory_kb("VmHWM") - idle_kb;
+    assert!(grown_kb < MEMORY_KB, "{grown_kb} kB more");
+}
+
+#[test]
+fn an_upstream_that_is_slow_slows_the_upload_down_and_nothing_piles_up() {
+    for chunked in [false, true] {
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = Arc::new(Mutex::new(gone));
+        let upstream = Upstream::with(move |talk| {
+            while let Some(received) = talk.head() {
+                if received.target == "/large" {
+                    // The upload waits meanwhile.
+                    gone.lock().unwrap().recv().unwrap();
+                    let body = talk.body(&received).unwrap();
+                    assert_eq!(body.len(), LARGE_BYTES);
+                    assert!(body.iter().enumerate().all(|(position, sent)| *sent == byte(position)));
+                }
+                talk.reply(200, &[], b"");
+            }
+        });
+        let (process, idle_kb) = spawn(&upstream);
+        let mut client = process.client();
+        if chunked {
+            client.send(format!("POST /large HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n"));
+            // One chunk, cut anew on the way.
+            client.send(format!("{LARGE_BYTES:x}\r\n"));
+        } else {
+            client.send(format!("POST /large HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: {LARGE_BYTES}\r\n\r\n"));
+        }
+        let sent = send_until_stalled(&mut client.stream, 0);
+        assert!(sent < IN_FLIGHT_BYTES, "{sent} bytes were taken although nobody reads");
+        go.send(()).unwrap();
+        send_rest(&mut client.stream, sent);
+        if chunked {
+            client.send("\r\n0\r\n\r\n");
+        }
+        client.answer().expect(200);
+        let grown_kb = process.memory_kb("VmHWM") - idle_kb;
+        assert!(grown_kb < MEMORY_KB, "{grown_kb} kB more");
+    }
+}
+
+#[test]
+fn many_connections_at_rest_cost_little() {
+    let upstream = Upstream::replying(200);
+    let (process, idle_kb) = spawn(&upstream);
+    let mut clients: Vec<_> = (0..500).map(|_| process.client()).collect();
+    for client in &mut clients {
+        client.get("/a").expect(200);
+    }
+    let each_kb = (process.memory_kb("VmHWM") - idle_kb) as f64 / 500.0;
+    assert!(each_kb < 40.0, "{each_kb} kB for each");
+    for client in &mut clients {
+        client.stream.set_nonblocking(true).unwrap();
+        assert_eq!(client.stream.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
+    }
+}

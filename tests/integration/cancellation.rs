@@ -1,0 +1,148 @@
+//! Clients that go away, in every phase of a request.
+
+use std::io::{ErrorKind, Write};
+use std::net::Shutdown;
+use std::sync::mpsc::{self, Receiver};
+
+use crate::support::client::{HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_all};
+
+/// Reads requests and never answers; tells when a request has come and when its connection is gone.
+pub fn silent() -> (Upstream, Receiver<&'static str>) {
+    let (tell, told) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        if talk.head().is_some() {
+            tell.send("asked").unwrap();
+            while !talk.closed() {}
+            tell.send("gone").unwrap();
+        }
+    });
+    (upstream, told)
+}
+
+#[test]
+fn a_client_that_leaves_before_the_answer_cancels_the_request() {
+    let (upstream, told) = silent();
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    assert_eq!(told.recv(), Ok("asked"));
+    drop(client);
+    assert_eq!(told.recv(), Ok("gone"));
+    eventually("the request is recorded as given up", || {
+        let page = gateway.metrics();
+        page.sum("transom_requests_total", &[("code", "499")]) == 1
+            && page.sum("transom_upstream_requests_total", &[("outcome", "canceled")]) == 1
+            && page.sum("transom_connections", &[]) == 0
+    });
+}
+
+#[test]
+fn a_client_that_leaves_in_the_middle_of_its_upload_cancels_the_request() {
+    for framing in ["Content-Length: 100000", "Transfer-Encoding: chunked"] {
+        let (upstream, told) = silent();
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = gateway.client();
+        client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\n{framing}\r\n\r\n3\r\nabc\r\n"));
+        assert_eq!(told.recv(), Ok("asked"));
+        drop(client);
+        assert_eq!(told.recv(), Ok("gone"), "{framing}");
+    }
+}
+
+#[test]
+fn a_client_that_leaves_in_the_middle_of_the_answer_cancels_the_request() {
+    let (tell, told) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
+            while talk.send("10\r\n0123456789abcdef\r\n") {}
+            tell.send("gone").unwrap();
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    for _ in 0..10 {
+        assert_eq!(client.chunk().unwrap().len() % 16, 0);
+    }
+    drop(client);
+    assert_eq!(told.recv(), Ok("gone"));
+}
+
+#[test]
+fn a_client_that_leaves_while_the_answer_pauses_cancels_the_request() {
+    let (tell, told) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+            tell.send(talk.closed()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    assert_eq!(client.exactly(3), b"abc");
+    drop(client);
+    assert_eq!(told.recv(), Ok(true));
+}
+
+#[test]
+fn a_request_that_was_given_up_counts_all_the_same() {
+    // Else a client could ask for much and be charged for nothing.
+    let (upstream, told) = silent();
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    for _ in 0..3 {
+        let mut client = gateway.client();
+        client.send(request("GET", "/a", &[], b""));
+        assert_eq!(told.recv(), Ok("asked"));
+        drop(client);
+        assert_eq!(told.recv(), Ok("gone"));
+    }
+    gateway.get("/a").expect(429);
+}
+
+#[test]
+fn hanging_up_at_every_byte_of_a_request_does_no_harm() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let whole = request("POST", "/a", &[("X-A", "b")], b"a body");
+    for length in 0..=whole.len() {
+        for reset in [false, true] {
+            let mut client = gateway.client();
+            client.send(&whole[..length]);
+            if reset {
+                // Unread bytes in the socket make the end a reset.
+                socket2::SockRef::from(&client.stream).set_linger(Some(std::time::Duration::ZERO)).unwrap();
+            }
+        }
+    }
+    gateway.get("/a").expect(200);
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn a_client_that_stops_reading_but_keeps_sending_does_no_harm() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.stream.set_write_timeout(Some(std::time::Duration::from_millis(300))).unwrap();
+    let many: Vec<u8> = (0..1000).flat_map(|_| request("GET", "/a", &[("X-Pad", &"x".repeat(500))], b"")).collect();
+    // Pipelines until nobody takes any more: answers wait for a reader, and requests for answers.
+    let stalled = loop {
+        if let Err(error) = client.stream.write_all(&many) {
+            break error.kind();
+        }
+    };
+    assert_eq!(stalled, ErrorKind::WouldBlock);
+    gateway.get("/a").expect(200);
+    client.stream.shutdown(Shutdown::Both).unwrap();
+    drop(client);
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}

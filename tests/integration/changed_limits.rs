@@ -1,0 +1,63 @@
+//! Limits that change while something is used: what was used counts, and nobody waits for windows that
+//! were never used.
+
+use crate::support::gateway::Gateway;
+use crate::support::one_rule;
+
+const HOUR_S: u64 = 3600;
+
+fn rule(settings: &str) -> String {
+    one_rule(&format!("key = \"global\"\n{settings}"))
+}
+
+/// How many of so many requests are admitted.
+fn admitted(gateway: &Gateway, requests: usize) -> usize {
+    let mut client = gateway.client();
+    (0..requests).filter(|_| client.get("/a").status == 200).count()
+}
+
+fn retry_after_s(gateway: &Gateway) -> u64 {
+    gateway.get("/a").expect(429).field("retry-after").unwrap().parse().unwrap()
+}
+
+#[test]
+fn what_was_owed_under_a_smaller_limit_locks_nobody_out() {
+    for (before, after) in [
+        // The limit is raised, and with it what a window that is owed seems to be.
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }"),
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\" }"),
+        // Nothing rolls over any more.
+        ("{ limit = 2, period = \"1h\", capacity = 20 }", "\"2/1h\""),
+    ] {
+        let mut gateway = Gateway::start(&rule(&format!("windows = [{before}]")));
+        let all = admitted(&gateway, 40);
+        assert!(all == 10 || all == 20, "{before}: {all}");
+        gateway.reload(&rule(&format!("windows = [{after}]")));
+        assert!(retry_after_s(&gateway) <= HOUR_S, "{before}, then {after}");
+        gateway.advance_s(HOUR_S);
+        assert!(admitted(&gateway, 1) == 1, "{before}, then {after}");
+    }
+}
+
+#[test]
+fn a_capacity_taken_away_hands_nothing_out() {
+    let mut gateway = Gateway::start(&rule("windows = [{ limit = 50, period = \"day\", capacity = 80 }]"));
+    assert_eq!(admitted(&gateway, 100), 80);
+    gateway.reload(&rule("windows = [\"50/day\"]"));
+    assert_eq!(admitted(&gateway, 30), 0);
+    assert!(retry_after_s(&gateway) <= 24 * HOUR_S);
+    gateway.advance_s(24 * HOUR_S);
+    assert!(admitted(&gateway, 100) <= 50);
+}
+
+#[test]
+fn however_many_shards_there_are_their_sum_is_the_limit() {
+    let with = |shards: u64| rule(&format!("windows = [{{ limit = 50, period = \"day\", shards = {shards} }}]"));
+    let mut gateway = Gateway::start(&with(1));
+    let mut all = admitted(&gateway, 10);
+    for shards in [7, 3, 10, 1, 7, 3] {
+        gateway.reload(&with(shards));
+        all += admitted(&gateway, 10);
+    }
+    assert_eq!(all, 50);
+}

@@ -1,0 +1,64 @@
+//! A browser through the gateway: a page over HTTP/2 and TLS, a stream of events and a WebSocket.
+//!
+//! The page itself makes the checks (tests/external/page.html); tests/external/browser.cjs opens it, and tells what it found.
+
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use crate::support::Scratch;
+use crate::support::external_scripts::Script;
+use crate::support::external_servers::{node, program};
+use crate::support::tls_gateway::Edge;
+
+#[test]
+fn a_page_with_events_and_a_web_socket() {
+    let page = Script::start("page_server.py", &[""; 0]);
+    let sockets = Script::start("websocket_server.py", &[""; 0]);
+    let scratch = Scratch::new();
+    let log = scratch.path().join("access.log");
+    let edge = Edge::start(&format!(
+        "[access_log]\nfile = {log:?}\n\
+         [upstreams.page]\nservers = [\"http://{}\"]\n[upstreams.sockets]\nservers = [\"http://{}\"]\n\
+         [[routes]]\npath = \"/echo\"\nupstream = \"sockets\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"page\"\n",
+        page.address, sockets.address
+    ));
+    let output = node("browser.cjs")
+        .arg(program("chromium"))
+        .args([edge.tls.to_string(), edge.authority.pin.clone()])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the page was not gone through:\n{complaints}");
+    let seen: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        seen["found"],
+        json!({
+            "errors": [],
+            "protocol": "h2",
+            "secure": true,
+            "image": 17,
+            "style": "yes",
+            "missing": "404 no such page\n",
+            "many": true,
+            "body": true,
+            "events": ["0", "1", "2", "3", "4", "last"],
+            "socket": {
+                "same": [true, true, true], "subprotocol": "chat.v1",
+                "code": 3000, "reason": "enough", "clean": true,
+            },
+        })
+    );
+    assert_eq!(seen["outside"], json!({ "errors": [], "protocols": { "h2": true }, "sockets": [200] }));
+    drop(edge);
+    // The WebSocket was a stream of the connection that the page had come by.
+    let lines = std::fs::read_to_string(&log).unwrap();
+    let mut lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let socket = lines.find(|line| line["path"] == "/echo").unwrap();
+    assert_eq!(
+        (&socket["protocol"], &socket["method"], &socket["status"]),
+        (&"HTTP/2.0".into(), &"GET".into(), &200.into())
+    );
+}

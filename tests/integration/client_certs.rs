@@ -1,0 +1,197 @@
+//! Certificates of clients: who is let in, and limits that count by them.
+
+use serde_json::json;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::tls::{Authority, Issued, Tls, listen};
+use crate::support::{Scratch, one_rule};
+
+const PER_CERT: &str = "key = \"client-cert\"\nwindows = [\"2/hour\"]\n";
+
+/// A gateway that believes the certificates of the second authority, and one of each for clients.
+struct World {
+    scratch: Scratch,
+    servers: Authority,
+    clients: Authority,
+    main: Issued,
+}
+
+impl World {
+    fn new() -> World {
+        let (servers, clients) = (Authority::new(), Authority::new());
+        World { scratch: Scratch::new(), main: servers.issue(&["a.test"]), servers, clients }
+    }
+
+    fn toml(&self, auth: &str, rule: &str) -> String {
+        let ca = self.scratch.write("clients.pem", &self.clients.pem);
+        let more = format!("client_ca = \"{}\"\n{auth}", ca.display());
+        listen(&self.scratch, &self.main, &more) + &one_rule(rule)
+    }
+
+    /// The status of a request with a certificate, or without; `None` if the client is not let in.
+    fn status(&self, gateway: &Gateway, own: Option<&Issued>) -> Option<u16> {
+        let tls = own.map_or(Tls::trusting(&self.servers), |own| Tls::showing(&self.servers, own));
+        let mut client = tls.try_connect(gateway.https()[0], "a.test").ok()?;
+        // With TLS 1.3 a client only hears afterwards that it is not let in.
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
+    }
+}
+
+#[test]
+fn only_clients_with_a_certificate_are_let_in() {
+    let world = World::new();
+    let gateway = Gateway::start(&world.toml("", "key = \"ip\"\nwindows = [\"100/hour\"]"));
+    let (good, other) = (world.clients.issue(&["client"]), world.servers.issue(&["client"]));
+    assert_eq!(world.status(&gateway, Some(&good)), Some(200));
+    assert_eq!(world.status(&gateway, None), None);
+    assert_eq!(world.status(&gateway, Some(&other)), None);
+    let expired = world.clients.issue_by(&["client"], rcgen::KeyPair::generate().unwrap(), |params| {
+        params.not_after = rcgen::date_time_ymd(2020, 1, 1);
+    });
+    assert_eq!(world.status(&gateway, Some(&expired)), None);
+    assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[("reason", "tls_handshake")]), 3);
+}
+
+#[test]
+fn a_certificate_that_was_taken_back_is_not_let_in() {
+    let world = World::new();
+    let (good, bad) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let file = world.scratch.write("lists.pem", world.clients.revoke(&[&bad], 4000));
+    for auth in ["", "client_auth = \"optional\"\n"] {
+        let more = format!("{auth}client_crl = \"{}\"", file.display());
+        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(world.status(&gateway, Some(&good)), Some(200));
+        assert_eq!(world.status(&gateway, Some(&bad)), None);
+        let without = (!auth.is_empty()).then_some(200);
+        assert_eq!(world.status(&gateway, None), without);
+        let old = Tls::new(&world.servers, Some(&bad), &[&rustls::version::TLS12]);
+        assert!(old.try_connect(gateway.https()[0], "a.test").is_err());
+    }
+}
+
+#[test]
+fn whose_issuer_has_no_list_that_is_valid_is_not_let_in() {
+    let world = World::new();
+    let own = world.clients.issue(&["client"]);
+    // One that has ended; one that somebody else has signed in its issuer's name, for all here are called alike.
+    for (list, is_let_in) in [
+        (world.clients.revoke(&[], 2021), false),
+        (world.servers.revoke(&[], 4000), false),
+        (world.clients.revoke(&[], 4000), true),
+    ] {
+        let file = world.scratch.write("lists.pem", &list);
+        let more = format!("client_crl = [\"{}\"]", file.display());
+        let gateway = Gateway::start(&world.toml(&more, "key = \"ip\"\nwindows = [\"100/hour\"]"));
+        assert_eq!(world.status(&gateway, Some(&own)).is_some(), is_let_in, "{list}");
+    }
+}
+
+#[test]
+fn an_optional_certificate_is_verified_where_there_is_one() {
+    let world = World::new();
+    let rule = format!("{PER_CERT}on_missing_key = \"skip\"");
+    let gateway = Gateway::start(&world.toml("client_auth = \"optional\"", &rule));
+    let (good, other) = (world.clients.issue(&["client"]), world.servers.issue(&["client"]));
+    assert_eq!(world.status(&gateway, Some(&other)), None);
+    for status in [200, 200, 429] {
+        assert_eq!(world.status(&gateway, Some(&good)), Some(status));
+        assert_eq!(world.status(&gateway, None), Some(200));
+    }
+}
+
+#[test]
+fn each_certificate_is_counted_for_itself() {
+    let world = World::new();
+    let gateway = Gateway::start(&world.toml("", &format!("{PER_CERT}on_missing_key = \"refuse\"")));
+    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    for own in [&first, &second] {
+        // On connections of its own, some of which resume a session.
+        let tls = Tls::showing(&world.servers, own);
+        for status in [200, 200, 429, 429] {
+            tls.connect(gateway.https()[0], "a.test").get("/a").expect(status);
+        }
+    }
+    assert!(gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", "resumed")]) >= 6);
+    // Nobody in the clear has one, and what a field says is none.
+    gateway.get_with("/a", &[("Client-Cert", &first.fingerprint())]).expect(400).problem();
+
+    let ask = |key: &str| {
+        let question = json!({"rule": "r", "key": key}).to_string();
+        Client::connect(gateway.admin).post("/v1/value", question).expect(200).json()["count"].clone()
+    };
+    assert_eq!((ask(&first.fingerprint()), ask("other")), (json!(2), json!(0)));
+}
+
+#[test]
+fn single_certificates_can_have_windows_of_their_own() {
+    let world = World::new();
+    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    // As openssl writes it.
+    let colons: Vec<String> = first
+        .fingerprint()
+        .to_uppercase()
+        .as_bytes()
+        .chunks(2)
+        .map(|two| String::from_utf8_lossy(two).into())
+        .collect();
+    let rule = format!(
+        "{PER_CERT}on_missing_key = \"refuse\"\nexemptions = [\"key:{}\"]\n\
+         [[rules.r.overrides]]\nkey = \"{}\"\nwindows = [\"1/hour\"]",
+        colons.join(":"),
+        second.fingerprint(),
+    );
+    let gateway = Gateway::start(&world.toml("", &rule));
+    for status in [200, 200, 200] {
+        assert_eq!(world.status(&gateway, Some(&first)), Some(status));
+    }
+    for status in [200, 429] {
+        assert_eq!(world.status(&gateway, Some(&second)), Some(status));
+    }
+}
+
+#[test]
+fn a_certificate_can_tell_on_which_plan_a_client_is() {
+    let world = World::new();
+    let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
+    let rule = "key = \"ip\"\nwindows = [\"1/hour\"]\n[rules.r.plans.large]\nwindows = [\"3/hour\"]";
+    let toml = world.toml("", rule) + "[clients]\nfile = \"clients.toml\"\nsubject = \"client-cert\"\n";
+    let fingerprint = first.fingerprint().to_uppercase();
+    let gateway =
+        Gateway::start_with(&toml, &format!("[clients.one]\nplan = \"large\"\nsubjects = [\"{fingerprint}\"]\n"));
+    assert_eq!(world.status(&gateway, Some(&second)), Some(200));
+    for status in [200, 200, 429] {
+        assert_eq!(world.status(&gateway, Some(&first)), Some(status));
+        assert_eq!(world.status(&gateway, Some(&second)), Some(429));
+    }
+}
+
+#[test]
+fn where_every_client_shows_one_nothing_need_be_said_of_others() {
+    let world = World::new();
+    let toml = world.toml("", PER_CERT);
+    let problem = transom::config::read_with(&toml, &|path| std::fs::read(path)).unwrap_err();
+    assert!(problem[0].message.contains("a request may come without `client-cert`"), "{problem:?}");
+    let only_tls = toml.replace("http = \"127.0.0.1:0\"\n", "");
+    transom::config::read_with(&only_tls, &|path| std::fs::read(path)).unwrap();
+}
+
+#[test]
+fn a_session_does_not_outlive_the_authority_that_it_was_let_in_by() {
+    let world = World::new();
+    let rule = "key = \"ip\"\nwindows = [\"100/hour\"]";
+    let mut gateway = Gateway::start(&world.toml("", rule));
+    let own = world.clients.issue(&["client"]);
+    let tls = Tls::showing(&world.servers, &own);
+    tls.connect(gateway.https()[0], "a.test").get("/a").expect(200);
+    let other = World { clients: Authority::new(), ..World::new() };
+    let ca = other.scratch.write("others.pem", &other.clients.pem);
+    let toml = world.toml("", rule).replace("clients.pem", "replaced.pem");
+    std::fs::copy(ca, world.scratch.path().join("replaced.pem")).unwrap();
+    gateway.reload(&toml);
+    let open = || {
+        let mut client = tls.try_connect(gateway.https()[0], "a.test").ok()?;
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.get("/a").status)).ok()
+    };
+    crate::support::eventually("nobody is let in by the old one", || (0..8).all(|_| open().is_none()));
+}

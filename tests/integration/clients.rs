@@ -1,0 +1,275 @@
+//! Who has other windows than everyone, or none: plans, overrides, exemptions, and the clients file.
+
+use serde_json::json;
+use transom_limiter::secret_digest::Digest;
+
+use crate::support::client::{Answer, Client};
+use crate::support::gateway::Gateway;
+use crate::support::jwt_issuer::Issuer;
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::{Scratch, eventually, one_rule};
+
+const SECTION: &str =
+    "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"header:x-user\"\n";
+
+/// A rule that counts by API key, with the plans `gold` and `silver`, and what else is said.
+fn by_key(more: &str) -> String {
+    let rule = format!(
+        "key = \"header:x-api-key\"\non_missing_key = \"ip\"\nwindows = [\"10/366d\"]\n{more}\n\
+         [rules.r.plans.gold]\nwindows = [\"100/366d\"]\n\
+         [rules.r.plans.silver]\nwindows = [\"50/366d\", \"5/day\"]\n"
+    );
+    format!("{SECTION}{}", one_rule(&rule))
+}
+
+fn client(name: &str, plan: &str, what: &str) -> String {
+    format!("[clients.{name}]\nplan = \"{plan}\"\n{what}\n")
+}
+
+fn key(key: &str) -> String {
+    format!("api_keys = [\"{}\"]", Digest::of(key.as_bytes()))
+}
+
+fn with_key(gateway: &Gateway, key: &str) -> Answer {
+    gateway.get_with("/a", &[("X-API-Key", key)])
+}
+
+/// The limits that an answer tells of.
+fn limits(answer: &Answer) -> Vec<u64> {
+    items(answer, "ratelimit-policy").iter().map(|item| item.get("q")).collect()
+}
+
+#[test]
+fn a_plan_is_found_by_the_digest_of_an_api_key() {
+    let clients = client("acme", "gold", &key("abc")) + &client("beta", "silver", &key("def"));
+    let gateway = Gateway::start_with(&by_key(""), &clients);
+    assert_eq!(limits(&with_key(&gateway, "abc").expect(200)), [100]);
+    assert_eq!(limits(&with_key(&gateway, "def").expect(200)), [50, 5]);
+    // Neither another key nor a digest is one of theirs.
+    let digest = Digest::of(b"abc").to_string();
+    for unknown in ["abd", "ABC", &digest, &digest[7..]] {
+        assert_eq!(limits(&with_key(&gateway, unknown).expect(200)), [10], "{unknown}");
+    }
+    assert_eq!(limits(&gateway.get("/a").expect(200)), [10]);
+    // The windows hold.
+    for _ in 0..4 {
+        with_key(&gateway, "def").expect(200);
+    }
+    let refused = with_key(&gateway, "def").expect(429);
+    assert_eq!(refused.problem()["violated-policies"], json!(["r-day"]));
+    with_key(&gateway, "abc").expect(200);
+}
+
+#[test]
+fn a_plan_is_found_by_the_most_specific_network() {
+    let clients = client("wide", "gold", "networks = [\"127.0.0.0/8\"]")
+        + &client("narrow", "silver", "networks = [\"127.0.1.0/24\", \"127.0.2.2\"]");
+    let gateway = Gateway::start_with(&by_key(""), &clients);
+    for (address, found) in
+        [("127.0.0.1", vec![100]), ("127.0.1.200", vec![50, 5]), ("127.0.2.2", vec![50, 5]), ("127.0.2.3", vec![100])]
+    {
+        assert_eq!(limits(&from(address, &gateway, &[])), found, "{address}");
+    }
+}
+
+/// The answer to a request from an address of this machine.
+fn from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> Answer {
+    use std::net::SocketAddr;
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.bind(&format!("{address}:0").parse::<SocketAddr>().unwrap().into()).unwrap();
+    socket.connect(&gateway.http.into()).unwrap();
+    Client::over(socket.into()).get_with("/a", fields)
+}
+
+#[test]
+fn a_key_goes_before_a_subject_and_a_subject_before_a_network() {
+    let clients = client("a", "gold", &key("abc"))
+        + &client("b", "silver", "subjects = [\"bob\"]")
+        + &client("c", "none", "networks = [\"127.0.0.0/8\"]");
+    let rule = by_key("") + "[rules.r.plans.none]\nwindows = [\"1000/366d\"]\n";
+    let gateway = Gateway::start_with(&rule, &clients);
+    let ask = |fields: &[(&str, &str)]| limits(&gateway.get_with("/a", fields).expect(200));
+    assert_eq!(ask(&[("X-API-Key", "abc"), ("X-User", "bob")]), [100]);
+    assert_eq!(ask(&[("X-API-Key", "unknown"), ("X-User", "bob")]), [50, 5]);
+    assert_eq!(ask(&[("X-User", "bob")]), [50, 5]);
+    assert_eq!(ask(&[("X-User", "eve")]), [1000]);
+    assert_eq!(ask(&[]), [1000]);
+    // Which of two keys the upstream would believe is not known.
+    for name in ["X-API-Key", "X-User"] {
+        let twice = gateway.get_with("/a", &[(name, "abc"), (name, "bob")]).expect(400);
+        assert!(twice.text().contains(&name.to_lowercase()) && !twice.text().contains("abc"), "{}", twice.text());
+    }
+}
+
+#[test]
+fn a_plan_is_found_by_what_a_genuine_token_says() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let section = format!("{}{}", issuer.keys(&scratch), SECTION.replace("header:x-user", "jwt:sub"));
+    let gateway = Gateway::start_with(
+        &by_key("").replace(SECTION, &section),
+        &(client("acme", "gold", "subjects = [\"user-17\"]") + &client("beta", "silver", &key("def"))),
+    );
+    let ask = |sub: &str, key: &str| {
+        let token = issuer.token("HS256", &json!({ "sub": sub }));
+        let fields = [("Authorization", format!("Bearer {token}")), ("X-API-Key", key.to_owned())];
+        gateway.get_with("/a", &fields.each_ref().map(|(name, value)| (*name, value.as_str())))
+    };
+    assert_eq!(limits(&ask("user-17", "unknown").expect(200)), [100]);
+    assert_eq!(limits(&ask("user-18", "unknown").expect(200)), [10]);
+    assert_eq!(limits(&ask("user-17", "def").expect(200)), [50, 5], "the key goes before the subject");
+    assert_eq!(limits(&gateway.get("/a").expect(200)), [10]);
+    let forged = Issuer::new().token("HS256", &json!({ "sub": "user-17" }));
+    gateway.get_with("/a", &[("Authorization", &format!("Bearer {forged}"))]).expect(401);
+}
+
+#[test]
+fn a_rule_without_the_plan_has_the_windows_of_everyone() {
+    let toml = by_key("").replace("rules = [\"r\"]", "rules = [\"r\", \"all\"]")
+        + "[rules.all]\nkey = \"global\"\nwindows = [\"7/minute\"]\nplans.silver.windows = [\"8/minute\"]\n";
+    let clients = client("acme", "gold", &key("abc")) + &client("beta", "silver", &key("def"));
+    let gateway = Gateway::start_with(&toml, &clients);
+    assert_eq!(limits(&with_key(&gateway, "abc").expect(200)), [100, 7]);
+    assert_eq!(limits(&with_key(&gateway, "def").expect(200)), [50, 5, 8]);
+    // One counter for all, as the rule says: a plan changes the limit.
+    assert_eq!(items(&gateway.get("/a").expect(200), "ratelimit")[1].get("r"), 4);
+}
+
+#[test]
+fn an_override_goes_before_the_plan() {
+    let secret = Digest::of(b"s3cret");
+    let overrides = format!(
+        "overrides = [\n{{ key = \"abc\", windows = [\"3/366d\"] }},\n{{ key = \"{secret}\", windows = [\"4/366d\"] }}]"
+    );
+    for overrides in [overrides.as_str(), &overrides.replace(&secret.to_string(), "s3cret")] {
+        let clients = client("acme", "gold", &key("abc"));
+        let gateway = Gateway::start_with(&by_key(overrides), &clients);
+        assert_eq!(limits(&with_key(&gateway, "abc").expect(200)), [3]);
+        assert_eq!(limits(&with_key(&gateway, "s3cret").expect(200)), [4]);
+        assert_eq!(limits(&with_key(&gateway, "abcd").expect(200)), [10]);
+        with_key(&gateway, "abc").expect(200);
+        with_key(&gateway, "abc").expect(200);
+        with_key(&gateway, "abc").expect(429);
+    }
+}
+
+#[test]
+fn the_exempt_are_not_counted_and_told_of_no_limit() {
+    let exempt = "exemptions = [\"127.0.9.0/24\", \"key:monitor\"]";
+    let toml = by_key(exempt).replace("rules = [\"r\"]", "rules = [\"r\", \"all\"]")
+        + "[rules.all]\nkey = \"global\"\nwindows = [\"100/minute\"]\n";
+    let gateway = Gateway::start_with(&toml, "");
+    for n in 1..=20 {
+        let by_key = with_key(&gateway, "monitor").expect(200);
+        let by_network = from("127.0.9.1", &gateway, &[("X-API-Key", "abc")]).expect(200);
+        assert_eq!(items(&by_key, "ratelimit").len(), 1, "the other rule's alone");
+        assert_eq!(remaining(&by_key, "all"), 100 - 2 * n + 1);
+        assert_eq!(limits(&by_network), [100]);
+    }
+    // The network's requests were not counted for the key that they had.
+    assert_eq!(items(&with_key(&gateway, "abc").expect(200), "ratelimit")[0].get("r"), 9);
+    let counted = gateway.metrics().sum("transom_decisions_total", &[("rule", "r"), ("outcome", "admitted")]);
+    assert_eq!(counted, 1);
+}
+
+#[test]
+fn a_route_whose_only_rule_exempts_a_client_tells_it_nothing() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nexemptions = [\"127.0.0.0/8\"]"));
+    for _ in 0..3 {
+        let answer = gateway.get("/a").expect(200);
+        assert!(answer.field("ratelimit").is_none() && answer.field("ratelimit-policy").is_none(), "{answer:?}");
+    }
+}
+
+#[test]
+fn a_client_that_changes_its_plan_keeps_what_it_has_used() {
+    let (toml, gold) = (by_key(""), client("acme", "gold", &key("abc")));
+    let mut gateway = Gateway::start_with(&toml, &client("other", "gold", &key("xyz")));
+    for _ in 0..7 {
+        with_key(&gateway, "abc").expect(200);
+    }
+    gateway.reload_with(&toml, &gold);
+    eventually("the plan is known", || limits(&with_key(&gateway, "abc").expect(200)) == [100]);
+    let used = 100 - items(&with_key(&gateway, "abc").expect(200), "ratelimit")[0].get("r");
+    assert!(used >= 9, "{used}");
+    // Down again: the same windows, with what has been used of them.
+    gateway.reload_with(&toml, &gold.replace("gold", "silver"));
+    eventually("the plan is known", || limits(&with_key(&gateway, "abc")) == [50, 5]);
+    let now = 50 - items(&with_key(&gateway, "abc").expect(200), "ratelimit")[0].get("r");
+    assert!(now > used, "{now} after {used}");
+}
+
+#[test]
+fn many_clients_are_told_apart() {
+    let plan = |n: usize| if n.is_multiple_of(2) { "gold" } else { "silver" };
+    let one = |n: usize| {
+        let network = format!("networks = [\"10.{}.{}.0/24\"]", n / 256, n % 256);
+        client(&format!("c{n}"), plan(n), &format!("{}\n{network}", key(&format!("key-{n}"))))
+    };
+    let clients: String = (0..3000).map(one).collect();
+    let gateway = Gateway::start_with(&by_key(""), &clients);
+    for n in [0, 1, 1500, 2999] {
+        let told = limits(&with_key(&gateway, &format!("key-{n}")).expect(200));
+        assert_eq!(told, if plan(n) == "gold" { vec![100] } else { vec![50, 5] });
+    }
+    assert_eq!(limits(&with_key(&gateway, "key-3000").expect(200)), [10]);
+}
+
+#[test]
+fn no_field_can_take_the_key_out_of_what_goes_upstream() {
+    let toml = format!("{SECTION}{}", one_rule("key = \"ip\"\nwindows = [\"10/minute\"]"));
+    let gateway = Gateway::start_with(&toml, "");
+    let answer = gateway.get_with("/a", &[("X-API-Key", "abc"), ("Connection", "X-API-Key, X-User"), ("X-User", "b")]);
+    let text = answer.expect(200).text();
+    assert!(text.contains("abc") && text.to_lowercase().contains("x-user"), "{text}");
+}
+
+#[test]
+fn the_clients_file_is_read_again_when_it_changes() {
+    let process = Process::spawn_with(&by_key(""), &client("acme", "silver", &key("abc")));
+    let mut client_ = process.client();
+    let mut ask = || client_.get_with("/a", &[("X-API-Key", "abc")]).expect(200);
+    assert_eq!(limits(&ask()), [50, 5]);
+    process.rewrite_file("clients.toml", &client("acme", "gold", &key("abc")));
+    process.reloaded("applied", 1);
+    let mut last = 0;
+    eventually("the plan is known", || {
+        let answer = ask();
+        last = items(&answer, "ratelimit")[0].get("r");
+        limits(&answer) == [100]
+    });
+    assert!(last <= 98, "what was used is known: {last}");
+    // A bad one changes nothing, but is told of.
+    process.rewrite_file("clients.toml", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n");
+    process.reloaded("refused", 1);
+    assert_eq!(limits(&ask()), [100]);
+    let log = process.stderr();
+    let place =
+        format!("{}:3:13: an API key stands here in clear", process.scratch.path().join("clients.toml").display());
+    assert!(log.contains(&place) && !log.contains("hunter2"), "{log}");
+    // Gone for good is a problem as well; the signal looks at both.
+    std::fs::remove_file(process.scratch.path().join("clients.toml")).unwrap();
+    process.signal("HUP");
+    process.reloaded("refused", 2);
+    assert_eq!(limits(&ask()), [100]);
+    process.rewrite_file("clients.toml", "");
+    process.reloaded("applied", 2);
+    eventually("nobody is known", || limits(&ask()) == [10]);
+}
+
+#[test]
+fn keys_are_neither_logged_nor_counted_by_name() {
+    let toml = by_key("overrides = [{ key = \"alice-alice\", windows = [\"1/366d\"] }]");
+    let toml = format!("access_log = {{ file = \"stdout\" }}\n{toml}");
+    let process = Process::spawn_with(&toml, &client("acme", "gold", &key("hunter2hunter2")));
+    for key in ["hunter2hunter2", "unknown-unknown", "alice-alice", "alice-alice"] {
+        let answer = process.client().get_with("/a", &[("X-API-Key", key)]);
+        assert!(answer.status == 200 || !answer.text().contains(key), "{}", answer.text());
+    }
+    eventually("all are logged", || process.printed().len() == 4);
+    let metrics = process.admin_get("/metrics").expect(200).text();
+    let all = format!("{}{}{metrics}", process.printed().join("\n"), process.stderr());
+    for key in ["hunter2hunter2", "unknown-unknown", "alice-alice"] {
+        assert!(!all.contains(key), "{all}");
+    }
+}

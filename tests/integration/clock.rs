@@ -1,0 +1,243 @@
+//! Windows and a wall clock that is stepped: the real binary under libfaketime.
+//!
+//! The wall clock is faked, the monotonic clock is the machine's. The offset between the two is read
+//! from a file at every look at the clock, so that it can be stepped while the gateway runs.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::support::Scratch;
+use crate::support::client::Client;
+use crate::support::eventually;
+use crate::support::external_servers::faketime;
+use crate::support::one_rule;
+use crate::support::process::{BINARY, Process};
+use crate::support::ratelimit_parser::{items, remaining};
+
+struct Faked {
+    process: Process,
+    file: PathBuf,
+    /// Milliseconds that the faked clock is ahead of the real one.
+    offset_ms: i64,
+}
+
+/// Tells threads to end when it is dropped, be it because the test fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Faked {
+    /// Starts the gateway with a wall clock that stands at this Unix time.
+    fn start(toml: &str, unix_ms: i64) -> Faked {
+        let scratch = Scratch::new();
+        let file = scratch.path().join("offset");
+        let offset_ms = unix_ms - real_ms();
+        fs::write(&file, offset_text(offset_ms)).unwrap();
+        let mut command = Command::new(BINARY);
+        command.env("LD_PRELOAD", faketime()).env("FAKETIME_TIMESTAMP_FILE", &file);
+        command.env("FAKETIME_NO_CACHE", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+        let process = Process::spawn_by(command, toml, scratch);
+        // The loader only complains when it does not find the library.
+        assert!(!process.stderr().contains("preload"), "{}", process.stderr());
+        Faked { process, file, offset_ms }
+    }
+
+    fn step_s(&mut self, seconds: i64) {
+        self.offset_ms += seconds * 1000;
+        let new = self.file.with_extension("new");
+        fs::write(&new, offset_text(self.offset_ms)).unwrap();
+        fs::rename(&new, &self.file).unwrap();
+        // A step is seen with the next millisecond.
+        thread::sleep(Duration::from_millis(2));
+    }
+
+    /// Lets four clients ask over and over while the clock is stepped, with `between` requests or more
+    /// between any two steps. How many passed.
+    fn admitted_under_load(&mut self, steps_s: &[i64], between: u64) -> u64 {
+        let (asked, admitted, ends) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        let address = self.process.http;
+        let asks = || {
+            let mut client = Client::connect(address);
+            while !ends.load(Ordering::Relaxed) {
+                admitted.fetch_add(u64::from(client.get("/a").status == 200), Ordering::Relaxed);
+                asked.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        thread::scope(|scope| {
+            (0..4).for_each(|_| drop(scope.spawn(asks)));
+            let _over = Over(&ends);
+            let go_on = || {
+                let enough = asked.load(Ordering::Relaxed) + between;
+                eventually("requests go on", || asked.load(Ordering::Relaxed) >= enough);
+            };
+            for step_s in steps_s {
+                go_on();
+                self.step_s(*step_s);
+            }
+            go_on();
+        });
+        admitted.into_inner()
+    }
+
+    /// The status of a request, and the seconds until the window ends.
+    fn get(&self) -> (u16, u64) {
+        let answer = self.process.get("/a");
+        (answer.status, items(&answer, "ratelimit")[0].get("t"))
+    }
+
+    fn use_up(&self, limit: u64) {
+        for left in (0..limit).rev() {
+            assert_eq!(remaining(&self.process.get("/a").expect(200), "r"), left);
+        }
+        self.process.get("/a").expect(429);
+    }
+}
+
+fn real_ms() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() as i64
+}
+
+fn offset_text(ms: i64) -> String {
+    format!("{}{}.{:03}\n", if ms < 0 { '-' } else { '+' }, ms.abs() / 1000, ms.abs() % 1000)
+}
+
+/// 2023-11-14T22:15:00Z.
+const MINUTE_MS: i64 = 1_700_000_100_000;
+
+fn per_minute() -> String {
+    one_rule("key = \"ip\"\nwindows = [\"3/minute\"]")
+}
+
+#[test]
+fn a_window_ends_when_the_wall_clock_says_so() {
+    let gateway = Faked::start(&per_minute(), MINUTE_MS + 56_000);
+    let start = Instant::now();
+    gateway.use_up(3);
+    let (_, t) = gateway.get();
+    assert!(t <= 4, "{t}");
+    eventually("the next minute begins", || gateway.get().0 == 200);
+    let took = start.elapsed();
+    assert!(took > Duration::from_millis(2500) && took < Duration::from_secs(15), "{took:?}");
+    let (_, t) = gateway.get();
+    assert!(t > 40, "{t}");
+}
+
+#[test]
+fn stepped_forward_the_next_window_is_open_at_once() {
+    let mut gateway = Faked::start(&per_minute(), MINUTE_MS + 1000);
+    for _ in 0..5 {
+        gateway.use_up(3);
+        gateway.step_s(60);
+    }
+    gateway.step_s(365 * 86_400);
+    gateway.use_up(3);
+}
+
+#[test]
+fn stepped_back_an_hour_no_window_that_has_ended_is_opened_again() {
+    let mut gateway = Faked::start(&per_minute(), MINUTE_MS + 50_000);
+    gateway.use_up(3);
+    gateway.step_s(60);
+    gateway.use_up(3);
+    let (_, before) = gateway.get();
+    gateway.step_s(-3600);
+    // Neither the minute of an hour ago, nor the one before this one, nor this one again.
+    let (status, after) = gateway.get();
+    assert_eq!(status, 429);
+    // And no step is seen in the time that is left.
+    assert!(after <= before && before - after <= 5, "{before} s, then {after} s");
+    gateway.step_s(-60);
+    assert_eq!(gateway.get().0, 429);
+    // Time goes on at its pace: the minute ends when it would have ended, and not an hour later.
+    eventually("the minute ends", || gateway.get().0 == 200);
+    gateway.process.get("/a").expect(200);
+    gateway.process.get("/a").expect(200);
+    gateway.process.get("/a").expect(429);
+}
+
+#[test]
+fn after_a_wrong_step_forward_nobody_waits_longer_than_one_period() {
+    let mut gateway = Faked::start(&one_rule("key = \"ip\"\nwindows = [\"3/10s\"]"), MINUTE_MS + 4000);
+    gateway.use_up(3);
+    // A day ahead, used up there, and back.
+    gateway.step_s(86_400);
+    gateway.use_up(3);
+    gateway.step_s(-86_400);
+    let start = Instant::now();
+    let (_, t) = gateway.get();
+    assert!(t <= 10, "{t}");
+    eventually("the next window opens", || gateway.get().0 == 200);
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+}
+
+#[test]
+fn many_small_steps_back_and_forth_admit_no_more_than_the_windows_that_passed() {
+    // What is granted in a window, and what may have been saved up before.
+    for (window, saved) in [
+        ("\"3/2s\"", 0),
+        ("{ limit = 3, period = \"2s\", start = \"first-request\" }", 0),
+        ("{ limit = 3, period = \"2s\", start = \"random\" }", 0),
+        ("{ limit = 3, period = \"2s\", capacity = 5 }", 2),
+    ] {
+        steps_admit_no_more(window, 3, saved);
+    }
+}
+
+fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
+    let mut gateway = Faked::start(&one_rule(&format!("key = \"ip\"\nwindows = [{window}]")), MINUTE_MS);
+    let start = Instant::now();
+    let (mut admitted, mut ahead_s) = (0, 0_i64);
+    let mut furthest_s = 0;
+    for round in 0_i64..300 {
+        let step = [2, -3, 1, -1, 3, -2, 0, 0][(round % 8) as usize];
+        gateway.step_s(step);
+        ahead_s += step;
+        furthest_s = furthest_s.max(ahead_s);
+        admitted += u64::from(gateway.get().0 == 200);
+    }
+    // The gateway's time never goes back, so it moved by what truly passed and the furthest step.
+    let windows = (start.elapsed().as_millis() as u64 + furthest_s as u64 * 1000) / 2000 + 2;
+    assert!(admitted <= limit * windows + saved, "{window}: {admitted} in {windows} windows");
+    // And nobody is locked out for longer than a period.
+    let start = Instant::now();
+    eventually("a window opens", || gateway.get().0 == 200);
+    assert!(start.elapsed() < Duration::from_secs(10), "{window}: {:?}", start.elapsed());
+}
+
+/// An hour forth and back, at most an hour ahead of the start: behind midnight in Berlin, and no further.
+const HOURS_S: [i64; 7] = [3600, -7200, 7200, -3600, -3600, 3600, 3600];
+
+#[test]
+fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
+    for (window, granted) in [
+        ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\" }", 60),
+        ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\", capacity = 45 }", 75),
+        ("{ limit = 30, period = \"day\" }", 30),
+        ("{ limit = 30, period = \"day\", shards = 4 }", 30),
+        ("{ limit = 30, period = \"2h\", start = \"first-request\" }", 30),
+        ("{ limit = 30, period = \"month\", timezone = \"Europe/Berlin\" }", 30),
+    ] {
+        let mut gateway = Faked::start(&one_rule(&format!("key = \"global\"\nwindows = [{window}]")), MINUTE_MS);
+        assert_eq!(gateway.admitted_under_load(&HOURS_S, 60), granted, "{window}");
+    }
+}
+
+#[test]
+fn who_waits_while_the_clock_is_stepped_passes_in_a_window_that_grants_it() {
+    let rule = "key = \"ip\"\nwindows = [\"20/2s\"]\non_limit = \"delay\"\nmax_delay = \"2s\"";
+    let mut gateway = Faked::start(&one_rule(rule), MINUTE_MS);
+    let start = Instant::now();
+    let admitted = gateway.admitted_under_load(&[1, -1, 2, -3, 1, 1, -2, 2], 10);
+    // The furthest of these steps is two seconds ahead.
+    let windows = (start.elapsed().as_millis() as u64 + 2000) / 2000 + 2;
+    assert!(admitted <= 20 * windows, "{admitted} in {windows} windows");
+    assert!(admitted >= 60, "{admitted}");
+}

@@ -1,0 +1,160 @@
+//! How many connections there may be, in all and of one client; and what becomes of one that lies idle.
+
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, Process};
+use crate::support::upstream::Upstream;
+use crate::support::{Scratch, eventually, one_rule, pass_all, within};
+
+fn toml(limits: &str) -> String {
+    format!(
+        "[listen]\nhttp = [\"127.0.0.1:0\", \"[::1]:0\"]\nadmin = \"127.0.0.1:0\"\n{limits}\n{}",
+        one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]")
+    )
+}
+
+fn refused(gateway: &Gateway, reason: &str) -> u64 {
+    gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
+}
+
+/// Opens a connection, and asks whether it was let in.
+fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
+    let mut client = Client::over(TcpStream::connect(address).unwrap());
+    client.send_if_open(header);
+    client.send_if_open("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    match client.answer_or_end() {
+        Some(answer) if answer.status == 503 => {
+            answer.problem();
+            None
+        }
+        // It was closed so early that not even the answer came through.
+        None => None,
+        Some(answer) => {
+            answer.expect(200);
+            Some(client)
+        }
+    }
+}
+
+#[test]
+fn there_are_no_more_than_there_may_be() {
+    let mut gateway = Gateway::start(&toml("max_connections = 4"));
+    let mut clients: Vec<Client> = (0..4).map(|_| enter(gateway.http, "").unwrap()).collect();
+    for n in 1..=3 {
+        assert!(enter(gateway.addresses()[n % 2], "").is_none());
+        assert_eq!(refused(&gateway, "max_connections"), n as u64);
+    }
+    assert_eq!(gateway.metrics().sum("transom_connections", &[("listener", "127.0.0.1:0")]), 4);
+    // Those that are there go on.
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    clients.truncate(2);
+    for _ in 0..2 {
+        eventually("there is room again", || enter(gateway.http, "").map(|client| clients.push(client)).is_some());
+    }
+    assert!(enter(gateway.http, "").is_none());
+    gateway.reload(&toml("max_connections = 5"));
+    clients.push(enter(gateway.http, "").unwrap());
+    assert!(enter(gateway.http, "").is_none());
+}
+
+#[test]
+fn one_client_leaves_room_for_others() {
+    let gateway = Gateway::start(&toml("max_connections_per_client = 3\nproxy_protocol = [\"::1\"]"));
+    let (plain, behind_proxy) = (gateway.addresses()[0], gateway.addresses()[1]);
+    let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
+    assert!(enter(plain, "").is_none());
+    assert_eq!(refused(&gateway, "max_connections_per_client"), 1);
+    // What counts is the client that the proxy speaks for: an address, or a network of 64 bits.
+    let header = |client: &str| {
+        let family = if client.contains(':') { "TCP6" } else { "TCP4" };
+        format!("PROXY {family} {client} {client} 1 2\r\n")
+    };
+    for n in 0..3 {
+        clients.push(enter(behind_proxy, &header("192.0.2.1")).unwrap());
+        clients.push(enter(behind_proxy, &header(&format!("2001:db8::{n}"))).unwrap());
+    }
+    assert!(enter(behind_proxy, &header("192.0.2.1")).is_none());
+    assert!(enter(behind_proxy, &header("2001:db8::ffff:1")).is_none());
+    assert!(enter(behind_proxy, &header("127.0.0.1")).is_none());
+    clients.push(enter(behind_proxy, &header("192.0.2.2")).unwrap());
+    clients.push(enter(behind_proxy, &header("2001:db8:0:1::1")).unwrap());
+    drop(clients);
+    eventually("there is room again", || enter(plain, "").is_some());
+}
+
+#[test]
+fn nobody_who_was_turned_away_keeps_a_place() {
+    let gateway = Gateway::start(&toml("max_connections = 2\nmax_connections_per_client = 1"));
+    let only = enter(gateway.http, "").unwrap();
+    for _ in 0..20 {
+        assert!(enter(gateway.http, "").is_none());
+    }
+    drop(only);
+    eventually("there is room again", || enter(gateway.http, "").is_some());
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn files_that_may_be_open_are_as_many_as_allowed() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -S -n 40; exec \"$0\" \"$@\"", BINARY]);
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
+    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let mut clients: Vec<Client> = (0..100).map(|_| process.client()).collect();
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+    // Where there are few to be had, clients are told before it has none left.
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
+    let process = Process::spawn_by(command, &rule, Scratch::new());
+    let mut clients: Vec<Client> = (0..20).map(|_| enter(process.http, "").unwrap()).collect();
+    assert!(enter(process.http, "").is_none());
+    clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
+}
+
+#[test]
+fn one_that_lay_idle_for_a_while_is_served_as_before() {
+    let upstream = Upstream::replying(200);
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
+    let (mut idle, mut untidy, mut chunked) = (process.client(), process.client(), process.client());
+    // Behind its request it has sent the beginning of another.
+    let mut hasty = process.client();
+    hasty.send(format!("{get}POST /b HTTP/1.1\r\nHost: a\r\nContent-Le")).answer().expect(200);
+    for pauses in 0..3 {
+        idle.get("/a").expect(200);
+        // An empty line is no request, nor is it the beginning of one that comes much later.
+        untidy.send(get).answer().expect(200);
+        untidy.send("\r\n");
+        chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
+        chunked.answer().expect(200);
+        assert_eq!(upstream.received().len(), 3 * (pauses + 1) + 1);
+        // The time that passes is what the test is about.
+        std::thread::sleep(std::time::Duration::from_millis(1400));
+    }
+    idle.send(get.repeat(2));
+    idle.answer().expect(200);
+    idle.answer().expect(200);
+    untidy.send(&get[..9]).send(&get[9..]).answer().expect(200);
+    hasty.send("ngth: 3\r\n\r\nabc").answer().expect(200);
+    std::thread::sleep(std::time::Duration::from_millis(1400));
+    process.signal("TERM");
+    assert_eq!(process.wait().code(), Some(0));
+    for client in [&mut idle, &mut untidy, &mut chunked, &mut hasty] {
+        assert!(client.rest().is_empty());
+    }
+}
+
+#[test]
+fn one_that_lies_idle_is_kept_as_long_as_a_head_may_take() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1600ms\"\n", pass_all(&upstream)));
+    let mut client = gateway.client();
+    let start = std::time::Instant::now();
+    client.get("/a").expect(200);
+    assert!(within(Duration::from_millis(1600), || client.rest()).is_empty());
+    assert!(start.elapsed().as_millis() >= 1600, "closed after {:?}", start.elapsed());
+}

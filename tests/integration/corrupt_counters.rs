@@ -1,0 +1,229 @@
+//! A table in a file may hold any bits: memory decays, and others may write to it. Whatever stands there, requests are
+//! answered: nothing panics (tests check every sum for overflow), and nothing goes round forever.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use fastrand::Rng;
+use transom::config::{self, Config};
+use transom::persistence::file_header::Header;
+use transom_limiter::atomics::Ordering;
+use transom_limiter::counter::{CounterWord, END_MAX_MS};
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_time::Now;
+use transom_limiter::format_registry::FormatRegistry;
+use transom_limiter::key::{KeyHash, Seed};
+use transom_limiter::memory::Memory;
+use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
+use transom_limiter::table::{Table, Watermarks};
+
+use crate::support::Scratch;
+use crate::support::gateway::{Gateway, START_S, with_listen};
+
+const CAPACITY: usize = 64;
+const NOW_MS: u64 = START_S * 1000;
+const YEAR_MS: u64 = 366 * 86_400_000;
+
+/// Every course that a counter can take.
+const RULES: [(&str, &str); 12] = [
+    ("plain", "windows = [\"3/second\", \"50/minute\"]"),
+    (
+        "rolling",
+        "windows = [{ limit = 5, period = \"2s\", capacity = 20 }, { limit = 9, period = \"day\", capacity = 30 }]",
+    ),
+    ("calendar", "windows = [{ limit = 5, period = \"day\", timezone = \"UTC\", capacity = 20 }]"),
+    ("floating", "windows = [{ limit = 3, period = \"2s\", start = \"first-request\" }]"),
+    ("random", "windows = [{ limit = 3, period = \"1m\", start = \"random\" }]"),
+    ("sharded", "windows = [{ limit = 30, period = \"minute\", shards = 7 }]"),
+    ("reserving", "windows = [{ limit = 3, period = \"2s\", reserve = 10 }]"),
+    ("told", "windows = [\"100/minute\"]\ncost = { response-header = \"x-cost\", reserve = 10, max = 1000 }"),
+    ("strict", "windows = [\"3/second\"]\ncount_refused = true"),
+    ("large", "windows = [{ limit = 4294967294, period = \"10ms\", capacity = 4294967295 }]"),
+    ("large-floating", "windows = [{ limit = 4294967295, period = \"10ms\", start = \"first-request\" }]"),
+    // The last, which a client would wait for.
+    ("patient", "windows = [\"3/second\", \"50/minute\"]\non_limit = \"delay\"\nmax_delay = \"3s\"\nmax_waiting = 50"),
+];
+
+fn toml() -> String {
+    let mut toml = "workers = 1\n[upstreams.u]\nbuiltin = \"echo\"\n".to_owned();
+    for (name, rule) in RULES {
+        toml.push_str(&format!("[rules.{name}]\nkey = \"header:x-key\"\non_missing_key = \"refuse\"\n{rule}\n"));
+        toml.push_str(&format!("[[routes]]\npath = \"/{name}\"\nupstream = \"u\"\nrules = [\"{name}\"]\n"));
+    }
+    toml
+}
+
+fn config() -> Config {
+    config::read(&with_listen(&toml())).unwrap_or_else(|problems| panic!("{problems:?}"))
+}
+
+/// A number that code may trip over.
+fn odd_number(rng: &mut Rng) -> u64 {
+    let odd = [0, 1, 2, 5, u64::from(u32::MAX), 1 << 32, 1 << 41, u64::MAX >> 1, u64::MAX - 1, u64::MAX];
+    if rng.bool() { odd[rng.usize(..odd.len())] } else { rng.u64(..) >> rng.u32(..64) }
+}
+
+fn odd_end(rng: &mut Rng) -> u64 {
+    let near = NOW_MS + rng.u64(..200_000) - 100_000;
+    let odd = [0, 1, NOW_MS - 1, NOW_MS, NOW_MS + 1, near, near, NOW_MS + YEAR_MS, END_MAX_MS - 1, END_MAX_MS];
+    if rng.u8(..4) > 0 { odd[rng.usize(..odd.len())] } else { rng.u64(..=END_MAX_MS) }
+}
+
+/// Overwrites all slots: with any bits, or with a counter or a claim of a key that will be looked for.
+fn scribble(table: &Table, tags: &[u64], rng: &mut Rng) {
+    let mut place = 0;
+    loop {
+        let word = match rng.u8(..8) {
+            0 => CounterWord::from_bits(rng.u128(..)),
+            1 => CounterWord::EMPTY,
+            _ => CounterWord::new(tags[rng.usize(..tags.len())], odd_end(rng), odd_number(rng) as u32),
+        };
+        if !table.restore(place, word) {
+            return;
+        }
+        place += 1;
+    }
+}
+
+/// The tags of all that are counted there, spill counters included.
+fn tags(table: &Table) -> Vec<u64> {
+    let mut tags: Vec<u64> = table.open(0).map(|(_, word)| word.tag()).collect();
+    tags.sort_unstable();
+    tags.dedup();
+    assert!(tags.len() > CAPACITY);
+    tags
+}
+
+fn key(number: u64) -> KeyHash {
+    let bits = Seed(3, 4).bits(&[&number.to_string()]);
+    KeyHash { place: bits, tag: bits.rotate_left(32) }
+}
+
+/// All that can be asked of a counter, for one key under one rule.
+fn ask_everything(
+    rule_set: &RuleSet,
+    position: usize,
+    charge_plan: &ChargePlan,
+    table: &Table,
+    number: u64,
+    rng: &mut Rng,
+) {
+    let cost = [0, 1, 1, 2, 30, u32::MAX][rng.usize(..6)];
+    let keyed_request = KeyedRequest { key: key(number), offset: rng.u64(..), variant: 0, cost };
+    let mut context = DecisionContext::of_loop(rng.u32(..9));
+    context.keyed_requests = vec![Some(keyed_request)];
+    context.reserve = rng.bool();
+    let later_ms = NOW_MS + rng.u64(..5000);
+    match rule_set.judge(charge_plan, table, Now::by(&|| NOW_MS), &mut context) {
+        Decision::Admitted => {}
+        Decision::Delayed { until_ms, again, .. } => {
+            assert!(until_ms >= NOW_MS);
+            rule_set.charge_again(charge_plan, &again, table, Now::by(&|| until_ms), &mut context);
+        }
+        Decision::Refused => {
+            assert!(rule_set.again_ms(charge_plan, &context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
+        }
+    }
+    let shares: Vec<_> = context.charges.iter().filter_map(|charge| charge.share()).collect();
+    match rng.u8(..5) {
+        0 => rule_set.give_back(&shares, rng.u32(1..4), table, later_ms),
+        1 => shares.iter().for_each(|share| {
+            table.give_up(share.paid, rng.bool(), share.ask, rule_set.time(later_ms));
+        }),
+        2 => rule_set.overdraw(position, keyed_request, table, later_ms),
+        3 => rule_set.forget(table, later_ms, &context),
+        _ => _ = rule_set.look(charge_plan, table, Now::by(&|| later_ms), &mut context),
+    }
+}
+
+#[test]
+fn whatever_stands_in_the_table_every_course_is_decided() {
+    let rules = config().rules;
+    let mut rng = Rng::with_seed(1711);
+    let rule_set = RuleSet::new(&rules, Seed(1, 2), None);
+    let charge_plans: Vec<ChargePlan> = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
+    // More keys than there is room for, so that some are counted together.
+    let all = |table: &Table, rng: &mut Rng| {
+        for (position, charge_plan) in charge_plans.iter().enumerate() {
+            (0..24).for_each(|number| ask_everything(&rule_set, position, charge_plan, table, number, rng));
+        }
+    };
+    let table = Table::with_capacity(CAPACITY).unwrap();
+    (0..4).for_each(|_| all(&table, &mut rng));
+    let tags = tags(&table);
+    for _ in 0..300 {
+        let table = Table::with_capacity(CAPACITY).unwrap();
+        scribble(&table, &tags, &mut rng);
+        // As late as a file's may be that is not set aside.
+        let horizon = |rng: &mut Rng| [0, NOW_MS - 1, NOW_MS, NOW_MS + 60_000][rng.usize(..4)];
+        let (horizon_ms, spill_horizon_ms) = (horizon(&mut rng), horizon(&mut rng));
+        table.restore_marks(Watermarks { horizon_ms, spill_horizon_ms, spill_end_ms: odd_number(&mut rng) });
+        all(&table, &mut rng);
+    }
+}
+
+#[test]
+fn whatever_stands_in_the_ledger_every_course_is_decided() {
+    let rules = config().rules;
+    let mut rng = Rng::with_seed(1711);
+    for round in 0..60 {
+        let mut rule_set = RuleSet::new(&rules, Seed(1, 2), None);
+        let numbers = FormatRegistry::numbers(32);
+        let memory = Memory::heap(8 * numbers).unwrap();
+        let ledger = FormatRegistry::new(memory.numbers(0, numbers).unwrap());
+        ledger.join(&rule_set.ways()).unwrap();
+        let cells = memory.numbers(0, numbers).unwrap();
+        for (at, cell) in cells.iter().enumerate() {
+            // Whose an entry is stays in half of them, so that what it says is believed.
+            if (at % 8 != 0 || rng.u8(..8) == 0) && rng.bool() {
+                cell.store(odd_number(&mut rng), Ordering::Relaxed);
+            }
+        }
+        // There may be no room any more; then it says so.
+        let _ = ledger.join(&rule_set.ways());
+        rule_set.agree(&ledger.ways());
+        let table = Table::with_capacity(CAPACITY).unwrap();
+        for position in 0..rules.len() {
+            let charge_plan = rule_set.charge_plan(&[position]);
+            for number in 0..8 {
+                ask_everything(&rule_set, position, &charge_plan, &table, number + round % 2, &mut rng);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gateway_whose_file_others_write_to_goes_on_answering() {
+    let scratch = Scratch::in_memory();
+    let path = scratch.path().join("counters");
+    let counters = format!("[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", path.display());
+    let gateway = Gateway::start(&format!("{}{counters}", toml()));
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let mut page = [0; Header::BYTES];
+    std::os::unix::fs::FileExt::read_exact_at(&file, &mut page, 0).unwrap();
+    let header = Header::decode(&page, file.metadata().unwrap().len()).unwrap_or_else(|why| panic!("{why}"));
+    let memory = Memory::mapped(file.as_fd(), header.file_bytes()).unwrap();
+    let table: Table = Table::within(header.plan, &memory, header.table_at()).unwrap();
+    let mut client = gateway.client();
+    let mut ask_all = |keys: u64| {
+        for (name, _) in &RULES[..RULES.len() - 1] {
+            for key in 0..keys {
+                let answer = client.get_with(&format!("/{name}"), &[("X-Key", &key.to_string())]);
+                assert!([200, 429].contains(&answer.status), "{name}: {} {}", answer.status, answer.text());
+            }
+        }
+    };
+    ask_all(24);
+    let tags = tags(&table);
+    let mut rng = Rng::with_seed(1711);
+    for _ in 0..10 {
+        scribble(&table, &tags, &mut rng);
+        ask_all(8);
+        gateway.advance_s(1);
+        gateway.metrics();
+    }
+    // What was told of it is still a file of counters.
+    drop(Arc::clone(&memory));
+    assert!(Header::decode(&page, file.metadata().unwrap().len()).is_ok());
+}

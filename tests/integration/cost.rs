@@ -1,0 +1,213 @@
+//! What a request costs: told by the request, by the answer, or by the route; and refusals that count.
+
+use crate::support::client::{Answer, Client};
+use crate::support::gateway::Gateway;
+use crate::support::one_rule;
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::{Upstream, reply};
+
+fn cost(client: &mut Client, cost: &str) -> Answer {
+    client.get_with("/a", &[("X-Cost", cost)])
+}
+
+#[test]
+fn a_request_may_tell_what_it_costs() {
+    let rule =
+        "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", default = 2, max = 50 }";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut client = gateway.client();
+    for (told, left) in [("0", 100), ("1", 99), ("50", 49), ("007", 42), ("0", 42)] {
+        assert_eq!(remaining(&cost(&mut client, told).expect(200), "r"), left, "{told}");
+    }
+    assert_eq!(remaining(&client.get("/a").expect(200), "r"), 40, "the default");
+    assert_eq!(remaining(&cost(&mut client, "41").expect(429), "r"), 40);
+    assert_eq!(remaining(&cost(&mut client, "40").expect(200), "r"), 0);
+    // Nothing is left, and to look costs nothing.
+    cost(&mut client, "0").expect(200);
+    client.get("/a").expect(429);
+}
+
+#[test]
+fn a_cost_that_is_no_number_is_refused_and_consumes_nothing() {
+    let rule = "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", max = 50 }";
+    let gateway = Gateway::start(&one_rule(rule));
+    for told in
+        ["", "-1", "+1", "1.5", "1e1", "0x10", "one", "1 2", "1,2", "51", "4294967296", "99999999999999999999", "²"]
+    {
+        let problem = cost(&mut gateway.client(), told).expect(400).problem();
+        assert_eq!(problem["detail"], "`x-cost` is not one whole number from 0 to 50", "{told:?}");
+    }
+    gateway.get_with("/a", &[("X-Cost", "1"), ("X-Cost", "1")]).expect(400);
+    assert_eq!(remaining(&cost(&mut gateway.client(), "0").expect(200), "r"), 100);
+}
+
+#[test]
+fn no_request_costs_more_than_the_smallest_capacity_unless_that_is_said() {
+    let rule = "key = \"ip\"\nwindows = [\"100/hour\", { limit = 20, period = \"minute\", capacity = 30 }]\n\
+                cost = { request-header = \"x-cost\" }";
+    let gateway = Gateway::start(&one_rule(rule));
+    cost(&mut gateway.client(), "31").expect(400);
+    cost(&mut gateway.client(), "30").expect(200);
+}
+
+#[test]
+fn an_override_does_not_change_what_others_may_spend() {
+    let rule = "key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"20/minute\"]\n\
+                cost = { request-header = \"x-cost\" }\n\
+                overrides = [{ key = \"eve\", windows = [\"2/minute\"] }, { key = \"bob\", windows = [\"50/minute\"] }]";
+    let gateway = Gateway::start(&one_rule(rule));
+    let ask = |user: &str, cost: &str| gateway.get_with("/a", &[("X-User", user), ("X-Cost", cost)]);
+    ask("alice", "20").expect(200);
+    ask("bob", "50").expect(200);
+    // For her it is more than there ever is.
+    assert_eq!(ask("eve", "20").expect(429).field("retry-after"), None);
+    ask("eve", "51").expect(400);
+    ask("eve", "2").expect(200);
+}
+
+/// An upstream whose answers cost what the request's path says, if that is a number.
+fn telling() -> Upstream {
+    Upstream::answering(|received| match received.target.trim_start_matches('/') {
+        "silent" => reply(200, &[], b""),
+        "twice" => reply(200, &[("X-Cost", "5"), ("X-Cost", "5")], b""),
+        cost => reply(200, &[("X-Cost", cost)], b""),
+    })
+}
+
+fn settled(upstream: &Upstream, rule: &str) -> String {
+    format!(
+        "{}[rules.r]\nkey = \"ip\"\n{rule}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        upstream.toml("u")
+    )
+}
+
+#[test]
+fn an_answer_may_tell_what_the_request_cost() {
+    let upstream = telling();
+    let toml = settled(
+        &upstream,
+        "windows = [\"100/minute\", \"1000/hour\"]\ncost = { response-header = \"x-cost\", reserve = 5, max = 40 }",
+    );
+    let gateway = Gateway::start(&toml);
+    let mut client = gateway.client();
+    // Cheaper than what was charged before: the rest is given back. Dearer: it is charged.
+    for (path, left) in [
+        ("/1", 99),
+        ("/5", 94),
+        ("/0", 94),
+        ("/20", 74),
+        // What tells nothing, or nothing clear, costs what was charged before.
+        ("/silent", 69),
+        ("/twice", 64),
+        ("/-1", 59),
+        ("/many", 54),
+        // No answer costs more than the most.
+        ("/41", 14),
+        ("/99999999999999999999", 0),
+    ] {
+        let answer = client.get(path).expect(200);
+        assert_eq!(remaining(&answer, "r-minute"), left, "{path}");
+        let used = if path.len() > 9 { 126 } else { 100 - left };
+        assert_eq!(remaining(&answer, "r-hour"), 1000 - used, "{path}");
+    }
+}
+
+#[test]
+fn what_an_answer_cost_too_much_the_next_windows_grant_less() {
+    let upstream = telling();
+    let toml = settled(
+        &upstream,
+        "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 1, max = 1000 }",
+    );
+    let gateway = Gateway::start(&toml);
+    let mut client = gateway.client();
+    assert_eq!(remaining(&client.get("/25").expect(200), "r"), 0);
+    // 25 are paid by this minute, the next, and half of the one after.
+    let refused = client.get("/1").expect(429);
+    assert_eq!(refused.field("retry-after"), Some("120"));
+    gateway.advance_s(60);
+    assert_eq!(client.get("/1").expect(429).field("retry-after"), Some("60"));
+    gateway.advance_s(60);
+    assert_eq!(remaining(&client.get("/1").expect(200), "r"), 4);
+    assert_eq!(remaining(&client.get("/4").expect(200), "r"), 0);
+    client.get("/0").expect(429);
+    gateway.advance_s(60);
+    assert_eq!(remaining(&client.get("/0").expect(200), "r"), 10);
+}
+
+#[test]
+fn a_window_that_is_over_gets_nothing_back() {
+    use std::sync::{Arc, Barrier};
+    let (came, go) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+    let upstream = Upstream::answering({
+        let (came, go) = (Arc::clone(&came), Arc::clone(&go));
+        move |received| {
+            if received.target == "/slow" {
+                came.wait();
+                go.wait();
+            }
+            reply(200, &[("X-Cost", "2")], b"")
+        }
+    });
+    let toml =
+        settled(&upstream, "windows = [\"10/minute\"]\ncost = { response-header = \"x-cost\", reserve = 8, max = 10 }");
+    let gateway = Gateway::start(&toml);
+    let mut slow = gateway.client();
+    slow.send(crate::support::client::request("GET", "/slow", &[], b""));
+    came.wait();
+    gateway.advance_s(60);
+    assert_eq!(remaining(&gateway.get("/quick").expect(200), "r"), 8);
+    go.wait();
+    assert_eq!(remaining(&slow.answer().expect(200), "r"), 8);
+}
+
+#[test]
+fn a_route_may_have_a_cost_of_its_own() {
+    let toml = "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"20/minute\"]\n\
+        [rules.told]\nkey = \"ip\"\nwindows = [\"30/minute\"]\ncost = { request-header = \"x-cost\", default = 3 }\n\
+        [[routes]]\npath = \"/dear\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\ncost = 5\n\
+        [[routes]]\npath = \"/free\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\ncost = 0\n\
+        [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\n";
+    let gateway = Gateway::start(toml);
+    let mut client = gateway.client();
+    for (path, left, of_told) in [("/dear", 15, 27), ("/else", 14, 24), ("/free", 14, 21), ("/dear", 9, 18)] {
+        let answer = client.get(path).expect(200);
+        assert_eq!((remaining(&answer, "r"), remaining(&answer, "told")), (left, of_told), "{path}");
+    }
+}
+
+#[test]
+fn refused_requests_use_up_the_other_layers_where_the_rule_says_so() {
+    for (counted, left) in [(true, 0), (false, 7)] {
+        let rule = format!("key = \"ip\"\nwindows = [\"3/minute\", \"10/hour\"]\ncount_refused = {counted}");
+        let gateway = Gateway::start(&one_rule(&rule));
+        let mut client = gateway.client();
+        (0..3).for_each(|_| drop(client.get("/a").expect(200)));
+        (0..9).for_each(|_| drop(client.get("/a").expect(429)));
+        assert_eq!(remaining(&client.get("/a").expect(429), "r-hour"), left);
+        gateway.advance_s(60);
+        assert_eq!(client.get("/a").status, if counted { 429 } else { 200 });
+    }
+}
+
+#[test]
+fn a_refused_request_opens_no_window() {
+    let rule = "key = \"ip\"\ncount_refused = true\n\
+                windows = [\"1/minute\", { limit = 3, period = \"10s\", start = \"first-request\" }]";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut client = gateway.client();
+    let floating = |answer: &Answer| {
+        let items = crate::support::ratelimit_parser::items(answer, "ratelimit");
+        (items[1].get("r"), items[1].get("t"))
+    };
+    assert_eq!(floating(&client.get("/a").expect(200)), (2, 10));
+    gateway.advance_s(4);
+    // The window is open, so this counts; the minute is what refuses.
+    assert_eq!(floating(&client.get("/a").expect(429)), (1, 6));
+    gateway.advance_s(8);
+    assert_eq!(floating(&client.get("/a").expect(429)), (3, 10));
+    gateway.advance_s(5);
+    assert_eq!(floating(&client.get("/a").expect(429)), (3, 10));
+    gateway.advance_s(43);
+    assert_eq!(floating(&client.get("/a").expect(200)), (2, 10));
+}

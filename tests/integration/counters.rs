@@ -1,0 +1,237 @@
+//! Counters that lie in a file: whoever opens it next goes on counting, whatever its configuration says by then. What
+//! is done to the file, and to the process, is tested elsewhere.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+
+use transom::persistence::file_header::Header;
+use transom_limiter::key::Seed;
+use transom_limiter::table::Table;
+
+use crate::support::client::request;
+use crate::support::gateway::Gateway;
+use crate::support::{Scratch, eventually, one_rule};
+
+const HOUR_S: u64 = 3600;
+
+/// Gateways that count in one file, one after the other or at once.
+struct Counted(Scratch);
+
+impl Counted {
+    fn new() -> Counted {
+        Counted(Scratch::new())
+    }
+
+    fn toml(&self, rule: &str) -> String {
+        let file = self.0.path().join("counters");
+        format!("[counters]\ncapacity = 64\nfile = \"{}\"\n{}", file.display(), one_rule(rule))
+    }
+
+    /// A gateway with a rule for all requests together.
+    fn gateway(&self, windows: &str) -> Gateway {
+        Gateway::start(&self.toml(&format!("key = \"global\"\nwindows = [{windows}]")))
+    }
+}
+
+/// How many of so many requests a gateway admits before it ends.
+fn admitted_in_all(gateway: Gateway, requests: usize) -> usize {
+    let all = admitted(&gateway, requests);
+    gateway.stop();
+    all
+}
+
+fn admitted(gateway: &Gateway, requests: usize) -> usize {
+    let mut client = gateway.client();
+    (0..requests).filter(|_| client.get("/a").status == 200).count()
+}
+
+#[test]
+fn the_next_gateway_goes_on_counting() {
+    let counted = Counted::new();
+    let mut all = 0;
+    for limit in [5, 5, 9] {
+        all += admitted_in_all(counted.gateway(&format!("\"{limit}/hour\"")), 4);
+        assert!(all <= limit);
+    }
+    assert_eq!(all, 9);
+}
+
+#[test]
+fn two_gateways_at_once_count_as_one() {
+    let counted = Counted::new();
+    let (one, other) = (counted.gateway("\"5/hour\""), counted.gateway("\"5/hour\""));
+    assert_eq!((admitted(&one, 2), admitted(&other, 9), admitted(&one, 1)), (2, 3, 0));
+    one.advance_s(HOUR_S);
+    // The other's clock stands where it stood, which is before a window that has begun.
+    assert_eq!((admitted(&one, 1), admitted(&other, 9), admitted(&one, 9)), (1, 4, 0));
+}
+
+#[test]
+fn time_goes_on_from_where_it_was() {
+    let counted = Counted::new();
+    let gateway = counted.gateway("\"5/hour\"");
+    gateway.advance_s(10 * HOUR_S);
+    assert_eq!(admitted(&gateway, 9), 5);
+    gateway.stop();
+    // Its clock begins ten hours before.
+    let gateway = counted.gateway("\"5/hour\"");
+    assert_eq!(admitted(&gateway, 1), 0);
+    gateway.advance_s(HOUR_S);
+    assert_eq!(admitted(&gateway, 9), 5);
+}
+
+#[test]
+fn what_was_written_otherwise_is_read_as_it_was_written() {
+    for (before, used, after) in [
+        // Nine windows to come are owed, of which a plain reader would see the last.
+        ("{ limit = 1, period = \"1h\", capacity = 10 }", 10, "\"2/1h\""),
+        // What is counted in the other shards is not in the first.
+        ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "\"8/1h\""),
+        ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "{ limit = 8, period = \"1h\", shards = 2 }"),
+    ] {
+        let counted = Counted::new();
+        assert_eq!(admitted_in_all(counted.gateway(before), 20), used, "{before}");
+        // A gateway that knows the layer in neither way, in between.
+        Gateway::start(&counted.toml("key = \"host\"\nwindows = [\"1/minute\"]")).stop();
+        assert_eq!(admitted_in_all(counted.gateway(after), 9), 0, "{before}, then {after}");
+    }
+}
+
+#[test]
+fn nothing_is_written_otherwise_while_others_count() {
+    for (settings, more) in [("shards = 4", 0), ("capacity = 20", 12)] {
+        let counted = Counted::new();
+        let one = counted.gateway("\"8/1h\"");
+        let mut other = counted.gateway(&format!("{{ limit = 8, period = \"1h\", {settings} }}"));
+        assert_eq!((admitted(&one, 2), admitted(&other, 3), admitted(&one, 1)), (2, 3, 1), "{settings}");
+        other.catch_up();
+        assert_eq!((admitted(&other, 9), admitted(&one, 9)), (2, 0), "{settings}");
+        one.stop();
+        other.catch_up();
+        assert_eq!(admitted(&other, 20), more, "{settings}");
+        // Whoever comes now knows.
+        assert_eq!(admitted(&counted.gateway("\"8/1h\""), 9), 0, "{settings}");
+    }
+}
+
+#[test]
+fn a_reload_writes_nothing_otherwise_while_others_count() {
+    let counted = Counted::new();
+    let toml = |settings: &str| {
+        counted.toml(&format!("key = \"global\"\nwindows = [{{ limit = 8, period = \"1h\"{settings} }}]"))
+    };
+    let (mut one, mut other) = (Gateway::start(&toml("")), Gateway::start(&toml("")));
+    one.reload(&toml(", shards = 2"));
+    other.reload(&toml(", capacity = 30"));
+    assert_eq!((admitted(&one, 3), admitted(&other, 9), admitted(&one, 9)), (3, 5, 0));
+    other.stop();
+    // Alone, it is at once what it was to be.
+    one.catch_up();
+    one.reload(&toml(", capacity = 30"));
+    assert_eq!(admitted(&one, 30), 22);
+}
+
+#[test]
+fn nobody_waits_or_owes_in_a_way_that_others_do_not_know() {
+    let counted = Counted::new();
+    let one = counted.gateway("\"2/1h\"");
+    let waits = "key = \"global\"\non_limit = \"delay\"\nmax_delay = \"2h\"\nwindows = [\"2/1h\"]";
+    let mut other = Gateway::start(&counted.toml(waits));
+    assert_eq!(admitted(&other, 3), 2);
+    assert_eq!(admitted(&one, 1), 0);
+    one.stop();
+    other.catch_up();
+    // It waits for the next window now.
+    let mut client = other.client();
+    client.send(request("GET", "/a", &[], b""));
+    eventually("it waits", || other.metrics().sum("transom_decisions_total", &[("outcome", "delayed")]) == 1);
+    other.advance_s(HOUR_S);
+    client.answer().expect(200);
+}
+
+#[test]
+fn counters_of_another_rule_are_not_found_and_come_back() {
+    let counted = Counted::new();
+    assert_eq!(admitted_in_all(counted.gateway("\"5/hour\""), 9), 5);
+    assert_eq!(admitted_in_all(counted.gateway("\"5/2h\""), 9), 5);
+    assert_eq!(admitted_in_all(Gateway::start(&counted.toml("key = \"ip\"\nwindows = [\"5/hour\"]")), 9), 5);
+    assert_eq!(admitted_in_all(counted.gateway("\"5/hour\""), 9), 0);
+}
+
+#[test]
+fn a_reload_keeps_the_file_and_can_not_change_it() {
+    let counted = Counted::new();
+    let mut gateway = counted.gateway("\"5/hour\"");
+    assert_eq!(admitted(&gateway, 3), 3);
+    gateway.reload(&counted.toml("key = \"global\"\nwindows = [\"5/hour\", \"50/day\"]"));
+    assert_eq!(admitted(&gateway, 9), 2);
+}
+
+/// Words of counters, by their places, as this version finds them under a seed that is known.
+const FOUND: [(usize, u128); 16] = [
+    (16, 0x320e6c916ec2998bd010218000000001),
+    (32, 0xc22585ed657a7d8bd010218000000001),
+    (40, 0x1b9237e454f21d8bd010218000000001),
+    (44, 0x89947570dcce958bd053450000000001),
+    (45, 0xb58549f8cfc2898bd047100000000001),
+    (46, 0x929d87390efa598bd047100000000001),
+    (47, 0x94d0c823f3d6a18bd010218000000001),
+    (68, 0x99bfb9156357818bd010218000000001),
+    (69, 0x5878d3130523c58bd010218000000001),
+    (76, 0xae56585d5e6d358bd010218000000001),
+    (80, 0xd7d0057bf312518bd010218000000001),
+    (84, 0xd25467cb93a44d8bd010218000000001),
+    (88, 0x3d687dc1204d918bcfe6044000000001),
+    (112, 0x927fc0c8e2acbd8bd010218000000001),
+    (120, 0x56d5bb4c86cc358bd010218000000001),
+    (124, 0xedb0e1caa14d158bd010218000000001),
+];
+
+/// If this fails, counters of the version before are not found any more: then the layout needs another version,
+/// in `counters::header` and `counters::snapshot`, so that nobody takes them for his.
+#[test]
+fn the_next_version_finds_the_counters_of_this_one() {
+    let scratch = Scratch::new();
+    let path = scratch.path().join("counters");
+    let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap()[..36].try_into().unwrap();
+    let header = Header { plan: Table::plan(64), layers: 8, seed: Seed(1, 2), boot };
+    let file = File::create_new(&path).unwrap();
+    file.set_permissions(fs::Permissions::from_mode(0o600)).unwrap();
+    file.set_len(header.file_bytes() as u64).unwrap();
+    file.write_all_at(&header.encode(), 0).unwrap();
+    let keys = [
+        "\"ip\"",
+        "\"host\"",
+        "\"method\"",
+        "\"path\"",
+        "\"route\"",
+        "\"global\"",
+        "\"header:x-a\"",
+        "\"cookie:a\"",
+        "\"query:a\"",
+        "\"param:rest\"",
+        "[\"ip\", \"header:x-a\"]",
+    ];
+    let mut toml = format!("workers = 1\n[counters]\ncapacity = 64\nfile = \"{}\"\n", path.display());
+    toml += "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+    let names: Vec<String> = (0..keys.len()).map(|nth| format!("\"r{nth}\"")).collect();
+    toml += &format!("rules = [{}, \"times\"]\n", names.join(", "));
+    for (nth, key) in keys.iter().enumerate() {
+        toml += &format!("[rules.r{nth}]\nkey = {key}\nwindows = [\"5/hour\"]\n");
+        if key.contains(':') && !key.contains("param") {
+            toml += "on_missing_key = \"refuse\"\n";
+        }
+    }
+    toml += "[rules.times]\nkey = \"global\"\nwindows = [\"5/minute\", \
+             { limit = 8, period = \"2h\", start = \"first-request\" }, { limit = 9, period = \"3h\", capacity = 20 }, \
+             { limit = 10, period = \"4h\", shards = 2 }, { limit = 50, period = \"day\", timezone = \"Europe/Berlin\" }]\n";
+    let gateway = Gateway::start_at(&toml, 1_700_000_000);
+    let request = "GET /x?a=three HTTP/1.1\r\nHost: api.example\r\nX-A: one\r\nCookie: a=two\r\n\r\n";
+    gateway.client().send(request).answer().expect(200);
+    gateway.stop();
+    let bytes = fs::read(&path).unwrap();
+    let at = header.table_at() + Table::plan(64).bytes() - 16 * (64 * 2 + 128 * 8);
+    let words = bytes[at..].chunks_exact(16).map(|word| u128::from_ne_bytes(word.try_into().unwrap()));
+    let found: Vec<_> = words.enumerate().filter(|(_, word)| *word != 0).collect();
+    assert_eq!(found, FOUND, "{found:#x?}");
+}

@@ -1,0 +1,343 @@
+//! A counters file that is not as it should be: counting begins anew and the gateway says so, or it says why it does
+//! not start. It never ends in a crash, and nothing of such a file is believed.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use fastrand::Rng;
+use transom::clock::Clock;
+use transom::config;
+use transom::persistence::file_header::{Boot, Header};
+use transom::persistence::{Counters, OpenError};
+use transom_limiter::memory::LINE_BYTES;
+
+use crate::support::gateway::with_listen;
+use crate::support::load_checker::now_ms;
+use crate::support::process::{BINARY, Owned, Process};
+use crate::support::ratelimit_parser::remaining;
+use crate::support::{Scratch, eventually, one_rule};
+
+const CAPACITY: usize = 64;
+const VERSION_AT: usize = 16;
+
+fn toml(file: &Path, capacity: usize) -> String {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"9/366d\"]");
+    format!("workers = 1\n{rule}\n[counters]\ncapacity = {capacity}\nfile = \"{}\"\n", file.display())
+}
+
+/// What is left of nine after one more request.
+fn left(process: &Process) -> u64 {
+    remaining(&process.get("/a").expect(200), "r")
+}
+
+/// A file in which three requests were counted.
+fn three_counted(file: &Path) -> Vec<u8> {
+    let process = Process::spawn(&toml(file, CAPACITY));
+    assert_eq!([left(&process), left(&process), left(&process)], [8, 7, 6]);
+    drop(process);
+    fs::read(file).unwrap()
+}
+
+fn put(file: &Path, bytes: &[u8], mode: u32) {
+    fs::write(file, bytes).unwrap();
+    fs::set_permissions(file, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+fn beside(file: &Path, ending: &str) -> PathBuf {
+    PathBuf::from(format!("{}.{ending}", file.display()))
+}
+
+fn header_of(bytes: &[u8]) -> Header {
+    Header::decode(bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"))
+}
+
+fn with_header(bytes: &[u8], header: &Header) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    bytes[..Header::BYTES].copy_from_slice(&header.encode());
+    bytes
+}
+
+fn with_number(bytes: &[u8], at: usize, number: u64) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    bytes[at..at + 8].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+#[test]
+fn what_does_not_fit_is_set_aside_with_a_warning() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let good = three_counted(&file);
+    put(&file, &good, 0o600);
+    assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 5, "the file as it was is used");
+    let header = header_of(&good);
+    let other_boot: Boot = [b'0'; 36];
+    let far_ms = now_ms() + 3_600_000;
+    let (table_at, time_at) = (header.table_at(), Header::TIME_AT);
+    let longer = [&good[..], &[0; 4096]].concat();
+    let cases: [(&str, Vec<u8>, u32, &str); 14] = [
+        ("nothing", Vec::new(), 0o600, "it is damaged"),
+        ("zeros", vec![0; good.len()], 0o600, "it is damaged"),
+        ("another version", with_number(&good, VERSION_AT, 2), 0o600, "its layout is version 2"),
+        ("another boot", with_header(&good, &Header { boot: other_boot, ..header }), 0o600, "before this machine"),
+        ("a bit of the seed", with_number(&good, 56, header.seed.0 ^ 1), 0o600, "it is damaged"),
+        ("another time", with_number(&good, time_at, now_ms()), 0o600, "it is damaged"),
+        ("a horizon in the future", with_number(&good, table_at + LINE_BYTES, far_ms), 0o600, "it is damaged"),
+        ("half a header", good[..2000].to_vec(), 0o600, "it is damaged"),
+        ("a header alone", good[..Header::BYTES].to_vec(), 0o600, "it is damaged"),
+        ("half a ledger", good[..Header::LEDGER_AT + 99].to_vec(), 0o600, "it is damaged"),
+        ("half a table", good[..good.len() - 4096].to_vec(), 0o600, "it is damaged"),
+        ("all but a byte", good[..good.len() - 1].to_vec(), 0o600, "it is damaged"),
+        ("more than was made", longer, 0o600, "it is damaged"),
+        ("open to all", good.clone(), 0o666, "its mode is 666, so others can write to it"),
+    ];
+    for (name, bytes, mode, says) in cases {
+        put(&file, &bytes, mode);
+        let process = Process::spawn(&toml(&file, CAPACITY));
+        assert_eq!([left(&process), left(&process)], [8, 7], "{name}");
+        let said = process.says("counting begins anew");
+        let of_it: Vec<&str> = said.lines().filter(|line| line.contains("counting begins anew")).collect();
+        assert!(of_it.len() == 1 && of_it[0].contains(&file.display().to_string()), "{name}: {said}");
+        assert!(of_it[0].contains(says) && of_it[0].contains("WARN"), "{name}: {said}");
+        assert!(fs::read(beside(&file, "old")).unwrap() == bytes, "{name} was not kept");
+        assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o600);
+    }
+}
+
+#[test]
+fn another_capacity_begins_anew_unless_the_file_is_in_use() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    three_counted(&file);
+    let first = Process::spawn(&toml(&file, 2 * CAPACITY));
+    first.says("for another `counters.capacity`");
+    assert_eq!(left(&first), 8);
+    let second = Process::spawn(&toml(&file, CAPACITY));
+    second.says("for another capacity, which is kept");
+    assert_eq!([left(&second), left(&first), left(&second)], [7, 6, 5]);
+}
+
+/// Starts where it must not, and tells the one line that says why.
+fn refused(scratch: &Scratch, file: &Path, capacity: usize) -> String {
+    let config = scratch.write("refused.toml", with_listen(&toml(file, capacity)));
+    let log = scratch.path().join("refused.log");
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut child = Owned::spawn(command.stderr(fs::File::create(&log).unwrap()));
+    let mut status = None;
+    eventually("the process ends", || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    let said = fs::read_to_string(log).unwrap();
+    assert_eq!(status.unwrap().code(), Some(1), "{said}");
+    assert!(said.lines().count() == 1 && said.contains(&file.display().to_string()), "{said}");
+    said
+}
+
+#[test]
+fn what_is_no_file_is_refused_with_its_name() {
+    let scratch = Scratch::in_memory();
+    let at = |name: &str| scratch.path().join(name);
+    fs::create_dir(at("folder")).unwrap();
+    symlink(at("target"), at("link")).unwrap();
+    assert!(Command::new("mkfifo").arg(at("pipe")).status().unwrap().success());
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+    scratch.write("text", "");
+    // A program that runs can not be written to, whoever asks; nothing can be made under `/proc`.
+    let program = at("program");
+    fs::copy("/bin/sleep", &program).unwrap();
+    let mut running = Owned::spawn(Command::new(&program).arg("600"));
+    for (file, says) in [
+        (at("folder"), "it is a directory: name a file"),
+        (at("link"), "it is a symbolic link"),
+        (at("pipe"), "it is a device, a pipe or a socket: name a regular file"),
+        (at("socket"), "it is a device, a pipe or a socket: name a regular file"),
+        (at("nowhere/counters"), "No such file or directory"),
+        (at("text/counters"), "Not a directory"),
+        (program.clone(), "Text file busy"),
+        (PathBuf::from("/proc/counters"), "No such file or directory"),
+    ] {
+        let said = refused(&scratch, &file, CAPACITY);
+        assert!(said.contains(says), "{}: {said}", file.display());
+    }
+    running.kill().unwrap();
+    running.wait().unwrap();
+    assert!(!at("target").exists() && fs::read(at("text")).unwrap().is_empty());
+}
+
+#[test]
+fn a_file_of_somebody_else_is_refused() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    three_counted(&file);
+    // Only root can give a file away; another user can not open one of root's.
+    let own = fs::metadata(&file).map(|meta| std::os::unix::fs::MetadataExt::uid(&meta)).unwrap();
+    if own == 0 {
+        std::os::unix::fs::chown(&file, Some(65_534), None).unwrap();
+        let said = refused(&scratch, &file, CAPACITY);
+        assert!(said.contains("it belongs to user 65534, and this process to user 0"), "{said}");
+    } else {
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o400)).unwrap();
+        assert!(refused(&scratch, &file, CAPACITY).contains("Permission denied"));
+    }
+}
+
+#[test]
+fn a_file_in_use_by_another_version_is_refused_with_what_to_do() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let bytes = with_number(&three_counted(&file), VERSION_AT, 2);
+    put(&file, &bytes, 0o600);
+    let user = fs::File::open(&file).unwrap();
+    user.lock_shared().unwrap();
+    let said = refused(&scratch, &file, CAPACITY);
+    assert!(said.contains("in use by another process, and its layout is version 2"), "{said}");
+    assert!(said.contains("stop that one first"), "{said}");
+    assert!(fs::read(&file).unwrap() == bytes && !beside(&file, "old").exists());
+    drop(user);
+    assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 8);
+}
+
+#[test]
+fn where_there_is_no_room_the_start_says_so() {
+    let scratch = Scratch::in_memory();
+    let small = scratch.path().join("small");
+    fs::create_dir(&small).unwrap();
+    let config = scratch.write("full.toml", with_listen(&toml(&small.join("counters"), 1_000_000)));
+    // A file system of one MiB that only this process sees.
+    let script = "mount -t tmpfs -o size=1m tmpfs \"$0\" || exit 99
+        \"$@\"; code=$?; ls -A \"$0\" | grep -v lock; exit $code";
+    let mut mounted = Command::new("unshare");
+    mounted.args(["--map-root-user", "--mount", "sh", "-c", script]).arg(&small);
+    let output = mounted.args([BINARY, "--config"]).arg(&config).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("there is no room for") && said.contains("No space left"), "{said}");
+    assert!(said.contains("enlarge that file system, or lower `counters.capacity`"), "{said}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "", "nothing is left behind but the lock");
+    // A limit on the size of files is another error.
+    let file = scratch.path().join("counters");
+    let config = scratch.write("limited.toml", with_listen(&toml(&file, 1_000_000)));
+    let script = "trap '' XFSZ; ulimit -f 2000; exec \"$@\"";
+    let output = Command::new("sh").args(["-c", script, "sh", BINARY, "--config"]).arg(&config).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&file.display().to_string()) && said.contains("File too large"), "{said}");
+    // Nothing is left behind that would be taken for a file of counters, or fill what room there is.
+    assert!(!file.exists() && !beside(&file, "new").exists());
+}
+
+#[test]
+fn what_somebody_else_wrote_stays_where_it_is() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("letters");
+    put(&file, b"Dear reader,\n", 0o600);
+    let said = refused(&scratch, &file, CAPACITY);
+    assert!(said.contains("is no file of counters: name another"), "{said}");
+    assert!(fs::read(&file).unwrap() == b"Dear reader,\n" && !beside(&file, "old").exists());
+}
+
+#[test]
+fn what_a_killed_start_left_behind_is_no_obstacle() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    fs::write(beside(&file, "new"), "half").unwrap();
+    fs::write(beside(&file, "lock"), "").unwrap();
+    assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 8);
+    assert!(!beside(&file, "new").exists());
+}
+
+/// A file with holes, as a copy may have them, takes its room at start and not when it is written to.
+#[test]
+fn a_file_with_holes_takes_its_room_at_start() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let header = header_of(&three_counted(&file));
+    let whole = fs::metadata(&file).unwrap().blocks();
+    fs::remove_file(&file).unwrap();
+    put(&file, &header.encode(), 0o600);
+    fs::File::options().write(true).open(&file).unwrap().set_len(header.file_bytes() as u64).unwrap();
+    assert!(fs::metadata(&file).unwrap().blocks() < whole);
+    assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 8);
+    assert!(!beside(&file, "old").exists());
+    assert!(fs::metadata(&file).unwrap().blocks() >= whole);
+}
+
+fn open(file: &Path) -> Result<Counters, OpenError> {
+    let every = Duration::from_secs(5);
+    let config = config::Counters {
+        capacity: CAPACITY,
+        file: Some(file.to_owned()),
+        snapshot: None,
+        snapshot_every: every,
+        shared: None,
+    };
+    let mut opened = Counters::open(&config, None, 1, &Clock::system());
+    // A process that another test starts holds what this one has open, until it is another program.
+    while matches!(opened, Err(OpenError::InUse { .. })) {
+        opened = Counters::open(&config, None, 1, &Clock::system());
+    }
+    opened.map(|(counters, _)| counters)
+}
+
+/// Whether these are the counters that were in the file, and not new ones.
+fn is_kept(file: &Path, seed: (u64, u64)) -> bool {
+    let counters = open(file).unwrap();
+    (counters.seed.0, counters.seed.1) == seed
+}
+
+#[test]
+fn no_bit_of_the_first_pages_can_be_otherwise() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();
+    let mut bytes = fs::read(&file).unwrap();
+    let mut kept_with = |bit: usize| {
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        fs::write(&file, &bytes).unwrap();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        is_kept(&file, seed)
+    };
+    for bit in 0..8 * Header::BYTES {
+        assert!(!kept_with(bit), "bit {bit} of the header");
+    }
+    let time_bits = 8 * Header::TIME_AT..8 * (Header::TIME_AT + 16);
+    for bit in time_bits.clone() {
+        assert!(!kept_with(bit), "bit {bit}, of the time");
+    }
+    // Behind the time the page is empty, and stays so whatever is in it.
+    for bit in (time_bits.end..8 * Header::LEDGER_AT).step_by(4099) {
+        assert!(kept_with(bit), "bit {bit}");
+    }
+}
+
+#[test]
+fn a_body_with_bits_flipped_or_cut_off_anywhere_is_opened() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();
+    let good = fs::read(&file).unwrap();
+    let mut rng = Rng::with_seed(1711);
+    let mut kept = 0;
+    for round in 0..1000 {
+        let mut bytes = good.clone();
+        for _ in 0..1 << rng.u32(..12) {
+            let bit = rng.usize(8 * Header::LEDGER_AT..8 * bytes.len());
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+        let cut = round % 4 == 0;
+        if cut {
+            bytes.truncate(rng.usize(..bytes.len()));
+        }
+        fs::write(&file, &bytes).unwrap();
+        let is_kept = is_kept(&file, seed);
+        assert!(!(cut && is_kept), "{} bytes", bytes.len());
+        kept += u32::from(is_kept);
+    }
+    assert!(kept > 0);
+}

@@ -1,0 +1,129 @@
+//! Servers that are named: all addresses of a name are used, and those that have left it are not.
+//!
+//! What a name stands for is written in a file that Debian's libnss-wrapper puts in the place of the system's
+//! `hosts`; so the gateway asks the system as it always does.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use crate::support::process::{BINARY, Process};
+use crate::support::{Scratch, eventually};
+
+/// Answers on an address until the test is over; every answer says which one it is.
+fn serve(listener: TcpListener) {
+    let name = listener.local_addr().unwrap().ip().to_string();
+    thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            let name = name.clone();
+            thread::spawn(move || answer(stream, &name));
+        }
+    });
+}
+
+fn answer(mut stream: std::net::TcpStream, name: &str) {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while stream.read(&mut byte).is_ok_and(|n| n > 0) {
+        head.push(byte[0]);
+        if head.ends_with(b"\r\n\r\n") {
+            // Whoever asks for `/once` gets a connection that is closed.
+            let close = if head.starts_with(b"GET /once") { "Connection: close\r\n" } else { "" };
+            let answer = format!("HTTP/1.1 200 OK\r\n{close}Content-Length: {}\r\n\r\n{name}", name.len());
+            if stream.write_all(answer.as_bytes()).is_err() || !close.is_empty() {
+                return;
+            }
+            head.clear();
+        }
+    }
+}
+
+/// Two servers on one port, at different addresses.
+fn two() -> u16 {
+    for _ in 0..10 {
+        let first = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = first.local_addr().unwrap().port();
+        if let Ok(second) = TcpListener::bind(SocketAddr::from(([127, 0, 0, 2], port))) {
+            serve(first);
+            serve(second);
+            return port;
+        }
+    }
+    panic!("no port is free at both addresses");
+}
+
+/// A gateway for which `api.test` is what the file `hosts` says.
+fn gateway(port: u16, addresses: &[&str]) -> Process {
+    let scratch = Scratch::new();
+    let hosts = scratch.path().join("hosts");
+    write(&hosts, addresses, 1000);
+    let mut command = Command::new(BINARY);
+    command.env("LD_PRELOAD", wrapper()).env("NSS_WRAPPER_HOSTS", &hosts);
+    let toml = format!(
+        "workers = 1\n[upstreams.u]\nservers = [\"http://api.test:{port}\"]\nresolve = \"1s\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
+    );
+    Process::spawn_by(command, &toml, scratch)
+}
+
+/// `second`: of the file's time, by which it is known to have changed.
+fn write(hosts: &Path, addresses: &[&str], second: u64) {
+    let lines: String = addresses.iter().map(|address| format!("{address} api.test\n")).collect();
+    let mut file = File::create(hosts).unwrap();
+    file.write_all(lines.as_bytes()).unwrap();
+    file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(second)).unwrap();
+}
+
+fn wrapper() -> String {
+    let folders = std::fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
+    let mut files = folders.map(|folder| folder.join("libnss_wrapper.so"));
+    let found = files.find(|file| file.is_file()).expect("libnss-wrapper is missing; `make parts` installs it");
+    found.display().to_string()
+}
+
+#[test]
+fn all_addresses_of_a_name_have_their_turn() {
+    let gateway = gateway(two(), &["127.0.0.1", "127.0.0.2"]);
+    let answers: Vec<String> = (0..6).map(|_| gateway.get("/once").expect(200).text()).collect();
+    let first = answers.iter().filter(|answer| *answer == "127.0.0.1").count();
+    assert_eq!(first, 3, "{answers:?}");
+}
+
+#[test]
+fn an_address_where_nobody_listens_costs_no_request() {
+    let gateway = gateway(two(), &["127.0.0.3", "127.0.0.1", "127.0.0.4"]);
+    for _ in 0..6 {
+        assert_eq!(gateway.get("/once").expect(200).text(), "127.0.0.1");
+    }
+}
+
+#[test]
+fn connections_to_an_address_that_has_left_are_used_no_more() {
+    let gateway = gateway(two(), &["127.0.0.1"]);
+    let mut client = gateway.client();
+    assert_eq!(client.get("/a").expect(200).text(), "127.0.0.1");
+    let hosts = gateway.scratch.path().join("hosts");
+    write(&hosts, &["127.0.0.2"], 2000);
+    // The connection is alive all the time.
+    eventually("the other address answers", || client.get("/a").expect(200).text() == "127.0.0.2");
+    // A resolver that knows nothing takes nothing away.
+    write(&hosts, &[], 3000);
+    // Addresses are looked up every second.
+    let end = Instant::now() + Duration::from_millis(1500);
+    while Instant::now() < end {
+        assert_eq!(gateway.get("/once").expect(200).text(), "127.0.0.2");
+    }
+}
+
+#[test]
+fn a_name_of_nobody_is_502_until_there_is_somebody() {
+    let gateway = gateway(two(), &[]);
+    gateway.get("/a").expect(502).problem();
+    eventually("the operator is told", || gateway.stderr().contains("`api.test` can not be resolved"));
+    write(&gateway.scratch.path().join("hosts"), &["127.0.0.1"], 2000);
+    gateway.get("/a").expect(200);
+}

@@ -1,0 +1,109 @@
+//! The commands that README and docs show are run, and print what is shown.
+
+use std::fs;
+use std::process::Command;
+
+use crate::support::gateway::Gateway;
+use crate::support::process::run;
+
+/// Unix seconds at which both an hour and a minute start.
+const HOUR_S: u64 = 472_223 * 3600;
+
+fn document(name: &str) -> String {
+    fs::read_to_string(format!("{}/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+}
+
+/// The shipped configuration, so many seconds before the end of an hour.
+fn shipped(left_s: u64) -> Gateway {
+    let text =
+        document("gateway.toml").replace("127.0.0.1:8080", "127.0.0.1:0").replace("127.0.0.1:9900", "127.0.0.1:0");
+    Gateway::start_at(&text, HOUR_S + 3600 - left_s)
+}
+
+/// What a command of the documentation prints, run against a gateway.
+fn printed(command: &str, gateway: &Gateway) -> String {
+    let command = command.replace("127.0.0.1:8080", &gateway.addresses()[0].to_string());
+    let command = command.replace("127.0.0.1:9900", &gateway.admin.to_string());
+    let output = Command::new("bash").args(["-c", &command]).output().unwrap();
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Texts without the differences that line breaks and blanks make.
+fn flat(text: &str) -> String {
+    text.split_whitespace().collect()
+}
+
+#[test]
+fn the_console_of_the_readme_shows_what_is_printed() {
+    let readme = document("README.md");
+    // As many seconds before the end of the hour as its first answer says.
+    let gateway = shipped(1711);
+    let mut commands = 0;
+    for block in readme.split("```console\n").skip(1) {
+        let block = block.split("```").next().unwrap();
+        let mut shown = "";
+        let mut rest = block;
+        while let Some(command) = rest.strip_prefix("$ ") {
+            let (command, behind) = command.split_once('\n').unwrap();
+            let end = if behind.starts_with("$ ") { 0 } else { behind.find("\n$ ").map_or(behind.len(), |at| at + 1) };
+            (shown, rest) = behind.split_at(end);
+            let printed = flat(&printed(command, &gateway));
+            let mut at = 0;
+            // In this order; lines may be left out.
+            for line in shown.lines().filter(|line| *line != "...").map(flat) {
+                let found = printed[at..].find(&line);
+                at += found.unwrap_or_else(|| panic!("`{command}` printed {printed}, and not {line}")) + line.len();
+            }
+            commands += 1;
+        }
+        assert!(rest.is_empty() && !shown.is_empty(), "{block}");
+    }
+    assert_eq!(commands, 3);
+}
+
+#[test]
+fn the_decision_api_answers_as_the_documentation_shows() {
+    let operation = document("docs/operation.md");
+    let gateway = shipped(2137);
+    let command =
+        operation.lines().find(|line| line.starts_with("    curl -s http://127.0.0.1:9900/v1/limit")).unwrap();
+    let (_, shown) = operation.split_once("\n    {\"allowed\"").unwrap();
+    let (shown, _) = shown.split_once("\n\n").unwrap();
+    // Dots stand for the other windows.
+    let shown = format!("{{\"allowed\"{}", shown.replace(", …", ""));
+    let mut shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    let mut printed: serde_json::Value = serde_json::from_str(&printed(command.trim(), &gateway)).unwrap();
+    assert_eq!(shown["windows"][0], printed["windows"][0]);
+    for answer in [&mut shown, &mut printed] {
+        answer["windows"].take();
+    }
+    assert_eq!(shown, printed);
+}
+
+#[test]
+fn check_says_of_the_shipped_file_what_the_readme_quotes() {
+    let shipped = format!("{}/gateway.toml", env!("CARGO_MANIFEST_DIR"));
+    let (_, out, _) = run(&["check", "--config", &shipped]);
+    let readme = document("README.md");
+    let quoted: Vec<&str> = readme.lines().filter_map(|line| line.strip_prefix("    per-client: ")).collect();
+    assert_eq!(quoted.len(), 2);
+    for line in quoted {
+        assert!(out.contains(&format!("per-client: {line}\n")), "{line}: {out}");
+    }
+}
+
+#[test]
+fn every_command_line_of_the_documentation_is_understood() {
+    let mut count = 0;
+    for name in ["README.md", "docs/configuration.md", "docs/operation.md", "docs/shared.md"] {
+        for line in document(name).lines().filter_map(|line| line.strip_prefix("    transom ")) {
+            let arguments: Vec<&str> = line.split(" #").next().unwrap().split_whitespace().chain(["--help"]).collect();
+            // What is before `--help` has been read by then.
+            let (code, _, err) = run(&arguments);
+            assert_eq!(code, Some(0), "{name}: transom {line}: {err}");
+            count += 1;
+        }
+    }
+    assert!(count >= 4, "only {count} command lines were found");
+}

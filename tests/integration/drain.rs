@@ -1,0 +1,187 @@
+//! The end of a gateway: told to stop, it finishes what it has begun, in the time it is given.
+
+use std::net::TcpStream;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::{Client, HOST, request};
+use crate::support::process::Process;
+use crate::support::tls::{Authority, listen};
+use crate::support::upstream::Upstream;
+use crate::support::{Scratch, eventually, one_rule, pass_all, within};
+
+/// Answers when it is told to; says when it was asked.
+fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
+    let (saw, seen) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let gone = Arc::new(Mutex::new(gone));
+    let upstream = Upstream::with(move |talk| {
+        while let Some(received) = talk.request() {
+            if received.target == "/slow" {
+                saw.send(()).unwrap();
+                if gone.lock().unwrap().recv().is_err() {
+                    return;
+                }
+            }
+            talk.reply(200, &[], b"at last");
+        }
+    });
+    (upstream, seen, go)
+}
+
+#[test]
+fn what_is_under_way_is_finished_and_nothing_new_begun() {
+    for name in ["TERM", "INT"] {
+        let (upstream, seen, go) = held();
+        let mut process = Process::spawn(&pass_all(&upstream));
+        let mut idle = process.client();
+        idle.get("/a").expect(200);
+        let mut slow = process.client();
+        slow.send(request("GET", "/slow", &[], b""));
+        seen.recv().unwrap();
+        assert_eq!(process.admin_get("/readyz").status, 200);
+
+        process.signal(name);
+        eventually("it says that it is not ready", || process.admin_get("/readyz").status == 503);
+        process.admin_get("/healthz").expect(200);
+        eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
+        // Who had nothing under way is let go.
+        idle.expect_closed();
+
+        go.send(()).unwrap();
+        let answer = slow.answer().expect(200);
+        assert_eq!((answer.text().as_str(), answer.field("connection")), ("at last", Some("close")));
+        slow.expect_closed();
+        assert_eq!(process.wait().code(), Some(0), "{name}");
+    }
+}
+
+#[test]
+fn a_body_under_way_is_finished_as_well() {
+    let (saw, seen) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let gone = Arc::new(Mutex::new(gone));
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nfirst");
+            saw.send(()).unwrap();
+            gone.lock().unwrap().recv().unwrap();
+            talk.send("secnd");
+        }
+    });
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let mut client = process.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    assert_eq!(client.exactly(5), b"first");
+    seen.recv().unwrap();
+    let mut upload = process.client();
+    upload.send(format!("POST /b HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 4\r\n\r\nbo"));
+    process.signal("TERM");
+    eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
+    go.send(()).unwrap();
+    assert_eq!(client.exactly(5), b"secnd");
+    client.expect_closed();
+    upload.send("dy");
+    assert_eq!(upload.head().unwrap().status, 200);
+    assert_eq!(upload.exactly(5), b"first");
+    go.send(()).unwrap();
+    assert_eq!(upload.exactly(5), b"secnd");
+    assert_eq!(process.wait().code(), Some(0));
+}
+
+#[test]
+fn what_takes_longer_than_it_may_is_broken_off() {
+    let (upstream, seen, _go) = held();
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", pass_all(&upstream)));
+    let mut slow = process.client();
+    slow.send(request("GET", "/slow", &[], b""));
+    seen.recv().unwrap();
+    // Nor may one who never finishes a request hold up the end.
+    let mut dawdler = process.client();
+    dawdler.send("GET /a HTTP/1.1\r\nHo");
+    process.signal("TERM");
+    assert_eq!(within(Duration::from_millis(100), || process.wait()).code(), Some(0));
+    assert!(slow.rest().is_empty());
+    dawdler.rest();
+    assert!(process.stderr().contains("broken off"), "{}", process.stderr());
+}
+
+#[test]
+fn one_who_never_comes_to_the_end_of_a_head_does_not_hold_up_the_end() {
+    let (upstream, _seen, _go) = held();
+    let toml = format!("{}[timeouts]\nrequest_head = \"200ms\"\ndrain = \"1d\"\n", pass_all(&upstream));
+    let mut process = Process::spawn(&toml);
+    let mut dawdler = process.client();
+    dawdler.send("GET /a HTTP/1.1\r\nHo");
+    let silent = process.client();
+    process.signal("TERM");
+    // A connection without a request is closed a second after the signal.
+    assert_eq!(within(Duration::from_secs(1), || process.wait()).code(), Some(0));
+    drop(silent);
+}
+
+#[test]
+fn one_who_has_not_asked_anything_does_not_hold_up_the_end() {
+    let upstream = Upstream::replying(200);
+    for h2c in [true, false] {
+        let toml = format!("{}[timeouts]\ndrain = \"1d\"\n[http2]\nh2c = {h2c}\n", pass_all(&upstream));
+        let mut process = Process::spawn(&toml);
+        let (mut silent, mut idle) = (process.client(), process.client());
+        idle.get("/a").expect(200);
+        eventually("both are inside", || process.metrics().sum("transom_connections", &[]) == 2);
+        process.signal("TERM");
+        within(Duration::from_secs(1), || {
+            silent.expect_closed();
+            idle.expect_closed();
+            assert_eq!(process.wait().code(), Some(0));
+        });
+    }
+}
+
+#[test]
+fn requests_in_the_last_moment_are_answered_or_never_taken() {
+    // A connection that was let in is served, or closed before a byte of a request was sent upstream.
+    let upstream = Upstream::replying(200);
+    let mut process = Process::spawn(&pass_all(&upstream));
+    let address = process.http;
+    let hammer: Vec<_> = (0..4)
+        .map(|_| {
+            std::thread::spawn(move || {
+                let mut answered = 0;
+                while let Ok(stream) = TcpStream::connect(address) {
+                    let mut client = Client::over(stream);
+                    client.send_if_open(request("GET", "/a", &[], b""));
+                    let answer = client.answer_or_end();
+                    if let Some(answer) = answer {
+                        assert_eq!(answer.status, 200);
+                        answered += 1;
+                    }
+                }
+                answered
+            })
+        })
+        .collect();
+    eventually("there is traffic", || upstream.received().len() > 50);
+    process.signal("TERM");
+    assert_eq!(process.wait().code(), Some(0));
+    let answered: usize = hammer.into_iter().map(|thread| thread.join().unwrap()).sum();
+    assert_eq!(answered, upstream.received().len());
+}
+
+#[test]
+fn whoever_has_not_said_what_he_wants_is_not_waited_for() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    // The gateway may take as long as it likes, but for those who are still at the door.
+    let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
+    let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)
+        .replace("[listen.https]", "proxy_protocol = [\"127.0.0.2\"]\n[listen.https]");
+    let mut process = Process::spawn(&(toml + &one_rule("key = \"ip\"\nwindows = [\"10/hour\"]")));
+    let mut stalled = Client::connect(process.https.unwrap());
+    stalled.send(b"\x16\x03\x01\x02");
+    eventually("it is at the door", || process.metrics().sum("transom_connections", &[]) == 1);
+    process.signal("TERM");
+    stalled.expect_closed();
+    assert_eq!(process.wait().code(), Some(0));
+}

@@ -1,0 +1,190 @@
+//! Exactly as many as the limit allows, through real sockets and many threads at once.
+//!
+//! The clock stands still, so that no window ends under way.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::{eventually, one_rule};
+
+const THREADS: usize = 8;
+
+/// Sends `attempts` requests from each of eight threads at once, each on a connection of its own;
+/// returns how many were admitted.
+fn hammer(gateway: &Gateway, attempts: usize, fields: impl Fn(usize, usize) -> Vec<(String, String)> + Sync) -> u64 {
+    let admitted = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (admitted, fields) = (&admitted, &fields);
+            scope.spawn(move || {
+                let mut client = gateway.client();
+                for n in 0..attempts {
+                    let fields = fields(thread, n);
+                    let fields: Vec<(&str, &str)> = fields.iter().map(|(n, v)| (n.as_str(), v.as_str())).collect();
+                    let answer = client.get_with("/a", &fields);
+                    match answer.status {
+                        200 => admitted.fetch_add(1, Ordering::Relaxed),
+                        429 => 0,
+                        status => panic!("{status}: {}", answer.text()),
+                    };
+                }
+            });
+        }
+    });
+    admitted.into_inner()
+}
+
+fn exactly(limit: usize) {
+    let rule = format!("key = \"ip\"\nwindows = [\"{limit}/hour\"]");
+    let gateway = Gateway::start(&format!("workers = 4\n{}\n[counters]\ncapacity = 1000\n", one_rule(&rule)));
+    // A quarter more than fits, and never fewer than one attempt from each thread.
+    let attempts = (limit + limit / 4).div_ceil(THREADS).max(2);
+    assert_eq!(hammer(&gateway, attempts, |_, _| Vec::new()), limit as u64);
+    let refused = gateway.get("/a").expect(429);
+    assert_eq!(remaining(&refused, "r"), 0);
+    let page = gateway.metrics();
+    let told = |outcome| page.sum("transom_decisions_total", &[("rule", "r"), ("outcome", outcome)]);
+    assert_eq!(told("admitted"), limit as u64);
+    assert_eq!(told("refused"), (attempts * THREADS - limit + 1) as u64);
+}
+
+#[test]
+fn eight_threads_get_exactly_the_limit_and_never_one_more() {
+    // Small limits are all about races at the edge, so they are tried again and again.
+    for (limit, times) in [(1, 50), (2, 25), (3, 25), (7, 10), (33, 10), (100, 3), (1000, 1), (10_000, 1)] {
+        for _ in 0..times {
+            exactly(limit);
+        }
+    }
+}
+
+#[test]
+fn one_request_counts_once_in_every_layer_of_three_rules() {
+    let toml = "workers = 4
+        [upstreams.u]
+        builtin = \"echo\"
+        [rules.address]
+        key = \"ip\"
+        windows = [\"700/hour\", \"600/minute\"]
+        [rules.user]
+        key = \"header:x-user\"
+        on_missing_key = \"refuse\"
+        windows = [\"100/hour\", \"90/minute\"]
+        [rules.all]
+        key = \"global\"
+        windows = [\"550/hour\", \"500/minute\"]
+        [[routes]]
+        path = \"/{*rest}\"
+        upstream = \"u\"
+        rules = [\"address\", \"user\", \"all\"]
+        ";
+    let gateway = Gateway::start(toml);
+    // Eight threads, each of which takes turns at being one of twelve users.
+    let by_user: Vec<AtomicU64> = (0..12).map(|_| AtomicU64::new(0)).collect();
+    let admitted = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (gateway, by_user, admitted) = (&gateway, &by_user, &admitted);
+            scope.spawn(move || {
+                let mut client = gateway.client();
+                for n in 0..200 {
+                    let user = (n * 5 + thread) % 12;
+                    if client.get_with("/a", &[("X-User", &format!("user-{user}"))]).status == 200 {
+                        by_user[user].fetch_add(1, Ordering::Relaxed);
+                        admitted.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    let admitted = admitted.into_inner();
+    // The narrowest of all is the global minute, and it was asked for three times over.
+    assert_eq!(admitted, 500);
+    for (user, count) in by_user.into_iter().map(AtomicU64::into_inner).enumerate() {
+        let answer = gateway.get_with("/a", &[("X-User", &format!("user-{user}"))]).expect(429);
+        assert_eq!(remaining(&answer, "user-hour"), 100 - count, "user {user}");
+        assert_eq!(remaining(&answer, "user-minute"), 90 - count, "user {user}");
+        assert_eq!(remaining(&answer, "address-hour"), 700 - admitted);
+        assert_eq!(remaining(&answer, "address-minute"), 600 - admitted);
+        assert_eq!(remaining(&answer, "all-hour"), 550 - admitted);
+        assert_eq!(remaining(&answer, "all-minute"), 0);
+    }
+}
+
+#[test]
+fn what_one_layer_refuses_leaves_no_mark_in_the_others() {
+    let toml = "[upstreams.u]
+        builtin = \"echo\"
+        [rules.user]
+        key = \"header:x-user\"
+        on_missing_key = \"refuse\"
+        windows = [\"1000/hour\", \"10/minute\"]
+        [rules.all]
+        key = \"global\"
+        windows = [\"1000/hour\"]
+        [[routes]]
+        path = \"/{*rest}\"
+        upstream = \"u\"
+        rules = [\"all\", \"user\"]
+        ";
+    let gateway = Gateway::start(toml);
+    assert_eq!(hammer(&gateway, 100, |_, _| vec![("X-User".to_owned(), "eve".to_owned())]), 10);
+    let answer = gateway.get_with("/a", &[("X-User", "bob")]).expect(200);
+    // Ten of eve's and this one; the 790 that were refused are nowhere.
+    assert_eq!(remaining(&answer, "all"), 1000 - 11);
+    let answer = gateway.get_with("/a", &[("X-User", "eve")]).expect(429);
+    assert_eq!(remaining(&answer, "user-hour"), 1000 - 10);
+}
+
+#[test]
+fn a_limit_that_is_lowered_or_raised_applies_to_what_was_used() {
+    // A second rule that costs nothing shows, through its own limit, which configuration answered.
+    let toml = |limit: u64| {
+        format!(
+            "workers = 1\n{}\n[rules.probe]\nkey = \"global\"\ncost = 0\nwindows = [\"{limit}/hour\"]\n\
+             [[routes]]\npath = \"/probe\"\nupstream = \"u\"\nrules = [\"probe\"]\n",
+            one_rule(&format!("key = \"ip\"\nwindows = [\"{limit}/hour\"]"))
+        )
+    };
+    let mut gateway = Gateway::start(&toml(100));
+    let mut client = gateway.client();
+    for _ in 0..40 {
+        client.get("/a").expect(200);
+    }
+    for (limit, room) in [(30, 0), (40, 0), (42, 2), (100, 58)] {
+        gateway.reload(&toml(limit));
+        eventually("the new limit is known", || items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == limit);
+        for n in 0..room {
+            assert_eq!(remaining(&client.get("/a").expect(200), "r"), room - n - 1);
+        }
+        assert_eq!(remaining(&client.get("/a").expect(429), "r"), 0);
+    }
+}
+
+#[test]
+fn reloads_under_load_neither_lose_nor_give_back_a_count() {
+    let toml = |drain: u32| {
+        let rule = one_rule("key = \"ip\"\nwindows = [\"2000/hour\"]");
+        format!("workers = 4\n{rule}\n[timeouts]\ndrain = \"{drain}s\"\n")
+    };
+    let mut gateway = Gateway::start(&toml(1));
+    let address = gateway.http;
+    let admitted = thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| {
+                scope.spawn(move || {
+                    let mut client = Client::connect(address);
+                    (0..500).filter(|_| client.get("/a").status == 200).count()
+                })
+            })
+            .collect();
+        for n in 2..40 {
+            gateway.reload(&toml(n));
+        }
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum::<usize>()
+    });
+    assert_eq!(admitted, 2000);
+}

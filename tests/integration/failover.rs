@@ -1,0 +1,297 @@
+//! Servers that go away and come back while another one is up: no request is lost.
+//!
+//! `make failover` does it at 2,000 requests a second, for ten minutes, with the default settings.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::process::Process;
+use crate::support::redis::free_port;
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, pass_to};
+
+/// An address that a server can leave and come back to.
+fn address() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], free_port()))
+}
+
+fn answer_all(status: u16) -> impl Fn(&mut Talk) + Send + Sync + 'static {
+    move |talk| while talk.request().is_some() && talk.reply(status, &[], b"fine\n") {}
+}
+
+fn up(address: SocketAddr) -> Upstream {
+    Upstream::at(address, answer_all(200))
+}
+
+fn is_ejected(gateway: &Gateway, server: SocketAddr) -> bool {
+    let url = format!("http://{server}");
+    gateway.metrics().sum("transom_upstream_server_ejected", &[("upstream", "u"), ("server", &url)]) == 1
+}
+
+fn retries(gateway: &Gateway, outcome: &str) -> u64 {
+    gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
+}
+
+/// Sends so many GETs, each of which must be answered.
+fn ask(gateway: &Gateway, times: usize) {
+    let mut client = gateway.client();
+    (0..times).for_each(|_| drop(client.get("/a").expect(200)));
+}
+
+/// With one event loop, so that there is one pool of idle connections and one retry budget.
+fn gateway(servers: &[SocketAddr], settings: &str) -> Gateway {
+    Gateway::start(&format!("workers = 1\n{}", pass_to(servers, settings)))
+}
+
+#[test]
+fn two_servers_that_fail_one_after_the_other_lose_nothing() {
+    let [a, b] = [address(), address()];
+    let (first, second) = (up(a), up(b));
+    // No ejection ends by itself, and the budget is one try.
+    let settings = "ejection = { time = \"1h\", max_time = \"1h\" }\nretries = { budget = 0, budget_min = 1 }";
+    let gateway = gateway(&[a, b], settings);
+    ask(&gateway, 50);
+    drop(first);
+    ask(&gateway, 100);
+    assert!(is_ejected(&gateway, a));
+    let first = up(a);
+    ask(&gateway, 100);
+    assert!(is_ejected(&gateway, a), "nothing has asked it");
+    drop(second);
+    // Only one server may be ejected. The first answers a retry, and so it is the second.
+    ask(&gateway, 500);
+    assert_eq!((is_ejected(&gateway, a), is_ejected(&gateway, b)), (false, true));
+    assert!(first.received().len() >= 500);
+    assert_eq!(retries(&gateway, "budget"), 0);
+}
+
+#[test]
+fn connect_failures_that_another_server_spares_do_not_use_the_budget() {
+    let servers = [Upstream::refusing(), Upstream::replying(200)];
+    let addresses = servers.each_ref().map(|server| server.address);
+    let settings = "balance = \"round-robin\"\nejection = false\nretries = { budget = 0, budget_min = 0 }";
+    let gateway = gateway(&addresses, settings);
+    ask(&gateway, 100);
+    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "budget")), (50, 0));
+    // A POST as well: nothing of it was sent.
+    let mut client = gateway.client();
+    (0..10).for_each(|_| drop(client.post("/a", "body").expect(200)));
+}
+
+#[test]
+fn connect_failures_use_the_budget_where_no_server_works() {
+    let servers = [Upstream::refusing(), Upstream::refusing(), Upstream::refusing()];
+    let addresses = servers.each_ref().map(|server| server.address);
+    let settings = "ejection = false\nretries = { attempts = 2, budget = 0, budget_min = 0 }";
+    let gateway = gateway(&addresses, settings);
+    let mut client = gateway.client();
+    (0..20).for_each(|_| drop(client.get("/a").expect(502)));
+    // The first request is tried at both servers that have not failed yet; then none is known to work.
+    assert_eq!((retries(&gateway, "retried"), retries(&gateway, "budget")), (2, 19));
+}
+
+#[test]
+fn a_passed_health_check_ends_an_ejection() {
+    let bad = Upstream::answering(|request| {
+        crate::support::upstream::reply(if request.target == "/healthz" { 200 } else { 503 }, &[], b"")
+    });
+    let good = Upstream::replying(200);
+    let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n\
+                    health = { path = \"/healthz\", interval = \"500ms\" }\n";
+    let gateway = gateway(&[bad.address, good.address], settings);
+    let ejections = || gateway.metrics().sum("transom_upstream_ejections_total", &[]);
+    let mut client = gateway.client();
+    eventually("it is ejected", || {
+        client.get("/a");
+        ejections() == 1
+    });
+    eventually("it is back", || !is_ejected(&gateway, bad.address));
+}
+
+#[test]
+fn an_ejected_server_is_preferred_to_an_unhealthy_one() {
+    let status = |healthz: u16, others: fn(usize) -> u16| {
+        let asked = AtomicU64::new(0);
+        Upstream::answering(move |request| {
+            let status = match request.target.as_str() {
+                "/healthz" => healthz,
+                _ => others(asked.fetch_add(1, Ordering::SeqCst) as usize),
+            };
+            crate::support::upstream::reply(status, &[], b"")
+        })
+    };
+    // The first passes its check and fails its first two requests; the second fails its only check.
+    let (ejected, down) = (status(200, |asked| if asked < 2 { 503 } else { 200 }), status(500, |_| 200));
+    let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n\
+                    health = { path = \"/healthz\", interval = \"1h\" }\n";
+    let gateway = gateway(&[ejected.address, down.address], settings);
+    let checks = |outcome| gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", outcome)]);
+    eventually("both are checked", || (checks("passed"), checks("failed")) == (1, 1));
+    let mut client = gateway.client();
+    (0..2).for_each(|_| drop(client.get("/a").expect(503)));
+    assert!(is_ejected(&gateway, ejected.address));
+    (0..10).for_each(|_| drop(client.get("/a").expect(200)));
+    assert_eq!(down.received().iter().filter(|request| request.target == "/a").count(), 0);
+}
+
+#[test]
+fn a_failing_server_that_can_not_be_ejected_does_not_hide_an_ejected_one() {
+    // Answers that are failures are not retried here, so only the choice can find out that the first works again.
+    let servers = [AtomicU64::new(503), AtomicU64::new(200)].map(|status| {
+        let status = std::sync::Arc::new(status);
+        let server = Upstream::answering({
+            let status = std::sync::Arc::clone(&status);
+            move |_| crate::support::upstream::reply(status.load(Ordering::SeqCst) as u16, &[], b"")
+        });
+        (server, status)
+    });
+    let [(a, a_status), (b, b_status)] = &servers;
+    let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n";
+    let gateway = gateway(&[a.address, b.address], settings);
+    let mut client = gateway.client();
+    let mut failed = |times: usize| (0..times).filter(|_| client.get("/a").status == 503).count();
+    assert_eq!(failed(10), 2);
+    assert!(is_ejected(&gateway, a.address));
+    a_status.store(200, Ordering::SeqCst);
+    b_status.store(503, Ordering::SeqCst);
+    // Two failures of the second, one more while both are asked by turns, and one that ejects it when the first is back.
+    assert!(failed(20) <= 4);
+    assert_eq!((is_ejected(&gateway, a.address), is_ejected(&gateway, b.address)), (false, true));
+    assert_eq!(failed(10), 0);
+}
+
+#[test]
+fn servers_that_fail_most_requests_are_not_ejected_again_and_again() {
+    let failing = || {
+        let asked = AtomicU64::new(0);
+        Upstream::answering(move |_| {
+            let is_fine = asked.fetch_add(1, Ordering::SeqCst) % 4 == 3;
+            crate::support::upstream::reply(if is_fine { 200 } else { 503 }, &[], b"")
+        })
+    };
+    let servers = [failing(), failing()];
+    let settings = "balance = \"round-robin\"\nejection = { failures = 3, statuses = [503], time = \"1h\" }\n";
+    let gateway = gateway(&servers.each_ref().map(|server| server.address), settings);
+    let mut client = gateway.client();
+    (0..400).for_each(|_| drop(client.get("/a")));
+    // An answer ends the first ejection of each, and neither of the next ones.
+    let ejections = gateway.metrics().sum("transom_upstream_ejections_total", &[]);
+    assert!((1..=3).contains(&ejections), "{ejections}");
+}
+
+/// What the load was answered.
+#[derive(Default)]
+struct Answers {
+    fine: AtomicU64,
+    lost: AtomicU64,
+}
+
+const CLIENTS: u32 = 16;
+/// Requests a second, of all clients together, as far as the machine can.
+const RATE: u32 = 2000;
+
+/// Asks at a steady rate while something is done, and tells how many requests were answered with 200 and how many not.
+fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
+    let (answers, over) = (Answers::default(), AtomicBool::new(false));
+    thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            scope.spawn(|| {
+                let mut client = Client::connect(gateway.http);
+                let mut next = Instant::now();
+                while !over.load(Ordering::SeqCst) {
+                    let is_fine = client.get("/a").status == 200;
+                    (if is_fine { &answers.fine } else { &answers.lost }).fetch_add(1, Ordering::SeqCst);
+                    // A client that is behind does not catch up.
+                    next = (next + Duration::from_secs(1) * CLIENTS / RATE).max(Instant::now());
+                    thread::sleep(next.saturating_duration_since(Instant::now()));
+                }
+            });
+        }
+        // Ends the load also where `act` panics.
+        struct End<'a>(&'a AtomicBool);
+        impl Drop for End<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::SeqCst);
+            }
+        }
+        let _end = End(&over);
+        act();
+    });
+    (answers.fine.into_inner(), answers.lost.into_inner())
+}
+
+/// A server in a process of its own.
+fn server(address: SocketAddr) -> Process {
+    Process::spawn(&format!(
+        "listen = {{ http = \"{address}\", admin = \"127.0.0.1:0\" }}\nworkers = 1\n[upstreams.e]\nbuiltin = \"echo\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"e\"\n"
+    ))
+}
+
+/// Kills a server, and starts it again after a while.
+fn bounce(process: &mut Process, address: SocketAddr, down: Duration) {
+    process.signal("KILL");
+    process.wait();
+    thread::sleep(down);
+    *process = server(address);
+}
+
+/// How long one of two servers is killed again and again, and how much shorter all times are than in the long run.
+fn length() -> (Duration, u32) {
+    match std::env::var("TRANSOM_FAILOVER_S") {
+        Ok(text) => (Duration::from_secs(text.parse().expect("`TRANSOM_FAILOVER_S` is a number")), 1),
+        Err(_) => (Duration::from_secs(5), 30),
+    }
+}
+
+/// The gateway in front of two servers, with the default settings, but for times that are shorter.
+fn gateway_process(addresses: &[SocketAddr], shorter: u32) -> Process {
+    let ms = |seconds: u32| seconds * 1000 / shorter;
+    let ejection = format!("ejection = {{ time = \"{}ms\", max_time = \"{}ms\" }}", ms(10), ms(300));
+    Process::spawn(&format!("workers = 2\n{}", pass_to(addresses, &ejection)))
+}
+
+#[test]
+fn short_outages_of_two_servers_in_turn_lose_nothing_under_load() {
+    let (_, shorter) = length();
+    let addresses = [address(), address()];
+    let mut servers = addresses.map(server);
+    let gateway = gateway_process(&addresses, shorter);
+    let (fine, lost) = under_load(&gateway, || {
+        thread::sleep(Duration::from_secs(4) / shorter);
+        bounce(&mut servers[0], addresses[0], Duration::from_millis(500) / shorter);
+        thread::sleep(Duration::from_secs(4) / shorter);
+        bounce(&mut servers[1], addresses[1], Duration::from_secs(2) / shorter);
+        thread::sleep(Duration::from_secs(4) / shorter);
+    });
+    println!("each of two servers down once: {} requests, {lost} lost", fine + lost);
+    assert_eq!(lost, 0, "of {}", fine + lost);
+}
+
+#[test]
+fn servers_that_are_killed_again_and_again_lose_nothing_under_load() {
+    let (length, shorter) = length();
+    let addresses = [address(), address()];
+    let mut servers = addresses.map(server);
+    let gateway = gateway_process(&addresses, shorter);
+    let mut rng = Rng::with_seed(24);
+    let mut kills = 0;
+    let (fine, lost) = under_load(&gateway, || {
+        let start = Instant::now();
+        while start.elapsed() < length {
+            let next = start + Duration::from_secs(30) * (kills + 1) / shorter;
+            let victim = rng.usize(..2);
+            bounce(&mut servers[victim], addresses[victim], Duration::from_secs(4).mul_f64(rng.f64()) / shorter);
+            kills += 1;
+            thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+    });
+    println!("one of two servers killed {kills} times: {} requests, {lost} lost", fine + lost);
+    assert_eq!(lost, 0, "of {}, with {kills} kills", fine + lost);
+}

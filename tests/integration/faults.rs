@@ -1,0 +1,238 @@
+//! What a client is told when the upstream fails.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::support::client::{Client, HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{eventually, pass_all, within};
+
+fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
+    gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
+}
+
+/// The answer to a GET, when the upstream follows `script` after each request.
+fn answer_of(script: &'static [u8]) -> crate::support::client::Answer {
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            talk.send(script);
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let answer = gateway.get("/a");
+    assert_eq!(upstream.received().len(), 1, "asked more than once");
+    answer
+}
+
+#[test]
+fn a_server_that_can_not_be_reached_is_502() {
+    let upstream = Upstream::refusing();
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        let problem = client.get("/a").expect(502).problem();
+        // Addresses inside are nobody's business.
+        assert!(!problem.to_string().contains(&upstream.address.port().to_string()), "{problem}");
+    }
+    assert_eq!(outcomes(&gateway, "connect_failed"), 3);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "502")]), 3);
+}
+
+#[test]
+fn what_is_no_answer_is_502() {
+    for script in [
+        &b""[..],
+        b"garbage\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1\r\n\r\n",
+        b"HTTP/1.1 xyz OK\r\n\r\n",
+        b"HTTP/1.1 99 Low\r\n\r\n",
+        b"HTTP/2.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nno field\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5, 5\r\n\r\n",
+        b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    ] {
+        let answer = answer_of(script);
+        assert_eq!(answer.status, 502, "{:?}: {}", String::from_utf8_lossy(script), answer.text());
+        answer.problem();
+    }
+}
+
+/// No body follows, but the length is passed on, and caches use it.
+#[test]
+fn the_response_to_head_has_one_length_that_is_a_number() {
+    for length in ["5, 5", "5\r\nContent-Length: 5", "5\r\nTransfer-Encoding: chunked", "+5", "", "five"] {
+        let upstream = Upstream::with(move |talk| {
+            if talk.request().is_some() {
+                talk.send(format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n"));
+            }
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let answer = gateway.client().ask("HEAD", "/a", &[], b"");
+        assert_eq!(answer.status, 502, "{length:?}: {:?}", answer.fields);
+    }
+}
+
+#[test]
+fn a_head_of_an_answer_that_never_ends_is_502() {
+    let upstream = Upstream::with(|talk| {
+        if talk.request().is_some() {
+            talk.send("HTTP/1.1 200 OK\r\n");
+            while talk.send("X-More: and more, and more, and more, and more\r\n") {}
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    gateway.get("/a").expect(502).problem();
+}
+
+#[test]
+fn an_answer_that_breaks_off_is_not_taken_for_a_whole_one() {
+    for (script, chunked) in [
+        (&b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc"[..], false),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", true),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nzz\r\n", true),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n", true),
+    ] {
+        let upstream = Upstream::with(move |talk| {
+            if talk.request().is_some() {
+                talk.send(script);
+            }
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = gateway.client();
+        client.send(request("GET", "/a", &[], b""));
+        client.head().unwrap().expect(200);
+        let rest = client.rest();
+        let whole: &[u8] = if chunked { b"0\r\n\r\n" } else { b"abcdefghij" };
+        assert!(!rest.ends_with(whole), "{:?}", String::from_utf8_lossy(&rest));
+    }
+}
+
+#[test]
+fn a_server_that_does_not_answer_is_504() {
+    let (saw, seen) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            saw.send(talk.closed()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
+    let mut client = gateway.client();
+    within(Duration::from_millis(50), || client.get("/a").expect(504).problem());
+    // The server is told, by the end of the connection, that nobody waits any longer.
+    assert!(seen.recv().unwrap());
+    client.post("/a", "body").expect(504).problem();
+    assert_eq!(outcomes(&gateway, "timed_out"), 2);
+    assert_eq!(upstream.received().len(), 2);
+}
+
+#[test]
+fn a_client_that_stops_in_the_middle_of_its_upload_is_told_so() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 10\r\n\r\nabc"));
+    within(Duration::from_millis(50), || client.answer().expect(408).problem());
+    client.expect_closed();
+    // A body whose chunks make no sense is the client's fault as well.
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"));
+    client.answer().expect(400).problem();
+    client.expect_closed();
+}
+
+#[test]
+fn an_upload_that_moves_may_take_longer_than_the_wait_for_an_answer() {
+    let (step, steps) = mpsc::channel();
+    let upstream = Upstream::with(move |talk| {
+        if talk.head().is_some() {
+            for _ in 0..5 {
+                step.send(talk.exactly(1)).unwrap();
+            }
+            talk.reply(200, &[], b"");
+        }
+    });
+    let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"1s\"\n", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 5\r\n\r\n"));
+    let start = std::time::Instant::now();
+    for _ in 0..5 {
+        // The pause is the client's slowness, which is what is tested.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        client.send("x");
+        steps.recv().unwrap();
+    }
+    assert!(start.elapsed().as_millis() > 1000);
+    client.answer().expect(200);
+}
+
+#[test]
+fn requests_go_round_and_past_a_dead_server() {
+    let (a, b) = (Upstream::replying(200), Upstream::replying(200));
+    let toml = |servers: &[&Upstream]| {
+        let servers: Vec<String> = servers.iter().map(|server| format!("\"http://{}\"", server.address)).collect();
+        format!(
+            "workers = 1\n[upstreams.u]\nservers = [{}]\nbalance = \"round-robin\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+            servers.join(", ")
+        )
+    };
+    let gateway = Gateway::start(&toml(&[&a, &b]));
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        client.get("/a").expect(200);
+    }
+    assert_eq!((a.received().len(), b.received().len()), (5, 5));
+
+    let dead = Upstream::refusing();
+    let gateway = Gateway::start(&toml(&[&dead, &a]));
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        client.get("/a").expect(200);
+        client.post("/a", "body").expect(200);
+    }
+    assert_eq!(a.received().len(), 25);
+    assert_eq!(outcomes(&gateway, "answered"), 20);
+    assert!(outcomes(&gateway, "connect_failed") >= 1);
+}
+
+#[test]
+fn the_gateway_serves_on_after_every_failure() {
+    let upstream = Upstream::with(|talk| {
+        while let Some(received) = talk.request() {
+            match received.target.as_str() {
+                "/close" => return,
+                "/garbage" => {
+                    talk.send("garbage\r\n\r\n");
+                    return;
+                }
+                "/truncate" => {
+                    talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
+                    return;
+                }
+                _ => talk.send(reply(200, &[], b"fine")),
+            };
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    for _ in 0..5 {
+        gateway.get("/close").expect(502);
+        gateway.get("/garbage").expect(502);
+        let mut client = Client::connect(gateway.http);
+        client.send(request("GET", "/truncate", &[], b""));
+        client.head().unwrap().expect(200);
+        assert_eq!(client.rest(), b"abc");
+        gateway.get("/fine").expect(200);
+    }
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}

@@ -1,0 +1,74 @@
+//! More keys than the table has room for: stricter, never laxer.
+
+use crate::support::gateway::Gateway;
+use crate::support::one_rule;
+use crate::support::ratelimit_parser::remaining;
+
+const CAPACITY: usize = 64;
+
+fn gateway(windows: &str) -> Gateway {
+    let rule = format!("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [{windows}]");
+    Gateway::start(&format!("{}\n[counters]\ncapacity = {CAPACITY}\n", one_rule(&rule)))
+}
+
+#[test]
+fn a_flood_of_keys_gives_nobody_more_than_the_limit() {
+    let gateway = gateway("\"3/hour\"");
+    let mut client = gateway.client();
+    let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]).status;
+    // Some who were there before it.
+    for early in 0..20 {
+        assert_eq!(ask(&format!("early-{early}")), 200);
+    }
+    for round in 0..5 {
+        let mut admitted = 0;
+        for key in 0..1000 {
+            let status = ask(&format!("flood-{key}"));
+            assert!(status == 200 || status == 429);
+            admitted += u32::from(status == 200);
+        }
+        assert!(round < 3 || admitted == 0, "round {round} admitted {admitted} over the limit");
+    }
+    // Who had used one still has two, for they have counters of their own.
+    for early in 0..20 {
+        let user = format!("early-{early}");
+        assert_eq!([ask(&user), ask(&user), ask(&user)], [200, 200, 429], "{user}");
+    }
+    let page = gateway.metrics();
+    assert!(page.sum("transom_counters_overflow_total", &[]) > 0);
+    let (live, free) =
+        (page.sum("transom_counters", &[("state", "live")]), page.sum("transom_counters", &[("state", "free")]));
+    assert!(live + free >= CAPACITY as u64 && live > free, "{live} live, {free} free");
+}
+
+#[test]
+fn nobody_is_admitted_more_often_than_the_limit_in_a_full_table() {
+    let gateway = gateway("\"3/hour\"");
+    let mut client = gateway.client();
+    let mut admitted = vec![0; 400];
+    for _ in 0..6 {
+        for (key, admitted) in admitted.iter_mut().enumerate() {
+            *admitted += u32::from(client.get_with("/a", &[("X-User", &format!("key-{key}"))]).status == 200);
+        }
+    }
+    assert!(admitted.iter().all(|admitted| *admitted <= 3), "{admitted:?}");
+}
+
+#[test]
+fn when_the_windows_are_over_there_is_room_again() {
+    let gateway = gateway("\"3/minute\"");
+    let mut client = gateway.client();
+    let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]);
+    for key in 0..1000 {
+        ask(&format!("flood-{key}"));
+    }
+    gateway.advance_s(60);
+    let page = gateway.metrics();
+    assert_eq!(page.sum("transom_counters", &[("state", "live")]), 0);
+    for key in 0..20 {
+        for left in [2, 1, 0] {
+            assert_eq!(remaining(&ask(&format!("new-{key}")).expect(200), "r"), left);
+        }
+        ask(&format!("new-{key}")).expect(429);
+    }
+}

@@ -1,0 +1,63 @@
+//! gRPC through the gateway, by the library of gRPC itself on both sides: all kinds of calls, statuses,
+//! deadlines, cancelling, reflection and health. The checks stand in tests/external/grpc_client.py.
+
+use crate::support::external_scripts::{self, Script};
+use crate::support::test_ca::Authority;
+use crate::support::tls_gateway::{Edge, all_to};
+
+fn upstream(server: &Script) -> String {
+    format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", server.address)
+}
+
+/// What fails here as well is not the gateway's fault.
+#[test]
+fn the_checks_hold_without_a_gateway() {
+    let theirs = Authority::new();
+    let server = Script::start("grpc_server.py", &theirs.tls_arguments());
+    let ca = theirs.ca.display().to_string();
+    external_scripts::check("grpc_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
+}
+
+#[test]
+fn every_kind_of_call_in_the_clear() {
+    let server = Script::start("grpc_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), false));
+    let [clear, _] = edge.ways();
+    external_scripts::check("grpc_client.py", &clear);
+}
+
+#[test]
+fn every_kind_of_call_through_tls() {
+    let server = Script::start("grpc_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), false));
+    let [_, tls] = edge.ways();
+    external_scripts::check("grpc_client.py", &tls);
+}
+
+#[test]
+fn every_kind_of_call_to_a_server_that_speaks_tls() {
+    let theirs = Authority::new();
+    let server = Script::start("grpc_server.py", &theirs.tls_arguments());
+    let upstream = format!(
+        "[upstreams.u]\nservers = [\"https://{}\"]\nprotocol = \"http2\"\n[upstreams.u.tls]\nca = {:?}\n",
+        server.address, theirs.ca
+    );
+    let edge = Edge::start(&all_to(&upstream, false));
+    let [_, tls] = edge.ways();
+    external_scripts::check("grpc_client.py", &tls);
+}
+
+#[test]
+fn a_refusal_is_one_in_terms_of_grpc() {
+    let server = Script::start("grpc_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), true));
+    let [clear, tls] = edge.ways();
+    // This one uses up the limit.
+    external_scripts::check(
+        "grpc_client.py",
+        &[clear.as_slice(), &["--only".to_owned(), "unary_once".to_owned()]].concat(),
+    );
+    for way in [clear, tls] {
+        external_scripts::check("grpc_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+    }
+}

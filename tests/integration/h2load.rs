@@ -1,0 +1,80 @@
+//! h2load: many streams at once on few connections, in the clear and through TLS.
+
+use std::process::{Command, Stdio};
+
+use crate::support::Scratch;
+use crate::support::external_servers::{self, program};
+use crate::support::tls_gateway::{Edge, all_to};
+
+const REQUESTS: usize = 4000;
+
+/// How many answers there were of each class, 2xx to 5xx. Every request must have been answered.
+#[track_caller]
+fn load(options: &[&str], url: &str) -> [usize; 4] {
+    let output = Command::new(program("timeout"))
+        .args([
+            "120",
+            "h2load",
+            "--requests",
+            &REQUESTS.to_string(),
+            "--clients",
+            "8",
+            "--max-concurrent-streams",
+            "32",
+        ])
+        .args(options)
+        .arg(url)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{options:?}: {said}{}", String::from_utf8_lossy(&output.stderr));
+    // `requests: 4000 total, 4000 started, 4000 done, 4000 succeeded, 0 failed, 0 errored, 0 timeout`
+    let requests = numbers(&said, "requests: ");
+    assert_eq!((requests[2], requests[5], requests[6]), (REQUESTS, 0, 0), "{options:?}: {said}");
+    // `status codes: 4000 2xx, 0 3xx, 0 4xx, 0 5xx`
+    let classes = numbers(&said, "status codes: ");
+    [classes[0], classes[1], classes[2], classes[3]]
+}
+
+/// The numbers of a line that begins so.
+fn numbers(said: &str, beginning: &str) -> Vec<usize> {
+    let line = said.lines().find_map(|line| line.strip_prefix(beginning)).unwrap_or_else(|| panic!("{said}"));
+    line.split(", ").map(|part| part.split(' ').next().unwrap().parse().unwrap()).collect()
+}
+
+/// Prior knowledge, and what ALPN agrees on.
+fn ways(edge: &Edge) -> [(Vec<&'static str>, String); 4] {
+    let (clear, tls) = (format!("http://{}/a.txt", edge.clear), format!("https://{}/a.txt", edge.tls));
+    [(vec![], clear.clone()), (vec![], tls.clone()), (vec!["--h1"], clear), (vec!["--h1"], tls)]
+}
+
+#[test]
+fn every_request_is_forwarded() {
+    let nginx = external_servers::nginx(|root| std::fs::write(root.join("a.txt"), "small\n").unwrap());
+    let edge = Edge::start(&all_to(&nginx.toml("u"), false));
+    for (options, url) in ways(&edge) {
+        assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
+    }
+}
+
+#[test]
+fn every_request_with_a_body_is_forwarded() {
+    let scratch = Scratch::new();
+    let data = scratch.write("data", vec![b'x'; 30_000]).display().to_string();
+    let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", false));
+    for (mut options, url) in ways(&edge) {
+        options.push("--data");
+        let options = [options.as_slice(), &[data.as_str()]].concat();
+        assert_eq!(load(&options, &url), [REQUESTS, 0, 0, 0], "{options:?} {url}");
+    }
+}
+
+#[test]
+fn every_request_past_the_limit_is_refused() {
+    let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
+    for (turn, (options, url)) in ways(&edge).into_iter().enumerate() {
+        let admitted = usize::from(turn == 0);
+        assert_eq!(load(&options, &url), [admitted, 0, REQUESTS - admitted, 0], "{options:?} {url}");
+    }
+}

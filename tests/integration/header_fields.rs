@@ -1,0 +1,184 @@
+//! The fields of a message in passing: what arrives, what stays behind, what is added.
+
+use crate::support::client::{HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::pass_all;
+use crate::support::upstream::{Received, Upstream, reply};
+
+/// What the upstream receives of a request.
+fn passed(fields: &[(&str, &str)]) -> Received {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    gateway.get_with("/a?b=c", fields).expect(200);
+    upstream.only()
+}
+
+fn names(received: &Received) -> Vec<&str> {
+    let mut names: Vec<&str> = received.fields.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    names
+}
+
+#[test]
+fn only_what_is_known_is_added() {
+    let received = passed(&[("Accept", "*/*"), ("X-Repeated", "1"), ("X-Repeated", "2")]);
+    assert_eq!((received.method.as_str(), received.target.as_str()), ("GET", "/a?b=c"));
+    assert_eq!(received.all("host"), [HOST]);
+    assert_eq!(received.all("x-repeated"), ["1", "2"]);
+    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.all("x-forwarded-host"), [HOST]);
+    let expected =
+        ["accept", "host", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-repeated", "x-repeated"];
+    assert_eq!(names(&received), expected);
+}
+
+#[test]
+fn fields_of_the_connection_stay_behind() {
+    let received = passed(&[
+        ("Connection", "keep-alive, X-Private"),
+        ("Connection", "x-other,,close-by"),
+        ("X-Private", "1"),
+        ("X-Other", "1"),
+        ("Close-By", "1"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Connection", "keep-alive"),
+        ("Proxy-Authorization", "Basic eDp5"),
+        ("Upgrade", "h2c"),
+        ("TE", "gzip"),
+        ("X-Kept", "1"),
+    ]);
+    assert_eq!(names(&received), ["host", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-kept"]);
+}
+
+#[test]
+fn connection_can_not_take_away_what_others_rely_on() {
+    let received = passed(&[
+        ("Connection", "Host, Authorization, Cookie, Content-Type, X-Forwarded-For, X-Forwarded-Host"),
+        ("Authorization", "Bearer a"),
+        ("Cookie", "a=b"),
+        ("Content-Type", "text/plain"),
+    ]);
+    for name in ["host", "authorization", "cookie", "content-type", "x-forwarded-for", "x-forwarded-host"] {
+        assert_eq!(received.all(name).len(), 1, "{name}");
+    }
+}
+
+#[test]
+fn a_field_that_a_rule_counts_by_reaches_the_upstream_whatever_connection_says() {
+    let upstream = Upstream::replying(200);
+    let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"1/minute\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    let fields = [("Connection", "X-User"), ("X-User", "bob")];
+    gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(upstream.only().all("x-user"), ["bob"]);
+    gateway.get_with("/a", &fields).expect(429);
+}
+
+#[test]
+fn what_a_client_says_of_where_it_comes_from_is_replaced() {
+    let received = passed(&[
+        ("X-Forwarded-For", "10.0.0.1"),
+        ("x-forwarded-for", "10.0.0.2, 10.0.0.3"),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded-Host", "bank.example"),
+        ("Forwarded", "for=10.0.0.1;host=bank.example"),
+    ]);
+    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
+    assert_eq!(received.all("x-forwarded-proto"), ["http"]);
+    assert_eq!(received.all("x-forwarded-host"), [HOST]);
+    assert_eq!(received.field("forwarded"), None);
+}
+
+#[test]
+fn the_clients_own_path_goes_upstream_although_another_was_matched() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    for target in ["//a/./b", "/x/../a?q=%2F..", "/%61", "/caf%C3%A9", "/a;b?c", "/?"] {
+        gateway.get(target).expect(200);
+        assert_eq!(upstream.received().last().unwrap().target, target);
+    }
+    // A fragment has no place in a target (RFC 9112, section 3.2): servers differ in what they make of it.
+    let before = upstream.received().len();
+    gateway.get("/a#b").expect(400);
+    assert_eq!(upstream.received().len(), before);
+    let toml = format!("forward_path = \"normalized\"\n{}", pass_all(&upstream));
+    let gateway = Gateway::start(&toml);
+    for (target, normal) in [("//a/./b", "/a/b"), ("/x/../a?q=%2F..", "/a?q=%2F.."), ("/%61", "/a"), ("/b%2d", "/b-")] {
+        gateway.get(target).expect(200);
+        assert_eq!(upstream.received().last().unwrap().target, normal);
+    }
+}
+
+#[test]
+fn the_answers_fields_arrive_but_for_those_of_the_connection() {
+    let upstream = Upstream::answering(|_| {
+        let fields = [
+            ("Server", "scripted"),
+            ("Set-Cookie", "a=1; Path=/"),
+            ("Set-Cookie", "b=2; Expires=Thu, 01 Jan 1970 00:00:00 GMT"),
+            ("Connection", "X-Private"),
+            ("X-Private", "1"),
+            ("Keep-Alive", "timeout=5"),
+            ("Proxy-Connection", "keep-alive"),
+            ("Proxy-Authenticate", "Basic"),
+            ("Upgrade", "h2,h2c"),
+            ("X-Odd", "caf\u{e9}"),
+            ("Date", "Thu, 01 Jan 1970 00:00:00 GMT"),
+        ];
+        reply(200, &fields, b"fine")
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let answer = gateway.get("/a").expect(200);
+    assert_eq!(answer.all("set-cookie"), ["a=1; Path=/", "b=2; Expires=Thu, 01 Jan 1970 00:00:00 GMT"]);
+    let mut names: Vec<&str> = answer.fields.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["content-length", "date", "server", "set-cookie", "set-cookie", "x-odd"]);
+    assert_eq!(answer.field("server"), Some("scripted"));
+    assert_eq!(answer.field("date"), Some("Thu, 01 Jan 1970 00:00:00 GMT"));
+}
+
+#[test]
+fn bytes_beyond_ascii_pass_in_both_directions() {
+    let upstream = Upstream::answering(|received| {
+        let value = received.field("x-name").unwrap().chars().map(|c| c as u8);
+        let mut bytes = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nX-Name: ".to_vec();
+        bytes.extend(value);
+        bytes.extend(b"\r\n\r\n");
+        bytes
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut bytes = b"GET /a HTTP/1.1\r\nHost: a\r\nX-Name: ".to_vec();
+    bytes.extend([0xFF, 0x80, b'a', 0xC3, 0xA9]);
+    bytes.extend(b"\r\n\r\n");
+    let mut client = gateway.client();
+    let answer = client.send(bytes).answer().expect(200);
+    // The client reads fields as Latin-1.
+    assert_eq!(answer.field("x-name"), Some("\u{FF}\u{80}a\u{C3}\u{A9}"));
+}
+
+#[test]
+fn any_method_passes_but_those_that_would_make_a_tunnel_or_a_mirror() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    for method in
+        ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND", "M-SEARCH", "VERSION-CONTROL"]
+    {
+        gateway.client().ask(method, "/a", &[], b"").expect(200);
+        assert_eq!(upstream.received().last().unwrap().method, method);
+    }
+    let before = upstream.received().len();
+    // Some servers take it for the method in capitals, which a route may limit.
+    for method in ["get", "Post", "brew"] {
+        gateway.client().ask(method, "/a", &[], b"").expect(400);
+    }
+    for (method, target) in [("CONNECT", "gateway.test:80"), ("TRACE", "/a")] {
+        let mut client = gateway.client();
+        let refused = client.send(request(method, target, &[], b"")).answer().expect(405);
+        refused.problem();
+        assert!(refused.field("allow").is_some());
+        client.expect_closed();
+    }
+    assert_eq!(upstream.received().len(), before);
+}

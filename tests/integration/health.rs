@@ -1,0 +1,187 @@
+//! Servers are asked how they are, and those that are not well get no requests.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use serde_json::Value;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_to};
+
+/// A server whose health is the test's to say.
+struct Patient {
+    upstream: Upstream,
+    health: Arc<AtomicU16>,
+}
+
+impl Patient {
+    fn new() -> Patient {
+        let health = Arc::new(AtomicU16::new(200));
+        let upstream = Upstream::with({
+            let health = Arc::clone(&health);
+            move |talk| {
+                while let Some(request) = talk.request() {
+                    let check = request.target.starts_with("/healthz");
+                    talk.reply(if check { health.load(Ordering::SeqCst) } else { 200 }, &[], b"");
+                }
+            }
+        });
+        Patient { upstream, health }
+    }
+
+    fn set(&self, status: u16) {
+        self.health.store(status, Ordering::SeqCst);
+    }
+
+    /// The requests that were no checks.
+    fn served(&self) -> usize {
+        self.upstream.received().iter().filter(|request| !request.target.starts_with("/healthz")).count()
+    }
+
+    fn is_up(&self, gateway: &Gateway) -> bool {
+        let url = format!("http://{}", self.upstream.address);
+        gateway.metrics().sum("transom_upstream_server_up", &[("upstream", "u"), ("server", &url)]) == 1
+    }
+}
+
+const OFTEN: &str = "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 2, unhealthy_after = 2 }\n";
+
+fn two(settings: &str) -> (Patient, Patient, String) {
+    let (a, b) = (Patient::new(), Patient::new());
+    let toml = pass_to(&[a.upstream.address, b.upstream.address], &format!("balance = \"round-robin\"\n{settings}"));
+    (a, b, toml)
+}
+
+fn ask(gateway: &Gateway, times: usize) {
+    let mut client = gateway.client();
+    (0..times).for_each(|_| drop(client.get("/a").expect(200)));
+}
+
+fn state(gateway: &Gateway) -> Value {
+    Client::connect(gateway.admin).get("/upstreams").expect(200).json()["upstreams"][0].clone()
+}
+
+#[test]
+fn a_server_that_is_not_well_gets_nothing_until_it_is() {
+    let (a, b, toml) = two(OFTEN);
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
+    assert!(a.is_up(&gateway) && b.is_up(&gateway), "healthy until checked");
+    a.set(503);
+    eventually("a is down", || !a.is_up(&gateway));
+    let before = (a.served(), b.served());
+    ask(&gateway, 20);
+    assert_eq!((a.served(), b.served()), (before.0, before.1 + 20));
+    assert_eq!(state(&gateway)["servers"][0]["state"], "unhealthy");
+    a.set(204);
+    eventually("a is up", || a.is_up(&gateway));
+    ask(&gateway, 20);
+    assert_eq!((a.served(), b.served()), (before.0 + 10, before.1 + 30));
+    let checks = |outcome| gateway.metrics().sum("transom_upstream_health_checks_total", &[("outcome", outcome)]);
+    assert!(checks("passed") >= 2 && checks("failed") >= 1);
+}
+
+#[test]
+fn where_nobody_is_well_all_are_asked() {
+    let (a, b, toml) = two(OFTEN);
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
+    a.set(500);
+    b.set(500);
+    eventually("both are down", || !a.is_up(&gateway) && !b.is_up(&gateway));
+    ask(&gateway, 10);
+    assert_eq!((a.served(), b.served()), (5, 5));
+}
+
+#[test]
+fn a_check_asks_as_it_is_told() {
+    let (a, b, toml) =
+        two("[upstreams.u.health]\npath = \"/healthz?deep=1\"\nmethod = \"HEAD\"\nhost = \"api.test\"\n\
+                            interval = \"20ms\"\ntimeout = \"5s\"\nstatus = [204, \"300-302\"]\n");
+    a.set(301);
+    let gateway = Gateway::start(&toml);
+    // The first check decides at once: 200 is not what is wanted.
+    eventually("b is down", || !b.is_up(&gateway));
+    eventually("a was checked", || !a.upstream.received().is_empty());
+    assert!(a.is_up(&gateway));
+    let check = a.upstream.received()[0].clone();
+    assert_eq!((check.method.as_str(), check.target.as_str()), ("HEAD", "/healthz?deep=1"));
+    assert_eq!((check.field("host"), check.field("user-agent")), (Some("api.test"), Some("transom-health-check")));
+}
+
+#[test]
+fn a_server_that_can_not_be_reached_or_does_not_answer_is_not_well() {
+    let (dead, fine) = (Upstream::refusing(), Patient::new());
+    let silent = Upstream::with(|talk| while talk.request().is_some() {});
+    let settings = "health = { path = \"/healthz\", interval = \"20ms\", timeout = \"50ms\" }\n";
+    let gateway = Gateway::start(&pass_to(&[dead.address, silent.address, fine.upstream.address], settings));
+    eventually("two are down", || gateway.metrics().sum("transom_upstream_server_up", &[]) == 1);
+    ask(&gateway, 20);
+    assert_eq!(fine.served(), 20);
+    assert_eq!(gateway.metrics().sum("transom_upstream_requests_total", &[("outcome", "connect_failed")]), 0);
+}
+
+#[test]
+fn a_reload_keeps_what_is_known() {
+    // Two good checks would do, but for so many that none of this test could wait for them.
+    let slow = "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 1000, unhealthy_after = 2 }\n";
+    let (a, b, toml) = two(slow);
+    let mut gateway = Gateway::start(&toml);
+    a.set(503);
+    eventually("a is down", || !a.is_up(&gateway));
+    a.set(200);
+    let served = a.served();
+    gateway.reload(&toml.replace("path = \"/{*rest}\"", "path = \"/{*rest}\"\nname = \"other\""));
+    eventually("the new configuration is in force", || {
+        gateway.get("/a").expect(200);
+        gateway.metrics().sum("transom_requests_total", &[("route", "other")]) > 0
+    });
+    ask(&gateway, 10);
+    assert!(!a.is_up(&gateway) && b.is_up(&gateway));
+    assert_eq!(a.served(), served);
+    // Without checks, nobody is unhealthy by them.
+    gateway.reload(&toml.replace(slow, ""));
+    eventually("all are up", || a.is_up(&gateway));
+    eventually("a serves", || {
+        ask(&gateway, 2);
+        a.served() > served
+    });
+}
+
+#[test]
+fn a_server_that_is_reached_in_another_way_is_checked_anew() {
+    let server = Patient::new();
+    let settings = "health = { path = \"/healthz\", interval = \"1h\" }\n";
+    let toml = |host: &str| pass_to(&[server.upstream.address], &format!("{settings}{host}"));
+    let mut gateway = Gateway::start(&toml(""));
+    eventually("the first check", || server.upstream.received().len() == 1);
+    gateway.reload(&toml("host = \"api.internal\""));
+    eventually("the next check", || server.upstream.received().len() == 2);
+    assert_eq!(server.upstream.received()[1].field("host"), Some("api.internal"));
+}
+
+#[test]
+fn checks_begin_with_the_reload_that_asks_for_them() {
+    let (a, _b, toml) = two("");
+    let mut gateway = Gateway::start(&toml);
+    a.set(503);
+    gateway.reload(&toml.replace("balance", &format!("{OFTEN}balance")));
+    eventually("a is down", || !a.is_up(&gateway));
+}
+
+#[test]
+fn whoever_is_back_begins_slowly() {
+    let (a, b, toml) = two(&format!("slow_start = \"1h\"\n{OFTEN}"));
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
+    a.set(503);
+    eventually("a is down", || !a.is_up(&gateway));
+    a.set(200);
+    eventually("a is up", || a.is_up(&gateway));
+    let before = (a.served(), b.served());
+    ask(&gateway, 110);
+    let (a_share, b_share) = (a.served() - before.0, b.served() - before.1);
+    assert!((9..=11).contains(&a_share), "{a_share} beside {b_share}");
+    let server = state(&gateway)["servers"][0].clone();
+    assert_eq!(server["state"], "slow-start");
+    assert!((0.09..0.12).contains(&server["effective_weight"].as_f64().unwrap()), "{server}");
+}

@@ -1,0 +1,347 @@
+//! What clients do to servers that speak HTTP/2, and that it ends soon, while others are served.
+//!
+//! Every attack here is on a connection of its own, with a calm one beside it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{ACK, CANCEL, END_HEADERS, END_STREAM, ENHANCE_YOUR_CALM, NO_ERROR, STATUS_200};
+use crate::support::http2_client::{
+    CONTINUATION, DATA, GOAWAY, HEADERS, PING, PRIORITY, RST_STREAM, SETTINGS, WINDOW_UPDATE,
+};
+use crate::support::http2_client::{Calm, Frame, Raw, block, frame, request};
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, one_rule, pass_all};
+
+const SHORT: &str = "[timeouts]\nrequest_head = \"300ms\"\nbody = \"300ms\"\n[http2]\nidle = \"300ms\"\n";
+
+fn gateway() -> Gateway {
+    Gateway::start(&format!("workers = 1\n{}", one_rule("key = \"ip\"\nwindows = [\"1000000/hour\"]")))
+}
+
+/// How often connections were closed because of this.
+fn told(gateway: &Gateway, kind: &str) -> u64 {
+    gateway.metrics().sum("transom_http2_abuse_total", &[("kind", kind)])
+}
+
+/// Runs an attack while somebody else asks on the same event loop. Every one of those requests must be answered.
+fn beside<T>(gateway: &Gateway, attack: impl FnOnce() -> T) -> T {
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let calm = scope.spawn(|| {
+            let mut calm = Calm::connect(gateway.http);
+            loop {
+                // Once more when it is over.
+                let last = over.load(Ordering::SeqCst);
+                calm.get("/calm").expect(200);
+                if last {
+                    return;
+                }
+            }
+        });
+        let end = End(&over);
+        let result = attack();
+        drop(end);
+        calm.join().unwrap();
+        result
+    })
+}
+
+/// The end of an attack, also of one that fails its test.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Sends the same again and again until the gateway does not take it any more, or it has been sent often enough; then the
+/// gateway must have closed the connection. What it sent before that.
+fn flood(mut raw: Raw, times: usize, bytes: impl Fn(usize) -> Vec<u8>) -> Vec<Frame> {
+    for n in 0..times {
+        if !raw.send_if_open(bytes(n)) {
+            break;
+        }
+    }
+    raw.rest()
+}
+
+fn opened(gateway: &Gateway) -> Raw {
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    raw
+}
+
+#[test]
+fn frames_that_cost_only_the_gateway_end_the_connection() {
+    let gateway = gateway();
+    let unknown = 0xfa;
+    for (kind, name, stream, payload) in [
+        (PING, "ping", 0, &[0; 8][..]),
+        (SETTINGS, "settings", 0, &[]),
+        (PRIORITY, "priority", 3, &[0, 0, 0, 0, 1]),
+        (WINDOW_UPDATE, "window_update", 0, &[0, 0, 0, 1]),
+        (unknown, "unknown", 0, &[]),
+    ] {
+        let came = beside(&gateway, || flood(opened(&gateway), 20_000, |_| frame(kind, 0, stream, payload)));
+        assert!(came.iter().filter(|frame| frame.kind == kind).count() <= 1100, "{name} is answered for ever");
+        assert_eq!(told(&gateway, name), 1, "{name}");
+    }
+}
+
+#[test]
+fn who_is_over_the_budget_is_told_to_calm_down() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"9/hour\"]");
+    let gateway = Gateway::start(&format!("[http2]\nmax_control_frames = 10\n{rule}"));
+    let mut raw = opened(&gateway);
+    // All in one packet: nothing is left unread, so that nothing is lost.
+    raw.send(frame(PING, 0, 0, &[0; 8]).repeat(40));
+    let last = raw.rest().pop().unwrap();
+    assert_eq!((last.kind, last.code()), (GOAWAY, ENHANCE_YOUR_CALM));
+    assert_eq!(told(&gateway, "ping"), 1);
+}
+
+#[test]
+fn empty_data_ends_the_connection() {
+    let gateway = gateway();
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
+    beside(&gateway, || flood(raw, 50_000, |_| frame(DATA, 0, 1, &[])));
+    assert_eq!(told(&gateway, "empty_data") + told(&gateway, "protocol_error"), 1);
+}
+
+#[test]
+fn rapid_reset_ends_the_connection_and_every_request_has_counted() {
+    // At once, and paced so that hyper sees nothing in it.
+    for pause in [Duration::ZERO, Duration::from_millis(2)] {
+        let gateway = gateway();
+        let sent = beside(&gateway, || {
+            let mut raw = Raw::connect(gateway.http);
+            let mut sent = 0;
+            for n in 0..2000 {
+                let mut both = frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &request("GET", "/attack"));
+                both.extend(frame(RST_STREAM, 0, 2 * n + 1, &CANCEL.to_be_bytes()));
+                if !raw.send_if_open(both) {
+                    break;
+                }
+                sent += 1;
+                // The pace is what the attack consists of.
+                thread::sleep(pause);
+            }
+            raw.rest();
+            sent
+        });
+        assert!(pause.is_zero() || sent < 2000, "it was let go on");
+        assert_eq!(told(&gateway, "reset") + told(&gateway, "protocol_error"), 1);
+    }
+    // Slowly enough to be allowed, each of them counts.
+    let gateway = gateway();
+    let mut raw = opened(&gateway);
+    for n in 1..=50 {
+        raw.get(2 * n + 1, "/a").send(frame(RST_STREAM, 0, 2 * n + 1, &CANCEL.to_be_bytes()));
+        raw.send(frame(PING, 0, 0, &[0; 8])).until(PING);
+    }
+    let left = remaining(&gateway.get("/a").expect(200), "r");
+    assert_eq!(left, 1_000_000 - 52);
+}
+
+#[test]
+fn heads_that_do_not_end_and_heads_that_unfold_end_the_connection() {
+    let gateway = gateway();
+    let start = frame(HEADERS, END_STREAM, 1, &request("GET", "/a"));
+    let field = block(&[("x-a", "1")]);
+    // 4 kB that are put into the table, and then named thousands of times.
+    let mut bomb = request("GET", "/a");
+    bomb.push(0x40);
+    bomb.extend(&block(&[("x-bomb", &"x".repeat(4000))])[1..]);
+    bomb.extend([0xbe; 4000]);
+    let floods: [(&str, Vec<u8>, Vec<u8>); 3] = [
+        ("empty continuations", start.clone(), frame(CONTINUATION, 0, 1, &[])),
+        ("continuations", start, frame(CONTINUATION, 0, 1, &field)),
+        ("bomb", frame(HEADERS, END_STREAM | END_HEADERS, 1, &bomb), frame(PING, 0, 0, &[0; 8])),
+    ];
+    for (what, start, more) in floods {
+        let mut raw = Raw::connect(gateway.http);
+        raw.send(start);
+        let came = beside(&gateway, || flood(raw, 50_000, |_| more.clone()));
+        assert!(!came.iter().any(|frame| frame.kind == HEADERS && frame.payload[0] == STATUS_200), "{what}");
+    }
+    let all: u64 = ["continuation", "protocol_error", "ping"].iter().map(|kind| told(&gateway, kind)).sum();
+    assert_eq!(all, 3);
+}
+
+#[test]
+fn requests_that_are_refused_for_their_heads_end_the_connection() {
+    let gateway = gateway();
+    let empty_fields = [request("GET", "/a"), block(&[("x-a", "")]).repeat(2000)].concat();
+    let cookies = [request("GET", "/a"), block(&[("cookie", "a")]).repeat(1500)].concat();
+    let malformed = [request("GET", "/a"), block(&[("X-A", "")])].concat();
+    for (n, head) in [empty_fields, cookies, malformed].into_iter().enumerate() {
+        let came = beside(&gateway, || {
+            flood(Raw::connect(gateway.http), 20_000, |n| {
+                let stream = 2 * n as u32 + 1;
+                frame(HEADERS, END_STREAM | END_HEADERS, stream, &head)
+            })
+        });
+        let answers = came.iter().filter(|frame| frame.kind == HEADERS).map(|frame| frame.payload[0]);
+        assert!(answers.filter(|status| *status == STATUS_200).count() == 0);
+        assert_eq!(told(&gateway, "bad_request"), n as u64 + 1);
+    }
+}
+
+#[test]
+fn streams_that_the_gateway_is_made_to_reset_end_the_connection() {
+    let gateway = gateway();
+    let came = beside(&gateway, || {
+        flood(Raw::connect(gateway.http), 20_000, |n| {
+            let stream = 2 * n as u32 + 1;
+            let mut both = frame(HEADERS, END_HEADERS, stream, &request("POST", "/a"));
+            both.extend(frame(WINDOW_UPDATE, 0, stream, &[0; 4]));
+            both
+        })
+    });
+    assert!(came.iter().filter(|frame| frame.kind == RST_STREAM).count() < 1000);
+}
+
+#[test]
+fn more_streams_than_allowed_are_refused_and_none_of_the_others_suffers() {
+    let upstream = Upstream::with(|talk: &mut Talk| while !talk.closed() {});
+    let gateway = Gateway::start(&format!("[http2]\nmax_concurrent_streams = 10\n{}", pass_all(&upstream)));
+    let mut raw = Raw::connect(gateway.http);
+    for n in 0..30 {
+        raw.get(2 * n + 1, "/a");
+    }
+    let mut refused: Vec<u32> = (0..20).map(|_| raw.until(RST_STREAM).stream).collect();
+    refused.sort_unstable();
+    assert_eq!(refused, (10..30).map(|n| 2 * n + 1).collect::<Vec<_>>());
+}
+
+#[test]
+fn who_says_nothing_is_let_go() {
+    let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
+    // Before the preface, within it, behind it, and within the first frame.
+    for start in ["", "PRI * ", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0"] {
+        let mut raw = Raw::silent(gateway.http);
+        raw.send(start).rest();
+    }
+    // Behind its settings: that is an idle connection.
+    for mut raw in [Raw::connect(gateway.http), opened(&gateway)] {
+        let rest = raw.rest();
+        assert!(rest.iter().any(|frame| frame.kind == GOAWAY && frame.code() == NO_ERROR), "{rest:?}");
+    }
+    // Who answers every PING, and asks by some himself, is idle all the same.
+    let mut raw = Raw::connect(gateway.http);
+    while raw.send_if_open(frame(PING, 0, 0, &[1; 8])) {
+        match raw.next() {
+            Some(Frame { kind: PING, flags: 0, payload, .. }) => drop(raw.send_if_open(frame(PING, ACK, 0, &payload))),
+            Some(_) => thread::sleep(Duration::from_millis(2)),
+            None => break,
+        }
+    }
+}
+
+#[test]
+fn a_head_that_dribbles_in_is_given_up() {
+    let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
+    let field = block(&[("x-a", "1")]);
+    let head = request("GET", "/a");
+    // Frame by frame, and not the last one.
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_STREAM, 1, &head)).send(frame(CONTINUATION, 0, 1, &field)).rest();
+    // Byte for byte.
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(&frame(HEADERS, END_HEADERS, 1, &[&head[..], &[0; 9000]].concat())[..50]);
+    while raw.send_if_open([0]) {
+        thread::sleep(Duration::from_millis(20));
+    }
+    raw.rest();
+    let late = || gateway.metrics().sum("transom_requests_total", &[("code", "408")]);
+    eventually("both are recorded", || late() == 2);
+}
+
+#[test]
+fn a_body_that_stands_still_ends_its_stream_only() {
+    let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
+    let mut raw = Raw::connect(gateway.http);
+    raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, b"abc"));
+    assert_ne!(raw.status(1), STATUS_200);
+    raw.get(3, "/a");
+    assert_eq!(raw.status(3), STATUS_200);
+}
+
+/// Sends more than any window has room for, and says when the gateway let go.
+fn endless() -> (Upstream, std::sync::mpsc::Receiver<()>) {
+    let (saw, seen) = std::sync::mpsc::channel();
+    let upstream = Upstream::with(move |talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n");
+        while talk.send([b'x'; 65_536]) {}
+        saw.send(()).unwrap();
+    });
+    (upstream, seen)
+}
+
+#[test]
+fn who_does_not_open_the_window_loses_the_stream() {
+    let (upstream, let_go) = endless();
+    let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
+    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    assert_eq!(raw.until(RST_STREAM).stream, 1);
+    let_go.recv().unwrap();
+    // Where a piece of the answer is stuck, the stream can not be reset before it; then the connection goes.
+    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    let_go.recv().unwrap();
+    raw.rest();
+}
+
+#[test]
+fn a_refusal_waits_for_the_window_and_not_for_ever() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"1/day\"]");
+    let gateway = Gateway::start(&format!("{rule}{SHORT}"));
+    Calm::connect(gateway.http).get("/a").expect(200);
+    let mut raw = Raw::with(gateway.http, &[(4, 0)]);
+    raw.get(1, "/a");
+    assert_ne!(raw.status(1), STATUS_200);
+    raw.send(frame(WINDOW_UPDATE, 0, 1, &[0, 0, 64, 0]));
+    let body = raw.until(DATA);
+    assert_eq!((body.stream, body.flags & END_STREAM), (1, END_STREAM));
+    assert!(body.payload.ends_with(b"}\n"));
+    raw.get(3, "/a");
+    assert_ne!(raw.status(3), STATUS_200);
+    assert_eq!(raw.until(RST_STREAM).stream, 3);
+}
+
+#[test]
+fn pings_do_not_keep_an_answer_that_is_not_taken() {
+    let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    let gateway = Gateway::start(&format!("{rule}{SHORT}"));
+    // With the first byte all of the answer is handed over to HTTP/2, and there is no window for the rest.
+    let mut raw = Raw::with(gateway.http, &[(4, 1)]);
+    raw.get(1, "/a");
+    assert_eq!(raw.status(1), STATUS_200);
+    eventually("the connection is closed", || {
+        // Every one is answered, so that something moves.
+        !raw.send_if_open(frame(PING, 0, 0, &[0; 8]))
+    });
+}
+
+#[test]
+fn who_does_not_read_loses_the_connection() {
+    let (upstream, let_go) = endless();
+    let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
+    // A window that never ends, and not a byte taken out of the socket.
+    let mut raw = Raw::with(gateway.http, &[(4, 0x7fff_ffff)]);
+    raw.send(frame(WINDOW_UPDATE, 0, 0, &0x7fff_0000_u32.to_be_bytes())).get(1, "/a");
+    let_go.recv().unwrap();
+    let open = || gateway.metrics().sum("transom_connections", &[]);
+    eventually("the connection is closed", || open() == 0);
+}

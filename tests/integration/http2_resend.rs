@@ -1,0 +1,125 @@
+//! Requests that a server of HTTP/2 says it has not looked at: sent elsewhere with their bodies, unless some is lost.
+
+use std::io::Write as _;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::Response;
+
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{END_HEADERS, END_STREAM, GOAWAY, HEADERS, NO_ERROR, Raw, STATUS_200, frame};
+use crate::support::http2_upstream::{Setup, Stream, Streams};
+use crate::support::upstream::Upstream;
+
+fn gateway(upstream: &str) -> Gateway {
+    Gateway::start(&format!("workers = 1\n{upstream}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"))
+}
+
+/// Bytes of which none could be elsewhere.
+fn body(length: usize) -> Vec<u8> {
+    (0..length).map(|at| ((at / 256) ^ at) as u8).collect()
+}
+
+/// Answers with what it received.
+async fn echo(mut stream: Stream) {
+    let mut whole = Vec::new();
+    while let Some(Ok(piece)) = stream.piece().await {
+        whole.extend_from_slice(&piece);
+    }
+    let mut body = stream.begin(Response::new(()));
+    let _ = body.send_data(whole.into(), true);
+}
+
+/// Takes so much of the first body of each connection that comes, and refuses its stream then.
+fn refusing_behind(bytes: usize) -> Streams {
+    Streams::with(Setup::default(), move |mut stream| async move {
+        if stream.nth > 0 || stream.head.connection > 0 {
+            return echo(stream).await;
+        }
+        let mut taken = 0;
+        while taken < bytes {
+            taken += stream.piece().await.unwrap().unwrap().len();
+        }
+        stream.refuse();
+    })
+}
+
+#[test]
+fn a_refused_request_is_sent_again_with_its_body() {
+    for (length, taken) in [(1, 0), (1, 1), (40_000, 1), (40_000, 40_000), (64 * 1024, 65_000)] {
+        let upstream = refusing_behind(taken);
+        let gateway = gateway(&upstream.toml("u"));
+        let sent = body(length);
+        let answer = gateway.client().post("/a", &sent).expect(200);
+        assert!(answer.body == sent, "{length} bytes, of which {taken} were taken");
+        assert_eq!(upstream.heads().len(), 2);
+    }
+}
+
+#[test]
+fn of_a_body_that_is_too_large_something_is_lost() {
+    let upstream = refusing_behind(64 * 1024 + 1);
+    let gateway = gateway(&upstream.toml("u"));
+    gateway.client().post("/a", body(200_000)).expect(502).problem();
+    assert_eq!(upstream.heads().len(), 1);
+    // The next is not touched by it.
+    let sent = body(200_000);
+    assert!(gateway.client().post("/a", &sent).expect(200).body == sent);
+}
+
+#[test]
+fn what_the_client_has_not_sent_yet_follows() {
+    let upstream = refusing_behind(5);
+    let gateway = gateway(&upstream.toml("u"));
+    let mut client = gateway.client();
+    client.send(b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n");
+    crate::support::eventually("it is sent elsewhere", || upstream.heads().len() == 2);
+    client.send(b"8\r\n, second\r\n0\r\n\r\n");
+    assert_eq!(client.answer().expect(200).body, b"first, second");
+}
+
+/// Ends each connection by GOAWAY that still comes while `left` lasts; `last`: the last stream that it says it has looked at.
+fn leaving(left: usize, last: u32) -> Upstream {
+    let left = AtomicUsize::new(left);
+    Upstream::with(move |talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        let request =
+            std::iter::from_fn(|| raw.next()).find(|frame| frame.stream == 1 && frame.flags & END_STREAM != 0);
+        if request.is_none() {
+            return;
+        }
+        if left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok() {
+            let goaway = [last.to_be_bytes(), NO_ERROR.to_be_bytes()].concat();
+            raw.send(frame(GOAWAY, 0, 0, &goaway));
+        } else {
+            raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &[STATUS_200]));
+            // Until the gateway goes.
+            raw.rest();
+        }
+        let _ = raw.stream.flush();
+    })
+}
+
+#[test]
+fn a_server_that_leaves_gets_no_request_that_it_has_not_looked_at() {
+    let upstream = leaving(1, 0);
+    let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
+    gateway.client().post("/a", body(20_000)).expect(200);
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn what_it_may_have_looked_at_is_not_sent_again() {
+    let upstream = leaving(1, 1);
+    let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
+    gateway.client().post("/a", body(20_000)).expect(502).problem();
+    assert_eq!(upstream.connections(), 1);
+    gateway.client().post("/a", body(20_000)).expect(200);
+}
+
+#[test]
+fn one_that_always_leaves_is_not_asked_for_ever() {
+    let upstream = leaving(100, 0);
+    let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
+    gateway.client().post("/a", "body").expect(502).problem();
+    assert_eq!(upstream.connections(), 2);
+}

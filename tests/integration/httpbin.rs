@@ -1,0 +1,196 @@
+//! Real input: httpbin behind the gateway answers as it does without.
+//!
+//! Not compared, because the server draws lots for them at every request: `/uuid`, `/bytes` and
+//! `/stream-bytes` without a seed, `/digest-auth` (a nonce) and `/cache` (an ETag and the time).
+
+use crate::support::client::HOST;
+use crate::support::compare_direct::Twin;
+use crate::support::external_servers::{self, Part};
+use crate::support::gateway::Gateway;
+
+fn twin() -> (Part, Gateway, Twin) {
+    let part = external_servers::httpbin();
+    let toml = format!(
+        "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        part.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    let twin = Twin { direct: part.address, gateway: gateway.http };
+    (part, gateway, twin)
+}
+
+#[test]
+fn pages_codings_and_streams_are_the_same() {
+    let (_part, _gateway, twin) = twin();
+    for target in [
+        "/html",
+        "/robots.txt",
+        "/deny",
+        "/xml",
+        "/json",
+        "/encoding/utf8",
+        "/forms/post",
+        "/links/10/3",
+        "/links/10",
+        "/image/png",
+        "/image/jpeg",
+        "/image/webp",
+        "/image/svg",
+        "/base64/SFRUUEJJTiBpcyBhd2Vzb21l",
+        "/bytes/0?seed=1",
+        "/bytes/1?seed=1",
+        "/bytes/102400?seed=42",
+        "/stream-bytes/100000?seed=7&chunk_size=1000",
+        "/stream-bytes/5?seed=7&chunk_size=1",
+        "/drip?duration=0.3&numbytes=6&delay=0",
+        "/drip?duration=0&numbytes=0&code=202",
+        "/range/1024",
+        "/range/100000?duration=0&chunk_size=777",
+        "/no-such-page",
+        "/ip",
+        "/user-agent",
+        "/",
+    ] {
+        twin.same("GET", target, &[("User-Agent", "integration/1.0")], b"");
+        twin.same("HEAD", target, &[("User-Agent", "integration/1.0")], b"");
+    }
+    for accept in ["image/webp", "image/svg+xml", "image/jpeg", "image/*", "text/plain"] {
+        twin.same("GET", "/image", &[("Accept", accept)], b"");
+    }
+    twin.same_echo("GET", "/delay/1", &[("X-A", "b")], b"");
+}
+
+#[test]
+fn every_status_is_the_same() {
+    let (_part, _gateway, twin) = twin();
+    for status in (200..=208).chain(300..=308).chain(400..=431).chain([451, 499]).chain(500..=511).chain([599, 700]) {
+        let target = format!("/status/{status}");
+        let answer = twin.same("GET", &target, &[], b"");
+        if status < 600 {
+            assert_eq!(answer.status, status);
+        }
+        for method in ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"] {
+            twin.same(method, &target, &[], b"");
+        }
+    }
+}
+
+#[test]
+fn redirects_cookies_conditions_and_credentials_are_the_same() {
+    let (_part, _gateway, twin) = twin();
+    let get = |target: &str, fields: &[(&str, &str)]| twin.same("GET", target, fields, b"");
+    for target in ["/redirect/3", "/relative-redirect/2", "/redirect-to?url=%2Fget%3Fa%3Db&status_code=307"] {
+        assert!(get(target, &[]).field("location").is_some());
+    }
+    // It names the host that was asked for, which is the client's own.
+    let location = get("/absolute-redirect/2", &[]);
+    assert_eq!(location.field("location"), Some(format!("http://{HOST}/absolute-redirect/1").as_str()));
+
+    let set = get("/cookies/set?a=1&b=two&c=%22x%22", &[]);
+    assert_eq!(set.all("set-cookie").len(), 3);
+    get("/cookies/set/name/value", &[]);
+    assert_eq!(get("/cookies/delete?a&b", &[("Cookie", "a=1; b=2; c=3")]).all("set-cookie").len(), 2);
+    get("/cookies", &[("Cookie", "a=1; b=\"quoted, and more\"")]);
+    get("/cookies", &[("Cookie", "a=1"), ("Cookie", "b=2")]);
+
+    for range in ["bytes=0-99", "bytes=1000-", "bytes=-24", "bytes=2000-3000", "bytes=5-1", "nonsense"] {
+        get("/range/1024", &[("Range", range)]);
+    }
+    get("/etag/abc", &[("If-None-Match", "\"abc\"")]).expect(304);
+    get("/etag/abc", &[("If-Match", "\"other\"")]).expect(412);
+    get("/cache", &[("If-Modified-Since", "Sat, 01 Jan 2022 00:00:00 GMT")]).expect(304);
+
+    get("/basic-auth/user/passwd", &[]).expect(401);
+    get("/basic-auth/user/passwd", &[("Authorization", "Basic dXNlcjpwYXNzd2Q=")]).expect(200);
+    get("/hidden-basic-auth/user/passwd", &[]).expect(404);
+    get("/bearer", &[]).expect(401);
+    get("/bearer", &[("Authorization", "Bearer token")]).expect(200);
+    twin.same_echo("GET", "/etag/abc", &[], b"");
+    twin.same_echo("GET", "/cache/60", &[], b"");
+}
+
+#[test]
+fn response_fields_are_the_same_down_to_the_odd_ones() {
+    let (_part, _gateway, twin) = twin();
+    for target in [
+        "/response-headers?X-One=1&X-One=2&X-Two=",
+        "/response-headers?Content-Type=text%2Fplain%3B%20charset%3DUTF-8&Server=httpbin",
+        "/response-headers?Link=%3C%2Fa%3E%3B%20rel%3Dnext&Link=%3C%2Fb%3E&Vary=Accept&Vary=Cookie",
+        "/response-headers?WWW-Authenticate=Negotiate&Cache-Control=no-store&Retry-After=120",
+        "/response-headers?X-Forwarded-For=upstream&X-RateLimit-Limit=5&X-RateLimit-Remaining=4",
+        "/response-headers?X-Latin=caf%C3%A9",
+    ] {
+        twin.same("GET", target, &[], b"");
+        twin.same("POST", target, &[], b"");
+    }
+}
+
+#[test]
+fn what_the_server_received_is_the_same() {
+    let (_part, _gateway, twin) = twin();
+    let long = "x".repeat(6000);
+    for fields in [
+        &[][..],
+        &[("Accept", "*/*"), ("User-Agent", "integration/1.0"), ("Accept-Language", "de, en;q=0.5")],
+        &[("X-Repeated", "one"), ("X-Repeated", "two"), ("X-Empty", "")],
+        &[("x-lower", "a"), ("X-UPPER", "b"), ("Cookie", "a=1; b=2"), ("Authorization", "Bearer secret")],
+        &[("X-Long", &long)],
+        &[("Referer", "http://elsewhere.test/?a=b#c"), ("Origin", "null"), ("Cache-Control", "no-cache")],
+    ] {
+        twin.same_echo("GET", "/headers", fields, b"");
+        twin.same_echo("GET", "/get?a=1&a=2&b=%C3%BC&c=%2F%20+&d", fields, b"");
+    }
+    for target in [
+        "/anything/%C3%BCber/w%20w",
+        "/anything/a;b=c,d@e:f!$&'()*+=",
+        "/anything/%7Euser/~user",
+        "/anything?",
+        "/anything/a//b/./c/../d",
+    ] {
+        for method in ["GET", "POST", "PUT", "PATCH", "DELETE"] {
+            twin.same_echo(method, target, &[], b"");
+        }
+    }
+}
+
+#[test]
+fn request_bodies_arrive_the_same() {
+    let (_part, _gateway, twin) = twin();
+    let form = ("Content-Type", "application/x-www-form-urlencoded");
+    let multipart = ("Content-Type", "multipart/form-data; boundary=XX");
+    let parts = b"--XX\r\nContent-Disposition: form-data; name=\"a\"\r\n\r\n1\r\n\
+        --XX\r\nContent-Disposition: form-data; name=\"f\"; filename=\"f.bin\"\r\n\
+        Content-Type: application/octet-stream\r\n\r\n\x00\x01\xff\r\n--XX--\r\n";
+    let large = "0123456789abcdef".repeat(16 * 1024);
+    for method in ["POST", "PUT", "PATCH", "DELETE"] {
+        let target = &format!("/{}", method.to_ascii_lowercase());
+        twin.same_echo(method, target, &[form], b"a=1&a=2&b=%C3%BC&c=");
+        twin.same_echo(method, target, &[multipart], parts);
+        twin.same_echo(method, target, &[("Content-Type", "application/json")], b"{\"a\": [1, null, \"\xc3\xbc\"]}");
+        twin.same_echo(method, target, &[("Content-Type", "application/octet-stream")], b"\x00\x01\xfe\xff");
+        twin.same_echo(method, target, &[], large.as_bytes());
+        twin.same_echo(method, target, &[("Content-Length", "0")], b"");
+        let chunked = format!(
+            "{method} {target} HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n\
+             3\r\nabc\r\n1;extension=1\r\nd\r\n1A\r\nefghijklmnopqrstuvwxyz0123\r\n0\r\n\r\n"
+        );
+        twin.same_echo_bytes(method, target, chunked.as_bytes());
+    }
+    twin.same("OPTIONS", "/get", &[("Origin", "http://a.test"), ("Access-Control-Request-Method", "PUT")], b"");
+    twin.same("POST", "/get", &[], b"not allowed here").expect(405);
+}
+
+#[test]
+fn codings_are_passed_on_as_they_are() {
+    let (_part, _gateway, twin) = twin();
+    // What is in there depends on the fields received, so the length differs by what the gateway
+    // adds; the coding does not.
+    for (target, coding) in [("/gzip", "gzip"), ("/deflate", "deflate"), ("/brotli", "br")] {
+        let (direct, through) = twin.both("GET", &crate::support::client::request("GET", target, &[], b""));
+        assert_eq!(through.field("content-encoding"), Some(coding));
+        assert_eq!(through.field("content-encoding"), direct.field("content-encoding"));
+        let difference = through.body.len().abs_diff(direct.body.len());
+        assert!(difference < 60, "{target}: {difference} bytes");
+    }
+}

@@ -1,0 +1,80 @@
+//! Informational answers of upstreams, on their way to clients of HTTP/2.
+
+use std::net::SocketAddr;
+use std::sync::Mutex;
+use std::sync::mpsc;
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use tokio::net::TcpStream;
+use tokio::runtime::{Builder, Runtime};
+
+use crate::support::client::HOST;
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{DATA, HEADERS, Raw};
+use crate::support::pass_all;
+use crate::support::upstream::Upstream;
+
+#[test]
+fn interim_answers_are_passed_on_at_once() {
+    let (tell, told) = mpsc::channel::<()>();
+    let told = Mutex::new(told);
+    let upstream = Upstream::with(move |talk| {
+        while talk.request().is_some() {
+            talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\nConnection: x\r\nKeep-Alive: 5\r\n\r\n");
+            // The client has it before the final answer is even made.
+            told.lock().unwrap().recv().unwrap();
+            talk.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
+            talk.reply(200, &[], b"final");
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let (runtime, mut sender) = connect(gateway.http);
+    for _ in 0..3 {
+        runtime.block_on(async {
+            let request = http::Request::get(format!("http://{HOST}/a")).body(()).unwrap();
+            let (mut answer, _) = sender.send_request(request, true).unwrap();
+            let hint = std::future::poll_fn(|cx| answer.poll_informational(cx)).await.unwrap().unwrap();
+            assert_eq!(hint.status(), 103);
+            assert_eq!(
+                hint.headers().iter().map(|(name, value)| (name.as_str(), value)).collect::<Vec<_>>(),
+                [("link", &http::HeaderValue::from_static("</a.css>"))]
+            );
+            tell.send(()).unwrap();
+            let hint = std::future::poll_fn(|cx| answer.poll_informational(cx)).await.unwrap().unwrap();
+            assert_eq!((hint.status().as_u16(), hint.headers().len()), (102, 0));
+            assert_eq!(answer.await.unwrap().status(), 200);
+        });
+    }
+}
+
+/// There is an end to them: they wait for no window.
+#[test]
+fn interim_answers_without_end_are_not_all_passed_on() {
+    let upstream = Upstream::with(|talk| {
+        while talk.request().is_some() {
+            let hint = format!("HTTP/1.1 103 Early Hints\r\nlink: <{}>\r\n\r\n", "a".repeat(1000));
+            (0..2000).all(|_| talk.send(&hint));
+            talk.reply(200, &[], b"final");
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/a");
+    let heads = std::iter::from_fn(|| raw.next()).take_while(|frame| frame.kind != DATA);
+    let heads = heads.filter(|frame| (frame.kind, frame.stream) == (HEADERS, 1)).count();
+    // The last is the final one.
+    assert!((1..=17).contains(&heads), "{heads}");
+}
+
+/// h2 itself, which tells of informational answers.
+fn connect(address: SocketAddr) -> (Runtime, SendRequest<Bytes>) {
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    let sender = runtime.block_on(async {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let (sender, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::spawn(connection);
+        sender
+    });
+    (runtime, sender)
+}

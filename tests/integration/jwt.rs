@@ -1,0 +1,492 @@
+//! Keys of verified tokens: who holds a token is counted by what it says, and a token that is not
+//! genuine and valid gets 401, whatever the rule would do without one.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::support::client::{Answer, Client};
+use crate::support::gateway::{Gateway, START_S};
+use crate::support::gateway_group::{PATIENT, shared};
+use crate::support::jwt_issuer::{ALGORITHMS, Issuer, encode, mac};
+use crate::support::load_checker::now_ms;
+use crate::support::process::{Process, run};
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::redis::RedisServer;
+use crate::support::{Scratch, eventually, one_rule};
+
+/// One rule of two requests a minute, and whose tokens are believed.
+fn rule(key: &str, jwt: &str) -> String {
+    format!("{}{jwt}", one_rule(&format!("{key}\nwindows = [\"2/minute\"]")))
+}
+
+const BY_SUBJECT: &str = "key = \"jwt:sub\"\non_missing_key = \"ip\"";
+
+fn ask(gateway: &Gateway, token: &str) -> Answer {
+    gateway.get_with("/a", &[("Authorization", &format!("Bearer {token}"))])
+}
+
+#[track_caller]
+fn two_then_refused(mut ask: impl FnMut() -> u16) {
+    assert_eq!([ask(), ask(), ask()], [200, 200, 429]);
+}
+
+/// Expects a token to be refused, and nothing to be counted or given away.
+#[track_caller]
+fn refused(gateway: &Gateway, token: &str, why: &str) {
+    let answer = ask(gateway, token).expect(401);
+    assert_eq!(answer.field("www-authenticate"), Some("Bearer error=\"invalid_token\""));
+    assert_eq!(answer.problem()["detail"], why);
+    assert_eq!(answer.field("ratelimit"), None);
+}
+
+const UNKNOWN_KEY: &str = "the token is not signed with a key and an algorithm that are trusted here";
+const SIGNATURE: &str = "the token's signature is not valid";
+const MALFORMED: &str = "the token is malformed";
+
+#[test]
+fn tokens_of_all_algorithms_count_by_their_claim() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
+    for algorithm in ALGORITHMS {
+        let token = issuer.token(algorithm, &json!({ "sub": algorithm, "exp": START_S + 60 }));
+        two_then_refused(|| ask(&gateway, &token).status);
+        // Another token of the same caller, by another algorithm and another scheme's spelling.
+        let another = issuer.token("HS256", &json!({ "sub": algorithm, "jti": "other" }));
+        let answer = gateway.get_with("/a", &[("authorization", &format!("bEARER  {another}"))]);
+        answer.expect(429);
+    }
+    // Nobody was counted by address meanwhile.
+    two_then_refused(|| gateway.get("/a").status);
+}
+
+#[test]
+fn a_token_that_is_not_genuine_is_refused() {
+    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
+    let claims = json!({ "sub": "alice", "exp": START_S + 60 });
+    for algorithm in ALGORITHMS {
+        refused(&gateway, &other.token(algorithm, &claims), SIGNATURE);
+
+        let token = issuer.token(algorithm, &claims);
+        let parts: Vec<&str> = token.split('.').collect();
+        let payload = encode(json!({ "sub": "eve", "exp": START_S + 60 }).to_string());
+        refused(&gateway, &format!("{}.{payload}.{}", parts[0], parts[2]), SIGNATURE);
+        refused(&gateway, &format!("{}.{}.", parts[0], parts[1]), SIGNATURE);
+        let header = encode(json!({ "alg": algorithm, "x": 1 }).to_string());
+        refused(&gateway, &format!("{header}.{}.{}", parts[1], parts[2]), SIGNATURE);
+        for malformed in [parts[..2].join("."), format!("{token}.x"), format!("{token}="), format!("{token} x")] {
+            refused(&gateway, &malformed, MALFORMED);
+        }
+        // Signed with the right key, which is for another algorithm.
+        for named in ALGORITHMS.iter().filter(|named| **named != algorithm) {
+            refused(&gateway, &issuer.sign(algorithm, &json!({ "alg": named }), &claims), SIGNATURE);
+        }
+        ask(&gateway, &token).expect(if algorithm == "HS256" || algorithm == "RS256" { 200 } else { 429 });
+    }
+    refused(&gateway, "", MALFORMED);
+    refused(&gateway, "alice", MALFORMED);
+}
+
+#[test]
+fn no_token_chooses_its_own_algorithm() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
+    let payload = encode(json!({ "sub": "alice" }).to_string());
+    for none in ["none", "None", "NONE", "nOnE", "", "HS384", "RS512", "PS256"] {
+        let header = encode(json!({ "alg": none }).to_string());
+        refused(&gateway, &format!("{header}.{payload}."), UNKNOWN_KEY);
+        refused(&gateway, &format!("{header}.{payload}.c2ln"), UNKNOWN_KEY);
+    }
+    // A public key is known to everybody, and is no secret: neither as it is written nor as it is.
+    let header = encode(json!({ "alg": "HS256" }).to_string());
+    let signed = format!("{header}.{payload}");
+    for algorithm in ["RS256", "ES256", "EdDSA"] {
+        let pem = issuer.pem(algorithm);
+        for secret in [pem.as_str(), pem.trim_end(), ""] {
+            let signature = encode(mac(secret.as_bytes(), signed.as_bytes()));
+            refused(&gateway, &format!("{signed}.{signature}"), SIGNATURE);
+        }
+    }
+    // Where there is no secret at all, HS256 is as unknown as `none`.
+    let file = scratch.write("only.pem", issuer.pem("RS256"));
+    let jwt = format!("[jwt]\nkeys = [{{ algorithm = \"RS256\", public_key_file = \"{}\" }}]\n", file.display());
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
+    let signature = encode(mac(issuer.pem("RS256").as_bytes(), signed.as_bytes()));
+    refused(&gateway, &format!("{signed}.{signature}"), UNKNOWN_KEY);
+    refused(
+        &gateway,
+        &issuer.sign("HS256", &json!({ "alg": "HS256", "crit": ["exp"] }), &json!({})),
+        "the token needs an extension that is not known here",
+    );
+}
+
+#[test]
+fn times_are_the_gateways() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let expired = "the token has expired";
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
+    refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": START_S })), expired);
+    refused(&gateway, &issuer.token("ES256", &json!({ "sub": "a", "exp": "never" })), MALFORMED);
+    let later = issuer.token("ES256", &json!({ "sub": "b", "nbf": START_S + 30, "exp": START_S + 90 }));
+    refused(&gateway, &later, "the token is not valid yet");
+    gateway.advance_s(30);
+    two_then_refused(|| ask(&gateway, &later).status);
+    gateway.advance_s(59);
+    ask(&gateway, &later).expect(200);
+    // It was verified a moment ago, and that does not help it.
+    gateway.advance_s(1);
+    refused(&gateway, &later, expired);
+
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &format!("{}leeway = \"10s\"\n", issuer.keys(&scratch))));
+    let token = issuer.token("EdDSA", &json!({ "sub": "a", "nbf": START_S + 10, "exp": START_S + 20 }));
+    ask(&gateway, &token).expect(200);
+    refused(
+        &gateway,
+        &issuer.token("EdDSA", &json!({ "sub": "a", "nbf": START_S + 11 })),
+        "the token is not valid yet",
+    );
+    gateway.advance_s(29);
+    ask(&gateway, &token).expect(200);
+    gateway.advance_s(1);
+    refused(&gateway, &token, expired);
+}
+
+#[test]
+fn issuer_and_audience_are_asked_for_where_they_are_named() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let jwt = format!("{}issuer = \"https://i.test\"\naudience = [\"api\", \"admin\"]\n", issuer.keys(&scratch));
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
+    let token = |claims: Value| issuer.token("HS256", &claims);
+    let wrong_issuer = "the token's issuer is not trusted here";
+    refused(&gateway, &token(json!({ "sub": "a", "aud": "api" })), wrong_issuer);
+    refused(&gateway, &token(json!({ "sub": "a", "aud": "api", "iss": "https://i.test/" })), wrong_issuer);
+    let wrong_audience = "the token is meant for another audience";
+    refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test" })), wrong_audience);
+    refused(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": ["API"] })), wrong_audience);
+    ask(&gateway, &token(json!({ "sub": "a", "iss": "https://i.test", "aud": "api" }))).expect(200);
+    ask(&gateway, &token(json!({ "sub": "b", "iss": "https://i.test", "aud": ["x", "admin"] }))).expect(200);
+}
+
+#[test]
+fn a_key_set_is_a_file_with_ids() {
+    let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
+    let file = scratch.write("jwks.json", issuer.jwks().to_string());
+    let gateway = Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\njwks_file = \"{}\"\n", file.display())));
+    for algorithm in ALGORITHMS {
+        let claims = json!({ "sub": algorithm });
+        let sign = |kid: &str| issuer.sign(algorithm, &json!({ "alg": algorithm, "kid": kid }), &claims);
+        ask(&gateway, &sign(algorithm)).expect(200);
+        ask(&gateway, &issuer.token(algorithm, &claims)).expect(200);
+        refused(&gateway, &sign("2023"), UNKNOWN_KEY);
+        refused(&gateway, &sign(&algorithm.to_lowercase()), UNKNOWN_KEY);
+        let forged = other.sign(algorithm, &json!({ "alg": algorithm, "kid": algorithm }), &claims);
+        refused(&gateway, &forged, SIGNATURE);
+    }
+}
+
+#[test]
+fn a_missing_token_or_claim_is_a_missing_key() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let keys = issuer.keys(&scratch);
+    let without = issuer.token("HS256", &json!({ "exp": START_S + 600 }));
+    let invalid = issuer.token("HS256", &json!({ "sub": "a", "exp": 1 }));
+    for (on_missing, status) in [("refuse", 400), ("skip", 200)] {
+        let key = format!("key = \"jwt:sub\"\non_missing_key = \"{on_missing}\"");
+        let gateway = Gateway::start(&rule(&key, &keys));
+        for _ in 0..3 {
+            for fields in [&[][..], &[("Authorization", "Basic YWxpY2U6cHc=")], &[("Authorization", "")]] {
+                let answer = gateway.get_with("/a", fields).expect(status);
+                assert_eq!(answer.field("ratelimit"), None);
+            }
+            ask(&gateway, &without).expect(status);
+        }
+        ask(&gateway, &invalid).expect(401);
+        for second in ["Bearer x", "Basic x"] {
+            let token = format!("Bearer {}", issuer.token("HS256", &json!({ "sub": "a" })));
+            let answer = gateway.get_with("/a", &[("Authorization", &token), ("authorization", second)]).expect(400);
+            assert_eq!(answer.problem()["detail"], "the request gives `authorization` more than once");
+        }
+    }
+    // Counted by address instead, but for what is invalid, whatever other part is missing.
+    let key = "key = [\"header:x-tenant\", \"jwt:sub\"]\non_missing_key = \"ip\"";
+    let gateway = Gateway::start(&rule(key, &keys));
+    ask(&gateway, &invalid).expect(401);
+    two_then_refused(|| ask(&gateway, &without).status);
+}
+
+#[test]
+fn claims_of_all_kinds_tell_callers_apart() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let key = "key = [\"jwt:uid\", \"jwt:realm.id\", \"jwt:https://example.com/admin\"]\non_missing_key = \"refuse\"";
+    let gateway = Gateway::start(&rule(key, &issuer.keys(&scratch)));
+    let token = |uid: Value, realm: &str, admin: bool| {
+        let claims = json!({ "uid": uid, "realm": { "id": realm }, "https://example.com/admin": admin });
+        issuer.token("EdDSA", &claims)
+    };
+    for token in [
+        token(json!(42), "r", true),
+        token(json!(43), "r", true),
+        token(json!(42), "s", true),
+        token(json!(42), "r", false),
+        token(json!("forty-two"), "r", true),
+    ] {
+        two_then_refused(|| ask(&gateway, &token).status);
+    }
+    for missing in [json!(null), json!(""), json!([42]), json!({})] {
+        ask(&gateway, &token(missing, "r", true)).expect(400);
+    }
+}
+
+#[test]
+fn a_rule_that_is_only_tried_out_refuses_no_token() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&rule(&format!("{BY_SUBJECT}\non_limit = \"shadow\""), &issuer.keys(&scratch)));
+    ask(&gateway, "nonsense").expect(200);
+}
+
+#[test]
+fn a_reload_forgets_what_old_keys_have_verified() {
+    let (old, new) = (Issuer::new(), Issuer::new());
+    let scratch = Scratch::new();
+    let file = scratch.write("jwks.json", old.jwks().to_string());
+    let toml = one_rule("key = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"100000/366d\"]")
+        + &format!("[jwt]\njwks_file = \"{}\"\n", file.display());
+    let process = Process::spawn(&format!("workers = 1\n{toml}"));
+    let mut client = process.client();
+    let mut get = |token: &str| client.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
+    let (from_old, from_new) = (old.token("RS256", &json!({ "sub": "a" })), new.token("RS256", &json!({ "sub": "a" })));
+    assert_eq!(remaining(&get(&from_old).expect(200), "r"), 99_999);
+    get(&from_old).expect(200);
+    get(&from_new).expect(401);
+
+    // In one step, so that no half of it is read: a change is seen without a signal.
+    let replace = |text: String| fs::rename(scratch.write("jwks.new", text), scratch.path().join("jwks.json")).unwrap();
+    replace(new.jwks().to_string());
+    process.reloaded("applied", 1);
+    eventually("the new keys hold", || get(&from_new).status == 200);
+    get(&from_old).expect(401);
+
+    // A set that is broken leaves everything as it was, and is said without what it holds.
+    let broken = new.jwks().to_string().replace("\"RSA\"", "\"RSA").replace("sig", "marked");
+    replace(broken);
+    process.reloaded("refused", 1);
+    get(&from_new).expect(200);
+    let log = process.stderr();
+    assert!(log.contains("jwks.json` is no JSON") && log.contains("fix: ") && !log.contains("marked"), "{log}");
+}
+
+#[test]
+fn files_are_named_from_where_the_configuration_is_and_checked() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    scratch.write("rsa.pem", issuer.pem("RS256"));
+    let jwt = "[jwt]\nkeys = [{ algorithm = \"RS256\", public_key_file = \"rsa.pem\" }]\n";
+    let file = scratch.write("gateway.toml", format!("{jwt}{}", rule(BY_SUBJECT, ""))).display().to_string();
+    let (code, _, err) = run(&["check", "--config", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    for (text, said) in [
+        (issuer.pem("ES256"), "`rsa.pem` is no key for `RS256`"),
+        ("secret secret".to_owned(), "`rsa.pem` is no public key in PEM"),
+        ("x".repeat(17 * 1024 * 1024), "can not read `rsa.pem`: it has more than 16 MiB"),
+    ] {
+        scratch.write("rsa.pem", text);
+        for command in ["check", "run"] {
+            let (code, out, err) = run(&[command, "--config", &file]);
+            assert_eq!((code, out.as_str()), (Some(2), ""));
+            assert!(err.starts_with(&format!("{file}:2:50: {said}")) && err.contains("fix: "), "{err}");
+            assert!(!err.contains("secret secret"), "{err}");
+        }
+    }
+}
+
+#[test]
+fn nothing_of_a_token_is_logged_or_measured() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let log = scratch.path().join("access.log");
+    let keys = format!("{}[access_log]\nfile = \"{}\"\n", issuer.keys(&scratch), log.display());
+    let key =
+        "key = [\"jwt:sub\", \"cookie:session\", \"query:token\", \"header:x-api-key\"]\non_missing_key = \"refuse\"";
+    let process = Process::spawn(&rule(key, &keys));
+    let mut answers = String::new();
+    for (subject, expires) in [("marked-subject", 4_000_000_000_u64), ("marked-subject", 1)] {
+        let token = issuer.token("HS256", &json!({ "sub": subject, "exp": expires }));
+        for target in ["/a?token=marked-query", "/a?token=%zz-marked-query", "/a?token=marked-query&token=b", "/a"] {
+            let fields = [
+                ("Authorization", format!("Bearer {token}")),
+                ("Cookie", "session=marked-cookie".to_owned()),
+                ("X-API-Key", "marked-key".to_owned()),
+            ];
+            let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (*name, value.as_str())).collect();
+            let answer = process.client().get_with(target, &fields);
+            if answer.status != 200 {
+                answers += &answer.text();
+            }
+        }
+    }
+    eventually("the lines are written", || std::fs::read_to_string(&log).unwrap_or_default().lines().count() == 8);
+    let written = std::fs::read_to_string(&log).unwrap();
+    let metrics = process.admin_get("/metrics").expect(200).text();
+    for text in [&written, &metrics, &process.stderr(), &answers] {
+        assert!(!text.contains("marked") && !text.contains("eyJ") && !text.contains(&issuer.secret), "{text}");
+    }
+    assert!(written.contains("\"status\":401") && written.contains("\"status\":400"), "{written}");
+}
+
+/// Rules by the address and by the subject of a token, in this order.
+fn by_address_and_subject(settings: &str, jwt: &str) -> String {
+    format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[rules.address]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n{settings}\n\
+         [rules.subject]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"100/minute\"]\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"subject\", \"address\"]\n{jwt}"
+    )
+}
+
+#[test]
+fn a_bad_token_is_counted_by_the_rules_whose_keys_are_known() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
+    for left in [2, 1, 0] {
+        let answer = ask(&gateway, "nonsense").expect(401);
+        assert_eq!(remaining(&answer, "address"), left);
+        assert_eq!(items(&answer, "ratelimit").len(), 1);
+        assert_eq!(items(&answer, "ratelimit-policy").len(), 1);
+        assert_eq!(answer.problem()["detail"], MALFORMED);
+    }
+    // The address is over its limit, whatever the token is worth.
+    let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
+    for token in ["nonsense", "", &genuine] {
+        let answer = ask(&gateway, token).expect(429);
+        assert_eq!(answer.problem()["violated-policies"], json!(["address"]));
+        assert_eq!(answer.field("www-authenticate"), None);
+    }
+    let page = gateway.metrics();
+    let decided = |rule, outcome| page.sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)]);
+    assert_eq!((decided("address", "admitted"), decided("address", "refused")), (3, 3));
+    assert_eq!((decided("subject", "admitted"), decided("subject", "refused")), (0, 0));
+    assert_eq!(page.sum("transom_faults_total", &[("fault", "token")]), 3);
+    // All or none: a genuine token that the address refused has used nothing of its subject's windows.
+    gateway.advance_s(60);
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "subject"), 99);
+}
+
+#[test]
+fn what_a_bad_token_is_counted_by_depends_on_the_rules() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let keys = issuer.keys(&scratch);
+    // Refusals count where a rule says so.
+    let gateway = Gateway::start(&by_address_and_subject("count_refused = true", &keys));
+    (0..3).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
+    let refused = ask(&gateway, "nonsense").expect(429);
+    assert_eq!(remaining(&refused, "address"), 0);
+    // A shadow rule counts such requests, and refuses none.
+    let gateway = Gateway::start(&by_address_and_subject("on_limit = \"shadow\"", &keys));
+    (0..5).for_each(|_| drop(ask(&gateway, "nonsense").expect(401)));
+    let shadowed = gateway.metrics().sum("transom_decisions_total", &[("rule", "address"), ("outcome", "shadowed")]);
+    assert_eq!(shadowed, 2);
+    // A request that lacks its token is counted alike.
+    let gateway = Gateway::start(&by_address_and_subject("", &keys));
+    (0..3).for_each(|_| drop(gateway.get("/a").expect(400)));
+    gateway.get("/a").expect(429);
+}
+
+#[test]
+fn a_bad_token_is_counted_where_gateways_share_counters() {
+    let (issuer, scratch, redis) = (Issuer::new(), Scratch::new(), RedisServer::start());
+    let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
+    let store = format!("[counters.shared]\nredis = \"{}\"\n{PATIENT}", redis.url());
+    let process = Process::spawn(&format!("{store}{}", toml.replace("3/minute", "3/366d")));
+    let ask = |token: &str| process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]);
+    for left in [2, 1, 0] {
+        assert_eq!(remaining(&ask("nonsense").expect(401), "address"), left);
+    }
+    ask("nonsense").expect(429);
+    ask(&issuer.token("ES256", &json!({ "sub": "alice" }))).expect(429);
+}
+
+#[test]
+fn a_bad_token_names_no_plan() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let toml = format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[clients]\nfile = \"clients.toml\"\nsubject = \"jwt:sub\"\n\
+         [rules.address]\nkey = \"ip\"\nwindows = [\"2/minute\"]\nplans.gold.windows = [\"50/minute\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"address\"]\n{}",
+        issuer.keys(&scratch)
+    );
+    let gateway = Gateway::start_with(&toml, "[clients.a]\nplan = \"gold\"\nsubjects = [\"alice\"]\n");
+    let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 49);
+    // Whoever sends it is known by the address alone, and has the windows of everyone.
+    assert_eq!(remaining(&ask(&gateway, "nonsense").expect(401), "address"), 0);
+    ask(&gateway, "nonsense").expect(429);
+    assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 47);
+}
+
+#[test]
+fn a_token_that_names_no_key_is_tried_with_a_few() {
+    let issuers: Vec<Issuer> = (0..5).map(|_| Issuer::new()).collect();
+    let (scratch, token) = (Scratch::new(), json!({ "sub": "a" }));
+    let gateway = |named: &[Issuer]| {
+        let keys = named.iter().enumerate().map(|(i, issuer)| {
+            let file = scratch.write(&format!("{i}.pem"), issuer.pem("ES256"));
+            format!("{{ algorithm = \"ES256\", kid = \"{i}\", public_key_file = \"{}\" }}", file.display())
+        });
+        let keys: Vec<String> = keys.collect();
+        Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\nkeys = [{}]\n", keys.join(", "))))
+    };
+    let few = gateway(&issuers[..4]);
+    ask(&few, &issuers[3].token("ES256", &token)).expect(200);
+    let many = gateway(&issuers);
+    let why = "the token does not say by `kid` which of many keys it is signed with";
+    for issuer in [&issuers[0], &issuers[4]] {
+        refused(&many, &issuer.token("ES256", &token), why);
+    }
+    let header = json!({ "alg": "ES256", "kid": "4" });
+    ask(&many, &issuers[4].sign("ES256", &header, &token)).expect(200);
+    refused(&many, &issuers[3].sign("ES256", &header, &token), SIGNATURE);
+}
+
+#[test]
+fn times_of_tokens_go_by_the_wall_clock_and_not_by_that_of_windows() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let jwt = issuer.keys(&scratch);
+    let gateway = Gateway::start(&rule(&BY_SUBJECT.replace("sub", "jti"), &jwt).replace("2/minute", "100/day"));
+    let token = |from_s: u64, until_s: u64| {
+        issuer.token("ES256", &json!({ "jti": "a", "nbf": START_S + from_s, "exp": START_S + until_s }))
+    };
+    let (now, tomorrow) = (token(0, 60), token(86_400, 86_460));
+    ask(&gateway, &now).expect(200);
+    // The wall clock is a day ahead for a moment, and windows stay there.
+    gateway.clock.set_wall_clock((START_S + 86_400) * 1000);
+    gateway.clock.not_before((START_S + 86_400) * 1000);
+    refused(&gateway, &now, "the token has expired");
+    ask(&gateway, &tomorrow).expect(200);
+    gateway.clock.set_wall_clock(START_S * 1000);
+    ask(&gateway, &now).expect(200);
+    // It was valid a moment ago, by a clock that was wrong.
+    refused(&gateway, &tomorrow, "the token is not valid yet");
+    let page = Client::connect(gateway.admin).get("/metrics").expect(200).text();
+    assert!(page.contains("\ntransom_clock_offset_seconds 86400\n"), "{page}");
+}
+
+#[test]
+fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let redis = RedisServer::at_clock(-86_400, "");
+    let rule = "[rules.r]\nkey = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"1000/day\"]\n";
+    let toml = shared(&format!("\"{}\"", redis.url()), &format!("mode = \"exact\"\n{PATIENT}"), rule);
+    let process = Process::spawn(&format!("{toml}{}", issuer.keys(&scratch)));
+    let now_s = now_ms() / 1000;
+    let status = |from_s: u64, until_s: u64| {
+        let token = issuer.token("ES256", &json!({ "sub": "alice", "nbf": from_s, "exp": until_s }));
+        process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status
+    };
+    // The store has told its time by the second.
+    for _ in 0..2 {
+        assert_eq!(status(now_s - 60, now_s + 1800), 200);
+        assert_eq!(status(now_s - 7200, now_s - 1800), 401);
+        assert_eq!(status(now_s + 1800, now_s + 7200), 401);
+    }
+    process.says("windows follow a clock that is 86400 s behind this machine's");
+    let page = process.admin_get("/metrics").expect(200).text();
+    assert!(page.contains("\ntransom_clock_offset_seconds -86400\n"), "{page}");
+}

@@ -1,0 +1,184 @@
+//! Counters in a file outlive the process: however often it is killed, nobody gets more than the limit.
+//!
+//! `make kills` does it a thousand times and says what came of it.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use transom::config;
+use transom::http::rate_limit_key::Starts;
+use transom::persistence::file_header::Header;
+use transom_limiter::counter::CounterWord;
+use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_time::Now;
+use transom_limiter::rule_set::RuleSet;
+use transom_limiter::table::Table;
+
+use crate::support::gateway::with_listen;
+use crate::support::load_checker::{KEYS, Layer, Load, now_ms};
+use crate::support::process::{BINARY, Process};
+use crate::support::{Scratch, one_rule, seeded_rng};
+
+/// Lengths that have no multiple in common for a while, so that windows of both end during the run.
+const LAYERS: [Layer; 2] = [Layer { limit: 3, period_ms: 2000 }, Layer { limit: 6, period_ms: 7000 }];
+const CAPACITY: usize = 100_000;
+/// Of the number of a key's part; a request's field.
+const HEADER_PART: u8 = 3;
+
+fn toml(file: &Path) -> String {
+    let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"3/2s\", \"6/7s\"]";
+    format!("workers = 2\n{}\n[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", one_rule(rule), file.display())
+}
+
+/// How often; few where nobody asked for more.
+fn times(few: usize) -> usize {
+    std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse().expect("`TRANSOM_KILLS` is a number"))
+}
+
+/// Whether there is another kill to come: so many, and more until some limit of each layer was reached, without which
+/// nothing would be proven.
+fn goes_on(load: &Load, kills: &mut usize, least: usize) -> bool {
+    *kills += 1;
+    *kills <= least || (*kills <= 50 * least && !load.has_reached(&LAYERS))
+}
+
+/// Starts the gateway and kills it before it can have said that it serves, or just then.
+fn kill_early(config: &Path, after: Duration) {
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(config).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().unwrap();
+    thread::sleep(after);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+fn start(toml: &str, starts: &mut Vec<Duration>) -> Process {
+    let before = Instant::now();
+    let process = Process::spawn_by(Command::new(BINARY), toml, Scratch::in_memory());
+    starts.push(before.elapsed());
+    process
+}
+
+fn report(
+    what: &str,
+    kills: usize,
+    tally: &crate::support::load_checker::Tally,
+    full: &[usize],
+    starts: &mut [Duration],
+) {
+    starts.sort();
+    let ms = |duration: Duration| duration.as_secs_f64() * 1000.0;
+    println!(
+        "{what}: {kills} kills, {} requests answered, {} admitted; {full:?} keys and windows at the limit of each layer; \
+         {} starts, each {:.0} ms in the median, {:.0} ms at most",
+        tally.requests,
+        tally.admitted,
+        starts.len(),
+        ms(starts[starts.len() / 2]),
+        ms(starts[starts.len() - 1]),
+    );
+}
+
+#[test]
+fn nobody_gets_more_than_the_limit_from_a_gateway_that_is_killed() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let toml = toml(&file);
+    let config = scratch.write("gateway.toml", with_listen(&toml));
+    let (mut kills, mut starts) = (0, Vec::new());
+    let tally = Load::default().while_under_way(&LAYERS, |load| {
+        let mut rng = seeded_rng();
+        while goes_on(load, &mut kills, times(25)) {
+            if rng.u8(..5) == 0 {
+                kill_early(&config, Duration::from_micros(rng.u64(..60_000)));
+            } else {
+                let process = start(&toml, &mut starts);
+                load.ask(&[process.http]);
+                thread::sleep(Duration::from_micros(rng.u64(..200_000)));
+                load.ask(&[]);
+                // Dropped, it is killed.
+                drop(process);
+            }
+        }
+    });
+    let full = tally.judge(&LAYERS);
+    assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
+    let records = every_record_is_possible(&file, &toml);
+    report("killed", kills - 1, &tally, &full, &mut starts);
+    println!("{records} records in the file, all possible");
+}
+
+#[test]
+fn two_gateways_on_one_file_count_as_one_though_either_is_killed() {
+    let scratch = Scratch::in_memory();
+    let file = scratch.path().join("counters");
+    let toml = toml(&file);
+    let (mut kills, mut starts) = (0, Vec::new());
+    let tally = Load::default().while_under_way(&LAYERS, |load| {
+        let mut rng = seeded_rng();
+        let mut both = [start(&toml, &mut starts), start(&toml, &mut starts)];
+        load.ask(&both.each_ref().map(|process| process.http));
+        while goes_on(load, &mut kills, times(50) / 5) {
+            thread::sleep(Duration::from_micros(rng.u64(..300_000)));
+            // One is killed when another serves in its place.
+            let next = start(&toml, &mut starts);
+            load.ask(&[]);
+            both[rng.usize(..2)] = next;
+            load.ask(&both.each_ref().map(|process| process.http));
+        }
+    });
+    let full = tally.judge(&LAYERS);
+    assert!(full.iter().all(|full| *full > 0), "no limit was ever reached in {kills} kills");
+    every_record_is_possible(&file, &toml);
+    report("two at once", kills - 1, &tally, &full, &mut starts);
+}
+
+/// Reads a counters file as bytes. Each record is empty, a claim of a key that was asked with, or a counter of one, with
+/// an end and a count that its layer can have. Tells how many are not empty.
+fn every_record_is_possible(file: &Path, toml: &str) -> usize {
+    assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
+    let bytes = fs::read(file).unwrap();
+    let Ok(header) = Header::decode(&bytes, bytes.len() as u64) else { panic!("the header is damaged") };
+    assert_eq!(header.plan, Table::plan(CAPACITY));
+    let tags = tags(&header, toml);
+    let words_at =
+        header.table_at() + header.plan.bytes() - (header.plan.own + header.plan.spill) * header.plan.slots * 16;
+    let words = bytes[words_at..header.table_at() + header.plan.bytes()].as_chunks::<16>().0;
+    let used = words.iter().map(|word| u128::from_le_bytes(*word)).filter(|bits| *bits != 0);
+    let latest_ms = now_ms() + LAYERS[1].period_ms;
+    used.inspect(|bits| {
+        let word = CounterWord::from_bits(*bits);
+        let layer = tags.binary_search_by_key(&word.tag(), |(tag, _)| *tag);
+        let layer = layer.unwrap_or_else(|_| panic!("{word:?} is nobody's"));
+        let Layer { limit, period_ms } = LAYERS[tags[layer].1];
+        let possible =
+            word.end_ms().is_multiple_of(period_ms) && word.end_ms() <= latest_ms && u64::from(word.count()) <= limit;
+        assert!(word.is_claim() || possible, "{word:?} is in no window of {period_ms} ms, or more than {limit}");
+    })
+    .count()
+}
+
+/// The tags of all counters that clients can have asked for, each with the position of its layer.
+fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
+    let rules = config::read(&with_listen(toml)).unwrap().rules;
+    let rule_set = RuleSet::new(&rules, header.seed, None);
+    let (charge_plan, table) = (rule_set.charge_plan(&[0]), Table::with_capacity(64).unwrap());
+    let mut context = DecisionContext::default();
+    let start = Starts::new(&rule_set.entries[0], header.seed, None);
+    let mut tags = Vec::new();
+    for key in 0..KEYS {
+        let mut hasher = start.own.clone();
+        hasher.part(HEADER_PART, key.to_string().as_bytes());
+        context.keyed_requests = vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];
+        rule_set.look(&charge_plan, &table, Now::by(&now_ms), &mut context);
+        tags.extend(
+            context.charges.iter().zip(&context.lines).map(|(charge, line)| (charge.counter.key.tag, line.layer)),
+        );
+    }
+    tags.sort_unstable();
+    tags
+}

@@ -1,0 +1,206 @@
+//! How much a body may be, how slowly it may come, and how slowly an answer may be taken.
+
+use std::io::{Read, Write};
+use std::thread;
+use std::time::Duration;
+
+use crate::support::client::{HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{DATA, END_HEADERS, END_STREAM, HEADERS, Raw, block, frame};
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, one_rule, pass_all, within};
+
+const CHUNKED: &str = "POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
+
+fn faults(gateway: &Gateway, kind: &str) -> u64 {
+    gateway.metrics().sum("transom_faults_total", &[("fault", kind)])
+}
+
+#[test]
+fn a_body_that_says_it_is_too_large_is_not_asked_for() {
+    let upstream = Upstream::replying(200);
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&format!("{toml}[limits]\nmax_body = 10\n"));
+    gateway.client().post("/a", "0123456789").expect(200);
+    for expect in ["", "Expect: 100-continue\r\n"] {
+        let mut client = gateway.client();
+        client.send(format!("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 11\r\n{expect}\r\n"));
+        let answer = client.answer_to("POST").expect(413);
+        assert_eq!(answer.problem()["detail"], "the body of the request has more than 10 bytes");
+        assert!(answer.interim.is_empty());
+        client.expect_closed();
+    }
+    assert_eq!((upstream.received().len(), faults(&gateway, "body_too_large")), (1, 2));
+    // What was refused so is not counted.
+    gateway.get("/a").expect(200);
+    gateway.get("/a").expect(429);
+}
+
+#[test]
+fn chunks_are_counted_as_they_come() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        let Some(head) = talk.head() else { return };
+        // The upload is broken off, so that nobody takes half of it for the whole.
+        assert!(talk.body(&head).is_none(), "the body came to an end");
+    });
+    let echo = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    for toml in [pass_all(&upstream), echo] {
+        let gateway = Gateway::start(&format!("{toml}[limits]\nmax_body = \"1kB\"\n"));
+        let mut client = gateway.client();
+        client.send(CHUNKED).send(format!("3e8\r\n{}\r\n", "x".repeat(1000)));
+        client.send_if_open("1\r\nx\r\n");
+        client.answer_to("POST").expect(413).problem();
+        client.finish();
+        client.expect_closed();
+        assert_eq!(faults(&gateway, "body_too_large"), 1);
+    }
+}
+
+#[test]
+fn a_route_may_take_more_or_less() {
+    let routes = "[[routes]]\npath = \"/large\"\nupstream = \"u\"\nmax_body = \"unlimited\"\n\
+                  [[routes]]\npath = \"/none\"\nupstream = \"u\"\nmax_body = 0\n";
+    let toml = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    let gateway = Gateway::start(&format!("{toml}{routes}[limits]\nmax_body = 10\n"));
+    let ask = |target: &str, bytes: usize| {
+        let mut client = gateway.client();
+        client.send_if_open(request("POST", target, &[], &vec![b'x'; bytes]));
+        client.answer_to("POST").status
+    };
+    assert_eq!([ask("/a", 10), ask("/a", 11), ask("/large", 100_000)], [200, 413, 200]);
+    assert_eq!([ask("/none", 0), ask("/none", 1)], [200, 413]);
+}
+
+#[test]
+fn a_body_that_trickles_in_is_given_up() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        let Some(head) = talk.head() else { return };
+        assert!(talk.body(&head).is_none());
+    });
+    let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
+    let echo = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    for toml in [pass_all(&upstream), echo] {
+        let gateway = Gateway::start(&format!("{toml}{limits}"));
+        let mut client = gateway.client();
+        client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n");
+        // It never stands still, so no other limit holds it.
+        let mut writer = client.stream.try_clone().unwrap();
+        let trickle = thread::spawn(move || {
+            while writer.write_all(b"x").is_ok() {
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        within(Duration::from_millis(300), || client.answer_to("POST").expect(408).problem());
+        client.expect_closed();
+        assert_eq!(faults(&gateway, "body_too_slow"), 1);
+        drop(client);
+        trickle.join().unwrap();
+    }
+}
+
+#[test]
+fn a_route_may_take_slow_bodies_and_no_field_makes_it() {
+    let toml = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
+    let slow = "[[routes]]\npath = \"/slow\"\nupstream = \"u\"\nmin_request_rate = 0\n";
+    let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
+    let gateway = Gateway::start(&format!("{toml}{slow}{limits}"));
+    let mut raw = Raw::connect(gateway.http);
+    for (stream, path, content_type) in [
+        (1, "/slow", "application/grpc"),
+        (3, "/slow", "text/plain"),
+        (5, "/a", "application/grpc"),
+        (7, "/a", "text/plain"),
+    ] {
+        let fields = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":authority", HOST),
+            (":path", path),
+            ("content-type", content_type),
+        ];
+        raw.send(frame(HEADERS, END_HEADERS, stream, &block(&fields)));
+    }
+    // Only these are given up.
+    let mut refused = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    refused.sort_unstable();
+    assert_eq!(refused, [5, 7]);
+    assert_eq!(faults(&gateway, "body_too_slow"), 2);
+    raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(DATA, END_STREAM, 3, b""));
+    let mut answered = [raw.until(HEADERS).stream, raw.until(HEADERS).stream];
+    answered.sort_unstable();
+    assert_eq!(answered, [1, 3]);
+}
+
+#[test]
+fn a_body_that_comes_fast_enough_may_take_its_time() {
+    let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"200ms\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 40000\r\n\r\n"));
+    for _ in 0..10 {
+        client.send([b'x'; 4000]);
+        // The time that is taken is what the test is about.
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(client.answer_to("POST").expect(200).json()["body_bytes"], 40_000);
+}
+
+#[test]
+fn a_client_that_is_not_asked_for_more_is_not_slow() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        let Some(head) = talk.head() else { return };
+        // The server takes its time, and the client waits.
+        thread::sleep(Duration::from_millis(1200));
+        assert_eq!(talk.body(&head).map(|body| body.len()), Some(20_000_000));
+        talk.reply(200, &[], b"late");
+    });
+    let limits = "[limits]\nmin_request_rate = 1000000\nrate_grace = \"300ms\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    assert_eq!(gateway.client().post("/a", vec![b'x'; 20_000_000]).expect(200).text(), "late");
+}
+
+#[test]
+fn an_answer_that_is_taken_too_slowly_is_given_up() {
+    let endless = || {
+        Upstream::with(|talk: &mut Talk| {
+            talk.head();
+            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n");
+            while talk.send([b'x'; 65536]) {}
+        })
+    };
+    let upstream = endless();
+    let limits = "[timeouts]\nbody = \"500ms\"\n[limits]\nmin_response_rate = \"1GiB\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    // It always reads something, so it never stands still.
+    let mut reader = client.stream.try_clone().unwrap();
+    let trickle = thread::spawn(move || {
+        let mut piece = [0; 65536];
+        while reader.read(&mut piece).is_ok_and(|bytes| bytes > 0) {
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+    within(Duration::from_millis(500), || {
+        eventually("the connection is dropped", || faults(&gateway, "stalled") == 1);
+    });
+    trickle.join().unwrap();
+}
+
+#[test]
+fn an_answer_that_comes_slowly_is_not_the_client_s_fault() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");
+        for _ in 0..12 {
+            thread::sleep(Duration::from_millis(100));
+            talk.send("1\r\nx\r\n");
+        }
+        talk.send("0\r\n\r\n");
+    });
+    let limits = "[timeouts]\nbody = \"400ms\"\n[limits]\nmin_response_rate = \"1GiB\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    assert_eq!(gateway.get("/a").expect(200).text(), "x".repeat(12));
+    assert_eq!(faults(&gateway, "stalled"), 0);
+}

@@ -1,0 +1,134 @@
+//! Which of several servers gets a request: by turns, by what is under way, by a hash.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex};
+
+use crate::support::gateway::Gateway;
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_to};
+
+fn counts(servers: &[Upstream]) -> Vec<usize> {
+    servers.iter().map(|server| server.received().len()).collect()
+}
+
+/// Servers that answer with their number.
+fn numbered(count: usize) -> Vec<Upstream> {
+    let server = |number: usize| {
+        Upstream::with(
+            move |talk| {
+                while talk.request().is_some() && talk.reply(200, &[], number.to_string().as_bytes()) {}
+            },
+        )
+    };
+    (0..count).map(server).collect()
+}
+
+fn addresses(servers: &[Upstream]) -> Vec<std::net::SocketAddr> {
+    servers.iter().map(|server| server.address).collect()
+}
+
+#[test]
+fn turns_go_round_by_weight() {
+    let servers = numbered(3);
+    let urls: Vec<String> = servers.iter().map(|server| format!("http://{}", server.address)).collect();
+    let toml = format!(
+        "workers = 1\n[upstreams.u]\nbalance = \"round-robin\"\nservers = [\n  \"{}\",\n  {{ url = \"{}\", weight = 3 }},\n  \
+         {{ url = \"{}\" }},\n]\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        urls[0], urls[1], urls[2]
+    );
+    let gateway = Gateway::start(&toml);
+    let mut client = gateway.client();
+    let order: String = (0..10).map(|_| client.get("/a").expect(200).text()).collect();
+    assert_eq!(order, "1012110121");
+    assert_eq!(counts(&servers), [2, 6, 2]);
+}
+
+#[test]
+fn who_is_busy_is_passed_by() {
+    let (held, doors) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
+    let server = |number: usize| {
+        let (held, doors) = (Arc::clone(&held), Arc::clone(&doors));
+        Upstream::with(move |talk| {
+            while let Some(request) = talk.request() {
+                if request.target == "/slow" {
+                    doors.lock().unwrap().push(number);
+                    let held = held.1.wait_while(held.0.lock().unwrap(), |held| *held).unwrap();
+                    drop(held);
+                }
+                talk.reply(200, &[], number.to_string().as_bytes());
+            }
+        })
+    };
+    let servers = [server(0), server(1)];
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&addresses(&servers), "")));
+    let mut slow = gateway.client();
+    slow.send(crate::support::client::request("GET", "/slow", &[], b""));
+    eventually("it is under way", || !doors.lock().unwrap().is_empty());
+    let busy = doors.lock().unwrap()[0];
+    let under_way = |server: usize| {
+        let url = format!("http://{}", servers[server].address);
+        gateway.metrics().sum("transom_upstream_requests_under_way", &[("server", &url)])
+    };
+    assert_eq!((under_way(busy), under_way(1 - busy)), (1, 0));
+    let mut client = gateway.client();
+    for _ in 0..20 {
+        assert_eq!(client.get("/quick").expect(200).text(), (1 - busy).to_string());
+    }
+    *held.0.lock().unwrap() = false;
+    held.1.notify_all();
+    slow.answer().expect(200);
+    eventually("nothing is under way", || under_way(busy) == 0);
+    // Equals again, so both get some.
+    eventually("the other one is asked as well", || client.get("/quick").expect(200).text() == busy.to_string());
+}
+
+/// Which server answers each of so many users.
+fn homes(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
+    let mut client = gateway.client();
+    let mut home = |user: usize| client.get_with("/a", &[("x-user", &user.to_string())]).expect(200).text();
+    (0..users).map(|user| (user, home(user))).collect()
+}
+
+#[test]
+fn a_hash_keeps_keys_where_they_are() {
+    let servers = numbered(4);
+    let hash = "balance = { hash = \"header:x-user\" }";
+    let all = pass_to(&addresses(&servers), hash);
+    let mut gateway = Gateway::start(&all);
+    let before = homes(&gateway, 60);
+    assert_eq!(homes(&gateway, 60), before);
+    for server in 0..4 {
+        let share = before.values().filter(|home| **home == server.to_string()).count();
+        // How evenly they are spread, the tests of `pick` say: here it depends on the servers' ports.
+        assert!(share > 0, "nobody is at {server}");
+    }
+    // Another gateway, which has never heard of the first, chooses the same.
+    assert_eq!(homes(&Gateway::start(&all), 60), before);
+    // Where there is no key, anybody may answer.
+    gateway.get("/a").expect(200);
+    // The last server leaves, and its keys only.
+    gateway.reload(&pass_to(&addresses(&servers[..3]), hash));
+    eventually("the last is gone", || homes(&gateway, 60).values().all(|home| home != "3"));
+    let after = homes(&gateway, 60);
+    for (user, home) in &before {
+        assert!(home == "3" || after[user] == *home, "{user} moved from {home} to {}", after[user]);
+    }
+}
+
+#[test]
+fn keys_of_a_dead_server_go_to_the_next_and_come_back() {
+    let servers = numbered(3);
+    let dead = Upstream::refusing();
+    let mut with_dead = addresses(&servers);
+    with_dead.push(dead.address);
+    let settings = "balance = { hash = [\"path\", \"query:u\"] }\nejection = { failures = 1, time = \"1h\" }";
+    let gateway = Gateway::start(&pass_to(&with_dead, settings));
+    let without = Gateway::start(&pass_to(&addresses(&servers), settings));
+    let mut clients = (gateway.client(), without.client());
+    for user in 0..60 {
+        let target = format!("/a?u={user}");
+        let answers = (clients.0.get(&target).expect(200).text(), clients.1.get(&target).expect(200).text());
+        assert_eq!(answers.0, answers.1, "{target}");
+    }
+    assert_eq!(gateway.metrics().sum("transom_upstream_server_ejected", &[]), 1);
+}

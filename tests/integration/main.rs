@@ -1,0 +1,104 @@
+//! The integration tests: a whole gateway, real sockets, real neighbours.
+//!
+//! `support` is their harness; every other module is a subject. Ports are chosen by
+//! the system and loopback only. Time is a manual clock or, where a process is under test, the real
+//! one; a test waits for a thing to happen, with a deadline, and never for time to pass.
+
+#![allow(clippy::disallowed_methods, reason = "deadlines of tests are about real time")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod access_log;
+mod actions;
+mod activation;
+mod admin;
+mod bodies;
+mod cancellation;
+mod certificate_files;
+mod changed_limits;
+mod check_redis;
+mod chromium;
+mod client_certs;
+mod clients;
+mod clients_command;
+mod clock;
+mod connections;
+mod corrupt_counters;
+mod cost;
+mod counter_identity;
+mod counters;
+mod curl;
+mod damaged_counters;
+mod decision_api;
+mod delay;
+mod dns;
+mod documentation;
+mod drain;
+mod event_stream;
+mod exactness;
+mod failover;
+mod faults;
+mod framing;
+mod full_table;
+mod grpc;
+mod grpc_clients;
+mod h2load;
+mod header_fields;
+mod health;
+mod http2;
+mod http2_attacks;
+mod http2_resend;
+mod httpbin;
+mod informational;
+mod jwt;
+mod key_normalization;
+mod keys;
+mod kills;
+mod limits;
+mod load_balancing;
+mod malformed;
+mod nginx_files;
+mod proxy_protocol;
+mod quick_start;
+mod ratelimit_fields;
+mod redis_servers;
+mod refusal_forms;
+mod release_training;
+mod reload;
+mod repeated_refusals;
+mod request_limits;
+mod request_validation;
+mod retries;
+mod retry;
+mod routing;
+mod shared_cluster;
+mod shared_counters;
+mod shared_edge_cases;
+mod shared_eviction;
+mod shared_faults;
+mod shared_kills;
+mod shared_nodes;
+mod shared_outages;
+mod shared_scripts;
+mod shared_sentinel;
+mod shared_store;
+mod slow_clients;
+mod snapshots;
+mod stalled_transfers;
+mod startup;
+mod tls;
+mod trusted_proxies;
+mod unix_sockets;
+mod unusual_upstreams;
+mod upgrade;
+mod upgrade_load;
+mod upstream_errors;
+mod upstream_failover;
+mod upstream_http2;
+mod upstream_streams;
+mod upstream_tls;
+mod websocket;
+mod websocket_clients;
+mod websocket_streams;
+mod windows;

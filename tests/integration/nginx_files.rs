@@ -1,0 +1,173 @@
+//! Real input: files that nginx serves come through the gateway as they are.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::Command;
+
+use crate::support::client::{Client, request};
+use crate::support::compare_direct::Twin;
+use crate::support::external_servers::{self, Part, program};
+use crate::support::gateway::Gateway;
+use crate::support::{DEADLINE, Scratch};
+
+const LARGE_BYTES: usize = 10_000_000;
+
+/// Bytes without a pattern that a cut or a repetition could hide in.
+fn noise(length: usize) -> Vec<u8> {
+    let mut state = 0x9E37_79B9_7F4A_7C15_u64;
+    let next = std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    });
+    next.take(length).collect()
+}
+
+fn fill(root: &Path) {
+    fs::write(root.join("a.txt"), "a file\n").unwrap();
+    fs::write(root.join("empty.txt"), "").unwrap();
+    fs::write(root.join("index.html"), "<h1>front</h1>\n").unwrap();
+    fs::write(root.join("with space & ü.txt"), "named oddly\n").unwrap();
+    fs::write(root.join("large.bin"), noise(LARGE_BYTES)).unwrap();
+    fs::create_dir(root.join("compressed")).unwrap();
+    fs::write(root.join("compressed/b.txt"), "again and again ".repeat(5000)).unwrap();
+    fs::create_dir(root.join("list")).unwrap();
+    fs::write(root.join("list/one.txt"), "1").unwrap();
+}
+
+fn twin() -> (Part, Gateway, Twin) {
+    let part = external_servers::nginx(fill);
+    let toml = format!(
+        "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000000/hour\", \"100000/minute\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        part.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    let twin = Twin { direct: part.address, gateway: gateway.http };
+    (part, gateway, twin)
+}
+
+#[test]
+fn files_lists_and_errors_are_the_same() {
+    let (_part, _gateway, twin) = twin();
+    for target in [
+        "/",
+        "/a.txt",
+        "/a.txt?query=ignored",
+        "/empty.txt",
+        "/with%20space%20&%20%C3%BC.txt",
+        "/large.bin",
+        "/list/",
+        "/list",
+        "/list/../a.txt",
+        "/list//one.txt",
+        "/%61.txt",
+        "/compressed/b.txt",
+        "/nowhere",
+        "/moved",
+        "/empty",
+        "/teapot",
+    ] {
+        for method in ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"] {
+            twin.same(method, target, &[], b"");
+        }
+        twin.same("GET", target, &[("Accept-Encoding", "gzip")], b"");
+    }
+    let zipped = twin.same("GET", "/compressed/b.txt", &[("Accept-Encoding", "gzip")], b"");
+    assert_eq!(zipped.field("content-encoding"), Some("gzip"));
+    assert!(zipped.chunked);
+}
+
+#[test]
+fn parts_of_files_are_the_same() {
+    let (_part, _gateway, twin) = twin();
+    for range in
+        ["bytes=0-0", "bytes=100-199", "bytes=9999990-", "bytes=-10", "bytes=10000000-", "bytes=abc", "bytes=0-9999999"]
+    {
+        twin.same("HEAD", "/large.bin", &[("Range", range)], b"");
+        twin.same("GET", "/large.bin", &[("Range", range)], b"");
+    }
+    several_parts(&twin);
+    let whole = twin.same("GET", "/large.bin", &[], b"").expect(200);
+    assert!(whole.body == noise(LARGE_BYTES));
+    let (etag, modified) = (whole.field("etag").unwrap(), whole.field("last-modified").unwrap());
+    twin.same("GET", "/large.bin", &[("If-None-Match", etag)], b"").expect(304);
+    twin.same("GET", "/large.bin", &[("If-Modified-Since", modified)], b"").expect(304);
+    twin.same("GET", "/large.bin", &[("If-Match", "\"other\"")], b"").expect(412);
+    twin.same("GET", "/large.bin", &[("If-Range", etag), ("Range", "bytes=5-9")], b"").expect(206);
+    twin.same("GET", "/large.bin", &[("If-Range", "\"other\""), ("Range", "bytes=5-9")], b"").expect(200);
+}
+
+/// The boundary between parts is a number that nginx counts up, so it is made equal first.
+fn several_parts(twin: &Twin) {
+    let (mut direct, mut through) =
+        twin.both("GET", &request("GET", "/large.bin", &[("Range", "bytes=0-9,100-109,-5")], b""));
+    for answer in [&mut direct, &mut through] {
+        let content_type = answer.field("content-type").unwrap().to_owned();
+        let boundary = content_type.strip_prefix("multipart/byteranges; boundary=").unwrap();
+        assert_eq!(answer.status, 206);
+        assert_eq!(answer.field("content-length"), Some(answer.body.len().to_string().as_str()));
+        answer.body = answer.text().replace(boundary, "BOUNDARY").into_bytes();
+    }
+    assert_eq!(direct.body, through.body);
+}
+
+#[test]
+fn a_file_arrives_whole_however_slowly_it_is_read() {
+    let (_part, gateway, _twin) = twin();
+    let mut client = Client::connect(gateway.http);
+    client.send(request("GET", "/large.bin", &[], b""));
+    let head = client.head().unwrap().expect(200);
+    assert_eq!(head.field("content-length"), Some("10000000"));
+    // A few bytes at a time at first, so that every buffer on the way fills up.
+    let mut body = Vec::new();
+    for _ in 0..2000 {
+        body.extend(client.exactly(37));
+    }
+    body.extend(client.exactly(LARGE_BYTES - body.len()));
+    assert!(body == noise(LARGE_BYTES));
+}
+
+#[test]
+fn curl_gets_the_same_file() {
+    let (part, gateway, _twin) = twin();
+    let scratch = Scratch::new();
+    for (name, address) in [("direct", part.address), ("through", gateway.http)] {
+        let status = Command::new(program("curl"))
+            .args(["--silent", "--show-error", "--fail", "--max-time"])
+            .arg(DEADLINE.as_secs().to_string())
+            .arg("--output")
+            .arg(scratch.path().join(name))
+            .arg(format!("http://{address}/large.bin"))
+            .status()
+            .unwrap();
+        assert!(status.success());
+    }
+    let read = |name| fs::read(scratch.path().join(name)).unwrap();
+    assert!(read("direct") == read("through"));
+    assert_eq!(read("through").len(), LARGE_BYTES);
+}
+
+#[test]
+fn many_requests_on_one_connection_stay_in_step() {
+    let (_part, gateway, _twin) = twin();
+    let mut client = gateway.client();
+    let mut requests = Vec::new();
+    let targets = ["/a.txt", "/empty.txt", "/nowhere", "/list/one.txt", "/compressed/b.txt", "/empty"];
+    for round in 0..50 {
+        requests.extend(request("GET", targets[round % targets.len()], &[], b""));
+    }
+    client.stream.write_all(&requests).unwrap();
+    for round in 0..50 {
+        let answer = client.answer();
+        let (status, bytes) = [(200, 7), (200, 0), (404, 0), (200, 1), (200, 80_000), (204, 0)][round % 6];
+        assert_eq!(answer.status, status, "answer {round}");
+        assert!(status == 404 || answer.body.len() == bytes, "{}", answer.body.len());
+    }
+    client.finish();
+    let mut rest = Vec::new();
+    client.stream.read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
+}

@@ -1,0 +1,161 @@
+//! Connections that begin with a PROXY header: whose are believed, and what the address in them does.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Duration;
+
+use crate::support::client::{Client, request};
+use crate::support::gateway::Gateway;
+use crate::support::tls::{Authority, Tls, listen};
+use crate::support::{Scratch, eventually, one_rule, within};
+
+const LINE: &str = "PROXY TCP4 192.0.2.7 198.51.100.1 4711 443\r\n";
+
+/// Listens in the clear; connections from these networks begin with a header.
+fn toml(networks: &str, more: &str) -> String {
+    format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\nproxy_protocol = [{networks}]\n{more}\n{}",
+        one_rule("key = \"ip\"\nwindows = [\"2/hour\"]")
+    )
+}
+
+fn v2(command: u8, family: u8, body: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(body.len()).unwrap().to_be_bytes();
+    [b"\r\n\r\n\0\r\nQUIT\n", &[command, family][..], &length, body].concat()
+}
+
+/// What the upstream is told of the client.
+fn told(gateway: &Gateway, header: &[u8]) -> String {
+    let mut client = gateway.client();
+    client.send([header, &request("GET", "/a", &[], b"")].concat());
+    let answer = client.answer().expect(200);
+    answer.json()["fields"]["x-forwarded-for"].as_str().unwrap().to_owned()
+}
+
+fn refused(gateway: &Gateway, reason: &str) -> u64 {
+    gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
+}
+
+#[test]
+fn the_client_is_who_a_trusted_proxy_says() {
+    let v4 = [192, 0, 2, 8, 198, 51, 100, 1, 1, 2, 3, 4];
+    let v6 = [&[0x20, 1, 0x0d, 0xb8][..], &[0; 11], &[7], &[0; 20]].concat();
+    let with_tlv = [&v6[..], &[4, 0, 200], &[b'x'; 200]].concat();
+    let gateway = Gateway::start(&toml("\"127.0.0.0/8\"", ""));
+    assert_eq!(told(&gateway, LINE.as_bytes()), "192.0.2.7");
+    assert_eq!(told(&gateway, b"PROXY TCP6 2001:db8::5 2001:db8::1 1 2\r\n"), "2001:db8::5");
+    assert_eq!(told(&gateway, &v2(0x21, 0x11, &v4)), "192.0.2.8");
+    assert_eq!(told(&gateway, &v2(0x21, 0x21, &with_tlv)), "2001:db8::7");
+}
+
+#[test]
+fn a_proxy_can_speak_for_itself() {
+    for header in [&b"PROXY UNKNOWN\r\n"[..], &v2(0x20, 0, b""), &v2(0x21, 0x31, &[0; 216])] {
+        let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
+        assert_eq!(told(&gateway, header), "127.0.0.1");
+    }
+}
+
+#[test]
+fn limits_count_by_the_address_in_the_header() {
+    let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
+    for client in ["192.0.2.1", "192.0.2.2"] {
+        for status in [200, 200, 429] {
+            let mut connection = gateway.client();
+            connection.send(format!("PROXY TCP4 {client} 198.51.100.1 1 2\r\n"));
+            connection.get("/a").expect(status);
+        }
+    }
+}
+
+#[test]
+fn a_header_may_come_byte_by_byte() {
+    let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
+    for header in [LINE.as_bytes(), &v2(0x21, 0x11, &[192, 0, 2, 7, 1, 2, 3, 4, 5, 6, 7, 8])] {
+        let mut client = gateway.client();
+        for byte in header {
+            client.send([*byte]);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let answer = client.get("/a").expect(200);
+        assert_eq!(answer.json()["fields"]["x-forwarded-for"], "192.0.2.7");
+    }
+}
+
+#[test]
+fn from_anybody_else_a_header_is_a_malformed_request() {
+    let gateway = Gateway::start(&toml("\"10.0.0.0/8\"", ""));
+    for header in [LINE.as_bytes(), &v2(0x21, 0x11, &[192, 0, 2, 7, 1, 2, 3, 4, 5, 6, 7, 8])] {
+        let mut client = gateway.client();
+        client.send([header, &request("GET", "/a", &[], b"")].concat());
+        client.answer().expect(400).problem();
+        client.expect_closed();
+    }
+    assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 0);
+    gateway.get("/a").expect(200);
+}
+
+#[test]
+fn a_proxy_that_sends_none_is_turned_away() {
+    let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
+    let bad: [&[u8]; 4] = [
+        b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"PROXY TCP4 192.0.2.7\r\n",
+        b"PROXY UNKNOWN xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+        &v2(0x21, 0x11, b"short"),
+    ];
+    for (n, bytes) in bad.iter().enumerate() {
+        let mut client = gateway.client();
+        client.send(bytes);
+        client.expect_closed();
+        eventually("it is counted", || refused(&gateway, "proxy_protocol") == n as u64 + 1);
+    }
+    // Balancers look whether a port is open.
+    drop(TcpStream::connect(gateway.http).unwrap());
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    assert_eq!(refused(&gateway, "proxy_protocol"), bad.len() as u64);
+}
+
+#[test]
+fn a_proxy_that_stands_still_is_turned_away() {
+    let gateway = Gateway::start(&toml("\"127.0.0.1\"", "[timeouts]\nproxy_protocol = \"200ms\""));
+    for start in [&LINE.as_bytes()[..20], b"", b"\r\n\r\n\0"] {
+        let before = refused(&gateway, "proxy_protocol_timeout");
+        let mut client = gateway.client();
+        client.send(start);
+        within(Duration::from_millis(200), || client.expect_closed());
+        eventually("it is counted", || refused(&gateway, "proxy_protocol_timeout") == before + 1);
+    }
+}
+
+#[test]
+fn the_header_comes_before_tls() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let toml = listen(&scratch, &authority.issue(&["a.test"]), "")
+        .replace("[listen.https]", "proxy_protocol = [\"127.0.0.1\", \"::1\"]\n[listen.https]");
+    let gateway = Gateway::start(&(toml + &one_rule("key = \"ip\"\nwindows = [\"2/hour\"]")));
+    let connect = |header: &str| {
+        let mut stream = TcpStream::connect(gateway.https()[0]).unwrap();
+        stream.write_all(header.as_bytes()).unwrap();
+        Tls::trusting(&authority).try_over(stream, "a.test")
+    };
+    let answer = connect(LINE).unwrap().get("/a").expect(200);
+    assert_eq!(answer.json()["fields"]["x-forwarded-for"], "192.0.2.7");
+    assert_eq!(answer.json()["fields"]["x-forwarded-proto"], "https");
+    assert!(connect("").is_err());
+    // And in the clear it is spoken of as cleartext only behind the header.
+    let mut client = Client::connect(gateway.https()[0]);
+    client.send(LINE).get("/a").expect(400);
+}
+
+#[test]
+fn whose_headers_are_believed_can_change_while_it_runs() {
+    let mut gateway = Gateway::start(&toml("\"10.0.0.0/8\"", ""));
+    gateway.get("/a").expect(200);
+    gateway.reload(&toml("\"127.0.0.1\"", ""));
+    eventually("a header is believed", || {
+        let mut client = gateway.client();
+        client.send(LINE);
+        client.get("/a").status != 400
+    });
+}

@@ -1,0 +1,221 @@
+//! What clients are told of their limits, besides yes and no.
+
+use crate::support::gateway::Gateway;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{one_rule, pass_all};
+
+const LEGACY: [&str; 3] = ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"];
+
+#[test]
+fn older_clients_are_told_of_the_layer_nearest_its_limit() {
+    let toml = one_rule("key = \"ip\"\nwindows = [\"5/hour\", \"3/minute\"]\nheaders = \"legacy\"");
+    let gateway = Gateway::start(&toml);
+    let told = |status: u16| {
+        let answer = gateway.get("/a").expect(status);
+        assert_eq!((answer.field("ratelimit"), answer.field("ratelimit-policy")), (None, None));
+        LEGACY.map(|name| answer.field(name).unwrap().parse::<u64>().unwrap())
+    };
+    assert_eq!(told(200), [3, 2, 60]);
+    assert_eq!(told(200), [3, 1, 60]);
+    assert_eq!(told(200), [3, 0, 60]);
+    gateway.advance_s(20);
+    assert_eq!(told(429), [3, 0, 40]);
+    gateway.advance_s(40);
+    // Now one is left of the hour, and two of the minute.
+    assert_eq!(told(200), [5, 1, 2640]);
+    assert_eq!(told(200), [5, 0, 2640]);
+}
+
+#[test]
+fn both_and_off_are_what_they_say() {
+    let rule = |headers: &str| one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\nheaders = \"{headers}\""));
+    let gateway = Gateway::start(&rule("both"));
+    for status in [200, 429] {
+        let answer = gateway.get("/a").expect(status);
+        assert_eq!(items(&answer, "ratelimit")[0].get("r"), 0);
+        assert_eq!(LEGACY.map(|name| answer.field(name).unwrap()), ["1", "0", "60"]);
+    }
+    let gateway = Gateway::start(&rule("off"));
+    for status in [200, 429] {
+        let answer = gateway.get("/a").expect(status);
+        assert!(answer.fields.iter().all(|(name, _)| !name.contains("ratelimit")), "{:?}", answer.fields);
+        assert_eq!(answer.field("retry-after").is_some(), status == 429);
+    }
+    // For all rules at once, and one that differs.
+    let toml = format!("headers = \"off\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
+    assert_eq!(Gateway::start(&toml).get("/a").expect(200).field("ratelimit"), None);
+    let toml = format!("headers = \"off\"\n{}", rule("ietf"));
+    assert!(Gateway::start(&toml).get("/a").expect(200).field("ratelimit").is_some());
+}
+
+#[test]
+fn what_the_upstream_says_of_its_own_limits_is_kept_and_joined() {
+    let upstream = Upstream::answering(|_| {
+        let fields = [
+            ("RateLimit-Policy", "\"theirs\";q=10;w=1"),
+            ("RateLimit", "\"theirs\";r=9;t=1"),
+            ("RateLimit", "\"more\";r=8;t=2"),
+            ("Retry-After", "7"),
+            ("X-RateLimit-Limit", "10"),
+        ];
+        reply(200, &fields, b"")
+    });
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    let answer = gateway.get("/a").expect(200);
+    let names = |field| items(&answer, field).into_iter().map(|item| item.name).collect::<Vec<_>>();
+    assert_eq!(names("ratelimit-policy"), ["theirs", "r"]);
+    assert_eq!(names("ratelimit"), ["theirs", "more", "r"]);
+    assert_eq!(remaining(&answer, "r"), 4);
+    assert_eq!(remaining(&answer, "theirs"), 9);
+    assert_eq!((answer.field("retry-after"), answer.field("x-ratelimit-limit")), (Some("7"), Some("10")));
+}
+
+#[test]
+fn answers_to_charged_requests_carry_the_fields_whatever_the_upstream_does() {
+    // The request consumed, so the client should know, also when there was nothing to be had for it.
+    let upstream = Upstream::refusing();
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    for left in [4, 3] {
+        let answer = gateway.get("/a").expect(502);
+        answer.problem();
+        assert_eq!(remaining(&answer, "r"), left);
+    }
+}
+
+#[test]
+fn a_shadow_rule_decides_and_reports_but_never_enforces() {
+    let toml = "[upstreams.u]
+        builtin = \"echo\"
+        [rules.strict]
+        key = \"ip\"
+        on_limit = \"shadow\"
+        windows = [\"3/minute\"]
+        [rules.real]
+        key = \"ip\"
+        windows = [\"5/minute\"]
+        [[routes]]
+        name = \"all\"
+        path = \"/{*rest}\"
+        upstream = \"u\"
+        rules = [\"strict\", \"real\"]
+        ";
+    let gateway = Gateway::start(toml);
+    for n in 1..=8 {
+        let answer = gateway.get("/a").expect(if n <= 5 { 200 } else { 429 });
+        let names: Vec<_> = items(&answer, "ratelimit").into_iter().map(|item| item.name).collect();
+        assert_eq!(names, ["real"]);
+        if n > 5 {
+            assert_eq!(answer.problem()["violated-policies"], serde_json::json!(["real"]));
+        }
+    }
+    let page = gateway.metrics();
+    let told =
+        |rule, outcome| page.sum("transom_decisions_total", &[("route", "all"), ("rule", rule), ("outcome", outcome)]);
+    // What the real rule refuses does not reach the shadow.
+    assert_eq!([told("strict", "admitted"), told("strict", "shadowed"), told("strict", "refused")], [3, 2, 0]);
+    assert_eq!([told("real", "admitted"), told("real", "shadowed"), told("real", "refused")], [5, 0, 3]);
+    // A new window, a new count.
+    gateway.advance_s(60);
+    gateway.get("/a").expect(200);
+    let page = gateway.metrics();
+    assert_eq!(page.sum("transom_decisions_total", &[("rule", "strict"), ("outcome", "admitted")]), 4);
+}
+
+#[test]
+fn a_refusal_by_two_rules_names_both_and_waits_for_the_later() {
+    let toml = "[upstreams.u]
+        builtin = \"echo\"
+        [rules.a]
+        key = \"ip\"
+        windows = [\"2/minute\"]
+        [rules.b]
+        key = \"global\"
+        windows = [\"2/hour\"]
+        [[routes]]
+        path = \"/{*rest}\"
+        upstream = \"u\"
+        rules = [\"a\", \"b\"]
+        ";
+    let gateway = Gateway::start(toml);
+    gateway.get("/x").expect(200);
+    gateway.get("/x").expect(200);
+    let refused = gateway.get("/x").expect(429);
+    assert_eq!(refused.problem()["violated-policies"], serde_json::json!(["a", "b"]));
+    assert_eq!(refused.field("retry-after"), Some("2700"));
+    gateway.advance_s(60);
+    assert_eq!(gateway.get("/x").expect(429).problem()["violated-policies"], serde_json::json!(["b"]));
+}
+
+#[test]
+fn a_head_request_is_refused_without_a_body() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]"));
+    let mut client = gateway.client();
+    client.ask("HEAD", "/a", &[], b"").expect(200);
+    let refused = client.ask("HEAD", "/a", &[], b"").expect(429);
+    assert_eq!(refused.field("content-type"), Some("application/problem+json"));
+    // In step: nothing of a body is left on the connection.
+    client.ask("GET", "/a", &[], b"").expect(429).problem();
+}
+
+#[test]
+fn what_no_route_takes_is_404_and_counted_nowhere() {
+    let gateway =
+        Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]").replace("/{*rest}", "/api/{*rest}"));
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        let answer = client.get("/elsewhere").expect(404);
+        answer.problem();
+        assert_eq!(answer.field("ratelimit"), None);
+    }
+    client.get("/api/a").expect(200);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "404")]), 3);
+}
+
+#[test]
+fn the_most_specific_route_takes_a_request_whatever_their_order() {
+    let routes = [
+        ("all", "path = \"/{*rest}\""),
+        ("user", "path = \"/users/{id}\""),
+        ("me", "path = \"/users/me\""),
+        ("post-me", "path = \"/users/me\"\nmethods = [\"POST\"]"),
+        ("beta-me", "path = \"/users/me\"\nheaders = { x-beta = \"1\" }"),
+        ("host", "path = \"/{*rest}\"\nhost = \"api.example.com\""),
+        ("wild", "path = \"/{*rest}\"\nhost = \"*.example.com\""),
+    ];
+    for reversed in [false, true] {
+        let mut text: Vec<String> = routes
+            .iter()
+            .map(|(name, what)| format!("[[routes]]\nname = \"{name}\"\n{what}\nupstream = \"u\"\nrules = [\"r\"]\n"))
+            .collect();
+        if reversed {
+            text.reverse();
+        }
+        let toml = format!(
+            "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"route\"\nwindows = [\"1000/hour\"]\n{}",
+            text.concat()
+        );
+        let gateway = Gateway::start(&toml);
+        let asked = [
+            ("GET", "/users/me", &[][..], "me"),
+            ("GET", "/users/%6de", &[], "me"),
+            ("GET", "/users/7", &[], "user"),
+            ("GET", "/users/7/x", &[], "all"),
+            ("POST", "/users/me", &[], "post-me"),
+            ("GET", "/users/me", &[("X-Beta", "1")], "beta-me"),
+            ("GET", "/users/me", &[("X-Beta", "2")], "me"),
+            ("GET", "/users/me", &[("Host", "API.example.com:80")], "host"),
+            ("GET", "/users/me", &[("Host", "x.y.example.com")], "wild"),
+        ];
+        for (method, target, fields, route) in asked {
+            let before = gateway.metrics().sum("transom_requests_total", &[("route", route)]);
+            gateway.client().ask(method, target, fields, b"").expect(200);
+            let count = || gateway.metrics().sum("transom_requests_total", &[("route", route)]);
+            crate::support::eventually(&format!("{target} {fields:?} is counted on {route}"), || count() == before + 1);
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! The Redis servers that tests about shared counters start: that they do what those tests take for granted.
+
+use std::net::TcpStream;
+
+use crate::support::eventually;
+use crate::support::load_checker::now_ms;
+use crate::support::redis::RedisServer;
+use crate::support::redis_cluster::RedisCluster;
+use crate::support::sentinel::Sentinels;
+use crate::support::tls::{Authority, Tls};
+
+#[test]
+fn a_server_stands_still_is_killed_and_returns_to_its_port() {
+    let mut redis = RedisServer::with("requirepass sesame\nmaxmemory 50mb");
+    assert_eq!(redis.cli(&["SET", "a", "7"]), "OK");
+    assert_eq!((redis.number(&["GET", "a"]), redis.number(&["GET", "b"])), (7, 0));
+    assert_eq!((redis.keys(), redis.calls("get")), (vec!["a".to_owned()], 2));
+    redis.stop();
+    let state = || std::fs::read_to_string(format!("/proc/{}/status", redis.id())).unwrap();
+    eventually("it stands still", || state().contains("T (stopped)"));
+    redis.cont();
+    assert_eq!(redis.cli(&["PING"]), "PONG");
+    let port = redis.port;
+    redis.kill();
+    assert!(!redis.is_running() && TcpStream::connect(("127.0.0.1", port)).is_err());
+    redis.restart();
+    assert_eq!((redis.port, redis.keys()), (port, Vec::new()));
+    assert_eq!(redis.cli(&["ACL", "WHOAMI"]), "default");
+}
+
+#[test]
+fn a_server_speaks_tls_and_has_a_clock_of_its_own() {
+    let authority = Authority::new();
+    let redis = RedisServer::with_tls(&authority, "");
+    let mut client = Tls::trusting(&authority).connect(([127, 0, 0, 1], redis.port).into(), "127.0.0.1");
+    assert_eq!(client.send("PING\r\n").exactly(7), b"+PONG\r\n");
+    assert!(redis.url().starts_with("rediss://") && redis.folder().join("server.pem").is_file());
+
+    let redis = RedisServer::at_clock(-3600, "");
+    let time_s: u64 = redis.cli(&["TIME"]).lines().next().unwrap().parse().unwrap();
+    assert!((now_ms() / 1000).abs_diff(time_s + 3600) < 60, "{time_s}");
+}
+
+#[test]
+fn a_cluster_moves_a_slot_and_loses_a_node() {
+    let mut cluster = RedisCluster::start();
+    let key = "transom:{r|alice}:7";
+    let slot = cluster.slot(key);
+    assert_eq!(cluster.cli(key, &["SET", key, "5"]), "OK");
+    let from = cluster.owner(slot);
+    let to = (from + 1) % 3;
+    cluster.move_slot(slot, to);
+    assert_eq!((cluster.owner(slot), cluster.cli(key, &["GET", key])), (to, "5".to_owned()));
+    assert_eq!(cluster.keys(), [key]);
+    assert_eq!(cluster.urls().matches("redis://").count(), 3);
+    cluster.nodes[from].kill();
+    eventually("the others go on", || cluster.cli(key, &["INCR", key]).parse::<u32>().is_ok());
+}
+
+#[test]
+fn sentinels_put_the_replica_in_its_masters_place() {
+    let mut master = RedisServer::start();
+    let replica = RedisServer::replica_of(&master, "");
+    let sentinels = Sentinels::start(&master);
+    assert_eq!((sentinels.master(), sentinels.urls().matches("redis://").count()), (Some(master.port), 3));
+    assert_eq!(master.cli(&["SET", "a", "1"]), "OK");
+    eventually("the replica has it too", || replica.cli(&["GET", "a"]) == "1");
+    master.kill();
+    sentinels.failed_over(&replica);
+    assert_eq!(replica.cli(&["INCR", "a"]), "2");
+}

@@ -1,0 +1,141 @@
+//! What refusals look like, where a rule says so.
+
+use std::collections::BTreeSet;
+
+use crate::support::client::Answer;
+use crate::support::gateway::Gateway;
+use crate::support::one_rule;
+
+const HOUR_S: u64 = 3600;
+
+fn refused(settings: &str) -> (Gateway, Answer) {
+    let gateway = Gateway::start(&one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\n{settings}")));
+    gateway.get("/a").expect(200);
+    let answer = gateway.get("/a");
+    (gateway, answer)
+}
+
+#[test]
+fn a_status_of_its_own_stands_in_the_problem_as_well() {
+    for status in [400, 420, 499, 503, 599] {
+        let (_gateway, answer) = refused(&format!("status = {status}"));
+        let answer = answer.expect(status);
+        let problem = answer.problem();
+        assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+        assert_eq!(problem["violated-policies"], serde_json::json!(["r"]));
+        assert_eq!(answer.field("retry-after"), Some(problem["retry-after"].to_string().as_str()));
+        assert_eq!(answer.all("ratelimit").len(), 1);
+    }
+}
+
+#[test]
+fn a_body_of_its_own_replaces_the_problem() {
+    for (settings, status, kind, body) in [
+        ("body = \"slow down\\n\"", 429, "text/plain; charset=utf-8", "slow down\n"),
+        ("body = \"\"\nstatus = 503", 503, "text/plain; charset=utf-8", ""),
+        (
+            "body = '{\"error\": \"é\"}'\ncontent_type = \"application/json\"",
+            429,
+            "application/json",
+            "{\"error\": \"é\"}",
+        ),
+    ] {
+        let (gateway, answer) = refused(settings);
+        let answer = answer.expect(status);
+        assert_eq!((answer.all("content-type"), answer.text().as_str()), (vec![kind], body));
+        assert_eq!(answer.field("content-length"), Some(body.len().to_string().as_str()));
+        assert!(answer.field("retry-after").is_some() && answer.field("ratelimit").is_some());
+        let head = gateway.client().ask("HEAD", "/a", &[], b"").expect(status);
+        assert_eq!(head.field("content-length"), Some(body.len().to_string().as_str()));
+        assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", &status.to_string())]), 2);
+    }
+}
+
+#[test]
+fn those_who_wait_are_not_all_told_the_same_second() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nretry_jitter = \"30s\""));
+    gateway.advance_s(20);
+    let mut client = gateway.client();
+    client.get("/a").expect(200);
+    let told: BTreeSet<u64> = (0..50)
+        .map(|_| {
+            let refused = client.get("/a").expect(429);
+            let seconds = refused.field("retry-after").unwrap().parse().unwrap();
+            assert_eq!(refused.problem()["retry-after"], seconds);
+            seconds
+        })
+        .collect();
+    assert!(told.iter().all(|seconds| (40..=70).contains(seconds)), "{told:?}");
+    assert!(told.len() > 5, "{told:?}");
+}
+
+#[test]
+fn refusals_of_one_moment_tell_each_client_of_its_own_windows() {
+    let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\", \"3/hour\"]";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut client = gateway.client();
+    let mut ask = |key: &str| client.get_with("/a", &[("x-key", key)]);
+    (0..2).for_each(|_| drop(ask("early").expect(200)));
+    gateway.advance_s(60);
+    ask("early").expect(200);
+    (0..2).for_each(|_| drop(ask("late").expect(200)));
+    // Time stands still: what was told last must not be told to somebody else.
+    for _ in 0..3 {
+        for (key, full, state, again) in
+            [("early", "r-hour", "1;t=60, 0;t=2640", "2640"), ("late", "r-minute", "0;t=60, 1;t=2640", "60")]
+        {
+            let refused = ask(key).expect(429);
+            let told = refused.field("ratelimit").unwrap();
+            assert_eq!(told.replace("\"r-minute\";r=", "").replace("\"r-hour\";r=", ""), state, "{told}");
+            assert_eq!(refused.problem()["violated-policies"], serde_json::json!([full]));
+            assert_eq!(refused.field("retry-after"), Some(again));
+        }
+    }
+    // The same second, but not the same moment.
+    gateway.advance(std::time::Duration::from_millis(1500));
+    assert_eq!(ask("late").expect(429).field("retry-after"), Some("59"));
+}
+
+#[test]
+fn of_several_rules_the_one_that_blocks_longest_decides() {
+    let toml = "[upstreams.u]\nbuiltin = \"echo\"\n\
+        [rules.short]\nkey = \"ip\"\nwindows = [\"1/minute\"]\nstatus = 503\n\
+        [rules.long]\nkey = \"ip\"\nwindows = [\"2/hour\"]\nbody = \"come back later\"\n\
+        [rules.plain]\nkey = \"ip\"\nwindows = [\"1/second\"]\n\
+        [[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\nrules = [\"short\", \"long\", \"plain\"]\n";
+    let gateway = Gateway::start(toml);
+    let mut client = gateway.client();
+    client.get("/a").expect(200);
+    assert_eq!(
+        client.get("/a").expect(503).problem()["violated-policies"],
+        serde_json::json!(["plain", "short"]),
+        "all that refuse are named"
+    );
+    gateway.advance_s(60);
+    client.get("/a").expect(200);
+    let refused = client.get("/a").expect(429);
+    assert_eq!((refused.text().as_str(), refused.field("retry-after")), ("come back later", Some("2640")));
+    gateway.advance_s(HOUR_S);
+    client.get("/a").expect(200);
+    client.get("/a").expect(503);
+}
+
+#[test]
+fn what_costs_more_than_there_ever_is_is_not_told_to_wait() {
+    let rule = "key = \"ip\"\nwindows = [\"10/minute\", { limit = 20, period = \"hour\", capacity = 30 }]\n\
+                cost = { request-header = \"x-cost\", max = 50 }";
+    let gateway = Gateway::start(&one_rule(rule));
+    let mut client = gateway.client();
+    for cost in ["11", "31"] {
+        let refused = client.get_with("/a", &[("X-Cost", cost)]).expect(429);
+        assert_eq!(refused.field("retry-after"), None);
+        let problem = refused.problem();
+        assert!(problem.get("retry-after").is_none(), "{problem}");
+        assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+        assert!(problem["title"].as_str().unwrap().contains("never") && problem["detail"].is_string(), "{problem}");
+        assert_eq!(refused.field("ratelimit").unwrap(), "\"r-minute\";r=10;t=60, \"r-hour\";r=30;t=2700");
+    }
+    client.get_with("/a", &[("X-Cost", "10")]).expect(200);
+    // Full now, but not for ever.
+    assert_eq!(client.get_with("/a", &[("X-Cost", "10")]).expect(429).field("retry-after"), Some("60"));
+}

@@ -1,0 +1,174 @@
+//! A new configuration is taken over under load: no connection lost, no request failed, no count
+//! forgotten. The gateway is the real binary, told by a signal or by a change of the file.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use crate::support::client::{Client, request};
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{eventually, one_rule, pass_all};
+
+/// A window that does not end while the test runs.
+fn rule(limit: u32) -> String {
+    one_rule(&format!("key = \"ip\"\nwindows = [\"{limit}/366d\"]"))
+}
+
+#[test]
+fn under_load_no_request_fails_and_no_count_is_lost() {
+    let process = Process::spawn(&rule(1_000_000));
+    let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                // One connection for all of it.
+                let mut client = process.client();
+                while !stop.load(Ordering::Relaxed) {
+                    client.get("/a").expect(200);
+                    sent.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        for n in 1..=20 {
+            process.rewrite(&rule(1_000_000 + n));
+            process.signal("HUP");
+            // The change may be seen before the signal comes, and then there are two reloads.
+            process.reloaded_at_least(n.into());
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let mut sent = sent.into_inner();
+    assert!(sent > 100, "only {sent} requests met twenty reloads");
+    let mut left = 0;
+    eventually("the last reload is there", || {
+        sent += 1;
+        let last = process.get("/a").expect(200);
+        left = remaining(&last, "r");
+        items(&last, "ratelimit-policy")[0].get("q") == 1_000_020
+    });
+    assert_eq!(left, 1_000_020 - sent);
+}
+
+#[test]
+fn a_change_of_the_file_is_enough() {
+    let process = Process::spawn(&rule(10));
+    let mut client = process.client();
+    assert_eq!(remaining(&client.get("/a").expect(200), "r"), 9);
+    process.rewrite(&rule(20));
+    process.reloaded("applied", 1);
+    eventually("the connection sees the new limit", || {
+        let answer = client.get_with("/a", &[("Connection", "keep-alive")]).expect(200);
+        items(&answer, "ratelimit-policy")[0].get("q") == 20
+    });
+    assert_eq!(process.metrics().sum("transom_config_reloads_total", &[]), 1);
+}
+
+#[test]
+fn a_bad_file_leaves_everything_as_it_was() {
+    let process = Process::spawn(&rule(10));
+    let mut client = process.client();
+    client.get("/a").expect(200);
+    process.rewrite(&rule(10).replace("366d", "366x"));
+    process.signal("HUP");
+    process.reloaded("refused", 1);
+    assert_eq!(remaining(&client.get("/a").expect(200), "r"), 8);
+    let log = process.stderr();
+    let place = format!("{}:", process.config().display());
+    assert!(log.contains(&place) && log.contains("fix: "), "{log}");
+    assert_eq!(process.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]), 0);
+    // Mended, it is taken over.
+    process.rewrite(&rule(5));
+    process.signal("HUP");
+    process.reloaded("applied", 1);
+    eventually("the new limit holds", || {
+        let answer = client.get("/a");
+        items(&answer, "ratelimit-policy")[0].get("q") == 5
+    });
+}
+
+#[test]
+fn a_file_that_is_gone_for_a_moment_is_not_a_change() {
+    let process = Process::spawn(&rule(10));
+    std::fs::remove_file(process.config()).unwrap();
+    process.signal("HUP");
+    process.reloaded("refused", 1);
+    process.get("/a").expect(200);
+    process.rewrite(&rule(11));
+    process.reloaded("applied", 1);
+}
+
+#[test]
+fn what_takes_a_restart_is_refused_and_said() {
+    let process = Process::spawn(&rule(10));
+    for (n, change) in ["workers = 7\n", "counters = { capacity = 77 }\n"].into_iter().enumerate() {
+        // Not told as well: the change and the signal may each cause a reload.
+        process.rewrite(&format!("{change}{}", rule(20)));
+        process.reloaded("refused", n as u64 + 1);
+    }
+    let log = process.stderr();
+    assert!(log.contains("`workers`") && log.contains("`counters`") && log.contains("restart"), "{log}");
+    assert_eq!(items(&process.get("/a").expect(200), "ratelimit-policy")[0].get("q"), 10);
+}
+
+#[test]
+fn a_request_under_way_finishes_on_the_configuration_it_began_with() {
+    let (go, gone) = mpsc::channel::<()>();
+    let (saw, seen) = mpsc::channel();
+    let gone = Arc::new(Mutex::new(gone));
+    let old = Upstream::with(move |talk| {
+        if talk.request().is_some() {
+            saw.send(()).unwrap();
+            gone.lock().unwrap().recv().unwrap();
+            talk.send(reply(200, &[], b"old"));
+        }
+    });
+    // Dropped before the upstream, which waits for it.
+    let go = go;
+    let new = Upstream::answering(|_| reply(200, &[], b"new"));
+    let process = Process::spawn(&pass_all(&old));
+    let mut client = process.client();
+    client.send(request("GET", "/a", &[], b""));
+    seen.recv().unwrap();
+    process.rewrite(&pass_all(&new));
+    process.signal("HUP");
+    process.reloaded("applied", 1);
+    eventually("new requests go to the new upstream", || {
+        let mut second = Client::connect(process.http);
+        second.send(request("GET", "/b", &[], b""));
+        second.answer().text() == "new"
+    });
+    go.send(()).unwrap();
+    assert_eq!(client.answer().expect(200).text(), "old");
+    // The connection lives on, with the new configuration.
+    assert_eq!(client.get("/c").expect(200).text(), "new");
+}
+
+#[test]
+fn routes_and_rules_come_and_go() {
+    let process = Process::spawn(&rule(10).replace("/{*rest}", "/a"));
+    let mut client = process.client();
+    client.get("/a").expect(200);
+    client.get("/b").expect(404);
+    process.rewrite(&rule(10).replace("/{*rest}", "/b"));
+    process.signal("HUP");
+    process.reloaded("applied", 1);
+    eventually("the new route is known", || client.get("/b").status == 200);
+    client.get("/a").expect(404);
+}
+
+#[test]
+fn idle_connections_to_servers_that_stay_are_kept() {
+    let upstream = Upstream::replying(200);
+    let process = Process::spawn(&format!("workers = 1\n{}", pass_all(&upstream)));
+    let mut client = process.client();
+    client.get("/a").expect(200);
+    for n in 1..=3 {
+        process.signal("HUP");
+        process.reloaded("applied", n);
+        client.get("/a").expect(200);
+    }
+    assert_eq!(upstream.connections(), 1);
+}

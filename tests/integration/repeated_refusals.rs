@@ -1,0 +1,250 @@
+//! Who is refused and asks the same again, to the byte, is refused without being parsed. He must not notice, and nobody else.
+
+use std::fs;
+use std::net::SocketAddr;
+
+use crate::support::client::{Client, HOST, request};
+use crate::support::gateway::{Gateway, START_S};
+use crate::support::jwt_issuer::Issuer;
+use crate::support::process::Process;
+use crate::support::tls::{Authority, Tls, listen};
+use crate::support::{Scratch, eventually, one_rule};
+
+const TWO: &str = "key = \"ip\"\nwindows = [\"2/minute\"]";
+
+fn count(gateway: &Gateway, name: &str, labels: &[(&str, &str)]) -> u64 {
+    gateway.metrics().sum(name, labels)
+}
+
+/// An answer as it comes.
+fn raw(client: &mut Client) -> String {
+    client.send(request("GET", "/a", &[], b""));
+    let mut text = String::new();
+    while !text.ends_with("\r\n\r\n") {
+        text.push(char::from(client.exactly(1)[0]));
+    }
+    let length = text.split("content-length: ").nth(1).unwrap().split_once("\r\n").unwrap().0.parse().unwrap();
+    text + std::str::from_utf8(&client.exactly(length)).unwrap()
+}
+
+#[test]
+fn it_is_told_the_same_to_the_letter_and_counted_each_time() {
+    for (form, code) in [("", "429"), ("status = 499", "499"), ("status = 503\nbody = \"later\\n\"", "503")] {
+        let rule = format!("key = \"ip\"\nwindows = [\"2/minute\", \"3/hour\"]\n{form}");
+        let gateway = Gateway::start(&one_rule(&rule));
+        let mut client = gateway.client();
+        client.get("/a").expect(200);
+        client.get("/a").expect(200);
+        let first = raw(&mut gateway.client());
+        assert!(
+            first.starts_with("HTTP/1.1 ") && first.contains("\r\ndate: ") && first.contains(" GMT\r\n"),
+            "{first}"
+        );
+        for _ in 0..9 {
+            assert_eq!(raw(&mut client), first);
+        }
+        for (name, labels) in [
+            ("transom_requests_total", [("route", "all"), ("code", code)]),
+            ("transom_decisions_total", [("rule", "r"), ("outcome", "refused")]),
+            ("transom_refused_total", [("rule", "r"), ("window", "r-minute")]),
+        ] {
+            assert_eq!(count(&gateway, name, &labels), 10, "{name}");
+        }
+        assert_eq!(count(&gateway, "transom_refused_total", &[("window", "r-hour")]), 0);
+        for name in ["transom_request_duration_seconds_count", "transom_decision_duration_seconds_count"] {
+            assert_eq!(count(&gateway, name, &[]), 12, "{name}");
+        }
+    }
+}
+
+#[test]
+fn it_passes_when_its_window_has_ended() {
+    let gateway = Gateway::start(&one_rule(TWO));
+    let mut client = gateway.client();
+    for _ in 0..4 {
+        let statuses = [0; 6].map(|_| client.get("/a").status);
+        assert_eq!(statuses, [200, 200, 429, 429, 429, 429]);
+        gateway.advance_s(60);
+    }
+}
+
+#[test]
+fn it_is_seen_when_the_configuration_has_changed() {
+    let mut gateway = Gateway::start(&one_rule(TWO));
+    let mut client = gateway.client();
+    let mut next = |count: usize| (0..count).map(|_| client.get("/a").status).collect::<Vec<_>>();
+    assert_eq!(next(6), [200, 200, 429, 429, 429, 429]);
+    gateway.reload(&one_rule("key = \"ip\"\nwindows = [\"4/minute\"]"));
+    eventually("the limit is raised", || next(1) == [200]);
+    assert_eq!(next(5), [200, 429, 429, 429, 429]);
+    gateway.reload(&one_rule(TWO).replace("/{*rest}", "/b"));
+    eventually("the route is gone", || next(1) == [404]);
+}
+
+#[test]
+fn heads_that_differ_in_one_byte_are_told_apart() {
+    let gateway =
+        Gateway::start(&one_rule("key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\"]"));
+    let mut client = gateway.client();
+    let mut ask = |key: &str| client.get_with("/a", &[("X-Key", key)]).status;
+    assert_eq!([0; 5].map(|_| ask("one")), [200, 200, 429, 429, 429]);
+    assert_eq!([0; 5].map(|_| ask("onf")), [200, 200, 429, 429, 429]);
+    assert_eq!(["one", "ona", "one", "one", "one", "ona", "ona"].map(ask), [429, 200, 429, 429, 429, 200, 429]);
+}
+
+/// A connection on which the same request has been refused three times.
+fn refused(gateway: &Gateway) -> Client {
+    let mut client = gateway.client();
+    while client.get("/a").status != 429 {}
+    client.get("/a").expect(429);
+    client.get("/a").expect(429);
+    client
+}
+
+#[test]
+fn requests_that_come_in_pieces_or_several_at_once_are_all_answered() {
+    let gateway = Gateway::start(&one_rule(TWO));
+    let head = request("GET", "/a", &[], b"");
+    for pieces in [1, 2, 3, 7] {
+        let mut client = refused(&gateway);
+        let many = head.repeat(10);
+        for piece in many.chunks(many.len().div_ceil(pieces)) {
+            client.send(piece);
+        }
+        for _ in 0..10 {
+            client.answer().expect(429);
+        }
+        let at = head.len() / 2;
+        client.send(&head[..at]).send(&head[at..]).answer().expect(429);
+        client.get("/a").expect(429);
+        client.get("/a").expect(429);
+        // One that repeats the last, and the beginning of another.
+        client.send([&head[..], b"GET /b "].concat()).answer().expect(429);
+        client.send(format!("HTTP/1.1\r\nHost: {HOST}\r\n\r\n")).answer().expect(429);
+        client.get("/a").expect(429);
+    }
+}
+
+#[test]
+fn requests_with_a_body_or_another_end_are_answered_as_ever() {
+    let gateway = Gateway::start(&one_rule(TWO));
+    for body in [&b""[..], b"GET /a HTTP/1.1\r\n\r\n"] {
+        let mut client = refused(&gateway);
+        for _ in 0..4 {
+            client.ask("POST", "/a", &[("Expect", "100-continue")], body).expect(429);
+        }
+        for _ in 0..4 {
+            client.ask("POST", "/a", &[], body).expect(429);
+        }
+        for _ in 0..4 {
+            let answer = client.ask("HEAD", "/a", &[], b"").expect(429);
+            assert!(answer.field("content-length").is_some_and(|length| length != "0"));
+        }
+        for _ in 0..4 {
+            client.get_with("/a", &[("Connection", "keep-alive")]).expect(429);
+        }
+        for _ in 0..4 {
+            client.get_with("/a", &[("Connection", "keep-alive"), ("Upgrade", "h2c")]).expect(429);
+        }
+        let last = client.get_with("/a", &[("Connection", "close")]).expect(429);
+        assert_eq!(last.field("connection"), Some("close"));
+        client.expect_closed();
+    }
+    // A client of HTTP/1.0 that does not ask to be kept is not.
+    for _ in 0..3 {
+        let mut client = gateway.client();
+        client.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n").answer().expect(429);
+        client.expect_closed();
+    }
+}
+
+/// Whether what a client has sent lies in the gateway's socket, as the kernel has it.
+fn is_unread(client: &Client) -> bool {
+    let port = |address: SocketAddr| format!(":{:04X}", address.port());
+    let (own, other) = (port(client.stream.local_addr().unwrap()), port(client.stream.peer_addr().unwrap()));
+    let table = fs::read_to_string("/proc/net/tcp").unwrap();
+    let mut sockets = table.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let socket = sockets.find(|socket| socket[1].ends_with(&other) && socket[2].ends_with(&own)).unwrap();
+    !socket[4].ends_with(":00000000")
+}
+
+#[test]
+fn a_client_that_reads_nothing_is_answered_in_full_when_it_does() {
+    // Large answers, so that few of them are more than buffers hold.
+    let body = "slow down\n".repeat(6500);
+    let gateway = Gateway::start(&one_rule(&format!("{TWO}\nbody = {body:?}")));
+    let mut client = refused(&gateway);
+    let head = request("GET", "/a", &[], b"");
+    let answered = || count(&gateway, "transom_requests_total", &[("code", "429")]);
+    let (before, mut sent) = (answered(), 0);
+    // One after the other, so that each is read by itself; until none is read any more.
+    loop {
+        client.send(&head);
+        sent += 1;
+        if (0..200).all(|_| is_unread(&client)) {
+            break;
+        }
+    }
+    for _ in 0..sent {
+        assert_eq!(client.answer().expect(429).body.len(), body.len());
+    }
+    assert_eq!(answered(), before + sent);
+    client.get("/a").expect(429);
+}
+
+#[test]
+fn the_last_answer_before_the_end_says_so() {
+    let mut process =
+        Process::spawn(&(one_rule("key = \"ip\"\nwindows = [\"1/366d\"]") + "[timeouts]\ndrain = \"1d\"\n"));
+    let mut client = process.client();
+    client.get("/a").expect(200);
+    for _ in 0..4 {
+        client.get("/a").expect(429);
+    }
+    process.signal("TERM");
+    eventually("it says that it is not ready", || process.admin_get("/readyz").status == 503);
+    // Readiness goes down first.
+    eventually("an answer says so", || client.get("/a").expect(429).field("connection") == Some("close"));
+    client.expect_closed();
+    assert_eq!(process.wait().code(), Some(0));
+}
+
+#[test]
+fn it_is_answered_within_tls() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO)));
+    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    for _ in 0..3 {
+        assert_eq!([0; 6].map(|_| client.get("/a").status), [200, 200, 429, 429, 429, 429]);
+        gateway.advance_s(60);
+    }
+}
+
+#[test]
+fn each_has_its_line_in_the_access_log() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let rule = "key = \"ip\"\nwindows = [\"1/366d\"]";
+    let process = Process::spawn(&format!("{}[access_log]\nfile = \"{}\"\n", one_rule(rule), file.display()));
+    let mut client = process.client();
+    for _ in 0..8 {
+        client.get("/a?b");
+    }
+    let lines = || fs::read_to_string(&file).unwrap_or_default();
+    eventually("the lines are written", || lines().lines().count() == 8);
+    assert_eq!(lines().matches("\"path\":\"/a\"").count(), 8);
+    assert_eq!(lines().matches("\"status\":429").count(), 7);
+}
+
+#[test]
+fn a_token_ends_while_it_is_refused() {
+    let (issuer, scratch) = (Issuer::new(), Scratch::new());
+    let rule = "key = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"2/hour\"]";
+    let gateway = Gateway::start(&format!("{}{}", one_rule(rule), issuer.keys(&scratch)));
+    let token = issuer.token("HS256", &serde_json::json!({ "sub": "a", "exp": START_S + 60 }));
+    let mut client = gateway.client();
+    let mut ask = || client.get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status;
+    assert_eq!([0; 6].map(|_| ask()), [200, 200, 429, 429, 429, 429]);
+    gateway.advance_s(120);
+    assert_eq!([0; 3].map(|_| ask()), [401; 3]);
+}

@@ -1,0 +1,224 @@
+//! What is too much for an upstream is refused at once, or waits in a line that has an end.
+
+use std::collections::HashSet;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::{Client, request};
+use crate::support::gateway::Gateway;
+use crate::support::process::{BINARY, Process};
+use crate::support::upstream::Upstream;
+use crate::support::{Scratch, eventually, pass_to, within};
+
+/// Answers each request when it is told to.
+struct Held {
+    upstream: Upstream,
+    /// `None` once nobody is held any more.
+    waiting: Arc<Mutex<Option<Vec<Sender<()>>>>>,
+    /// Connections that have ended.
+    ended: Arc<AtomicUsize>,
+}
+
+impl Held {
+    fn new() -> Held {
+        let waiting = Arc::new(Mutex::new(Some(Vec::new())));
+        let ended = Arc::new(AtomicUsize::new(0));
+        let upstream = Upstream::with({
+            let (waiting, ended) = (Arc::clone(&waiting), Arc::clone(&ended));
+            move |talk| {
+                while talk.request().is_some() {
+                    let (go, gone) = channel::<()>();
+                    waiting.lock().unwrap().as_mut().map_or_else(Default::default, |waiting| waiting.push(go));
+                    let _ = gone.recv();
+                    talk.reply(200, &[], b"held\n");
+                }
+                ended.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        Held { upstream, waiting, ended }
+    }
+
+    fn arrived(&self, count: usize) {
+        eventually("requests arrive", || {
+            self.waiting.lock().unwrap().as_ref().is_some_and(|waiting| waiting.len() == count)
+        });
+    }
+
+    /// Lets all that are here go.
+    fn release(&self) {
+        self.waiting.lock().unwrap().iter_mut().for_each(Vec::clear);
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        *self.waiting.lock().unwrap() = None;
+    }
+}
+
+fn ask(gateway: &Gateway) -> Client {
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client
+}
+
+fn refused(gateway: &Gateway, limit: &str) -> u64 {
+    gateway.metrics().sum("transom_upstream_refused_total", &[("upstream", "u"), ("limit", limit)])
+}
+
+#[test]
+fn one_request_too_many_is_503_at_once() {
+    let held = Held::new();
+    let gateway = Gateway::start(&pass_to(&[held.upstream.address], "max_requests = 2"));
+    let mut first = [ask(&gateway), ask(&gateway)];
+    held.arrived(2);
+    let problem = gateway.get("/a").expect(503).problem();
+    assert_eq!(problem["detail"], "the upstream has too many requests at the moment");
+    assert_eq!(refused(&gateway, "max_requests"), 1);
+    held.release();
+    first.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+    // A client that goes away makes room as well.
+    let gone = [ask(&gateway), ask(&gateway)];
+    held.arrived(2);
+    gateway.get("/a").expect(503);
+    drop(gone);
+    eventually("there is room again", || {
+        gateway.metrics().sum("transom_upstream_requests_under_way", &[("upstream", "u")]) == 0
+    });
+    held.release();
+    let mut client = ask(&gateway);
+    held.arrived(1);
+    held.release();
+    client.answer().expect(200);
+}
+
+#[test]
+fn who_finds_no_connection_waits_in_line() {
+    let held = Held::new();
+    let settings = "max_connections = 1\nmax_pending = 2";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let mut first = ask(&gateway);
+    held.arrived(1);
+    let mut line = [ask(&gateway), ask(&gateway)];
+    eventually("two wait", || {
+        let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
+        state["upstreams"][0]["pending"] == 2
+    });
+    gateway.get("/a").expect(503).problem();
+    assert_eq!(refused(&gateway, "max_pending"), 1);
+    for client in std::iter::once(&mut first).chain(&mut line) {
+        held.arrived(1);
+        held.release();
+        client.answer().expect(200);
+    }
+    assert_eq!((held.upstream.connections(), held.upstream.received().len()), (1, 3));
+}
+
+#[test]
+fn the_room_of_a_connection_that_ends_goes_to_the_next() {
+    let held = Held::new();
+    let settings = "max_connections = 1";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
+    let first = ask(&gateway);
+    held.arrived(1);
+    let mut second = ask(&gateway);
+    eventually("the second waits", || {
+        let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
+        state["upstreams"][0]["pending"] == 1
+    });
+    // Who goes away takes its connection along.
+    drop(first);
+    held.arrived(2);
+    held.release();
+    second.answer().expect(200);
+    assert_eq!(held.upstream.connections(), 2);
+}
+
+#[test]
+fn nobody_waits_in_line_for_ever() {
+    let held = Held::new();
+    let toml = pass_to(&[held.upstream.address], "max_connections = 1");
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}\n[timeouts]\nconnect = \"50ms\"\n"));
+    let mut first = ask(&gateway);
+    held.arrived(1);
+    within(Duration::from_millis(50), || gateway.get("/a").expect(503).problem());
+    assert_eq!(refused(&gateway, "connect"), 1);
+    held.release();
+    first.answer().expect(200);
+}
+
+/// Sends one request of each client at the same time, and lets the server answer them.
+fn round(held: &Held, clients: &mut [Client]) {
+    round_of("/a", held, clients);
+}
+
+fn round_of(path: &str, held: &Held, clients: &mut [Client]) {
+    for client in clients.iter_mut() {
+        client.send(request("GET", path, &[], b""));
+    }
+    held.arrived(clients.len());
+    held.release();
+    clients.iter_mut().for_each(|client| drop(client.answer().expect(200)));
+}
+
+#[test]
+fn connections_of_many_clients_are_kept_for_their_next_requests() {
+    let held = Held::new();
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], "")));
+    let mut clients: Vec<Client> = (0..300).map(|_| gateway.client()).collect();
+    (0..3).for_each(|_| round(&held, &mut clients));
+    assert_eq!(held.upstream.connections(), 300);
+}
+
+#[test]
+fn no_more_idle_connections_are_kept_than_the_configuration_says() {
+    for (kept, opened) in [(10, 30 + 20 + 20), (0, 90)] {
+        let held = Held::new();
+        let settings = format!("max_idle_connections = {kept}");
+        let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], &settings)));
+        let mut clients: Vec<Client> = (0..30).map(|_| gateway.client()).collect();
+        (0..3).for_each(|_| round(&held, &mut clients));
+        assert_eq!(held.upstream.connections(), opened, "{kept} kept");
+    }
+}
+
+#[test]
+fn connections_that_a_peak_has_left_are_not_used_and_closed_when_they_are_old() {
+    let toml = |held: &Held, timeouts| format!("workers = 1\n{}{timeouts}", pass_to(&[held.upstream.address], ""));
+    let held = Held::new();
+    let gateway = Gateway::start(&toml(&held, ""));
+    let mut clients: Vec<Client> = (0..10).map(|_| gateway.client()).collect();
+    round(&held, &mut clients);
+    (0..20).for_each(|_| round(&held, &mut clients[..1]));
+    let used: HashSet<usize> = held.upstream.received()[10..].iter().map(|request| request.connection).collect();
+    assert_eq!(used.len(), 1);
+    let held = Held::new();
+    let gateway = Gateway::start(&toml(&held, "[timeouts]\nupstream_idle = \"100ms\"\n"));
+    let mut clients: Vec<Client> = (0..10).map(|_| gateway.client()).collect();
+    round(&held, &mut clients);
+    // They are looked through every five seconds.
+    eventually("all are closed", || held.ended.load(Ordering::SeqCst) == 10);
+}
+
+#[test]
+fn idle_connections_leave_descriptors_for_other_upstreams() {
+    let upstreams: Vec<Held> = (0..4).map(|_| Held::new()).collect();
+    let routes = upstreams.iter().enumerate().map(|(n, held)| {
+        let address = held.upstream.address;
+        format!(
+            "[upstreams.u{n}]\nservers = [\"http://{address}\"]\n[[routes]]\npath = \"/{n}\"\nupstream = \"u{n}\"\n"
+        )
+    });
+    let toml = format!("workers = 1\n{}", routes.collect::<String>());
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 240; exec \"$0\" \"$@\"", BINARY]);
+    let process = Process::spawn_by(command, &toml, Scratch::new());
+    let mut clients: Vec<Client> = (0..50).map(|_| process.client()).collect();
+    // Were all connections kept, the fourth upstream would find no descriptor left.
+    for (n, held) in upstreams.iter().enumerate() {
+        round_of(&format!("/{n}"), held, &mut clients);
+    }
+}

@@ -1,0 +1,280 @@
+//! The gate, row by row: bytes that others may read in another way are answered with 400 on a connection that is
+//! closed, and reach no upstream and no counter; what is clear passes, and arrives as it was meant.
+
+use crate::support::client::request;
+use crate::support::gateway::Gateway;
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::Upstream;
+
+fn toml(upstream: &Upstream) -> String {
+    format!(
+        "{}[rules.r]\nkey = \"ip\"\nwindows = [\"1000/day\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        upstream.toml("u")
+    )
+}
+
+const GET: &str = "GET /a HTTP/1.1\r\nHost: a\r\n";
+const POST: &str = "POST /a HTTP/1.1\r\nHost: a\r\n";
+
+/// What stands behind every case: it must never be taken for a request.
+const NEXT: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
+
+/// What others may read in another way, and how it is answered.
+fn ambiguous() -> Vec<(&'static str, String, u16)> {
+    vec![
+        // Line ends.
+        ("a bare LF behind the request line", "GET /a HTTP/1.1\nHost: a\r\n\r\n".into(), 400),
+        ("a bare LF behind a field", "GET /a HTTP/1.1\r\nHost: a\nX: b\r\n\r\n".into(), 400),
+        ("a bare LF at the end", "GET /a HTTP/1.1\r\nHost: a\r\n\n".into(), 400),
+        ("bare LFs throughout", "GET /a HTTP/1.1\nHost: a\n\n".into(), 400),
+        ("a bare LF in a value", format!("{GET}X: a\n\n{NEXT}"), 400),
+        ("chunks behind a bare LF", format!("{POST}X: a\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("a bare CR", format!("{GET}X: a\rY: b\r\n\r\n"), 400),
+        // Where a body ends.
+        ("a length and chunks", format!("{POST}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("chunks and a length", format!("{POST}Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n"), 400),
+        ("two lengths", format!("{POST}Content-Length: 1\r\nContent-Length: 2\r\n\r\nab"), 400),
+        ("a list of lengths", format!("{POST}Content-Length: 1, 1\r\n\r\na"), 400),
+        ("+1", format!("{POST}Content-Length: +1\r\n\r\na"), 400),
+        ("1e1", format!("{POST}Content-Length: 1e1\r\n\r\na"), 400),
+        ("another coding", format!("{POST}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("chunked twice", format!("{POST}Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("an empty coding first", format!("{POST}Transfer-Encoding: ,chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("two codings", format!("{POST}Transfer-Encoding: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"), 400),
+        ("a tab in the coding", format!("{POST}Transfer-Encoding: chunked\t, identity\r\n\r\n0\r\n\r\n"), 400),
+        (
+            "chunks for HTTP/1.0",
+            "POST /a HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n".into(),
+            400,
+        ),
+        // Whom it is for.
+        ("no Host", "GET /a HTTP/1.1\r\n\r\n".into(), 400),
+        ("two Hosts", format!("{GET}Host: b\r\n\r\n"), 400),
+        ("a Host with a user", "GET /a HTTP/1.1\r\nHost: u@a\r\n\r\n".into(), 400),
+        ("a Host with a path", "GET /a HTTP/1.1\r\nHost: a/b\r\n\r\n".into(), 400),
+        ("another host in the target", "GET http://b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("a user in the target", "GET http://a@b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("two Hosts of HTTP/1.0", "GET /a HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n".into(), 400),
+        // What it is about.
+        ("a target without a slash", "GET a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("a fragment", "GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("an authority", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("* for GET", "GET * HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("CONNECT", "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n".into(), 405),
+        ("CONNECT with a body", "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\nContent-Length: 1\r\n\r\nx".into(), 405),
+        ("TRACE", "TRACE /a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 405),
+        ("a method in small letters", "get /a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("an expectation", format!("{GET}Expect: 100-continue, x\r\n\r\n"), 417),
+        ("two expectations", format!("{GET}Expect: 100-continue\r\nExpect: x\r\n\r\n"), 417),
+        ("a semicolon behind dots", "GET /x/..;/admin HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("an encoded line end", "GET /login%0a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        ("an overlong slash", "GET /a%c0%af HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
+        // Fields.
+        ("no name", format!("{GET}: a\r\n\r\n"), 400),
+        ("a blank before the colon", format!("{GET}X : a\r\n\r\n"), 400),
+        ("a folded line", format!("{GET}X: a\r\n b\r\n\r\n"), 400),
+        ("NUL", format!("{GET}X: a\0b\r\n\r\n"), 400),
+    ]
+}
+
+#[test]
+fn what_is_ambiguous_is_refused_and_not_counted() {
+    let cases = ambiguous();
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let mut wrong = Vec::new();
+    for (name, bytes, status) in &cases {
+        let mut client = gateway.client();
+        client.send_if_open(bytes).send_if_open(NEXT);
+        let Some(mut answer) = client.head() else {
+            wrong.push(format!("{name}: closed without a word"));
+            continue;
+        };
+        client.body_of(&mut answer, "GET");
+        if answer.status != *status || answer.field("connection") != Some("close") {
+            wrong.push(format!("{name}: {} {:?}", answer.status, answer.fields));
+        }
+        client.finish();
+        if !client.rest().is_empty() {
+            wrong.push(format!("{name}: answered again"));
+        }
+        if upstream.connections() > 0 {
+            wrong.push(format!("{name}: the upstream was asked {:?}", upstream.received()));
+            break;
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert_eq!(remaining(&gateway.get("/a").expect(200), "r"), 999, "none of these was counted");
+    let told = gateway.metrics();
+    assert_eq!(told.sum("transom_faults_total", &[]), cases.len() as u64);
+    assert_eq!(told.sum("transom_faults_total", &[("fault", "method")]), 3);
+    assert_eq!(told.sum("transom_faults_total", &[("fault", "expectation")]), 2);
+}
+
+#[test]
+fn what_is_ambiguous_is_refused_behind_any_other_request() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let first = [
+        format!("{GET}\r\n"),
+        format!("{POST}Content-Length: 4\r\n\r\na\n\nb"),
+        format!("{POST}Transfer-Encoding: chunked\r\n\r\n3;x=y\r\n\na\n\r\n0\r\n\r\n"),
+    ];
+    let second = [
+        format!("GET /a HTTP/1.1\nHost: a\n\n{NEXT}"),
+        format!("{GET}X: a\n\r\n{NEXT}"),
+        format!("{POST}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    ];
+    for (first, second, at_once) in first
+        .iter()
+        .flat_map(|first| second.iter().flat_map(move |second| [(first, second, true), (first, second, false)]))
+    {
+        let mut client = gateway.client();
+        if at_once {
+            client.send(format!("{first}{second}"));
+            client.answer().expect(200);
+        } else {
+            client.send(first);
+            client.answer().expect(200);
+            client.send(second);
+        }
+        let refused = client.answer();
+        assert_eq!(
+            (refused.status, refused.field("connection")),
+            (400, Some("close")),
+            "{first:?} {second:?} {at_once}"
+        );
+        client.finish();
+        assert!(client.rest().is_empty(), "{first:?} {second:?} {at_once}");
+    }
+    assert_eq!(upstream.received().len(), 18);
+}
+
+#[test]
+fn what_is_clear_passes_as_it_was_meant() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let with_body = |fields: &str, body: &str| format!("{POST}{fields}\r\n\r\n{body}");
+    for (name, bytes, body) in [
+        ("line feeds in a body", with_body("Content-Length: 4", "a\n\nb"), "a\n\nb"),
+        ("line feeds in a chunk", with_body("Transfer-Encoding: chunked", "3\r\n\na\n\r\n0\r\n\r\n"), "\na\n"),
+        ("chunked in capitals", with_body("Transfer-Encoding: CHUNKED", "1\r\na\r\n0\r\n\r\n"), "a"),
+        ("an empty line first", format!("\r\n{GET}\r\n"), ""),
+        ("beyond ASCII in a value", format!("{GET}X-Name: J\u{e4}\r\n\r\n"), ""),
+        ("an absolute form", "GET http://a:80/a HTTP/1.1\r\nHost: a\r\n\r\n".to_owned(), ""),
+        ("HTTP/1.0 without Host", "GET /a HTTP/1.0\r\n\r\n".to_owned(), ""),
+    ] {
+        let before = upstream.received().len();
+        let mut client = gateway.client();
+        client.send(bytes);
+        client.answer().expect(200);
+        let received = upstream.received();
+        assert_eq!(received.len(), before + 1, "{name}");
+        assert_eq!(received[before].body, body.as_bytes(), "{name}");
+        assert_eq!(received[before].target, "/a", "{name}");
+    }
+}
+
+#[test]
+fn the_rest_of_a_refused_body_is_not_taken_for_a_head() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream).replace("1000/day", "1/day"));
+    gateway.get("/a").expect(200);
+    let body = "line\nline\nTransfer-Encoding: chunked\nContent-Length: 3\n\n".repeat(10);
+    let head = format!("{POST}Content-Length: {}\r\n\r\n", body.len());
+    // It comes with the head, in part, or behind it; who is quick enough keeps the connection.
+    for with_head in [body.len(), 100, 0] {
+        let mut client = gateway.client();
+        client.send(format!("{head}{}", &body[..with_head])).send_if_open(&body[with_head..]);
+        client.answer().expect(429);
+        client.send_if_open(format!("{GET}\r\n"));
+        if let Some(answer) = client.answer_or_end() {
+            answer.expect(429);
+            client.send_if_open(format!("{GET}X: a\n\r\n"));
+            client.answer().expect(400);
+        }
+    }
+    assert_eq!(upstream.received().len(), 1);
+}
+
+#[test]
+fn what_is_about_one_connection_goes_no_further() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let fields = [
+        ("Connection", "X-Hop, keep-alive, X-Forwarded-For, Host, Cookie"),
+        ("Connection", "Upgrade"),
+        ("Upgrade", "h2c"),
+        ("HTTP2-Settings", "AAMAAABk"),
+        ("X-Hop", "1"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Connection", "keep-alive"),
+        ("Proxy-Authorization", "Basic x"),
+        ("TE", "gzip"),
+        ("X_Forwarded_For", "6.6.6.6"),
+        ("Cookie", "a=b"),
+        ("X-Kept", "1"),
+    ];
+    // An upgrade with a body is a request with a body.
+    let mut client = gateway.client();
+    client.send(request("POST", "/a", &fields, b"body"));
+    client.answer().expect(200);
+    client.get("/b").expect(200);
+    let received = &upstream.received()[0];
+    assert_eq!(received.body, b"body");
+    let mut names: Vec<&str> = received.fields.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    let expected = [
+        "content-length",
+        "cookie",
+        "host",
+        "http2-settings",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "x-forwarded-proto",
+        "x-kept",
+    ];
+    assert_eq!(names, expected);
+    assert_eq!(received.all("x-forwarded-for"), ["127.0.0.1"]);
+}
+
+#[test]
+fn heads_may_be_held_to_less() {
+    let upstream = Upstream::replying(200);
+    let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
+    let gateway = Gateway::start(&format!("{}{limits}", toml(&upstream)));
+    let fields = |count: usize| (0..count).map(|n| format!("X-{n}: a\r\n")).collect::<String>();
+    let ask = |bytes: String| {
+        let mut client = gateway.client();
+        client.send_if_open(bytes);
+        client.answer().status
+    };
+    assert_eq!(ask(format!("{GET}{}\r\n", fields(9))), 200);
+    assert_eq!(ask(format!("{GET}{}\r\n", fields(10))), 431);
+    assert_eq!(ask(format!("{GET}X: {}\r\n\r\n", "a".repeat(7000))), 200);
+    assert_eq!(ask(format!("{GET}X: {}\r\n\r\n", "a".repeat(9000))), 431);
+    let wide = Gateway::start(&format!("{}[limits]\nrequest_fields = 300\n", toml(&upstream)));
+    let mut client = wide.client();
+    client.send(format!("{GET}{}\r\n", fields(250)));
+    client.answer().expect(200);
+}
+
+#[test]
+fn floods_of_what_carries_nothing_are_ended() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&toml(&upstream));
+    let chunked = format!("{POST}Transfer-Encoding: chunked\r\n\r\n");
+    for (name, flood) in [
+        ("extensions of chunks", format!("1;{}\r\na\r\n", "x".repeat(1000)).repeat(1000)),
+        ("one long extension", format!("1;{}\r\na\r\n", "x".repeat(100_000))),
+        ("trailers", format!("0\r\n{}", "X-T: a\r\n".repeat(100_000))),
+        ("one long trailer", format!("0\r\nX-T: {}", "x".repeat(1_000_000))),
+    ] {
+        let mut client = gateway.client();
+        client.send_if_open(&chunked).send_if_open(flood);
+        assert_eq!(client.answer().status, 400, "{name}");
+        client.finish();
+        client.expect_closed();
+    }
+}

@@ -1,0 +1,219 @@
+//! Servers that die, hang and come back under load, and what is tried again because of it.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::support::client::{Client, request};
+use crate::support::gateway::Gateway;
+use crate::support::process::Process;
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_to, within};
+
+fn retries(gateway: &Gateway, outcome: &str) -> u64 {
+    gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
+}
+
+/// A server that answers by itself, at an address that it had before if there is one.
+fn echo(address: &str) -> Process {
+    Process::spawn(&format!(
+        "listen = {{ http = \"{address}\", admin = \"127.0.0.1:0\" }}\nworkers = 1\n[upstreams.e]\nbuiltin = \"echo\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"e\"\n"
+    ))
+}
+
+#[test]
+fn servers_are_killed_hung_and_brought_back_and_no_client_notices() {
+    let mut servers = [echo("127.0.0.1:0"), echo("127.0.0.1:0"), echo("127.0.0.1:0")];
+    let addresses: Vec<_> = servers.iter().map(|server| server.http).collect();
+    let settings = "ejection = { failures = 3, time = \"100ms\", max_time = \"400ms\" }\n\
+                    retries = { attempts = 2, try_timeout = \"1s\" }\nslow_start = \"200ms\"\n";
+    let gateway = Gateway::start(&format!("workers = 2\n{}", pass_to(&addresses, settings)));
+    let url = format!("http://{}", addresses[1]);
+    let labels: [(&str, &str); 2] = [("upstream", "u"), ("server", &url)];
+    let ejected = |wanted: u64| {
+        eventually("it is ejected or back", || {
+            gateway.metrics().sum("transom_upstream_server_ejected", &labels) == wanted
+        });
+    };
+    let serves = || {
+        let answered = || {
+            let labels = [labels[0], labels[1], ("outcome", "answered")];
+            gateway.metrics().sum("transom_upstream_requests_total", &labels)
+        };
+        let before = answered();
+        eventually("it serves", || answered() > before + 10);
+    };
+    let (over, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut client = gateway.client();
+                while !over.load(Ordering::SeqCst) {
+                    let answer = client.get("/a");
+                    assert_eq!(
+                        answer.status,
+                        200,
+                        "after {} requests: {}",
+                        asked.load(Ordering::SeqCst),
+                        answer.text()
+                    );
+                    asked.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        // Ends the load also where something here fails.
+        let end = Over(&over);
+        serves();
+        servers[1].signal("KILL");
+        ejected(1);
+        // The port is free again once the process is gone.
+        servers[1].wait();
+        servers[1] = echo(&addresses[1].to_string());
+        ejected(0);
+        serves();
+        servers[1].signal("STOP");
+        ejected(1);
+        servers[1].signal("CONT");
+        ejected(0);
+        serves();
+        drop(end);
+    });
+    assert!(gateway.metrics().sum("transom_upstream_ejections_total", &labels) >= 2);
+    assert!(retries(&gateway, "retried") >= 6);
+    assert_eq!(retries(&gateway, "budget"), 0);
+}
+
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn chosen_statuses_are_tried_elsewhere_where_that_is_safe() {
+    let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
+    let settings = "balance = \"round-robin\"\nretries = { on = [503, \"connect-failure\"], budget = 100 }\n";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        client.get("/a").expect(200);
+    }
+    assert!(!bad.received().is_empty());
+    // A POST may have had an effect: the answer is the client's.
+    let statuses: Vec<u16> = (0..4).map(|_| client.post("/a", "body").status).collect();
+    assert_eq!(statuses.iter().filter(|status| **status == 503).count(), 2, "{statuses:?}");
+    // 500 is not on the list.
+    let others = [Upstream::replying(500), Upstream::replying(500)];
+    let gateway = Gateway::start(&pass_to(&[others[0].address, others[1].address], settings));
+    gateway.get("/a").expect(500);
+    assert_eq!(retries(&gateway, "retried"), 0);
+}
+
+#[test]
+fn statuses_eject_where_they_are_listed() {
+    let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
+    let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
+    let mut client = gateway.client();
+    let failed = (0..20).filter(|_| client.get("/a").status == 503).count();
+    assert_eq!((failed, bad.received().len(), good.received().len()), (2, 2, 18));
+}
+
+#[test]
+fn tries_end_with_the_budget() {
+    // Whatever they are asked, they hang up.
+    let servers: Vec<Upstream> = (0..3).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
+    let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
+    let settings = "ejection = false\nretries = { budget = 20, budget_min = 5, attempts = 2 }\n";
+    let gateway = Gateway::start(&pass_to(&addresses, settings));
+    let start = Instant::now();
+    let mut client = gateway.client();
+    (0..200).for_each(|_| drop(client.get("/a").expect(502).problem()));
+    let most = 200.0 * 1.2 + 5.0 * (start.elapsed().as_secs_f64() + 1.0) + 2.0;
+    let tries: usize = servers.iter().map(|server| server.received().len()).sum();
+    assert!(tries > 230 && tries as f64 <= most, "{tries} of {most}");
+    assert_eq!(retries(&gateway, "retried"), tries as u64 - 200);
+    assert!(retries(&gateway, "budget") >= 100);
+}
+
+#[test]
+fn every_try_goes_to_another_server() {
+    let servers: Vec<Upstream> = (0..4).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
+    let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
+    let gateway = Gateway::start(&pass_to(&addresses, "retries = { attempts = 3 }"));
+    gateway.get("/a").expect(502);
+    assert!(servers.iter().all(|server| server.received().len() == 1));
+    // A lone server is asked again where that is wished for.
+    let gateway = Gateway::start(&pass_to(&addresses[..1], "retries = { attempts = 3 }"));
+    gateway.get("/b").expect(502);
+    assert_eq!(servers[0].received().iter().filter(|request| request.target == "/b").count(), 4);
+    let gateway = Gateway::start(&pass_to(&addresses, "retries = false"));
+    gateway.get("/c").expect(502);
+    let asked = |server: &Upstream| server.received().iter().filter(|request| request.target == "/c").count();
+    assert_eq!(servers.iter().map(asked).sum::<usize>(), 1);
+}
+
+#[test]
+fn nothing_is_tried_again_once_something_was_passed_on() {
+    let server = || {
+        Upstream::with(|talk| {
+            if talk.request().is_some() {
+                talk.send("HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n");
+            }
+        })
+    };
+    let servers = [server(), server()];
+    let gateway = Gateway::start(&pass_to(&[servers[0].address, servers[1].address], ""));
+    let answer = gateway.get("/a").expect(502);
+    assert_eq!(answer.interim, [103]);
+    assert_eq!(servers[0].received().len() + servers[1].received().len(), 1);
+}
+
+#[test]
+fn a_try_that_takes_too_long_is_made_elsewhere() {
+    let silent = Upstream::with(|talk| while talk.request().is_some() {});
+    let good = Upstream::replying(200);
+    let settings = "balance = \"round-robin\"\nretries = { try_timeout = \"50ms\" }\nejection = false\n";
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[silent.address, good.address], settings)));
+    let mut client = gateway.client();
+    for _ in 0..4 {
+        within(Duration::from_millis(50), || client.get("/a").expect(200));
+    }
+    assert_eq!(silent.received().len(), retries(&gateway, "retried") as usize);
+    assert!(!silent.received().is_empty());
+    let timed_out = gateway.metrics().sum("transom_upstream_requests_total", &[("outcome", "timed_out")]);
+    assert_eq!(timed_out as usize, silent.received().len());
+}
+
+#[test]
+fn the_whole_request_has_an_end() {
+    let upstream = Upstream::with(|talk| {
+        while let Some(request) = talk.request() {
+            match request.target.as_str() {
+                // Moves on and on.
+                "/endless" if talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") => {
+                    while talk.send("x") {
+                        thread::yield_now();
+                    }
+                }
+                "/quick" => drop(talk.reply(200, &[], b"fine")),
+                _ => assert!(talk.closed()),
+            }
+        }
+    });
+    let toml = pass_to(&[upstream.address], "retries = { attempts = 5, try_timeout = \"50ms\" }");
+    let gateway = Gateway::start(&format!("{toml}\n[timeouts]\nrequest = \"400ms\"\n"));
+    let whole = Duration::from_millis(400);
+    within(whole, || gateway.get("/silent").expect(504).problem());
+    // Tries in between are bounded by it as well.
+    assert!((2..=6).contains(&upstream.received().len()), "{}", upstream.received().len());
+    within(whole, || gateway.client().post("/silent", "body").expect(504).problem());
+    let mut client = Client::connect(gateway.http);
+    client.send(request("GET", "/endless", &[], b""));
+    client.head().unwrap().expect(200);
+    assert!(within(whole, || client.rest()).len() < 1_000_000);
+    gateway.get("/quick").expect(200);
+}

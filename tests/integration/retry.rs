@@ -1,0 +1,135 @@
+//! A request is sent again when that is safe, once, and never otherwise.
+//!
+//! There is one event loop, so that there is one pool of idle connections.
+
+use std::sync::{Arc, Barrier};
+
+use crate::support::client::HOST;
+use crate::support::gateway::Gateway;
+use crate::support::pass_all;
+use crate::support::upstream::Upstream;
+
+fn gateway(upstream: &Upstream) -> Gateway {
+    Gateway::start(&format!("workers = 1\n{}", pass_all(upstream)))
+}
+
+/// Answers one request on each connection and takes another, upon which it closes, as long as
+/// `dying` says of the connection's number; other connections answer everything.
+fn dying_after_one(dying: impl Fn(usize) -> bool + Send + Sync + 'static) -> Upstream {
+    Upstream::with(move |talk| {
+        if talk.request().is_some() && talk.reply(200, &[], b"") {
+            while talk.request().is_some() && !dying(talk.number) && talk.reply(200, &[], b"") {}
+        }
+    })
+}
+
+#[test]
+fn a_get_on_a_connection_that_died_is_sent_again_and_nobody_notices() {
+    let upstream = dying_after_one(|number| number == 0);
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.get("/first").expect(200);
+    client.get("/second").expect(200);
+    let targets: Vec<_> = upstream.received().into_iter().map(|r| (r.target, r.connection)).collect();
+    assert_eq!(targets, [("/first".to_owned(), 0), ("/second".to_owned(), 0), ("/second".to_owned(), 1)]);
+}
+
+#[test]
+fn so_are_head_put_and_delete_without_a_body() {
+    for method in ["HEAD", "OPTIONS", "PUT", "DELETE"] {
+        let upstream = dying_after_one(|number| number == 0);
+        let gateway = gateway(&upstream);
+        let mut client = gateway.client();
+        client.get("/first").expect(200);
+        client.ask(method, "/second", &[], b"").expect(200);
+        assert_eq!(upstream.received().len(), 3, "{method}");
+    }
+}
+
+#[test]
+fn it_is_sent_again_only_once() {
+    // Whatever is reused dies, and so does whatever is new from the second connection on.
+    let upstream = Upstream::with(|talk| {
+        if talk.request().is_some() && talk.number == 0 && talk.reply(200, &[], b"") {
+            talk.request();
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.get("/first").expect(200);
+    client.get("/second").expect(502).problem();
+    assert_eq!(upstream.received().len(), 3);
+}
+
+#[test]
+fn on_a_new_connection_nothing_is_sent_again() {
+    let upstream = Upstream::with(|talk| drop(talk.request()));
+    let gateway = gateway(&upstream);
+    gateway.get("/a").expect(502).problem();
+    assert_eq!(upstream.received().len(), 1);
+}
+
+#[test]
+fn a_post_that_was_sent_is_not_sent_again() {
+    for body in ["body", ""] {
+        let upstream = dying_after_one(|number| number == 0);
+        let gateway = gateway(&upstream);
+        let mut client = gateway.client();
+        client.get("/first").expect(200);
+        client.post("/second", body).expect(502).problem();
+        assert_eq!(upstream.received().len(), 2, "{body:?}");
+    }
+}
+
+#[test]
+fn a_get_with_a_body_is_not_sent_again() {
+    let upstream = dying_after_one(|number| number == 0);
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.get("/first").expect(200);
+    client.ask("GET", "/second", &[], b"body").expect(502);
+    let mut client = gateway.client();
+    client.send(format!("PUT /third HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"));
+    client.answer().expect(200);
+    assert_eq!(upstream.received().len(), 3);
+}
+
+#[test]
+fn a_request_is_not_sent_again_once_an_answer_has_begun() {
+    let upstream = Upstream::with(|talk| {
+        if talk.request().is_some() && talk.reply(200, &[], b"") && talk.request().is_some() {
+            talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.get("/first").expect(200);
+    client.send(crate::support::client::request("GET", "/second", &[], b""));
+    client.head().unwrap().expect(200);
+    assert_eq!(client.rest(), b"abc");
+    assert_eq!(upstream.received().len(), 2);
+}
+
+#[test]
+fn a_connection_that_was_closed_while_idle_is_not_used_at_all() {
+    // Then a POST is safe, too: nothing was sent.
+    let closed = Arc::new(Barrier::new(2));
+    let upstream = Upstream::with({
+        let closed = Arc::clone(&closed);
+        move |talk| {
+            if talk.request().is_some() && talk.reply(200, &[], b"") {
+                talk.hang_up();
+                closed.wait();
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.get("/first").expect(200);
+    closed.wait();
+    for n in 2..5 {
+        client.post("/next", "body").expect(200);
+        closed.wait();
+        assert_eq!((upstream.received().len(), upstream.connections()), (n, n));
+    }
+}

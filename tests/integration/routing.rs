@@ -1,0 +1,152 @@
+//! Routing, rules and the upstream read a request alike: its host, the fields that choose a route, and its path.
+
+use crate::support::Scratch;
+use crate::support::gateway::{Gateway, with_listen};
+use crate::support::process::run;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::upstream::Upstream;
+
+/// One rule `general` on everything, and another, with more tokens, on one route.
+fn two_routes(upstream: &Upstream, route: &str) -> String {
+    format!(
+        "{}[rules.general]\nkey = \"ip\"\nwindows = [\"5/day\"]\n[rules.loose]\nkey = \"ip\"\nwindows = [\"1000/day\"]\n\
+         [[routes]]\nname = \"general\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"general\"]\n\
+         [[routes]]\nname = \"loose\"\n{route}\nupstream = \"u\"\nrules = [\"loose\"]\n",
+        upstream.toml("u")
+    )
+}
+
+#[test]
+fn the_authority_of_an_http_1_0_target_becomes_host() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&two_routes(&upstream, "host = \"public.example\"\npath = \"/{*rest}\""));
+    for (line, host, rule) in [
+        ("GET http://public.example/a HTTP/1.0\r\n\r\n", "public.example", "loose"),
+        ("GET http://Public.example:8080/a HTTP/1.0\r\n\r\n", "Public.example:8080", "loose"),
+        ("GET http://other.example/a HTTP/1.0\r\n\r\n", "other.example", "general"),
+        ("GET http://public.example/a HTTP/1.0\r\nHost: public.example\r\n\r\n", "public.example", "loose"),
+    ] {
+        let answer = gateway.client().send(line).answer().expect(200);
+        assert_eq!(items(&answer, "ratelimit")[0].name, rule, "{line}");
+        let received = upstream.received().pop().unwrap();
+        assert_eq!((received.all("host"), received.all("x-forwarded-host")), (vec![host], vec![host]), "{line}");
+        assert_eq!(received.target, "/a");
+    }
+    let before = upstream.received().len();
+    for line in [
+        "GET http://user@public.example/a HTTP/1.0\r\n\r\n",
+        "GET http://public.example:x/a HTTP/1.0\r\n\r\n",
+        "GET http://public.example/a HTTP/1.0\r\nHost: other.example\r\n\r\n",
+        // Only HTTP/1.0 may leave Host out (RFC 9112, section 3.2).
+        "GET http://public.example/a HTTP/1.1\r\n\r\n",
+    ] {
+        gateway.client().send(line).answer().expect(400);
+    }
+    assert_eq!(upstream.received().len(), before);
+    // A target without an authority names no host: the upstream gets the name of its server.
+    gateway.client().send("GET /a HTTP/1.0\r\n\r\n").answer().expect(200);
+    assert_eq!(upstream.received().pop().unwrap().all("host"), [upstream.address.to_string()]);
+}
+
+#[test]
+fn connection_does_not_remove_fields_that_choose_a_route() {
+    let upstream = Upstream::replying(200);
+    let route = "path = \"/{*rest}\"\nheaders = { x-version = \"2\", x-beta = true }";
+    let gateway = Gateway::start(&two_routes(&upstream, route));
+    let fields = [("X-Version", "2"), ("X-Beta", "1"), ("X-Other", "1"), ("Connection", "x-version, x-beta, x-other")];
+    let answer = gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(items(&answer, "ratelimit")[0].name, "loose");
+    let received = upstream.only();
+    assert_eq!((received.all("x-version"), received.all("x-beta")), (vec!["2"], vec!["1"]));
+    assert_eq!(received.field("x-other"), None);
+}
+
+/// A strict rule on `/login`, and another on everything else.
+fn login_route(settings: &str, upstream: &Upstream) -> String {
+    format!(
+        "{settings}\n{}",
+        two_routes(upstream, "path = \"/login\"").replace("\"5/day\"", "\"2000/day\"").replace("1000/day", "9/day")
+    )
+}
+
+#[test]
+fn spellings_that_the_upstream_takes_for_one_path_are_one_for_rules_and_routes() {
+    let upstream = Upstream::replying(200);
+    let settings = "path_parameters = \"strip\"\ntrailing_slash = \"ignore\"";
+    let gateway = Gateway::start(&login_route(settings, &upstream));
+    let spellings =
+        ["/login", "/login/", "/login;x", "/login;a=b;c", "/login%3Bx", "//login/;x", "/login/.", "/;x/login"];
+    for (n, target) in spellings.into_iter().enumerate() {
+        assert_eq!(remaining(&gateway.get(target).expect(200), "loose"), 8 - n as u64, "{target}");
+        // The client's own bytes, as ever.
+        assert_eq!(upstream.received().pop().unwrap().target, target);
+    }
+    assert_eq!(remaining(&gateway.get("/login/x").expect(200), "general"), 1999);
+    // A catch-all still takes its own folder.
+    assert_eq!(remaining(&gateway.get("/").expect(200), "general"), 1998);
+
+    let gateway = Gateway::start(&login_route(&format!("{settings}\nforward_path = \"normalized\""), &upstream));
+    for (target, normal) in [("/login/;x?a;b/", "/login?a;b/"), ("/a;x/b/", "/a/b"), ("/;x", "/")] {
+        gateway.get(target).expect(200);
+        assert_eq!(upstream.received().pop().unwrap().target, normal);
+    }
+}
+
+#[test]
+fn parameters_of_a_path_and_a_trailing_slash_are_kept_unless_they_are_said_to_mean_nothing() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&login_route("", &upstream));
+    for target in ["/login/", "/login;x"] {
+        assert_eq!(items(&gateway.get(target).expect(200), "ratelimit")[0].name, "general", "{target}");
+    }
+    let gateway = Gateway::start(&login_route("path_parameters = \"refuse\"", &upstream));
+    for target in ["/login;x", "/login%3bx", "/a;/b"] {
+        assert_eq!(gateway.get(target).expect(400).problem()["detail"], "the path contains a semicolon");
+    }
+    // A query is no path.
+    assert_eq!(remaining(&gateway.get("/login?a;b").expect(200), "loose"), 8);
+}
+
+#[test]
+fn check_tells_of_paths_that_escape_their_rules_in_another_spelling() {
+    let upstream = Upstream::replying(200);
+    let scratch = Scratch::new();
+    let check = |settings: &str| {
+        let file = scratch.write("gateway.toml", with_listen(&login_route(settings, &upstream)));
+        let (code, out, err) = run(&["check", "--config", file.to_str().unwrap()]);
+        assert_eq!((code, err.as_str()), (Some(0), ""));
+        out.lines().filter(|line| line.contains("other rules")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        check(""),
+        [
+            "  note: `/login/` is held to other rules than `/login`: where the upstream takes both for one, set \
+             `trailing_slash = \"ignore\"`",
+            "  note: `/login;x` is held to other rules than `/login`: where the upstream takes both for one, set \
+             `path_parameters` to `\"strip\"` or `\"refuse\"`",
+        ]
+    );
+    assert_eq!(check("path_parameters = \"strip\"\ntrailing_slash = \"ignore\""), [""; 0]);
+}
+
+#[test]
+fn a_field_that_chooses_a_route_is_given_once() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&two_routes(&upstream, "path = \"/v/{*rest}\"\nheaders = { x-version = \"2\" }"));
+    for fields in [
+        &[("X-Version", "2"), ("X-Version", "3")][..],
+        &[("X-Version", "3"), ("X-Version", "2")],
+        &[("X-Version", "2"), ("X-Version", "2")],
+        &[("X-Version", "1"), ("X-Version", "3")],
+    ] {
+        let answer = gateway.get_with("/v/a", fields).expect(400);
+        assert_eq!(answer.problem()["detail"], "the request gives `x-version` more than once");
+        assert_eq!(answer.field("connection"), Some("close"));
+    }
+    assert_eq!(upstream.received().len(), 0);
+    // Where no route asks for its value, it is a field like any other.
+    let answer = gateway.get_with("/a", &[("X-Version", "2"), ("X-Version", "3")]).expect(200);
+    assert_eq!(remaining(&answer, "general"), 4);
+    assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2")]).expect(200), "loose"), 999);
+    assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2, 3")]).expect(200), "general"), 3);
+}

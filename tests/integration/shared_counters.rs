@@ -1,0 +1,303 @@
+//! Several gateways on one Redis count as one: real processes, a real redis-server.
+//!
+//! Windows are so long that none ends during a test, unless the end is what it is about.
+
+use std::thread;
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::support::eventually;
+use crate::support::gateway_group::{PATIENT, Siblings, admitted, decide, is_admitted, rule, shared};
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::redis::RedisServer;
+
+fn by(redis: &RedisServer, mode: &str, rules: &str) -> String {
+    shared(&format!("\"{}\"", redis.url()), &format!("mode = \"{mode}\"\n{PATIENT}"), rules)
+}
+
+/// The keys of counters, in order.
+fn counters(redis: &RedisServer) -> Vec<String> {
+    // Where gateways try whether Redis counts, there is no rule.
+    redis.keys().into_iter().filter(|key| !key.contains("{#")).collect()
+}
+
+/// The only counter of Redis.
+#[track_caller]
+fn only_key(redis: &RedisServer) -> String {
+    let keys = counters(redis);
+    assert_eq!(keys.len(), 1, "{keys:?}");
+    keys[0].clone()
+}
+
+/// The sum of all plain counters.
+fn sum(redis: &RedisServer) -> i64 {
+    counters(redis).iter().map(|key| redis.number(&["GET", key])).sum()
+}
+
+#[test]
+fn each_request_asked_for_admits_exactly_the_limit() {
+    let redis = RedisServer::start();
+    let gateways = Siblings::start(3, &by(&redis, "exact", &rule("[\"100/30d\"]", "")));
+    assert_eq!(gateways.admitted("alice", 40), 100);
+    // Nothing is counted for the refused.
+    assert_eq!(redis.cli(&["GET", &only_key(&redis)]), "100");
+    assert_eq!(gateways.admitted("bob", 10), 60);
+}
+
+#[test]
+fn leases_use_the_limit_up_and_never_more() {
+    let redis = RedisServer::start();
+    let gateways = Siblings::start(4, &by(&redis, "lease", &rule("[\"1000/30d\"]", "")));
+    let admitted = gateways.admitted("alice", 400);
+    assert!((990..=1000).contains(&admitted), "{admitted}");
+    let counted = redis.number(&["GET", &only_key(&redis)]);
+    assert!((990..=1000).contains(&counted), "{counted}");
+    // Far fewer questions than requests.
+    assert!(redis.calls("evalsha") < 1000, "{}", redis.calls("evalsha"));
+}
+
+#[test]
+fn both_ways_share_one_counter() {
+    let redis = RedisServer::start();
+    let gateways = ["exact", "lease"].map(|mode| Process::spawn(&by(&redis, mode, &rule("[\"50/30d\"]", ""))));
+    assert_eq!(admitted(&gateways[0], "alice", 20), 20);
+    let leased = admitted(&gateways[1], "alice", 60);
+    assert_eq!((leased, admitted(&gateways[0], "alice", 5)), (30, 0));
+}
+
+#[test]
+fn a_counter_is_a_plain_integer_that_ends_with_its_window() {
+    let redis = RedisServer::start();
+    let gateway = Process::spawn(&by(&redis, "exact", &rule("[\"10/30d\"]", "")));
+    assert_eq!(admitted(&gateway, "alice", 3), 3);
+    let key = only_key(&redis);
+    let number: u64 = key.strip_prefix("transom:{r|alice}:").unwrap_or_else(|| panic!("{key}")).parse().unwrap();
+    assert_eq!((redis.cli(&["TYPE", &key]), redis.cli(&["GET", &key])), ("string".into(), "3".into()));
+    let end_ms = ((number + 1) * 30 * 86_400_000).to_string();
+    assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
+    // It is set once: not by those who come later.
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
+    // Any bytes of a client's key are safe.
+    assert_eq!(admitted(&gateway, "a}:{b|c %*", 1), 1);
+    let keys = counters(&redis);
+    assert!(keys.contains(&format!("transom:{{r|a%7D%3A%7Bb%7Cc%20%25%2A}}:{number}")), "{keys:?}");
+}
+
+#[test]
+fn another_service_shares_the_limit_by_counting_there() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
+        assert_eq!(admitted(&gateway, mode, 1), 1);
+        let key = redis.keys().into_iter().find(|key| key.contains(mode)).unwrap();
+        (0..7).for_each(|_| drop(redis.cli(&["INCR", &key])));
+        assert_eq!((admitted(&gateway, mode, 9), redis.number(&["GET", &key])), (2, 10), "{mode}");
+    }
+}
+
+#[test]
+fn layers_have_names_and_what_one_refuses_no_other_counts() {
+    let redis = RedisServer::start();
+    let rules = rule("[\"20/week\", \"5/day\"]", "");
+    let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
+    assert_eq!(gateways.admitted("alice", 5), 5);
+    let keys = counters(&redis);
+    assert_eq!(keys.len(), 2, "{keys:?}");
+    for (key, layer) in keys.iter().zip(["day", "week"]) {
+        assert!(key.starts_with(&format!("transom:{{r|alice}}:{layer}:")), "{key}");
+        assert_eq!(redis.cli(&["GET", key]), "5", "{key}");
+    }
+    let answer = gateways.0[0].client().get_with("/a", &[("X-Key", "alice")]).expect(429);
+    assert_eq!((remaining(&answer, "r-week"), remaining(&answer, "r-day")), (15, 0));
+}
+
+/// While a wide rule is known to be used up, requests with new keys are refused without a call, and nothing is known of
+/// their own counters but when their windows end.
+#[test]
+fn a_layer_that_was_not_looked_up_is_told_with_the_end_of_its_window() {
+    let redis = RedisServer::start();
+    let rules = "[rules.user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"33/30d\"]\n\
+                 [rules.all]\nkey = \"global\"\nwindows = [\"1/30d\"]\n";
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, mode, rules)));
+        let ask = |user: &str| gateway.client().get_with("/a", &[("X-User", user)]);
+        assert_eq!(ask("first").status, 200);
+        for user in ["a", "b", "c"] {
+            let answer = ask(user).expect(429);
+            let told = items(&answer, "ratelimit");
+            let [of_user, of_all] = ["user", "all"].map(|name| told.iter().find(|item| item.name == name).unwrap());
+            assert_eq!((of_user.get("r"), of_all.get("r")), (33, 0), "{mode}: {answer:?}");
+            assert!(of_user.get("t").abs_diff(of_all.get("t")) <= 1, "{mode}: {answer:?}");
+        }
+    }
+}
+
+#[test]
+fn rules_of_different_keys_count_all_or_nothing() {
+    let redis = RedisServer::start();
+    let rules = "[rules.user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"3/30d\"]\n\
+                 [rules.all]\nkey = \"global\"\nwindows = [\"10/30d\"]\n";
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateway = Process::spawn(&by(&redis, mode, rules));
+        let ask = |user: &str| is_admitted(&gateway.client().get_with("/a", &[("X-User", user)]));
+        let admitted = |user: &str| (0..6).filter(|_| ask(user)).count();
+        assert_eq!([admitted("a"), admitted("b"), admitted("c")], [3, 3, 3], "{mode}");
+        // One was left for all, whatever was refused by users before.
+        assert_eq!([admitted("d"), admitted("e")], [1, 0], "{mode}");
+        let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{all|}")).unwrap();
+        assert_eq!(redis.number(&["GET", &key]), 10, "{mode}");
+    }
+}
+
+#[test]
+fn every_kind_of_window_is_one_limit_for_all() {
+    let redis = RedisServer::start();
+    let kinds = [
+        ("[{ limit = 20, period = \"30d\", capacity = 30 }]", 30),
+        ("[{ limit = 20, period = \"30d\", reserve = 5 }]", 20),
+        ("[{ limit = 20, period = \"30d\", start = \"first-request\" }]", 20),
+        ("[{ limit = 20, period = \"30d\", start = \"random\" }]", 20),
+        ("[{ limit = 20, period = \"30d\", start = \"2024-01-01T00:00:00Z\" }]", 20),
+        ("[{ limit = 20, period = \"month\", timezone = \"Europe/Berlin\" }]", 20),
+        ("[{ limit = 20, period = \"30d\", shards = 4 }]", 20),
+    ];
+    for mode in ["exact", "lease"] {
+        for (windows, limit) in kinds {
+            redis.cli(&["FLUSHALL"]);
+            let gateways = Siblings::start(2, &by(&redis, mode, &rule(windows, "")));
+            let admitted = gateways.admitted("alice", 25);
+            // In leases, one gateway may be refused while the other has a few left.
+            let least = if mode == "exact" { limit } else { limit - 2 };
+            assert!((least..=limit).contains(&admitted), "{mode}, {windows}: {admitted} of {limit}");
+            let keys = counters(&redis);
+            assert!(keys.iter().all(|key| redis.number(&["PTTL", key]) > 0), "{windows}: {keys:?}");
+            if windows.contains("shards") {
+                assert_eq!((keys.len(), sum(&redis)), (4, limit as i64), "{keys:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn plans_are_shared_too() {
+    let redis = RedisServer::start();
+    let rules = rule("[\"3/30d\"]", "[[rules.r.overrides]]\nkey = \"alice\"\nwindows = [\"7/30d\"]");
+    let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
+    assert_eq!((gateways.admitted("alice", 4), gateways.admitted("bob", 4)), (7, 3));
+}
+
+#[test]
+fn a_window_that_begins_grants_again() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        let gateways = Siblings::start(2, &by(&redis, mode, &rule("[\"3/1s\"]", "")));
+        let ask = || gateways.0.iter().map(|gateway| admitted(gateway, "alice", 4)).sum::<usize>();
+        let mut windows = 0;
+        eventually("four windows grant", || {
+            windows += usize::from(ask() > 0);
+            thread::sleep(Duration::from_millis(50));
+            windows >= 4
+        });
+        eventually("counters end with their windows", || counters(&redis).is_empty());
+    }
+}
+
+#[test]
+fn the_decision_api_counts_with_all() {
+    let redis = RedisServer::start();
+    let rules =
+        "[rules.per-client]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"5/30d\"]\n";
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateways = Siblings::start(2, &by(&redis, mode, rules));
+        let limit = |gateway: usize, path: &str| {
+            decide(&gateways.0[gateway], "limit", &json!({"rule": "per-client", "key": ["abc", path]}))
+        };
+        let all: usize = thread::scope(|scope| {
+            let ask = |gateway| (0..10).filter(|_| limit(gateway, "/search")["allowed"] == true).count();
+            let clients = [0, 1, 0, 1].map(|gateway| scope.spawn(move || ask(gateway)));
+            clients.map(|client| client.join().unwrap()).iter().sum()
+        });
+        assert_eq!(all, 5, "{mode}: no lost update");
+        let refused = limit(1, "/search");
+        assert_eq!((&refused["allowed"], &refused["count"], &refused["limit"]), (&json!(false), &json!(5), &json!(5)));
+        assert!(refused["ttl"].as_u64() > Some(0) && refused["retry_after"] == refused["ttl"], "{refused}");
+        assert_eq!(limit(0, "/feed")["allowed"], true, "another endpoint counts apart");
+        let count = |verb| {
+            decide(&gateways.0[1], verb, &json!({"rule": "per-client", "key": ["abc", "/feed"]}))["count"].clone()
+        };
+        assert_eq!((count("value"), count("check")), (json!(1), json!(1)), "{mode}");
+    }
+}
+
+#[test]
+fn what_is_known_to_be_full_asks_redis_hardly_ever() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
+        assert_eq!(admitted(&gateway, mode, 30), 10);
+        let before = redis.calls("evalsha");
+        assert_eq!(admitted(&gateway, mode, 1000), 0);
+        let calls = redis.calls("evalsha") - before;
+        assert!(calls < 20, "{mode}: {calls} for a thousand refusals");
+    }
+}
+
+#[test]
+fn a_raised_limit_and_a_reset_are_respected() {
+    let redis = RedisServer::start();
+    for mode in ["exact", "lease"] {
+        redis.cli(&["FLUSHALL"]);
+        let gateways = Siblings::start(2, &by(&redis, mode, &rule("[\"5/30d\"]", "")));
+        assert_eq!(gateways.admitted("alice", 5), 5, "{mode}");
+        gateways.rewrite(&by(&redis, mode, &rule("[\"8/30d\"]", "")));
+        let mut more = 0;
+        eventually("the new limit holds", || {
+            more += gateways.0.iter().map(|gateway| admitted(gateway, "alice", 2)).sum::<usize>();
+            more >= 3
+        });
+        assert_eq!((more, gateways.admitted("alice", 5)), (3, 0), "{mode}");
+        decide(&gateways.0[0], "reset", &json!({"rule": "r", "key": "alice"}));
+        let mut after = 0;
+        eventually("the other one knows of the reset", || {
+            after += admitted(&gateways.0[1], "alice", 2);
+            after > 0
+        });
+        after += gateways.admitted("alice", 10);
+        assert!(after <= 8, "{mode}: {after}");
+    }
+}
+
+#[test]
+fn a_lease_that_is_not_used_comes_back() {
+    let redis = RedisServer::start();
+    let gateways = Siblings::start(2, &by(&redis, "lease", &rule("[\"2000/30d\"]", "")));
+    let mut all = admitted(&gateways.0[0], "alice", 500);
+    assert_eq!(all, 500);
+    eventually("the other one can use what is left", || {
+        all += admitted(&gateways.0[1], "alice", 100);
+        all >= 1980
+    });
+    eventually("nothing is lost", || {
+        all += admitted(&gateways.0[1], "alice", 5) + admitted(&gateways.0[0], "alice", 5);
+        all == 2000
+    });
+    assert_eq!((gateways.admitted("alice", 20), redis.number(&["GET", &only_key(&redis)])), (0, 2000));
+}
+
+#[test]
+fn who_drains_returns_what_it_has_not_spent() {
+    let redis = RedisServer::start();
+    let mut gateway = Process::spawn(&by(&redis, "lease", &rule("[\"100000/30d\"]", "")));
+    let all = admitted(&gateway, "alice", 700);
+    assert_eq!(all, 700);
+    assert!(redis.number(&["GET", &only_key(&redis)]) >= 700);
+    gateway.signal("TERM");
+    assert!(gateway.wait().success());
+    assert_eq!(redis.number(&["GET", &only_key(&redis)]), 700);
+}

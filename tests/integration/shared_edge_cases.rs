@@ -1,0 +1,336 @@
+//! Counters that are shared, in the corners: a table that is full, rules of several kinds in one request, a Redis
+//! that has forgotten, outages that outlast windows.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use crate::support::client::Client;
+use crate::support::gateway_group::{PATIENT, Siblings, admitted, decide, rule, shared};
+use crate::support::load_checker::now_ms;
+use crate::support::process::Process;
+use crate::support::redis::RedisServer;
+use crate::support::{eventually, within};
+
+const LOCAL: &str = "timeout = \"10s\"\non_outage = \"local\"\n";
+
+fn by(redis: &RedisServer, settings: &str, rules: &str) -> String {
+    shared(&format!("\"{}\"", redis.url()), settings, rules)
+}
+
+/// A rule of its own name by the header `x-key`.
+fn named(name: &str, windows: &str, more: &str) -> String {
+    rule(windows, more).replace("[rules.r]", &format!("[rules.{name}]"))
+}
+
+fn status(gateway: &Process, key: &str) -> u16 {
+    gateway.client().get_with("/a", &[("X-Key", key)]).status
+}
+
+/// So many requests of a key, all at once; how many were let through, sooner or later.
+fn at_once(gateway: &Process, key: &str, times: usize) -> usize {
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..times).map(|_| scope.spawn(|| admitted(gateway, key, 1))).collect();
+        clients.into_iter().map(|client| client.join().unwrap()).sum()
+    })
+}
+
+#[test]
+fn a_full_table_admits_no_more_than_the_limit() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\n{LOCAL}\n[counters]\ncapacity = 64\n");
+        let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"2/30d\"]", "")));
+        for key in 0..300 {
+            let key = format!("key-{key}");
+            assert_eq!(admitted(&gateway, &key, 4), 2, "{mode} {key}");
+        }
+    }
+}
+
+#[test]
+fn who_waits_for_one_rule_is_counted_by_the_others() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let rules = named("exact", "[\"6/30d\"]", "shared = \"exact\"")
+            + &named("slow", "[\"2/1s\"]", "on_limit = \"delay\"\nmax_delay = \"20s\"");
+        let gateway = Process::spawn(&by(&redis, &format!("mode = \"{mode}\"\n{PATIENT}"), &rules));
+        assert_eq!(at_once(&gateway, "alice", 12), 6, "{mode}");
+        let key = redis.keys().into_iter().find(|key| key.starts_with("transom:{exact|alice}")).unwrap();
+        assert_eq!(redis.number(&["GET", &key]), 6, "{mode}");
+    }
+}
+
+#[test]
+fn a_rule_that_waits_holds_nobody_up_in_an_outage() {
+    let mut redis = RedisServer::start();
+    let both = named("wide", "[\"100000/30d\"]", "")
+        + &named("slow", "[\"2/5s\"]", "on_limit = \"delay\"\nmax_delay = \"60s\"");
+    let alone = "[[routes]]\npath = \"/alone\"\nupstream = \"u\"\nrules = [\"wide\"]\n";
+    let toml = format!("workers = 1\n{}{alone}", by(&redis, LOCAL, &both));
+    let gateway = Process::spawn(&toml);
+    // Many tokens of the wide rule are fetched.
+    let mut client = gateway.client();
+    (0..300).for_each(|_| drop(client.get_with("/alone", &[("X-Key", "alice")]).expect(200)));
+    redis.kill();
+    thread::scope(|scope| {
+        let waiting: Vec<_> = (0..5).map(|_| scope.spawn(|| status(&gateway, "alice"))).collect();
+        let until = Instant::now() + Duration::from_secs(3);
+        while Instant::now() < until {
+            // A request that needs no store is answered at once.
+            within(Duration::ZERO, || gateway.client().get_with("/alone", &[("X-Key", "alice")]).expect(200));
+            thread::sleep(Duration::from_millis(20));
+        }
+        waiting.into_iter().for_each(|waiting| assert_eq!(waiting.join().unwrap(), 200));
+    });
+}
+
+#[test]
+fn a_redis_that_has_forgotten_grants_no_window_twice() {
+    for mode in ["lease", "exact"] {
+        for used in [10, 6] {
+            let mut redis = RedisServer::start();
+            let settings = format!("mode = \"{mode}\"\ntimeout = \"10s\"\non_outage = \"refuse\"\n");
+            let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"10/30d\"]", ""))));
+            assert_eq!(admitted(&gateway, "alice", used), used);
+            redis.restart();
+            eventually("Redis counts again", || status(&gateway, "bob") == 200);
+            let start = Instant::now();
+            let mut more = 0;
+            // Also when it is asked again whether there is room.
+            while start.elapsed() < Duration::from_millis(if used == 10 { 12_000 } else { 500 }) {
+                more += admitted(&gateway, "alice", 5);
+                thread::sleep(Duration::from_millis(50));
+            }
+            assert!(more <= 10 - used, "{mode}: {more} more than {used}");
+        }
+    }
+}
+
+#[test]
+fn a_reset_is_known_to_all_gateways() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\n{PATIENT}");
+        let gateways = Siblings::start(2, &by(&redis, &settings, &rule("[\"5/30d\"]", "")));
+        assert_eq!(gateways.admitted("alice", 5), 5);
+        assert_eq!(admitted(&gateways.0[1], "alice", 2), 0);
+        decide(&gateways.0[0], "reset", &json!({ "rule": "r", "key": "alice" }));
+        eventually("the other one admits again", || admitted(&gateways.0[1], "alice", 1) == 1);
+    }
+}
+
+#[test]
+fn what_was_returned_can_be_fetched_again() {
+    let redis = RedisServer::start();
+    let settings = format!("mode = \"lease\"\n{PATIENT}");
+    let toml = format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"1000/30d\"]", "")));
+    let gateway = Process::spawn(&toml);
+    assert_eq!(admitted(&gateway, "alice", 100), 100);
+    let key = redis.keys().into_iter().find(|key| key.contains("alice")).unwrap();
+    eventually("what is left is returned", || redis.number(&["GET", &key]) == 100);
+    // Longer than a counter is remembered with which there is nothing to do.
+    thread::sleep(Duration::from_secs(14));
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    assert_eq!(redis.number(&["GET", &key]), 101);
+}
+
+#[test]
+fn what_is_counted_in_an_outage_is_reported_of_the_window_that_is_open() {
+    // Long enough that the report arrives in the window that is open, also on a busy machine.
+    const PERIOD_MS: u64 = 6000;
+    let mut redis = RedisServer::start();
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"100/6s\"]", ""));
+    let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
+    redis.kill();
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    let first = now_ms() / PERIOD_MS;
+    eventually("another window has just begun", || now_ms() / PERIOD_MS > first && now_ms() % PERIOD_MS < 300);
+    let window = now_ms() / PERIOD_MS;
+    assert_eq!(admitted(&gateway, "alice", 40), 40);
+    redis.restart();
+    let key = format!("transom:{{r|alice}}:{window}");
+    let mut counted = 0;
+    while counted < 40 && now_ms() / PERIOD_MS == window {
+        counted = redis.number(&["GET", &key]);
+    }
+    assert_eq!(counted, 40, "in the window in which they were admitted");
+}
+
+#[test]
+fn each_loop_comes_back_without_a_new_limit() {
+    let mut redis = RedisServer::start();
+    let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"50/30d\"]", ""));
+    let gateway = Process::spawn(&format!("workers = 4\n{toml}"));
+    redis.kill();
+    let mut passed: usize = (0..80).map(|_| admitted(&gateway, "alice", 1)).sum();
+    assert_eq!(passed, 50);
+    redis.restart();
+    let until = Instant::now() + Duration::from_secs(2);
+    while Instant::now() < until {
+        passed += admitted(&gateway, "alice", 1);
+    }
+    assert_eq!(passed, 50);
+}
+
+#[test]
+fn a_lowered_limit_holds_for_what_was_fetched_before() {
+    let redis = RedisServer::start();
+    let toml =
+        |limit: u32| by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule(&format!("[\"{limit}/30d\"]"), ""));
+    let gateways = Siblings::start(1, &toml(100_000));
+    assert_eq!(admitted(&gateways.0[0], "alice", 300), 300);
+    gateways.rewrite(&toml(200));
+    assert_eq!(admitted(&gateways.0[0], "alice", 20), 0);
+    gateways.rewrite(&toml(100_000));
+    assert_eq!(admitted(&gateways.0[0], "alice", 20), 20);
+}
+
+#[test]
+fn what_is_refused_in_one_place_is_counted_in_none() {
+    let redis = RedisServer::start();
+    // One is counted on this machine, in shards; one with tokens that were fetched, one by Redis itself.
+    let rules = named("here", "[{ limit = 1000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
+        + &named("leased", "[\"1000/30d\"]", "shared = \"lease\"")
+        + &named("exact", "[\"7/30d\"]", "shared = \"exact\"")
+        + &named("tried", "[\"3/30d\"]", "shared = \"exact\"\non_limit = \"shadow\"");
+    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
+    assert_eq!(at_once(&gateway, "alice", 30), 7);
+    assert_eq!(admitted(&gateway, "alice", 10), 0);
+    for (rule, used) in [("here", 7), ("exact", 7), ("tried", 3)] {
+        let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+        assert_eq!(said["count"], json!(used), "{rule}");
+    }
+    eventually("what was fetched in vain is returned", || {
+        let said = decide(&gateway, "value", &json!({ "rule": "leased", "key": "alice" }));
+        said["count"] == json!(7)
+    });
+}
+
+#[test]
+fn who_goes_away_while_he_waits_has_consumed_nothing() {
+    let redis = RedisServer::start();
+    let rules =
+        named("here", "[\"10/30d\"]", "shared = \"off\"") + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
+    let gateway = Process::spawn(&by(&redis, PATIENT, &rules));
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    redis.stop();
+    for gone in 1..=5 {
+        let mut client = TcpStream::connect(gateway.http).unwrap();
+        client.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
+        drop(client);
+        eventually("its request is given up", || {
+            gateway.metrics().sum("transom_requests_total", &[("code", "499")]) == gone
+        });
+    }
+    redis.cont();
+    for rule in ["here", "exact"] {
+        eventually("only the first one counts", || {
+            let said = decide(&gateway, "value", &json!({ "rule": rule, "key": "alice" }));
+            said["count"] == json!(1)
+        });
+    }
+}
+
+#[test]
+fn places_of_those_who_go_away_behind_each_other_are_free_again() {
+    let redis = RedisServer::start();
+    let delay = "shared = \"off\"\non_limit = \"delay\"\nmax_delay = \"1d\"";
+    let rules = named("here", "[\"1/8h\"]", delay) + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
+    let gateway = Process::spawn(&format!("workers = 1\n{}", by(&redis, PATIENT, &rules)));
+    let used = || decide(&gateway, "value", &json!({ "rule": "here", "key": "alice" }))["count"].clone();
+    assert_eq!(admitted(&gateway, "alice", 1), 1);
+    redis.stop();
+    let wait = |count: u64| {
+        let mut waiting = TcpStream::connect(gateway.http).unwrap();
+        waiting.write_all(b"GET /a HTTP/1.1\r\nHost: a\r\nX-Key: alice\r\n\r\n").unwrap();
+        eventually("it has a place", || used() == json!(count));
+        waiting
+    };
+    let (first, second) = (wait(2), wait(3));
+    drop(first);
+    eventually("the first has gone away, or could not be counted", || {
+        let page = gateway.admin_get("/metrics").text();
+        page.contains("code=\"499\"") || page.contains("code=\"503\"")
+    });
+    drop(second);
+    eventually("both places are free", || used() == json!(1));
+}
+
+#[test]
+fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
+    let redis = RedisServer::at_clock(-7200, "");
+    let gateway = Process::spawn(&by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule("[\"20/1h\"]", "")));
+    assert_eq!(admitted(&gateway, "alice", 5), 5);
+    let hour = now_ms() / 3_600_000 - 2;
+    let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.contains("alice")).collect();
+    assert!(keys.iter().all(|key| *key == format!("transom:{{r|alice}}:{hour}")), "{keys:?} in hour {hour}");
+}
+
+#[test]
+fn whatever_becomes_of_requests_each_rule_has_counted_those_that_passed() {
+    let redis = RedisServer::start();
+    let rules = named("here", "[{ limit = 100000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
+        + &named("leased", "[\"300/30d\", \"290/1w\"]", "shared = \"lease\"")
+        + &named("exact", "[\"100000/30d\"]", "shared = \"exact\"")
+        + &named("account", "[{ limit = 400, period = \"30d\", capacity = 500 }]", "shared = \"lease\"");
+    let settings = "timeout = \"20ms\"\non_outage = \"refuse\"\n";
+    let gateway = Process::spawn(&format!("workers = 2\n{}", by(&redis, settings, &rules)));
+    let ask = |key: &str| {
+        let mut client = gateway.client();
+        (0..400).filter(|_| client.get_with("/a", &[("X-Key", key)]).status == 200).count()
+    };
+    let keys = ["alice", "bob"];
+    let passed: Vec<usize> = thread::scope(|scope| {
+        let clients = keys.map(|key| [0; 4].map(|_| scope.spawn(move || ask(key))));
+        for _ in 0..8 {
+            thread::sleep(Duration::from_millis(60));
+            redis.stop();
+            // Not so long that a connection is given up, and with it what is under way.
+            thread::sleep(Duration::from_millis(70));
+            redis.cont();
+        }
+        clients.map(|clients| clients.into_iter().map(|client| client.join().unwrap()).sum()).to_vec()
+    });
+    for (key, passed) in keys.into_iter().zip(passed) {
+        assert!(passed <= 300, "{key}: {passed}");
+        for rule in ["here", "leased", "exact", "account"] {
+            let counted = || {
+                let said = gateway_value(&gateway, rule, key);
+                said.as_u64().unwrap_or_default() as usize
+            };
+            eventually(&format!("{rule} has counted the {passed} of {key}"), || counted() == passed);
+        }
+    }
+}
+
+/// What is used of the layer nearest its limit; nothing as long as it can not be told.
+fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value {
+    let question = json!({ "rule": rule, "key": key }).to_string();
+    let answer = Client::connect(gateway.admin).post("/v1/value", question);
+    if answer.status == 200 { answer.json()["count"].clone() } else { json!(null) }
+}
+
+#[test]
+fn a_server_that_comes_back_empty_is_told_what_was_used() {
+    for mode in ["lease", "exact"] {
+        for in_the_outage in [0, 1, 5] {
+            let mut redis = RedisServer::start();
+            let settings = format!("mode = \"{mode}\"\non_outage = \"local\"\n");
+            let gateway = Process::spawn(&by(&redis, &settings, &rule("[\"100/30d\"]", "")));
+            let mut passed = admitted(&gateway, "alice", 90);
+            redis.kill();
+            passed += admitted(&gateway, "alice", in_the_outage);
+            redis.restart();
+            let key = || redis.keys().into_iter().find(|key| key.starts_with("transom:{r|alice}"));
+            eventually("all of it is counted there", || {
+                passed += admitted(&gateway, "alice", 5);
+                key().is_some_and(|key| redis.number(&["GET", &key]) >= 100)
+            });
+            assert_eq!(passed + admitted(&gateway, "alice", 50), 100, "{mode}, {in_the_outage} in the outage");
+        }
+    }
+}

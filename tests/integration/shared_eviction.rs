@@ -1,0 +1,47 @@
+//! A Redis that evicts counters when its memory is full: the gateway warns of it while it runs, also where it may not read
+//! the server's configuration.
+
+use transom::redis_store::diagnose_rules::COMMANDS;
+
+use crate::support::eventually;
+use crate::support::gateway_group::{PATIENT, rule, shared};
+use crate::support::process::Process;
+use crate::support::redis::RedisServer;
+
+fn evicting(gateway: &Process) -> u64 {
+    gateway.metrics().sum("transom_shared_servers_evicting", &[])
+}
+
+#[test]
+fn a_server_that_evicts_counters_is_warned_of_on_each_new_connection() {
+    let redis = RedisServer::with(&format!(
+        "maxmemory 100mb\nmaxmemory-policy allkeys-lru\nuser gateway on >sesame ~transom:* {COMMANDS}"
+    ));
+    let url = redis.url().replace("://", "://gateway:sesame@");
+    let toml = shared(&format!("\"{url}\""), PATIENT, &rule("[\"1000/30d\"]", ""));
+    let gateway = Process::spawn(&format!("workers = 1\n{toml}"));
+    gateway.says("`maxmemory-policy` is `allkeys-lru`");
+    eventually("the gauge shows it", || evicting(&gateway) > 0);
+
+    // The connections of the event loop are opened anew by the next request.
+    let reconnected = |policy: &str| {
+        redis.cli(&["CONFIG", "SET", "maxmemory-policy", policy]);
+        redis.cli(&["CLIENT", "KILL", "USER", "gateway"]);
+        assert_eq!(gateway.client().get_with("/a", &[("X-Key", policy)]).status, 200);
+    };
+    reconnected("volatile-ttl");
+    gateway.says("`maxmemory-policy` is `volatile-ttl`");
+    reconnected("noeviction");
+    eventually("the gauge is back at 0", || evicting(&gateway) == 0);
+    assert!(!gateway.stderr().contains("is `noeviction`"));
+}
+
+#[test]
+fn a_server_without_a_memory_limit_evicts_nothing() {
+    let redis = RedisServer::with("maxmemory-policy allkeys-lru");
+    let gateway = Process::spawn(&shared(&format!("\"{}\"", redis.url()), PATIENT, &rule("[\"1000/30d\"]", "")));
+    eventually("its memory is looked at", || redis.calls("info") > 0);
+    assert_eq!(gateway.client().get_with("/a", &[("X-Key", "alice")]).status, 200);
+    assert!(!gateway.stderr().contains("maxmemory-policy"), "{}", gateway.stderr());
+    assert_eq!(evicting(&gateway), 0);
+}

@@ -1,0 +1,244 @@
+//! What nobody plans for: outages under load and over many windows, answers that never come in time, servers that say
+//! what no Redis says, and an end while Redis hangs.
+
+use std::io::{BufRead, BufReader};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use tokio::task::spawn_local;
+use transom::redis_store::client::RedisClient;
+use transom::redis_store::scripts::CounterRequest;
+
+use crate::support::gateway_group::{rule, shared};
+use crate::support::load_checker::now_ms;
+use crate::support::process::Process;
+use crate::support::redis::RedisServer;
+use crate::support::redis_client::{granted, on_loop, plain, single};
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, within};
+
+/// How long a request waits for the store, unless the configuration says otherwise.
+const STORE_TIMEOUT: Duration = Duration::from_millis(50);
+/// A drain waits for so long at most for what a store that hangs could be told.
+const LAST_CALLS: Duration = Duration::from_secs(1);
+const BACK: &str = "shared counters are reached again";
+
+fn gateway(redis: &str, settings: &str, windows: &str) -> Process {
+    Process::spawn(&shared(&format!("\"{redis}\""), settings, &rule(windows, "")))
+}
+
+#[track_caller]
+fn ask(gateway: &Process, key: &str) -> u16 {
+    within(STORE_TIMEOUT, || gateway.client().get_with("/a", &[("X-Key", key)]).status)
+}
+
+fn reported(gateway: &Process) -> u64 {
+    gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "reported")])
+}
+
+/// Has clients ask as fast as they can, each time with the next number, while something is done.
+fn under_load(gateway: &Process, key: impl Fn(u64) -> String + Sync, during: impl FnOnce(&AtomicU64)) {
+    let (over, number) = (AtomicBool::new(false), AtomicU64::new(0));
+    let ask = || {
+        let mut client = gateway.client();
+        while !over.load(Ordering::SeqCst) {
+            let key = key(number.fetch_add(1, Ordering::SeqCst));
+            assert_eq!(client.get_with("/a", &[("X-Key", &key)]).status, 200);
+        }
+    };
+    thread::scope(|scope| {
+        (0..4).for_each(|_| drop(scope.spawn(ask)));
+        during(&number);
+        over.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn an_outage_ends_although_requests_go_on() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let gateway = gateway(&redis.url(), &format!("mode = \"{mode}\""), "[\"1000000/30d\"]");
+        under_load(
+            &gateway,
+            |number| number.to_string(),
+            |number| {
+                eventually("it counts together", || number.load(Ordering::SeqCst) > 50);
+                redis.stop();
+                gateway.says("shared counters can not be reached");
+                let before = number.load(Ordering::SeqCst);
+                eventually("much is counted without it", || number.load(Ordering::SeqCst) > before + 3000);
+                redis.cont();
+                gateway.says(BACK);
+            },
+        );
+        // Nothing of it is forgotten.
+        let without = gateway.metrics().sum("transom_shared_outage_decisions_total", &[("policy", "local")]);
+        eventually("all is told", || reported(&gateway) == without);
+    }
+}
+
+#[test]
+fn what_was_counted_meanwhile_is_told_of_the_window_that_is_open() {
+    const PERIOD_MS: u64 = 5000;
+    let redis = RedisServer::start();
+    let gateway = gateway(&redis.url(), "", "[\"1000000/5s\"]");
+    assert_eq!(ask(&gateway, "alice"), 200);
+    under_load(
+        &gateway,
+        |_| "alice".to_owned(),
+        |_| {
+            redis.stop();
+            let began = now_ms() / PERIOD_MS;
+            // Well within another window, so that something was counted in it when Redis returns.
+            eventually("another window is open", || {
+                now_ms() / PERIOD_MS > began && (500..1500).contains(&(now_ms() % PERIOD_MS))
+            });
+            redis.cont();
+            gateway.says(BACK);
+            assert!(reported(&gateway) > 0, "nothing is told");
+        },
+    );
+}
+
+#[test]
+fn a_request_that_was_counted_without_redis_is_told_of_without_an_outage() {
+    let redis = RedisServer::start();
+    let gateway = gateway(&redis.url(), "", "[\"100/30d\"]");
+    assert_eq!(ask(&gateway, "alice"), 200);
+    redis.stop();
+    assert_eq!(ask(&gateway, "bob"), 200);
+    redis.cont();
+    eventually("it is told", || reported(&gateway) == 1);
+}
+
+#[test]
+fn a_store_that_was_started_again_is_told_what_was_used() {
+    for mode in ["lease", "exact"] {
+        let mut redis = RedisServer::start();
+        let settings = format!("mode = \"{mode}\"\non_outage = \"refuse\"\ntimeout = \"10s\"");
+        let gateway = gateway(&redis.url(), &settings, "[\"160/30d\"]");
+        let mut client = gateway.client();
+        let mut admitted = |times: usize| -> usize {
+            let answers = (0..times).map(|_| client.get_with("/a", &[("X-Key", "alice")]).status);
+            answers.filter(|status| *status == 200).count()
+        };
+        assert_eq!(admitted(100), 100);
+        redis.restart();
+        // The only gateway has heard of everything.
+        let after = admitted(200);
+        assert!(after <= 60, "{mode}: {after}");
+    }
+}
+
+#[test]
+fn it_ends_soon_while_redis_hangs() {
+    for mode in ["lease", "exact"] {
+        let redis = RedisServer::start();
+        let mut gateway = gateway(&redis.url(), &format!("mode = \"{mode}\""), "[\"1000/30d\"]");
+        let mut client = gateway.client();
+        for key in 0..2000 {
+            assert_eq!(client.get_with("/a", &[("X-Key", &key.to_string())]).status, 200);
+        }
+        redis.stop();
+        gateway.signal("TERM");
+        assert!(within(LAST_CALLS, || gateway.wait()).success());
+    }
+}
+
+/// A server that answers scripts in a way of its own, and everything else as if it were Redis.
+fn strange(answer: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
+    Upstream::with(move |talk| {
+        let mut calls = BufReader::new(talk.stream().try_clone().unwrap());
+        while let Some(name) = call(&mut calls) {
+            match name.as_str() {
+                "EVALSHA" | "EVAL" => answer(talk),
+                "PING" => _ = talk.send("+PONG\r\n"),
+                _ => _ = talk.send("+OK\r\n"),
+            }
+        }
+    })
+}
+
+/// The name of the next command.
+fn call(stream: &mut impl BufRead) -> Option<String> {
+    let words = number(stream)?;
+    let mut name = None;
+    for _ in 0..words {
+        let mut word = vec![0; number(stream)? + 2];
+        stream.read_exact(&mut word).ok()?;
+        name.get_or_insert_with(|| String::from_utf8_lossy(&word[..word.len() - 2]).to_uppercase());
+    }
+    name
+}
+
+fn number(stream: &mut impl BufRead) -> Option<usize> {
+    let mut line = String::new();
+    stream.read_line(&mut line).ok()?;
+    line.trim_end().get(1..)?.parse().ok()
+}
+
+#[test]
+fn an_answer_without_end_is_not_kept() {
+    for beginning in ["$1000000000000\r\n", "+", "*1000000000\r\n", "-ERR "] {
+        let piece = if beginning.starts_with('*') { ":1\r\n".repeat(16_384) } else { "x".repeat(65_536) };
+        let redis = strange(move |talk| {
+            let _ = talk.send(beginning);
+            while talk.send(&piece) {}
+        });
+        let gateway = gateway(&format!("redis://{}", redis.address), "", "[\"100/30d\"]");
+        assert_eq!(ask(&gateway, "alice"), 200);
+        gateway.says("shared counters can not be reached");
+        // One was admitted before; the limit is 100.
+        let answers: Vec<u16> = (0..110).map(|_| ask(&gateway, "alice")).collect();
+        assert_eq!(answers, [[200; 99].as_slice(), &[429; 11]].concat());
+        assert!(gateway.memory_kb("VmHWM") < 400_000, "{} kB", gateway.memory_kb("VmHWM"));
+        assert!(gateway.stderr().lines().all(|line| line.len() < 1000));
+    }
+}
+
+#[test]
+fn a_server_in_whose_time_no_window_is_open_is_not_asked_for_ever() {
+    for mode in ["lease", "exact"] {
+        let redis = strange(|talk| _ = talk.send("*5\r\n:0\r\n:-1\r\n:0\r\n:0\r\n:0\r\n"));
+        let gateway = gateway(&format!("redis://{}", redis.address), &format!("mode = \"{mode}\""), "[\"5/30d\"]");
+        let answers: Vec<u16> = (0..7).map(|_| ask(&gateway, "alice")).collect();
+        assert_eq!(answers, [200, 200, 200, 200, 200, 429, 429], "{mode}");
+    }
+}
+
+#[test]
+fn a_counter_that_somebody_else_made_too_large_harms_no_other() {
+    let redis = RedisServer::start();
+    let gateway = gateway(&redis.url(), "", "[\"1000/30d\"]");
+    for _ in 0..200 {
+        assert_eq!(ask(&gateway, "alice"), 200);
+        assert_eq!(ask(&gateway, "bob"), 200);
+    }
+    let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
+    redis.cli(&["SET", &key, "99999999999999999999"]);
+    let returned = || gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "returned")]);
+    eventually("what bob does not need is returned", || returned() > 0);
+    assert_eq!(redis.cli(&["GET", &key]), "99999999999999999999");
+    assert_eq!(gateway.metrics().sum("transom_shared_requests_total", &[("outcome", "unreachable")]), 0);
+}
+
+#[test]
+fn many_calls_about_many_counters_are_more_than_one_script_decides() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let calls: Vec<_> = (0..64)
+            .map(|call| {
+                let store = store.clone();
+                let wants: Vec<CounterRequest> =
+                    (0..200).map(|layer| plain(&format!("t:{{{call}}}:{layer}"), 1, 9)).collect();
+                spawn_local(async move { granted(store.take(&wants, 0).await.unwrap()).len() })
+            })
+            .collect();
+        for call in calls {
+            assert_eq!(call.await.unwrap(), 200);
+        }
+    });
+    assert_eq!(redis.number(&["DBSIZE"]), 64 * 200);
+}

@@ -1,0 +1,121 @@
+//! Four gateways on one Redis, some killed and started again under load: nobody gets more than the limit. And where none
+//! is killed, the limit is used up.
+//!
+//! `make kills-shared` does it for a minute and says what came of it.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::support::gateway_group::{rule, shared};
+use crate::support::load_checker::{Layer, Load, now_ms};
+use crate::support::process::Process;
+use crate::support::redis::{RedisServer, free_port};
+use crate::support::seeded_rng;
+
+const KEYS: u32 = 200;
+const GATEWAYS: usize = 4;
+/// Windows of the first two end during the run.
+const LAYERS: [Layer; 3] = [
+    Layer { limit: 4, period_ms: 2000 },
+    Layer { limit: 12, period_ms: 10_000 },
+    Layer { limit: 60, period_ms: 3_600_000 },
+];
+const WINDOWS: &str = "[\"4/2s\", \"12/10s\", \"60/hour\"]";
+
+/// How long; short where nobody asked for more.
+fn length() -> Duration {
+    let text = std::env::var("TRANSOM_KILLS_SHARED_S");
+    Duration::from_secs(text.map_or(5, |text| text.parse().expect("`TRANSOM_KILLS_SHARED_S` is a number")))
+}
+
+/// A configuration with a port that nobody else takes while its gateway is down.
+fn toml(redis: &RedisServer, settings: &str, windows: &str) -> String {
+    let listen =
+        format!("listen = {{ http = \"127.0.0.1:{}\", admin = \"127.0.0.1:{}\" }}\n", free_port(), free_port());
+    // Whoever is not answered in time is not admitted, and Redis may have counted him.
+    let settings = format!("on_outage = \"refuse\"\ntimeout = \"1s\"\n{settings}");
+    format!("{listen}workers = 2\n{}", shared(&format!("\"{}\"", redis.url()), &settings, &rule(windows, "")))
+}
+
+/// Every counter that is left in Redis holds at least what was admitted, and at most the limit.
+fn agrees(redis: &RedisServer, tally: &crate::support::load_checker::Tally) -> usize {
+    let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.starts_with("transom:{r|")).collect();
+    assert!(!keys.is_empty());
+    for key in &keys {
+        let parts: Vec<&str> = key.split(['|', '}', ':']).filter(|part| !part.is_empty()).collect();
+        let [_, _, client, layer, window] = parts[..] else { panic!("{key}") };
+        let layer = ["2s", "10s", "hour"].iter().position(|name| *name == layer).unwrap_or_else(|| panic!("{key}"));
+        let admitted = tally.of_window(client.parse().unwrap(), layer, window.parse().unwrap());
+        let said = redis.cli(&["GET", key]);
+        // It may have ended since.
+        let counted = if said.is_empty() { u64::MAX } else { said.parse().unwrap() };
+        let limit = LAYERS[layer].limit;
+        assert!(admitted <= counted.min(limit), "{key}: {admitted} admitted, {counted} counted");
+        assert!(said.is_empty() || counted <= limit, "{key}: {counted}");
+    }
+    keys.len()
+}
+
+fn killed(mode: &str) {
+    let redis = RedisServer::start();
+    let tomls: Vec<String> = (0..GATEWAYS).map(|_| toml(&redis, &format!("mode = \"{mode}\""), WINDOWS)).collect();
+    let (mut kills, end) = (0, Instant::now() + length());
+    let tally = Load::of(KEYS).while_under_way(&LAYERS, |load| {
+        let mut rng = seeded_rng();
+        let mut gateways: Vec<Process> = tomls.iter().map(|toml| Process::spawn(toml)).collect();
+        load.ask(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
+        while Instant::now() < end || (!load.has_reached(&LAYERS[..2]) && kills < 1000) {
+            thread::sleep(Duration::from_micros(rng.u64(..400_000)));
+            let which = rng.usize(..GATEWAYS);
+            // Dropped, it is killed; then it is started again, at its port.
+            drop(gateways.remove(which));
+            thread::sleep(Duration::from_micros(rng.u64(..100_000)));
+            gateways.insert(which, Process::spawn(&tomls[which]));
+            kills += 1;
+        }
+    });
+    let full = tally.judge(&LAYERS);
+    let counters = agrees(&redis, &tally);
+    println!(
+        "{mode}: {kills} kills, {} requests answered, {} admitted, {full:?} keys and windows at the limit of each layer; \
+         {counters} counters in Redis agree; {} calls",
+        tally.requests,
+        tally.admitted,
+        redis.calls("evalsha"),
+    );
+    assert!(full[0] > 0 && full[1] > 0, "no limit was ever reached in {kills} kills");
+}
+
+#[test]
+fn nobody_gets_more_than_the_limit_from_gateways_that_are_killed() {
+    killed("lease");
+}
+
+#[test]
+fn nor_where_each_request_is_asked_for() {
+    killed("exact");
+}
+
+#[test]
+fn where_demand_exceeds_the_limit_it_is_used_up() {
+    let redis = RedisServer::start();
+    let layers = [Layer { limit: 30, period_ms: 5000 }];
+    let gateways: Vec<Process> =
+        (0..GATEWAYS).map(|_| Process::spawn(&toml(&redis, "mode = \"lease\"", "[\"30/5s\"]"))).collect();
+    let tally = Load::of(20).while_under_way(&layers, |load| {
+        // From the beginning of a window to the end of one.
+        while now_ms() % layers[0].period_ms > 100 {
+            thread::sleep(Duration::from_millis(10));
+        }
+        let began = now_ms() / layers[0].period_ms;
+        load.ask(&gateways.iter().map(|gateway| gateway.http).collect::<Vec<_>>());
+        let windows = 2.max(length().as_millis() as u64 / layers[0].period_ms);
+        while now_ms() / layers[0].period_ms < began + windows {
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+    tally.judge(&layers);
+    let (windows, share) = tally.used(&layers, 0);
+    println!("{windows} keys and windows with twice the demand: {:.2} % of the limit admitted", share * 100.0);
+    assert!(windows > 0 && share >= 0.99, "{windows} windows, {share}");
+}

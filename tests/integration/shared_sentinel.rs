@@ -1,0 +1,69 @@
+//! Gateways that find Redis by its Sentinels: when the master dies and its replica takes over, they go on by themselves.
+
+use crate::support::eventually;
+use crate::support::gateway_group::{Siblings, admitted, rule, shared};
+use crate::support::redis::RedisServer;
+use crate::support::sentinel::{MASTER, Sentinels};
+
+#[test]
+fn the_replica_takes_over_and_counting_goes_on() {
+    let mut master = RedisServer::start();
+    let replica = RedisServer::replica_of(&master, "");
+    let sentinels = Sentinels::start(&master);
+    let settings =
+        format!("sentinel_master = \"{MASTER}\"\nmode = \"exact\"\non_outage = \"refuse\"\ntimeout = \"500ms\"");
+    let gateways = Siblings::start(2, &shared(&sentinels.urls(), &settings, &rule("[\"10/30d\"]", "")));
+    assert_eq!(gateways.0.iter().map(|gateway| admitted(gateway, "alice", 3)).sum::<usize>(), 6);
+    let counted =
+        || replica.keys().iter().find(|key| key.contains("alice")).map_or(0, |key| replica.number(&["GET", key]));
+    eventually("the replica knows", || counted() == 6);
+    master.kill();
+    let status = |gateway: usize| gateways.0[gateway].client().get_with("/a", &[("X-Key", "alice")]).status;
+    assert_eq!(status(0), 503);
+    sentinels.failed_over(&replica);
+    let mut more = 0;
+    for gateway in [0, 1] {
+        eventually("it goes on by itself", || {
+            let answer = status(gateway);
+            more += i64::from(answer == 200);
+            answer == 200
+        });
+    }
+    // One limit still, with what was counted before.
+    let rest = gateways.0.iter().map(|gateway| admitted(gateway, "alice", 5) as i64).sum::<i64>();
+    assert_eq!((more + rest, counted()), (4, 10));
+}
+
+/// `SENTINEL FAILOVER` promotes a replica while the master is well, and the master goes on as one for seconds. What is
+/// counted there after the promotion would be lost; `min-replicas-to-write` makes it refuse to count as soon as its replica
+/// has left.
+#[test]
+fn after_a_failover_by_hand_a_master_that_needs_its_replica_counts_no_more() {
+    const LIMIT: usize = 60;
+    let master = RedisServer::with("min-replicas-to-write 1");
+    let replica = RedisServer::replica_of(&master, "");
+    let sentinels = Sentinels::start(&master);
+    let settings = format!("sentinel_master = \"{MASTER}\"\nmode = \"exact\"\non_outage = \"refuse\"");
+    let toml = shared(&sentinels.urls(), &format!("{settings}\ntimeout = \"500ms\""), &rule("[\"60/30d\"]", ""));
+    let gateways = Siblings::start(2, &toml);
+    assert_eq!(gateways.0.iter().map(|gateway| admitted(gateway, "alice", 10)).sum::<usize>(), 20);
+    let counted = || {
+        let key = replica.keys().into_iter().find(|key| key.contains("alice"));
+        key.map_or(0, |key| replica.number(&["GET", &key]) as usize)
+    };
+    eventually("the replica has all counts", || counted() == 20);
+    sentinels.fail_over();
+    eventually("the replica is promoted", || replica.cli(&["ROLE"]).starts_with("master"));
+    eventually("the master has lost it", || master.cli(&["INFO", "replication"]).contains("connected_slaves:0"));
+    // The gateways ask in turn, so each counts what the other has not heard of.
+    let (mut admitted, mut turn) = (20, 0);
+    eventually("the limit is used up", || {
+        let status = gateways.0[turn % 2].client().get_with("/a", &[("X-Key", "alice")]).status;
+        assert!([200, 429, 503].contains(&status), "{status}");
+        admitted += usize::from(status == 200);
+        turn += 1;
+        assert!(admitted <= LIMIT && counted() >= admitted, "{admitted}");
+        status == 429
+    });
+    assert_eq!((admitted, counted()), (LIMIT, LIMIT));
+}

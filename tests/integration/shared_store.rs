@@ -1,0 +1,489 @@
+//! The store of shared counters and one redis-server: what lies there, and what happens to calls when it does not answer.
+
+use std::cell::RefCell;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::task::spawn_local;
+use tokio::time::{sleep, timeout};
+use transom::config::redis::{Hidden, Node, Nodes, Shared};
+use transom::redis_store::client::{RedisClient, StoreError};
+use transom::redis_store::scripts::{Answer, At, CounterRequest, Kind, Refund};
+
+use crate::support::DEADLINE;
+use crate::support::load_checker::now_ms;
+use crate::support::redis::RedisServer;
+use crate::support::redis_client::{Tally, answered, floating, granted, grid, node, on_loop, plain, refused, single};
+
+#[test]
+fn a_plain_window_is_an_integer_that_ends_with_it() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let wants = [plain("t:{r|a}:minute", 7, 3), plain("t:{r|a}:hour", 2, 2)];
+        for used in 1..=2 {
+            let took = granted(store.take(&wants, 0).await.unwrap());
+            assert_eq!((took[0].granted, took[0].used, took[0].number), (1, used, 7));
+            assert_eq!((took[1].granted, took[1].used, took[1].number), (1, used, 2));
+        }
+        // The second is full: neither is counted.
+        let took = refused(store.take(&wants, 0).await.unwrap());
+        assert_eq!((took[0].granted, took[0].used, took[1].used), (0, 2, 2));
+        assert_eq!(redis.keys(), ["t:{r|a}:hour:2", "t:{r|a}:minute:7"]);
+        assert_eq!(redis.cli(&["GET", "t:{r|a}:minute:7"]), "2");
+        let At::Plain { end_ms, .. } = wants[0].at else { panic!("is plain") };
+        assert_eq!(redis.number(&["PEXPIRETIME", "t:{r|a}:minute:7"]), end_ms as i64);
+        assert_eq!(took[0].end_ms, end_ms);
+    });
+}
+
+#[test]
+fn slices_shrink_until_the_last_token() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = CounterRequest { want: 50, ..plain("t:{r|a}", 1, 100) };
+        let mut slices = Vec::new();
+        while let Answer::Granted { took, .. } = store.take(std::slice::from_ref(&want), 0).await.unwrap() {
+            slices.push(took[0].granted);
+        }
+        assert_eq!(slices.iter().sum::<u64>(), 100);
+        assert_eq!((slices[0], slices[1], slices.last().copied()), (13, 11, Some(1)));
+        // Who needs nothing only looks.
+        let look = CounterRequest { need: 0, want: 0, ..want.clone() };
+        assert_eq!(granted(store.take(&[look], 0).await.unwrap())[0].used, 100);
+        let over = CounterRequest { ceiling: u64::MAX, ..want };
+        assert_eq!(granted(store.take(&[over], 0).await.unwrap())[0].granted, 50);
+    });
+}
+
+#[test]
+fn the_servers_clock_decides_which_window_it_is() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let now_ms = now_ms();
+        let over = |base: &str, kind: fn(u64, u64, u64) -> At, next_ms: u64| CounterRequest {
+            at: kind(7, now_ms - 1, next_ms),
+            ..plain(base, 0, 5)
+        };
+        let plain_at: fn(u64, u64, u64) -> At = |number, end_ms, next_end_ms| At::Plain { number, end_ms, next_end_ms };
+        let grid_at: fn(u64, u64, u64) -> At = |number, end_ms, next_end_ms| At::Grid { number, end_ms, next_end_ms };
+        let wants = [over("t:{a}:1", plain_at, now_ms + 60_000), over("t:{a}:2", grid_at, now_ms + 60_000)];
+        for took in granted(store.take(&wants, 0).await.unwrap()) {
+            assert_eq!((took.number, took.end_ms), (8, now_ms + 60_000));
+        }
+        assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account"]);
+        let past = [over("t:{b}:1", plain_at, now_ms)];
+        assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
+        let past = [over("t:{b}:1", grid_at, now_ms)];
+        assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
+        // A gateway that is a little ahead has told its clients of the next window.
+        let ahead = CounterRequest { at: plain_at(1, now_ms + 400, now_ms + 60_400), ..plain("t:{c}", 0, 5) };
+        let took = granted(store.take(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
+        assert_eq!(took[0].number, 2);
+        assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
+        // One that is far ahead is told the time, and has counted in no window that has not begun.
+        let astray = plain("t:{d}", 60, 5);
+        assert!(matches!(
+            store.take(std::slice::from_ref(&astray), now_ms + 30_000).await,
+            Ok(Answer::OtherWindow { .. })
+        ));
+        // So is one that has heard the time since it worked out what to ask.
+        let astray = CounterRequest { asked_ms: now_ms + 30_000, ..astray };
+        assert!(matches!(store.take(&[astray], now_ms).await, Ok(Answer::OtherWindow { .. })));
+        assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
+    });
+}
+
+#[test]
+fn what_others_write_counts_and_never_hands_out_more() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = [plain("t:{a}", 1, 5)];
+        redis.cli(&["INCRBY", "t:{a}:1", "4"]);
+        assert_eq!(granted(store.take(&want, 0).await.unwrap())[0].used, 5);
+        assert!(redis.number(&["PTTL", "t:{a}:1"]) > 0, "a key without an end gets one");
+        for (value, used) in
+            [("6", 6), ("9007199254740993", 9_007_199_254_740_991), ("9223372036854775807", 9_007_199_254_740_991)]
+        {
+            redis.cli(&["SET", "t:{a}:1", value]);
+            assert_eq!(refused(store.take(&want, 0).await.unwrap())[0].used, used, "{value}");
+            assert_eq!(redis.cli(&["GET", "t:{a}:1"]), value);
+        }
+        for value in ["-3", "-9223372036854775808"] {
+            redis.cli(&["SET", "t:{a}:1", value]);
+            let all = CounterRequest { need: 5, want: 5, ..want[0].clone() };
+            assert_eq!(granted(store.take(&[all], 0).await.unwrap())[0].used, 5, "{value}");
+            assert_eq!(refused(store.take(&want, 0).await.unwrap())[0].used, 5);
+        }
+        for value in ["1.5", "many", "", "nan", "inf"] {
+            redis.cli(&["SET", "t:{a}:1", value]);
+            let two = [plain("t:{a}:good", 1, 5), want[0].clone()];
+            let Err(StoreError::Key(why)) = store.take(&two, 0).await else { panic!("{value}") };
+            assert!(why.contains("`t:{a}:1` holds something else"), "{why}");
+            assert_eq!(redis.keys(), ["t:{a}:1"], "nothing is written if anything is wrong");
+        }
+        redis.cli(&["DEL", "t:{a}:1"]);
+        redis.cli(&["HSET", "t:{a}:1", "a", "b"]);
+        assert!(matches!(store.take(&want, 0).await, Err(StoreError::Key(_))));
+        redis.cli(&["SET", "t:{b}:account", "1"]);
+        assert!(matches!(store.take(&[grid("t:{b}", 1, 5)], 0).await, Err(StoreError::Key(_))));
+        redis.cli(&["HSET", "t:{b}:first-request", "start", "x"]);
+        assert!(matches!(store.take(&[floating("t:{b}", 1000, 5)], 0).await, Err(StoreError::Key(_))));
+        assert!(matches!(store.take(&[plain("t:{c}", 1, 5)], 0).await, Ok(Answer::Granted { .. })));
+    });
+}
+
+#[test]
+fn what_is_given_back_can_be_taken_again_and_nothing_else() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let gift = |base: &str, kind, number, tokens| Refund {
+            forgets: false,
+            base: Rc::from(base),
+            kind,
+            number,
+            limit: 10,
+            tokens,
+            only_if_used: None,
+        };
+        let all = |want: CounterRequest| CounterRequest { need: 8, want: 8, ..want };
+        store.take(&[all(plain("t:{a}", 1, 10)), all(grid("t:{a}", 1, 10))], 0).await.unwrap();
+        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 1, 3), gift("t:{a}", Kind::Grid, 1, 3)]).await, Ok(6));
+        assert_eq!(redis.cli(&["GET", "t:{a}:1"]), "5");
+        assert_eq!(redis.cli(&["HGET", "t:{a}:account", "used"]), "5");
+        assert!(redis.number(&["PTTL", "t:{a}:1"]) > 0);
+        // No more than is used, no other window, and nothing that is not there.
+        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 1, 9)]).await, Ok(5));
+        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 2, 9), gift("t:{b}", Kind::Grid, 1, 9)]).await, Ok(0));
+        assert_eq!(redis.keys(), ["t:{a}:1", "t:{a}:account"]);
+        // Two windows on, what is left of a gift is what could not have been forgiven.
+        store.take(&[CounterRequest { ceiling: 100, need: 40, want: 40, ..grid("t:{c}", 1, 10) }], 0).await.unwrap();
+        store.take(&[CounterRequest { ceiling: 100, ..grid("t:{c}", 3, 10) }], 0).await.unwrap();
+        assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
+        assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 20)]).await, Ok(0));
+        assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 25)]).await, Ok(5));
+        // Places that were promised: only if nobody came after.
+        let promised = |used| Refund { only_if_used: Some(used), ..gift("t:{c}", Kind::Grid, 3, 6) };
+        assert_eq!(store.give(&[promised(17)]).await, Ok(0));
+        assert_eq!(store.give(&[promised(16)]).await, Ok(6));
+        let took = granted(store.take(&[all(floating("t:{d}", 60_000, 10))], 0).await.unwrap());
+        assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number + 1, 8)]).await, Ok(0));
+        assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number, 8)]).await, Ok(8));
+    });
+}
+
+#[test]
+fn calls_that_come_together_are_decided_one_by_one() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    redis.cli(&["SET", "t:{bad}:1", "many"]);
+    on_loop(async {
+        store.probe().await.unwrap();
+        let kinds: [fn(&str) -> CounterRequest; 3] =
+            [|base| plain(base, 1, 20), |base| grid(base, 1, 20), |base| floating(base, 60_000, 20)];
+        for (kind, key) in kinds.into_iter().zip(["t:{a}:1", "t:{a}:account", "t:{a}:first-request"]) {
+            let before = redis.calls("evalsha");
+            let calls: Vec<_> = (0..50)
+                .map(|n| {
+                    let (store, mut wants) = (store.clone(), vec![kind("t:{a}"), plain("t:{each}", n, 9)]);
+                    wants.extend((n % 5 == 4).then(|| plain("t:{bad}", 1, 9)));
+                    spawn_local(async move { store.take(&wants, 0).await })
+                })
+                .collect();
+            let mut tally = Tally::default();
+            for (n, call) in calls.into_iter().enumerate() {
+                let said = call.await.unwrap();
+                assert_eq!(matches!(said, Err(StoreError::Key(_))), n % 5 == 4, "{said:?}");
+                tally.add(&said);
+            }
+            assert_eq!((tally.granted, tally.refused, tally.unknown), (20, 20, 10));
+            let used = if key == "t:{a}:1" { redis.cli(&["GET", key]) } else { redis.cli(&["HGET", key, "used"]) };
+            assert_eq!(used, "20");
+            assert!(redis.calls("evalsha") - before < 10, "they were sent together");
+        }
+    });
+}
+
+/// Asks for single tokens from so many tasks until told to stop; each gives up after `patience`.
+async fn load(
+    store: &RedisClient,
+    want: &CounterRequest,
+    tasks: usize,
+    patience: Duration,
+    during: impl AsyncFnOnce(),
+) -> Tally {
+    let tally = Rc::new(RefCell::new(Tally::default()));
+    let goes_on = Rc::new(std::cell::Cell::new(true));
+    let tasks: Vec<_> = (0..tasks)
+        .map(|_| {
+            let (store, want, tally, goes_on) = (store.clone(), want.clone(), Rc::clone(&tally), Rc::clone(&goes_on));
+            spawn_local(async move {
+                while goes_on.get() {
+                    let said = timeout(patience, store.take(std::slice::from_ref(&want), 0)).await;
+                    let failed = !matches!(said, Ok(Ok(_)));
+                    tally.borrow_mut().add(&said.unwrap_or_else(|_| Err(StoreError::Unreachable(String::new()))));
+                    sleep(Duration::from_millis(if failed { 5 } else { 0 })).await;
+                }
+            })
+        })
+        .collect();
+    during().await;
+    goes_on.set(false);
+    for task in tasks {
+        task.await.unwrap();
+    }
+    tally.take()
+}
+
+/// Waits until more calls were granted than now.
+async fn more_granted(store: &RedisClient, base: &str) {
+    granted(answered(store, &[plain(base, 1, u32::MAX)]).await);
+}
+
+#[test]
+fn a_script_that_was_forgotten_is_sent_once_more_and_not_by_all() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = plain("t:{a}", 1, u32::MAX);
+        let tally = load(&store, &want, 300, DEADLINE, async || {
+            for _ in 0..5 {
+                more_granted(&store, "t:{b}").await;
+                redis.cli(&["SCRIPT", "FLUSH"]);
+            }
+            more_granted(&store, "t:{b}").await;
+        });
+        let tally = tally.await;
+        assert_eq!((tally.unknown, tally.refused), (0, 0), "{tally:?}");
+        assert!(tally.granted > 300);
+        tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
+        assert!(redis.calls("eval") <= 12, "{} times in full", redis.calls("eval"));
+        assert_eq!(store.generation(), 1);
+    });
+}
+
+#[test]
+fn calls_to_a_server_that_stands_still_end_and_it_is_found_again() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = plain("t:{a}", 1, u32::MAX);
+        let tally = load(&store, &want, 50, DEADLINE, async || {
+            more_granted(&store, "t:{b}").await;
+            redis.stop();
+            let start = Instant::now();
+            assert!(matches!(store.take(&[plain("t:{b}", 1, 9)], 0).await, Err(StoreError::Unreachable(_))));
+            assert!(start.elapsed() < DEADLINE);
+            assert!(store.probe().await.is_err());
+            redis.cont();
+            more_granted(&store, "t:{b}").await;
+            assert!(store.probe().await.unwrap() > 0);
+        });
+        let tally = tally.await;
+        assert!(tally.unknown > 0 && tally.granted > 0, "{tally:?}");
+        tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
+        assert!(store.generation() > 1);
+    });
+}
+
+#[test]
+fn who_goes_away_leaves_nothing_behind() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = plain("t:{a}", 1, u32::MAX);
+        let tally = load(&store, &want, 200, Duration::from_millis(20), async || {
+            for _ in 0..3 {
+                more_granted(&store, "t:{b}").await;
+                redis.cli(&["CLIENT", "PAUSE", "200", "ALL"]);
+                sleep(Duration::from_millis(300)).await;
+            }
+            more_granted(&store, "t:{b}").await;
+        });
+        let tally = tally.await;
+        assert!(tally.unknown > 0 && tally.granted > 0, "{tally:?}");
+        // What was sent before they went away is counted, and nothing else.
+        granted(store.take(&[plain("t:{a}", 2, 1)], 0).await.unwrap());
+        tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
+        assert_eq!(store.generation(), 1, "the connection is still the first");
+    });
+}
+
+#[test]
+fn nobody_needs_to_wait_for_a_connection_to_be_found_dead() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = [plain("t:{a}", 1, 9)];
+        granted(store.take(&want, 0).await.unwrap());
+        redis.stop();
+        // Everybody goes away long before the connection is given up.
+        let start = Instant::now();
+        while store.generation() == 1 {
+            drop(timeout(Duration::from_millis(10), store.take(&want, 0)).await);
+            if start.elapsed() > Duration::from_secs(2) {
+                redis.cont();
+            }
+            assert!(start.elapsed() < DEADLINE);
+        }
+    });
+}
+
+#[test]
+fn a_server_that_was_killed_is_found_when_it_returns() {
+    let mut redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = [plain("t:{a}", 1, 9)];
+        granted(store.take(&want, 0).await.unwrap());
+        let before = store.generation();
+        redis.kill();
+        for _ in 0..20 {
+            assert!(matches!(store.take(&want, 0).await, Err(StoreError::Unreachable(_))));
+        }
+        assert!(store.probe().await.is_err());
+        redis.restart();
+        assert!(store.probe().await.is_ok());
+        assert_eq!(granted(store.take(&want, 0).await.unwrap())[0].used, 1);
+        assert!(store.generation() > before);
+    });
+}
+
+#[test]
+fn connections_that_are_cut_off_under_load_count_nothing_twice() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&single(&redis));
+    on_loop(async {
+        let want = plain("t:{a}", 1, u32::MAX);
+        let tally = load(&store, &want, 100, DEADLINE, async || {
+            for _ in 0..20 {
+                more_granted(&store, "t:{b}").await;
+                redis.cli(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+            }
+            more_granted(&store, "t:{b}").await;
+        });
+        let tally = tally.await;
+        assert!(tally.granted > 0, "{tally:?}");
+        tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
+    });
+}
+
+/// A way to the server on which the next answer is lost, and the connection with it, each time it is told so.
+fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
+    let (listener, server) = (TcpListener::bind("127.0.0.1:0").unwrap(), redis.port);
+    let (port, loses) = (listener.local_addr().unwrap().port(), Arc::new(AtomicBool::new(false)));
+    let told = Arc::clone(&loses);
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, mut server) = (client.unwrap(), TcpStream::connect(("127.0.0.1", server)).unwrap());
+            let (mut from, mut to) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            thread::spawn(move || std::io::copy(&mut from, &mut to));
+            let told = Arc::clone(&told);
+            thread::spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(length @ 1..) = server.read(&mut bytes) {
+                    if told.swap(false, Ordering::SeqCst) || client.write_all(&bytes[..length]).is_err() {
+                        break;
+                    }
+                }
+                let _ = (client.shutdown(Shutdown::Both), server.shutdown(Shutdown::Both));
+            });
+        }
+    });
+    (port, loses)
+}
+
+#[test]
+fn a_call_whose_answer_is_lost_is_not_sent_again() {
+    let redis = RedisServer::start();
+    let (port, loses) = lossy_way(&redis);
+    let store = RedisClient::new(&Shared::at(Nodes::Single(node(port))));
+    on_loop(async {
+        store.probe().await.unwrap();
+        for counted in 1..=3 {
+            let before = redis.number(&["GET", "t:{a}:1"]);
+            loses.store(true, Ordering::SeqCst);
+            let said = store.take(&[plain("t:{a}", 1, 99)], 0).await;
+            assert!(matches!(said, Err(StoreError::Unreachable(_))), "{said:?}");
+            assert_eq!(redis.number(&["GET", "t:{a}:1"]), before + 1, "it was counted, and once");
+            granted(store.take(&[plain("t:{a}", 1, 99)], 0).await.unwrap());
+            assert_eq!(store.generation(), counted + 1);
+        }
+    });
+}
+
+#[test]
+fn a_server_that_can_not_serve_is_as_one_that_is_away() {
+    let redis = RedisServer::start();
+    let replica = RedisServer::replica_of(&redis, "");
+    let full = RedisServer::with("maxmemory 1\nmaxmemory-policy noeviction");
+    for (server, word) in [(&replica, "READONLY"), (&full, "OOM")] {
+        let store = RedisClient::new(&single(server));
+        on_loop(async {
+            let Err(StoreError::Unreachable(why)) = store.take(&[plain("t:{a}", 1, 9)], 0).await else {
+                panic!("{word}")
+            };
+            assert!(why.contains(word) && why.starts_with(&format!("127.0.0.1:{}: ", server.port)), "{why}");
+            let Err(StoreError::Unreachable(why)) = store.probe().await else { panic!("{word}") };
+            assert!(why.contains(word), "{why}");
+        });
+    }
+    full.cli(&["CONFIG", "SET", "maxmemory", "0"]);
+    on_loop(async { granted(RedisClient::new(&single(&full)).take(&[plain("t:{a}", 1, 9)], 0).await.unwrap()) });
+}
+
+#[test]
+fn who_the_gateway_is_decides_what_it_may() {
+    let redis = RedisServer::with(
+        "requirepass sesame\n\
+         user gate on >hunter2-hunter2 ~transom:* -@all +ping +select +eval +evalsha +time +mget +exists +set +get +decrby +hmget +hset +pexpireat",
+    );
+    let as_user = |name: Option<&str>, password: Option<&str>, database| {
+        let mut settings = single(&redis);
+        settings.username = name.map(str::to_owned);
+        settings.password = password.map(|password| Hidden(password.to_owned()));
+        settings.database = database;
+        RedisClient::new(&settings)
+    };
+    on_loop(async {
+        for (name, password, database) in
+            [(None, "sesame", 0), (Some("gate"), "hunter2-hunter2", 0), (Some("gate"), "hunter2-hunter2", 3)]
+        {
+            let store = as_user(name, Some(password), database);
+            store.probe().await.unwrap();
+            let used = granted(store.take(&[plain("transom:{a}", 1, 9)], 0).await.unwrap())[0].used;
+            assert_eq!(used, if database == 0 && name.is_some() { 2 } else { 1 });
+        }
+        let unreachable = async |store: RedisClient| match store.take(&[plain("other:{a}", 1, 9)], 0).await {
+            Err(StoreError::Unreachable(why)) => why,
+            said => panic!("{said:?}"),
+        };
+        let wrong = unreachable(as_user(Some("gate"), Some("wrong-wrong"), 0)).await;
+        assert!(wrong.ends_with("it does not accept the user and password") && !wrong.contains("wrong-"), "{wrong}");
+        let none = unreachable(as_user(None, None, 0)).await;
+        assert!(none.contains("NOAUTH"), "{none}");
+        let elsewhere = unreachable(as_user(Some("gate"), Some("hunter2-hunter2"), 0)).await;
+        assert!(elsewhere.contains("NOPERM"), "{elsewhere}");
+    });
+}
+
+#[test]
+fn a_socket_in_the_file_system_is_as_good() {
+    let redis = RedisServer::start();
+    let store = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.socket()))));
+    on_loop(async {
+        granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
+        let nowhere = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
+        let Err(StoreError::Unreachable(why)) = nowhere.probe().await else { panic!("there is nobody") };
+        assert!(why.contains("no.sock: No such file"), "{why}");
+    });
+}

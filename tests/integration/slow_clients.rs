@@ -1,0 +1,104 @@
+//! slowhttptest: clients that take their time with a head, a body or an answer, and one beside them
+//! that does not.
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::external_servers::{self, program};
+use crate::support::process::Process;
+use crate::support::{Scratch, eventually};
+
+const SLOW: u64 = 200;
+/// They would stay for a minute.
+const LIMIT: Duration = Duration::from_secs(55);
+
+/// How the slow ones are kept in bounds.
+const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\nbody = \"5s\"\n";
+
+struct Slow {
+    child: Child,
+    scratch: Scratch,
+}
+
+impl Slow {
+    /// Starts all of them at once. They stay for a minute unless they are cut.
+    fn start(gateway: &Process, mode: &[&str], target: &str) -> Slow {
+        let scratch = Scratch::new();
+        let log = std::fs::File::create(scratch.path().join("log")).unwrap();
+        let count = SLOW.to_string();
+        let child = Command::new(program("slowhttptest"))
+            .args(mode)
+            .args(["-c", &count, "-r", &count, "-l", "60", "-p", "30"])
+            .args(["-u", &format!("http://{}{target}", gateway.http)])
+            .stdin(Stdio::null())
+            .stdout(log)
+            .spawn()
+            .unwrap();
+        Slow { child, scratch }
+    }
+
+    fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Why it ended: the last line of its report, without colours.
+    fn end(&self) -> String {
+        let log = std::fs::read(self.scratch.path().join("log")).unwrap();
+        let log = String::from_utf8_lossy(&log).into_owned();
+        let end = log.lines().rev().find_map(|line| line.split_once("Exit status:")).unwrap_or_else(|| panic!("{log}"));
+        end.1.split('m').skip(1).collect::<Vec<_>>().join("m").split('\u{1b}').next().unwrap().trim().to_owned()
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `target` is what the slow ones ask for.
+fn slow_ones_are_cut_and_others_served(mode: &[&str], target: &str) {
+    let nginx = external_servers::nginx(|root| {
+        std::fs::write(root.join("a.txt"), "small\n").unwrap();
+        std::fs::write(root.join("large.bin"), vec![0; 16 * 1024 * 1024]).unwrap();
+    });
+    let gateway = Process::spawn(&format!(
+        "{TIMEOUTS}{}[upstreams.echo]\nbuiltin = \"echo\"\n\
+         [[routes]]\npath = \"/upload\"\nupstream = \"echo\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        nginx.toml("u")
+    ));
+    let mut slow = Slow::start(&gateway, mode, target);
+    let (mut most, start) = (0, Instant::now());
+    while slow.is_running() {
+        assert!(start.elapsed() < LIMIT, "{mode:?}: they are still there");
+        assert_eq!(gateway.get("/a.txt").expect(200).text(), "small\n");
+        most = most.max(connections(&gateway));
+    }
+    assert_eq!(slow.end(), "No open connections left", "{mode:?}");
+    // Else nobody was slow.
+    assert!(most >= SLOW / 2, "{mode:?}: {most} at once");
+    eventually("nobody is left", || connections(&gateway) == 0);
+}
+
+fn connections(gateway: &Process) -> u64 {
+    gateway.metrics().sum("transom_connections", &[])
+}
+
+#[test]
+fn slow_heads() {
+    slow_ones_are_cut_and_others_served(&["-H", "-i", "1", "-x", "24"], "/a.txt");
+}
+
+#[test]
+fn slow_bodies() {
+    slow_ones_are_cut_and_others_served(&["-B", "-i", "1", "-x", "4", "-s", "100000"], "/upload");
+}
+
+#[test]
+fn slow_readers() {
+    // A small window, of which less is taken each second than has to be. The rest of it lies at the reader's own side,
+    // who learns of the end behind that: he must get there before his minute is over.
+    slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"], "/large.bin");
+}

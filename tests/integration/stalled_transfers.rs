@@ -1,0 +1,128 @@
+//! Nothing may stand still for ever once an answer has begun, in either direction.
+
+use std::io::Read;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+
+use crate::support::gateway::Gateway;
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, one_rule, pass_all, within};
+
+const LIMITS: &str = "[timeouts]\nbody = \"300ms\"\nresponse_head = \"300ms\"\n";
+const LIMIT: Duration = Duration::from_millis(300);
+
+#[test]
+fn an_answer_that_stands_still_is_given_up_on_both_sides() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
+        assert!(talk.closed(), "the gateway lets go of the server");
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200);
+    assert_eq!(within(LIMIT, || client.rest()), b"abc");
+    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "response_timeout")]), 1);
+}
+
+#[test]
+fn an_answer_that_moves_may_take_longer_than_the_limit() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
+        for _ in 0..8 {
+            // The time that is taken is what the test is about.
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            talk.send("x");
+        }
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    assert_eq!(gateway.get("/a").expect(200).text(), "xxxxxxxx");
+}
+
+#[test]
+fn a_body_that_does_not_come_is_408() {
+    let echo = Gateway::start(&format!("{}{LIMITS}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
+    let upstream = Upstream::replying(200);
+    let passing = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    for gateway in [&echo, &passing] {
+        let mut client = gateway.client();
+        client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nab");
+        within(LIMIT, || client.answer_to("POST").expect(408).problem());
+        client.expect_closed();
+    }
+}
+
+#[test]
+fn what_waits_for_a_reader_in_the_kernel_is_bounded() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while talk.send([b'x'; 65536]) {}
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let client = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    client.set_recv_buffer_size(4096).unwrap();
+    client.connect(&gateway.http.into()).unwrap();
+    client.send(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n").unwrap();
+    let port = client.local_addr().unwrap().as_socket_ipv4().unwrap().port();
+    let mut before = 0;
+    let mut same = 0;
+    eventually("nothing more is taken", || {
+        let now = unsent(gateway.http.port(), port);
+        same = if now == before && now > 0 { same + 1 } else { 0 };
+        before = now;
+        same == 20
+    });
+    // What may wait, and as much as one packet of this machine to itself.
+    assert!(before <= 256 * 1024, "{before}");
+}
+
+/// Bytes that the kernel has yet to deliver on a connection of this machine, as /proc/net/tcp has it.
+fn unsent(from: u16, to: u16) -> u64 {
+    let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let of = table
+        .lines()
+        .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
+        .find(|fields| fields[1].ends_with(&format!(":{from:04X}")) && fields[2].ends_with(&format!(":{to:04X}")));
+    of.map_or(0, |fields| u64::from_str_radix(fields[4].split(':').next().unwrap(), 16).unwrap())
+}
+
+#[test]
+fn a_reader_that_does_not_read_is_let_go() {
+    let upstream = Upstream::with(|talk: &mut Talk| {
+        talk.head();
+        talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
+        while talk.send([b'x'; 65536]) {}
+    });
+    let gateway = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
+    let mut client = gateway.client();
+    client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+    within(LIMIT, || {
+        eventually("the connection is dropped", || {
+            gateway.metrics().sum("transom_requests_total", &[("code", "200")]) == 1
+                && gateway.metrics().sum("transom_connections", &[]) == 0
+        });
+    });
+    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
+    // What the kernel held for it is gone as well.
+    let end = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
+    assert_eq!(end.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn a_refused_upload_is_read_on_as_long_as_it_comes() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/day\"]"));
+    gateway.get("/a").expect(200);
+    let mut client = gateway.client();
+    client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1500000\r\n\r\n");
+    // A client that reads nothing before it has sent everything. The time that it takes is what the test is about.
+    for _ in 0..15 {
+        client.send([b'x'; 100_000]);
+        std::thread::sleep(std::time::Duration::from_millis(150));
+    }
+    client.answer_to("POST").expect(429).problem();
+    client.expect_closed();
+}

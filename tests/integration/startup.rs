@@ -1,0 +1,250 @@
+//! How the binary starts, or says why it does not.
+
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+
+use crate::support::process::{BINARY, Owned, Process, run};
+use crate::support::{Scratch, one_rule};
+
+const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+
+#[test]
+fn a_bad_file_is_refused_with_its_place_and_a_fix() {
+    let scratch = Scratch::new();
+    let bad = GOOD.replace("upstream = \"u\"", "upstream = \"v\"\nrulez = []");
+    let file = scratch.write("bad.toml", bad).display().to_string();
+    for arguments in [&["check", "--config", &file][..], &["--config", &file], &["run", "--config", &file]] {
+        let (code, out, err) = run(arguments);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{arguments:?}: {err}");
+        // Both problems at once, in the order of the file.
+        let (first, second) = (err.find(&format!("{file}:5:12: ")), err.find(&format!("{file}:6:1: ")));
+        assert!(first.is_some() && first < second, "{err}");
+        assert!(err.matches("fix: ").count() == 2, "{err}");
+    }
+}
+
+#[test]
+fn a_file_that_can_not_be_read_is_a_bad_configuration() {
+    let scratch = Scratch::new();
+    let nowhere = scratch.path().join("nowhere.toml").display().to_string();
+    let directory = scratch.path().display().to_string();
+    let latin = scratch.write("latin.toml", b"[upstreams.u]\nbuiltin = \"\xe9cho\"\n").display().to_string();
+    let empty = scratch.write("empty.toml", "").display().to_string();
+    for (file, place) in [(&nowhere, ":1:1: "), (&directory, ":1:1: "), (&latin, ":2:12: "), (&empty, ":1:1: ")] {
+        for command in [&["check"][..], &[]] {
+            let (code, _, err) = run(&[command, &["--config", file]].concat());
+            assert_eq!(code, Some(2), "{err}");
+            assert!(err.contains(&format!("{file}{place}")), "{err}");
+        }
+    }
+}
+
+#[test]
+fn a_good_file_is_said_to_be_fine_and_nothing_is_started() {
+    let scratch = Scratch::new();
+    // The address is taken, which does not matter to `check`.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = format!("[listen]\nhttp = \"{}\"\n{GOOD}", taken.local_addr().unwrap());
+    let file = scratch.write("good.toml", text).display().to_string();
+    let (code, out, err) = run(&["check", "--config", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert!(out.starts_with(&file) && out.contains("fine"), "{out}");
+}
+
+#[test]
+fn a_start_that_would_fail_here_is_remarked_on() {
+    let scratch = Scratch::new();
+    let folder = scratch.path().display().to_string();
+    let listen = "[listen]\nhttp = \"127.0.0.1:0\"\n";
+    for (settings, remark) in [
+        (
+            format!("{listen}[access_log]\nfile = \"{folder}/no/such/log\"\n"),
+            format!("`access_log.file` is `{folder}/no/such/log`, and there is no folder `{folder}/no/such`: make it"),
+        ),
+        (
+            format!("{listen}[access_log]\nfile = \"{folder}\"\n"),
+            format!("`access_log.file` is `{folder}`, which is a folder: name a file"),
+        ),
+        (
+            format!("pid_file = \"no/pid\"\n{listen}"),
+            format!("`pid_file` is `{folder}/no/pid`, and there is no folder `{folder}/no`: make it"),
+        ),
+        (
+            format!("{listen}[counters]\nfile = \"{folder}/no/counters\"\n"),
+            format!("`counters.file` is `{folder}/no/counters`, and there is no folder `{folder}/no`: make it"),
+        ),
+        (
+            format!("{listen}[counters]\nsnapshot = \"{folder}/gateway.toml/counts\"\n"),
+            format!(
+                "`counters.snapshot` is `{folder}/gateway.toml/counts`, and there is no folder `{folder}/gateway.toml`: make it"
+            ),
+        ),
+        (
+            // An address for documentation (RFC 5737), which no machine has.
+            String::from("[listen]\nhttp = \"192.0.2.1:8080\"\n"),
+            String::from("nothing can listen on `192.0.2.1:8080`, an address that this machine may not have: "),
+        ),
+    ] {
+        let file = scratch.write("gateway.toml", format!("{settings}{GOOD}")).display().to_string();
+        let (code, out, err) = run(&["check", "--config", &file]);
+        assert_eq!((code, err.as_str()), (Some(0), ""), "{settings}");
+        assert!(out.contains(&format!("\n  note: a start fails here: {remark}")), "{settings}: {out}");
+        let (code, _, err) = run(&["--config", &file]);
+        assert_eq!(code, Some(1), "{settings}: {err}");
+    }
+}
+
+#[test]
+fn a_note_is_an_error_with_strict_alone() {
+    let scratch = Scratch::new();
+    let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
+    let file = scratch.write("gateway.toml", &text).display().to_string();
+    let note = "\n  note: `admin` listens on `0.0.0.0:0`: whoever reaches it can read the metrics, and use up and reset every limit\n";
+    let (code, out, err) = run(&["check", "--config", &file]);
+    assert_eq!((code, err.as_str()), (Some(0), ""));
+    assert_eq!(out, format!("{file}: fine: 1 routes, 0 rules, 1 upstreams{note}"));
+    let (code, out, err) = run(&["check", "--strict", "--config", &file]);
+    assert_eq!((code, err), (Some(2), format!("{file}: 1 note, and `--strict` is given\n")));
+    assert_eq!(out, format!("{file}: 1 routes, 0 rules, 1 upstreams{note}"));
+    let file = scratch.write("gateway.toml", text.replace("0.0.0.0", "127.0.0.1")).display().to_string();
+    let (code, out, err) = run(&["check", "--strict", "--config", &file]);
+    assert_eq!((code, out, err), (Some(0), format!("{file}: fine: 1 routes, 0 rules, 1 upstreams\n"), String::new()));
+}
+
+#[test]
+fn an_admin_address_that_others_reach_is_warned_of_at_the_start() {
+    let scratch = Scratch::new();
+    for (address, is_warned_of) in [("0.0.0.0", true), ("127.0.0.1", false)] {
+        let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{address}:0\"\n{GOOD}");
+        let file = scratch.write("gateway.toml", text);
+        let log = scratch.path().join("log");
+        let mut command = Command::new(BINARY);
+        command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(&log).unwrap());
+        let mut child = Owned::spawn(&mut command);
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+        lines.next().unwrap().unwrap();
+        crate::support::process::signal(child.id(), "TERM");
+        assert!(child.wait().unwrap().success());
+        let log = fs::read_to_string(log).unwrap();
+        assert_eq!(
+            log.contains(&format!("`admin` listens on `{address}:0`: whoever reaches it")),
+            is_warned_of,
+            "{log}"
+        );
+    }
+}
+
+#[test]
+fn the_shipped_file_is_good_and_the_default() {
+    let output = Command::new(BINARY).arg("check").current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "gateway.toml: fine: 1 routes, 1 rules, 1 upstreams\n  \
+         per-client: 2000/hour + 33/minute: at most 66 requests in 2 seconds around the end of a minute, 2013 in any hour\n  \
+         per-client: note: 2000/hour never refuses: 33/minute lets at most 1980 through in that time\n"
+    );
+    let scratch = Scratch::new();
+    let output = Command::new(BINARY).current_dir(scratch.path()).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).starts_with("gateway.toml:1:1: "));
+}
+
+#[test]
+fn an_address_that_is_taken_is_a_failure_to_start() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let holder = TcpListener::bind(taken).unwrap();
+    let scratch = Scratch::new();
+    for listen in [
+        format!("[listen]\nhttp = \"{taken}\"\nadmin = \"127.0.0.1:0\"\n"),
+        format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{taken}\"\n"),
+    ] {
+        let file = scratch.write("gateway.toml", format!("{listen}{GOOD}")).display().to_string();
+        let (code, _, err) = run(&["--config", &file]);
+        assert_eq!(code, Some(1), "{err}");
+        assert!(err.contains(&taken.to_string()) && err.contains("in use"), "{err}");
+    }
+    drop(holder);
+}
+
+#[test]
+fn a_second_gateway_does_not_share_the_port_of_the_first() {
+    let process = Process::spawn(GOOD);
+    let scratch = Scratch::new();
+    let text = format!("[listen]\nhttp = \"{}\"\n{GOOD}", process.http);
+    let file = scratch.write("gateway.toml", text).display().to_string();
+    let (code, _, err) = run(&["--config", &file]);
+    assert_eq!(code, Some(1), "{err}");
+    process.get("/a").expect(200);
+}
+
+#[test]
+fn an_access_log_that_can_not_be_opened_is_a_failure_to_start() {
+    let scratch = Scratch::new();
+    let text = format!(
+        "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[access_log]\nfile = \"{}/no/such/dir\"\n{GOOD}",
+        scratch.path().display()
+    );
+    let file = scratch.write("gateway.toml", text).display().to_string();
+    let (code, _, err) = run(&["--config", &file]);
+    assert_eq!(code, Some(1), "{err}");
+    assert!(err.contains("access log") && err.contains("No such file"), "{err}");
+}
+
+#[test]
+fn usage_that_makes_no_sense_is_refused() {
+    for arguments in [&["--nonsense"][..], &["serve"], &["check", "--nonsense"], &["--config"], &["check", "run"]] {
+        let (code, out, err) = run(arguments);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{arguments:?}");
+        assert!(err.contains("--help"), "{arguments:?}: {err}");
+    }
+}
+
+#[test]
+fn version_and_help_are_told() {
+    let (code, out, err) = run(&["--version"]);
+    assert_eq!((code, out, err), (Some(0), format!("transom {}\n", env!("CARGO_PKG_VERSION")), String::new()));
+    let (code, out, _) = run(&["--help"]);
+    assert_eq!(code, Some(0));
+    for word in ["run", "check", "--config", "--version"] {
+        assert!(out.contains(word), "{word} is not in {out}");
+    }
+}
+
+#[test]
+fn every_address_is_printed_and_served() {
+    let scratch = Scratch::new();
+    let text = format!("listen = {{ http = [\"127.0.0.1:0\", \"127.0.0.1:0\"], admin = \"127.0.0.1:0\" }}\n{GOOD}");
+    let file = scratch.write("gateway.toml", text);
+    let mut child = Owned::spawn(Command::new(BINARY).arg("run").arg("--config").arg(file).stdout(Stdio::piped()));
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let printed: Vec<String> = lines.by_ref().take(3).map(Result::unwrap).collect();
+    let address = |n: usize, prefix: &str| printed[n].strip_prefix(prefix).unwrap().parse().unwrap();
+    for n in [0, 1] {
+        crate::support::client::Client::connect(address(n, "listening on http://")).get("/a").expect(200);
+    }
+    let admin: std::net::SocketAddr = address(2, "admin on http://");
+    crate::support::client::Client::connect(admin).get_with("/readyz", &[("Host", &admin.to_string())]).expect(200);
+    crate::support::process::signal(child.id(), "INT");
+    assert!(child.wait().unwrap().success());
+    assert_eq!(lines.count(), 0);
+}
+
+#[test]
+fn without_an_admin_address_none_is_opened() {
+    let scratch = Scratch::new();
+    let log = scratch.path().join("log");
+    let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
+    let file = scratch.write("gateway.toml", text);
+    let mut command = Command::new(BINARY);
+    command.arg("--config").arg(file).stdout(Stdio::piped()).stderr(fs::File::create(log).unwrap());
+    let mut child = Owned::spawn(&mut command);
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
+    let first = lines.next().unwrap().unwrap();
+    let address = first.strip_prefix("listening on http://").unwrap().parse().unwrap();
+    crate::support::client::Client::connect(address).get("/a").expect(200);
+    crate::support::process::signal(child.id(), "TERM");
+    assert!(child.wait().unwrap().success());
+    assert_eq!(lines.count(), 0);
+}

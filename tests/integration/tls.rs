@@ -1,0 +1,297 @@
+//! TLS: versions, names, sessions, what is closed and why. The clients are rustls and curl.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command;
+use std::time::Duration;
+
+use rcgen::{KeyPair, PKCS_RSA_SHA256};
+use rustls::version;
+
+use crate::cancellation::silent;
+use crate::support::client::{Client, request};
+use crate::support::external_servers::program;
+use crate::support::gateway::Gateway;
+use crate::support::tls::{Authority, Issued, Secure, Tls, listen};
+use crate::support::upstream::Upstream;
+use crate::support::{DEADLINE, Scratch, eventually, pass_all, within};
+
+const ECHO: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
+
+/// What a client was shown.
+fn shown(client: &Client<Secure>) -> &[u8] {
+    &client.stream.conn.peer_certificates().unwrap()[0]
+}
+
+/// An authority, a certificate of its for `a.test`, and a gateway that shows it.
+fn world(more: &str) -> (Scratch, Authority, Issued, Gateway) {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let issued = authority.issue(&["a.test"]);
+    let gateway = Gateway::start(&(listen(&scratch, &issued, more) + ECHO));
+    (scratch, authority, issued, gateway)
+}
+
+fn refused(gateway: &Gateway, reason: &str) -> u64 {
+    gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
+}
+
+#[test]
+fn requests_are_served_and_the_upstream_is_told_how_they_came() {
+    let (_scratch, authority, _, gateway) = world("");
+    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    assert_eq!(client.stream.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
+    for _ in 0..3 {
+        assert_eq!(client.get("/a").expect(200).json()["fields"]["x-forwarded-proto"], "https");
+    }
+    assert_eq!(gateway.get("/a").expect(200).json()["fields"]["x-forwarded-proto"], "http");
+    // Both listeners have this label. The gateway may notice later that the plain connection was closed.
+    let listener = gateway.https()[0].ip().to_string() + ":0";
+    eventually("one connection is open", || {
+        gateway.metrics().sum("transom_connections", &[("listener", &listener)]) == 1
+    });
+    let page = gateway.metrics();
+    assert_eq!(page.sum("transom_tls_handshakes_total", &[("outcome", "full")]), 1);
+    assert!(page.sum("transom_certificate_expiry_timestamp_seconds", &[]) > 1_800_000_000);
+}
+
+#[test]
+fn large_bodies_pass_both_ways() {
+    let upstream = Upstream::answering(|received| crate::support::upstream::reply(200, &[], &received.body));
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &pass_all(&upstream)));
+    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
+    for _ in 0..2 {
+        assert!(client.post("/a", &body).expect(200).body == body);
+    }
+}
+
+/// What curl says: its exit code, and the status with the version of HTTP.
+fn curl(authority: &Authority, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
+    let scratch = Scratch::new();
+    let ca = scratch.write("ca.pem", &authority.pem);
+    let output = Command::new(program("curl"))
+        .args(["--silent", "--max-time", "30", "--output", "/dev/null", "--write-out", "%{http_version} %{http_code}"])
+        .args(["--resolve", &format!("a.test:{}:127.0.0.1", address.port()), "--cacert"])
+        .arg(ca)
+        .args(arguments)
+        .arg(format!("https://a.test:{}/a", address.port()))
+        .output()
+        .unwrap();
+    (output.status.code(), String::from_utf8(output.stdout).unwrap())
+}
+
+#[test]
+fn curl_speaks_both_versions_and_only_the_newer_where_that_is_asked_for() {
+    const SSL_CONNECT_ERROR: Option<i32> = Some(35);
+    let fine = (Some(0), "1.1 200".to_owned());
+    let old = ["--http1.1", "--tls-max", "1.2"];
+    let new = ["--http1.1", "--tlsv1.3"];
+    let (_scratch, authority, _, gateway) = world("");
+    assert_eq!(curl(&authority, gateway.https()[0], &old), fine);
+    assert_eq!(curl(&authority, gateway.https()[0], &new), fine);
+    assert_eq!(curl(&authority, gateway.https()[0], &["--http1.1", "--tls-max", "1.1"]).0, SSL_CONNECT_ERROR);
+    let (_scratch, authority, _, gateway) = world("min_version = \"1.3\"");
+    assert_eq!(curl(&authority, gateway.https()[0], &old).0, SSL_CONNECT_ERROR);
+    assert_eq!(curl(&authority, gateway.https()[0], &new), fine);
+    eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
+}
+
+#[test]
+fn certificates_are_chosen_by_the_name_that_is_asked_for() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let main = authority.issue(&["a.test", "127.0.0.1"]);
+    let all = [
+        authority.issue(&["b.test", "also-b.test"]),
+        authority.issue(&["*.c.test"]),
+        authority.issue(&["exact.c.test"]),
+    ];
+    let mut more = String::new();
+    for (n, issued) in all.iter().enumerate() {
+        more += &format!("[[listen.https.certificates]]\n{}", issued.toml(&scratch, &format!("more{n}")));
+    }
+    let gateway = Gateway::start(&(listen(&scratch, &main, &more) + ECHO));
+    let tls = Tls::trusting(&authority);
+    for (name, issued) in [
+        ("a.test", &main),
+        ("b.test", &all[0]),
+        ("ALSO-B.test", &all[0]),
+        ("any.c.test", &all[1]),
+        ("exact.c.test", &all[2]),
+        // Clients do not ask for an address by name.
+        ("127.0.0.1", &main),
+    ] {
+        let mut client = tls.connect(gateway.https()[0], name);
+        assert!(shown(&client) == &issued.der[..], "{name}");
+        client.get("/a").expect(200);
+    }
+    // The main one is shown, and the client sees that it is for another name.
+    for name in ["unknown.test", "c.test", "a.b.c.test"] {
+        let error = tls.try_connect(gateway.https()[0], name).err().unwrap().to_string();
+        assert!(error.contains("NotValidForName") || error.contains("not valid for name"), "{error}");
+    }
+}
+
+#[test]
+fn an_rsa_and_an_ecdsa_certificate_can_stand_for_one_name() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let ecdsa = authority.issue(&["a.test"]);
+    let rsa = authority.issue_by(&["a.test"], KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap(), |_| {});
+    let more = format!("[[listen.https.certificates]]\n{}", rsa.toml(&scratch, "rsa"));
+    let gateway = Gateway::start(&(listen(&scratch, &ecdsa, &more) + ECHO));
+    for cipher in ["ECDHE-RSA-AES128-GCM-SHA256", "ECDHE-ECDSA-AES128-GCM-SHA256"] {
+        let arguments = ["--http1.1", "--tls-max", "1.2", "--ciphers", cipher];
+        assert_eq!(curl(&authority, gateway.https()[0], &arguments), (Some(0), "1.1 200".to_owned()), "{cipher}");
+    }
+}
+
+#[test]
+fn several_listeners_have_certificates_of_their_own() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let both = [authority.issue(&["a.test"]), authority.issue(&["a.test"])];
+    let mut toml = String::from("[listen]\nadmin = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n");
+    for (n, issued) in both.iter().enumerate() {
+        let pair = issued.toml(&scratch, &n.to_string());
+        toml += &format!("[[listen.https]]\naddress = [\"127.0.0.1:0\", \"[::1]:0\"]\n{pair}");
+    }
+    let gateway = Gateway::start(&(toml + ECHO));
+    assert_eq!(gateway.https().len(), 4);
+    for (n, address) in gateway.https().iter().enumerate() {
+        let mut client = Tls::trusting(&authority).connect(*address, "a.test");
+        assert!(shown(&client) == &both[n / 2].der[..]);
+        client.get("/a").expect(200);
+    }
+}
+
+#[test]
+fn sessions_are_resumed_until_the_certificates_change() {
+    for versions in [[&version::TLS13], [&version::TLS12]] {
+        let (scratch, authority, issued, mut gateway) = world("");
+        let tls = Tls::new(&authority, None, &versions);
+        let ask = |gateway: &Gateway| tls.connect(gateway.https()[0], "a.test").get("/a").expect(200);
+        let counted = |gateway: &Gateway| {
+            let of = |outcome| gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", outcome)]);
+            (of("full"), of("resumed"))
+        };
+        ask(&gateway);
+        // Whichever loop it comes to.
+        (0..8).for_each(|_| drop(ask(&gateway)));
+        assert_eq!(counted(&gateway), (1, 8));
+        gateway.reload(&(listen(&scratch, &issued, "") + ECHO + "name = \"other\"\n"));
+        ask(&gateway);
+        assert_eq!(counted(&gateway), (1, 9), "nothing about TLS has changed");
+        gateway.reload(&(listen(&scratch, &authority.issue(&["a.test"]), "") + ECHO));
+        // Loops take it over one after the other.
+        eventually("a session is not resumed any more", || {
+            ask(&gateway);
+            counted(&gateway).0 > 1
+        });
+    }
+}
+
+#[test]
+fn a_handshake_that_stands_still_is_closed() {
+    let (_scratch, authority, _, gateway) = world("[timeouts]\ntls_handshake = \"300ms\"");
+    // The beginning of a ClientHello, and nothing at all.
+    for sent in [&b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..], b""] {
+        let before = refused(&gateway, "tls_handshake_timeout");
+        let mut client = Client::connect(gateway.https()[0]);
+        client.send(sent);
+        Tls::trusting(&authority).connect(gateway.https()[0], "a.test").get("/a").expect(200);
+        within(Duration::from_millis(300), || client.expect_closed());
+        eventually("it is counted", || refused(&gateway, "tls_handshake_timeout") == before + 1);
+    }
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn what_is_no_handshake_is_answered_with_an_alert() {
+    let (_scratch, _, _, gateway) = world("");
+    let mut client = Client::connect(gateway.https()[0]);
+    client.send(b"\x16\x03\x01\x00\x04\x01\x00\x00\x00");
+    let alert = client.rest();
+    assert_eq!(alert.first(), Some(&21), "{alert:?}");
+    eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
+    // Who only looks whether the port is open is nobody's trouble.
+    drop(Client::connect(gateway.https()[0]));
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 1);
+}
+
+#[test]
+fn http_in_the_clear_is_told_that_tls_is_spoken() {
+    let (_scratch, _, _, gateway) = world("");
+    let mut client = Client::connect(gateway.https()[0]);
+    let answer = client.ask("POST", "/a", &[], &[b'x'; 50_000]).expect(400);
+    assert!(answer.problem()["detail"].as_str().unwrap().contains("https"), "{}", answer.text());
+    assert_eq!(answer.field("connection"), Some("close"));
+    client.expect_closed();
+    eventually("it is counted", || refused(&gateway, "cleartext") == 1);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("route", ""), ("code", "400")]), 1);
+}
+
+#[test]
+fn a_client_that_leaves_cancels_the_request() {
+    let leave: [fn(Client<Secure>); 3] = [
+        |mut client| {
+            client.stream.conn.send_close_notify();
+            client.stream.flush().unwrap();
+        },
+        |mut client| {
+            client.stream.conn.send_close_notify();
+            client.stream.flush().unwrap();
+            // The end of the connection comes apart from the goodbye, most likely.
+            std::thread::sleep(Duration::from_millis(50));
+        },
+        // Without a goodbye.
+        drop,
+    ];
+    for leave in leave {
+        let (upstream, told) = silent();
+        let (scratch, authority) = (Scratch::new(), Authority::new());
+        let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &pass_all(&upstream)));
+        let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+        client.send(request("GET", "/a", &[], b""));
+        assert_eq!(told.recv_timeout(DEADLINE), Ok("asked"));
+        leave(client);
+        assert_eq!(told.recv_timeout(DEADLINE), Ok("gone"));
+        eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+    }
+}
+
+#[test]
+fn requests_that_come_ahead_of_their_turn_are_answered() {
+    let (_scratch, authority, _, gateway) = world("");
+    let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
+    for _ in 0..20 {
+        client.send(request("GET", "/a", &[], b"").repeat(10));
+        (0..10).for_each(|_| drop(client.answer().expect(200)));
+    }
+}
+
+#[test]
+fn hanging_up_at_every_step_of_a_handshake_does_no_harm() {
+    let (_scratch, authority, _, gateway) = world("");
+    for bytes in [1, 5, 6, 100, 200] {
+        let mut socket = TcpStream::connect(gateway.https()[0]).unwrap();
+        let name = rustls::pki_types::ServerName::try_from("a.test").unwrap();
+        let mut session = rustls::ClientConnection::new(Tls::trusting(&authority).config, name).unwrap();
+        let mut hello = Vec::new();
+        session.write_tls(&mut hello).unwrap();
+        socket.write_all(&hello[..bytes.min(hello.len())]).unwrap();
+    }
+    let mut half = TcpStream::connect(gateway.https()[0]).unwrap();
+    half.write_all(&[22]).unwrap();
+    half.shutdown(std::net::Shutdown::Write).unwrap();
+    let _ = half.read_to_end(&mut Vec::new());
+    Tls::trusting(&authority).connect(gateway.https()[0], "a.test").get("/a").expect(200);
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn without_an_address_in_the_clear_none_is_opened() {
+    let (scratch, authority) = (Scratch::new(), Authority::new());
+    let toml = listen(&scratch, &authority.issue(&["a.test"]), "").replace("http = \"127.0.0.1:0\"\n", "");
+    let config = transom::config::read_with(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();
+    assert!(config.listen.http.is_empty());
+}

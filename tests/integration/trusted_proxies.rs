@@ -1,0 +1,147 @@
+//! Who is asking behind proxies: only those are believed that the configuration names, and no further than
+//! the first hop that it does not.
+
+use crate::support::client::Answer;
+use crate::support::gateway::Gateway;
+use crate::support::ratelimit_parser::remaining;
+use crate::support::upstream::Upstream;
+use crate::support::{Scratch, eventually};
+
+/// The client of every test is on loopback, so that is where the proxy is.
+fn listen(settings: &str) -> String {
+    format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n{settings}\n")
+}
+
+fn counted_by_ip(settings: &str, upstream: &str) -> String {
+    format!(
+        "{}{upstream}[rules.r]\nkey = \"ip\"\nwindows = [\"100/minute\"]\nexemptions = [\"198.51.100.0/24\"]\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n",
+        listen(settings)
+    )
+}
+
+const TRUSTED: &str = "trusted_proxies = [\"127.0.0.0/8\", \"10.0.0.0/8\", \"fd00::/8\"]";
+
+fn echo() -> &'static str {
+    "[upstreams.u]\nbuiltin = \"echo\"\n"
+}
+
+fn by_list(gateway: &Gateway, lines: &[&str]) -> Answer {
+    let fields: Vec<_> = lines.iter().map(|line| ("X-Forwarded-For", *line)).collect();
+    gateway.get_with("/a", &fields).expect(200)
+}
+
+#[test]
+fn the_first_hop_that_is_not_trusted_is_counted() {
+    let gateway = Gateway::start(&counted_by_ip(TRUSTED, echo()));
+    // However it is spelt, and whatever stands before it, this is one client.
+    let spellings: [&[&str]; 7] = [
+        &["192.0.2.7"],
+        &["6.6.6.6, 192.0.2.7"],
+        &["192.0.2.7, 10.0.0.1, fd00::1"],
+        &["garbage, 192.0.2.7:4711 ,10.0.0.1"],
+        &["6.6.6.6", "192.0.2.7", "10.0.0.9"],
+        &["::ffff:192.0.2.7"],
+        &["64:ff9b::192.0.2.7"],
+    ];
+    for (n, lines) in spellings.into_iter().enumerate() {
+        assert_eq!(remaining(&by_list(&gateway, lines), "r"), 99 - n as u64, "{lines:?}");
+    }
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.8"]), "r"), 99);
+    // The proxy itself, where it says nothing that could be read.
+    assert_eq!(remaining(&by_list(&gateway, &[]), "r"), 99);
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.9, unknown"]), "r"), 98);
+    // Who it is holds for exemptions as well.
+    assert_eq!(by_list(&gateway, &["198.51.100.3"]).field("ratelimit"), None);
+    assert!(by_list(&gateway, &["198.51.100.3, 192.0.2.77"]).field("ratelimit").is_some());
+    // The other field is nobody's.
+    assert_eq!(remaining(&gateway.get_with("/a", &[("Forwarded", "for=192.0.2.50")]).expect(200), "r"), 97);
+}
+
+#[test]
+fn forwarded_is_believed_where_the_configuration_says_so() {
+    let gateway = Gateway::start(&counted_by_ip(&format!("{TRUSTED}\nforwarded = \"forwarded\""), echo()));
+    let ask = |value: &str| gateway.get_with("/a", &[("Forwarded", value)]).expect(200);
+    for (n, value) in [
+        "for=192.0.2.7",
+        "for=6.6.6.6, For=\"192.0.2.7:80\";proto=https",
+        "for=_hidden, for=192.0.2.7, for=10.0.0.1;by=10.0.0.2",
+        "for=192.0.2.7, for=\"[fd00::1]:80\"",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        assert_eq!(remaining(&ask(value), "r"), 99 - n as u64, "{value}");
+    }
+    // An obfuscated client is as many as the proxy that hides it.
+    assert_eq!(remaining(&ask("for=_hidden"), "r"), 99);
+    assert_eq!(remaining(&ask("for=\"192.0.2.7"), "r"), 98);
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.7"]), "r"), 97);
+}
+
+#[test]
+fn nobody_is_believed_who_is_not_named() {
+    for settings in ["", "trusted_proxies = \"10.0.0.0/8\""] {
+        let gateway = Gateway::start(&counted_by_ip(settings, echo()));
+        for (n, client) in ["192.0.2.1", "192.0.2.2", "198.51.100.3"].into_iter().enumerate() {
+            let claims = [("X-Forwarded-For", client), ("Forwarded", "for=6.6.6.6"), ("X-Real-IP", client)];
+            assert_eq!(remaining(&gateway.get_with("/a", &claims).expect(200), "r"), 99 - n as u64);
+        }
+    }
+}
+
+#[test]
+fn the_upstream_is_told_the_whole_way() {
+    let fields = [
+        ("Host", "inner.test"),
+        ("X-Forwarded-For", "6.6.6.6, 192.0.2.7"),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded-Host", "shop.test"),
+        ("X-Forwarded-Port", "443"),
+        ("X-Real-IP", "192.0.2.7"),
+        ("Forwarded", "for=9.9.9.9;proto=https"),
+    ];
+    let told = |settings: &str| {
+        let upstream = Upstream::replying(200);
+        let gateway = Gateway::start(&counted_by_ip(settings, &upstream.toml("u")));
+        gateway.get_with("/a", &fields).expect(200);
+        let received = upstream.only();
+        move |name: &str| received.all(name).join(" | ")
+    };
+    let trusted = told(TRUSTED);
+    assert_eq!(trusted("x-forwarded-for"), "6.6.6.6, 192.0.2.7, 127.0.0.1");
+    assert_eq!((trusted("x-forwarded-proto"), trusted("x-forwarded-host")), ("https".into(), "shop.test".into()));
+    assert_eq!((trusted("x-forwarded-port"), trusted("x-real-ip")), ("443".into(), "192.0.2.7".into()));
+    assert_eq!(trusted("forwarded"), "");
+
+    let trusted = told(&format!("{TRUSTED}\nforwarded = \"forwarded\""));
+    assert_eq!(trusted("forwarded"), "for=9.9.9.9;proto=https, for=127.0.0.1;proto=https");
+    assert_eq!((trusted("x-forwarded-for"), trusted("x-forwarded-proto")), ("9.9.9.9".into(), "https".into()));
+    assert_eq!((trusted("x-forwarded-host"), trusted("x-real-ip")), ("inner.test".into(), String::new()));
+
+    let untrusted = told("");
+    assert_eq!((untrusted("x-forwarded-for"), untrusted("x-forwarded-proto")), ("127.0.0.1".into(), "http".into()));
+    assert_eq!((untrusted("x-forwarded-host"), untrusted("x-forwarded-port")), ("inner.test".into(), String::new()));
+    assert_eq!((untrusted("x-real-ip"), untrusted("forwarded")), (String::new(), String::new()));
+}
+
+#[test]
+fn whom_to_believe_is_read_again_with_the_configuration() {
+    let mut gateway = Gateway::start(&counted_by_ip("", echo()));
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
+    gateway.reload(&counted_by_ip(TRUSTED, echo()));
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
+    assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 98);
+}
+
+#[test]
+fn the_access_log_tells_who_asked() {
+    let scratch = Scratch::new();
+    let file = scratch.path().join("access.log");
+    let log = format!("[access_log]\nfile = \"{}\"\n", file.display());
+    let gateway = Gateway::start(&counted_by_ip(TRUSTED, &format!("{}{log}", echo())));
+    by_list(&gateway, &["6.6.6.6, 192.0.2.7, 10.0.0.1"]);
+    let written = || std::fs::read_to_string(&file).unwrap_or_default();
+    eventually("the line is written", || written().ends_with('\n'));
+    assert!(written().contains("\"client\":\"192.0.2.7\""), "{}", written());
+}

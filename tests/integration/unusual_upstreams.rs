@@ -1,0 +1,168 @@
+//! What upstreams and clients do that they should not, or that is rare, and nobody may suffer from.
+
+use std::fs;
+use std::process::Command;
+use std::sync::{Arc, Barrier};
+
+use crate::support::client::{Client, HOST, request};
+use crate::support::external_servers::program;
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{self, END_HEADERS, END_STREAM, HEADERS, Raw, STATUS_200, frame};
+use crate::support::upstream::{Upstream, reply};
+use crate::support::{Scratch, one_rule, pass_all};
+
+fn gateway(upstream: &Upstream) -> Gateway {
+    Gateway::start(&format!("workers = 1\n{}", pass_all(upstream)))
+}
+
+#[test]
+fn bytes_behind_an_answer_are_never_taken_for_the_next() {
+    // Else one client would get what was meant for another.
+    for body in [&b"fine"[..], b""] {
+        let upstream = Upstream::with(move |talk| {
+            while let Some(received) = talk.request() {
+                let mut bytes = reply(200, &[], if received.target == "/first" { body } else { b"right" });
+                if received.target == "/first" {
+                    bytes.extend(reply(200, &[], b"wrong"));
+                }
+                talk.send(bytes);
+            }
+        });
+        let gateway = gateway(&upstream);
+        for _ in 0..5 {
+            assert_eq!(gateway.get("/first").expect(200).body, body);
+            assert_eq!(gateway.get("/second").expect(200).text(), "right");
+        }
+    }
+}
+
+#[test]
+fn what_a_server_says_unasked_on_an_idle_connection_is_not_an_answer() {
+    // Some servers say 408 before they close what has been idle.
+    let said = Arc::new(Barrier::new(2));
+    let upstream = Upstream::with({
+        let said = Arc::clone(&said);
+        move |talk| {
+            if let Some(received) = talk.request() {
+                talk.reply(200, &[], received.target.as_bytes());
+                talk.send("HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+                talk.hang_up();
+                said.wait();
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    for target in ["/a", "/b", "/c"] {
+        assert_eq!(client.get(target).expect(200).text(), target);
+        said.wait();
+    }
+    assert_eq!(upstream.received().len(), 3);
+}
+
+#[test]
+fn an_answer_to_head_may_announce_chunks() {
+    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec());
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        client.ask("HEAD", "/a", &[], b"").expect(200);
+    }
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[test]
+fn servers_have_names_as_well() {
+    let upstream = Upstream::replying(200);
+    let toml = pass_all(&upstream).replace("127.0.0.1", "localhost");
+    Gateway::start(&toml).get("/a").expect(200);
+    let toml = pass_all(&upstream).replace("127.0.0.1", "no-such-host.invalid");
+    Gateway::start(&toml).get("/a").expect(502).problem();
+}
+
+#[test]
+fn an_upload_that_is_not_wanted_does_not_bury_the_answer() {
+    let body = vec![b'x'; 200_000];
+    // Refused by a rule, by no route, by a server that goes away.
+    let refusing = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]").replace("/{*rest}", "/a"));
+    refusing.get("/a").expect(200);
+    let upstream = Upstream::with(|talk| drop(talk.head()));
+    let failing = gateway(&upstream);
+    for (address, target, status) in [(refusing.http, "/a", 429), (refusing.http, "/b", 404), (failing.http, "/c", 502)]
+    {
+        for _ in 0..10 {
+            let mut client = Client::connect(address);
+            client.send_if_open(request("POST", target, &[], &body));
+            client.answer().expect(status).problem();
+        }
+    }
+}
+
+#[test]
+fn curl_is_told_of_a_refusal_in_the_middle_of_a_large_upload() {
+    let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
+    gateway.get("/a").expect(200);
+    let scratch = Scratch::new();
+    let file = scratch.write("large", vec![b'x'; 20_000_000]);
+    for expect in ["Expect: 100-continue", "Expect:"] {
+        let output = Command::new(program("curl"))
+            .args(["--silent", "--show-error", "--max-time", "30", "--header", expect, "--output"])
+            .arg(scratch.path().join("answer"))
+            .args(["--write-out", "%{http_code}", "--data-binary"])
+            .arg(format!("@{}", file.display()))
+            .arg(format!("http://{}/a", gateway.http))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "429", "{expect}: {said}");
+        assert!(
+            fs::read_to_string(scratch.path().join("answer")).unwrap().contains("quota-exceeded"),
+            "{expect}: {said}"
+        );
+    }
+}
+
+#[test]
+fn a_hundred_fields_are_not_too_many() {
+    let upstream = Upstream::answering(|received| {
+        let fields: Vec<(String, String)> =
+            received.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).cloned().collect();
+        let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+        reply(200, &fields, b"")
+    });
+    let gateway = gateway(&upstream);
+    let fields: Vec<(String, String)> = (0..90).map(|n| (format!("X-N-{n}"), n.to_string())).collect();
+    let fields: Vec<(&str, &str)> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    let answer = gateway.get_with("/a", &fields).expect(200);
+    assert_eq!(answer.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).count(), 90);
+}
+
+#[test]
+fn options_for_the_server_as_a_whole_is_answered_by_the_gateway() {
+    let upstream = Upstream::replying(200);
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    // It is about the server as a whole (RFC 9110, section 9.3.7).
+    let answer = client.ask("OPTIONS", "*", &[], b"").expect(200);
+    assert_eq!((answer.field("allow"), answer.body.len()), (Some("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"), 0));
+    client.ask("GET", "*", &[], b"").expect(400).problem();
+    let mut streams = Raw::connect(gateway.http);
+    streams.send(frame(HEADERS, END_STREAM | END_HEADERS, 1, &http2_client::request("OPTIONS", "*")));
+    assert_eq!(streams.status(1), STATUS_200);
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 2);
+    assert_eq!(upstream.connections(), 0);
+}
+
+#[test]
+fn a_body_of_many_tiny_pieces_arrives_whole() {
+    let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n"));
+    for n in 0..2000_u32 {
+        client.send(format!("1\r\n{}\r\n", n % 10));
+    }
+    client.send("0\r\n\r\n");
+    let expected: Vec<u8> = (0..2000_u32).map(|n| b'0' + (n % 10) as u8).collect();
+    assert!(client.answer().expect(200).body == expected);
+}

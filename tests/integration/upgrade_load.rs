@@ -1,0 +1,224 @@
+//! Ten processes after one another, and clients that must not notice: no request fails, no connection is reset.
+
+use std::error::Error;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::Request;
+use http_body_util::{BodyExt, Empty};
+use hyper::client::conn::http2::{self, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::runtime::Builder;
+
+use crate::support::client::{HOST, request};
+use crate::support::upgrade_chain::{Dynasty, is_alive};
+use crate::support::{DEADLINE, Scratch, eventually};
+
+/// More than is asked for.
+const LIMIT: usize = 1_000_000;
+/// After such a pause the gateway has put a connection to rest.
+const LONG: Duration = Duration::from_secs(2);
+
+/// What the clients saw.
+#[derive(Default)]
+struct Tally {
+    over: AtomicBool,
+    answered: AtomicUsize,
+    /// Of them, those on connections that had been put to rest.
+    woken: AtomicUsize,
+    connections: AtomicUsize,
+    failures: Mutex<Vec<String>>,
+}
+
+impl Tally {
+    fn goes_on(&self) -> bool {
+        !self.over.load(Ordering::Relaxed)
+    }
+
+    fn failed(&self, how: String) {
+        self.failures.lock().unwrap().push(how);
+    }
+}
+
+/// Asks on one connection until it is told that it ends, then on the next; with a pause before each request.
+fn keep_asking(address: SocketAddr, pause: Duration, tally: &Tally) {
+    while tally.goes_on() {
+        if let Err(how) = ask_on_one(address, pause, tally) {
+            tally.failed(how);
+        }
+    }
+}
+
+fn ask_on_one(address: SocketAddr, pause: Duration, tally: &Tally) -> Result<(), String> {
+    let mut stream = TcpStream::connect(address).map_err(|error| format!("connecting: {error}"))?;
+    tally.connections.fetch_add(1, Ordering::Relaxed);
+    stream.set_nodelay(true).unwrap();
+    stream.set_read_timeout(Some(DEADLINE)).unwrap();
+    for turn in 0.. {
+        if !tally.goes_on() {
+            return Ok(());
+        }
+        thread::sleep(pause);
+        let place = |what: &str, error: &dyn std::fmt::Display| format!("{what}, request {turn}: {error}");
+        stream.write_all(&request("GET", "/a", &[], b"")).map_err(|error| place("sending", &error))?;
+        let head = answer(&mut stream).map_err(|error| place("receiving", &error))?;
+        if !head.starts_with("HTTP/1.1 200 ") {
+            return Err(place("answer", &head));
+        }
+        tally.answered.fetch_add(1, Ordering::Relaxed);
+        tally.woken.fetch_add(usize::from(pause >= LONG), Ordering::Relaxed);
+        if head.to_ascii_lowercase().contains("\r\nconnection: close\r\n") {
+            let mut rest = Vec::new();
+            stream.read_to_end(&mut rest).map_err(|error| place("end of the connection", &error))?;
+            return if rest.is_empty() { Ok(()) } else { Err(place("behind the answer", &format!("{rest:?}"))) };
+        }
+    }
+    Ok(())
+}
+
+/// Reads one answer, whole; its head.
+fn answer(stream: &mut TcpStream) -> std::io::Result<String> {
+    let mut received = Vec::new();
+    let mut piece = [0; 4096];
+    loop {
+        if let Some(end) = received.windows(4).position(|four| four == b"\r\n\r\n") {
+            let head = String::from_utf8_lossy(&received[..end + 4]).into_owned();
+            let field = |line: &str| line.to_ascii_lowercase().strip_prefix("content-length: ")?.parse::<usize>().ok();
+            let length = head.lines().find_map(field).expect("a length");
+            if received.len() >= end + 4 + length {
+                assert_eq!(received.len(), end + 4 + length, "more than was asked for");
+                return Ok(head);
+            }
+        }
+        match stream.read(&mut piece)? {
+            0 => return Err(std::io::Error::other(format!("closed after {} bytes", received.len()))),
+            count => received.extend_from_slice(&piece[..count]),
+        }
+    }
+}
+
+/// As `keep_asking`, by HTTP/2, with four requests at a time.
+async fn keep_asking_by_http2(address: SocketAddr, tally: Arc<Tally>) {
+    while tally.goes_on() {
+        let stream = match tokio::net::TcpStream::connect(address).await {
+            Ok(stream) => stream,
+            Err(error) => return tally.failed(format!("HTTP/2, connecting: {error}")),
+        };
+        tally.connections.fetch_add(1, Ordering::Relaxed);
+        stream.set_nodelay(true).unwrap();
+        let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+        let connection = tokio::spawn(connection);
+        let streams = (0..4).map(|_| tokio::spawn(ask_by_http2(sender.clone(), Arc::clone(&tally))));
+        let streams: Vec<_> = streams.collect();
+        drop(sender);
+        for stream in streams {
+            stream.await.unwrap();
+        }
+        // A GOAWAY without an error, and a connection that is closed as it should be.
+        if let Err(error) = connection.await.unwrap() {
+            tally.failed(format!("HTTP/2, the connection: {error:?}"));
+        }
+    }
+}
+
+/// Asks until the connection takes no more requests.
+async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) {
+    while tally.goes_on() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        if sender.ready().await.is_err() {
+            return;
+        }
+        let request = Request::get(format!("http://{HOST}/a")).body(Empty::new()).unwrap();
+        let answer = match tokio::time::timeout(DEADLINE, sender.try_send_request(request)).await.expect("in time") {
+            Ok(answer) => answer,
+            Err(mut error) => {
+                // The end had been told, and it was never taken: a client sends it on another connection.
+                if error.take_message().is_none() && !is_untaken(error.error()) {
+                    tally.failed(format!("HTTP/2, sending: {:?}", error.error()));
+                }
+                return;
+            }
+        };
+        let status = answer.status();
+        match answer.into_body().collect().await {
+            Ok(_) if status == 200 => drop(tally.answered.fetch_add(1, Ordering::Relaxed)),
+            Ok(_) => tally.failed(format!("HTTP/2: {status}")),
+            Err(error) => tally.failed(format!("HTTP/2, the body: {error:?}")),
+        }
+    }
+}
+
+/// Whether a request came behind those that the gateway said it answers (RFC 9113, section 6.8), or was not even sent
+/// because of that.
+fn is_untaken(error: &hyper::Error) -> bool {
+    let error = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
+    error.is_some_and(|error| error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
+}
+
+#[test]
+fn nobody_notices_ten_upgrades_in_a_row() {
+    let scratch = Scratch::new();
+    let log = scratch.path().join("access.log");
+    let toml = format!(
+        "workers = 2\naccess_log = {{ file = \"{}\" }}\n[upstreams.u]\nbuiltin = \"echo\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"all\"]\n\
+         [rules.all]\nkey = \"global\"\nwindows = [{{ limit = {LIMIT}, period = \"1d\", start = \"first-request\" }}]\n",
+        log.display()
+    );
+    let mut dynasty = Dynasty::found(&toml);
+    let address = dynasty.first.http;
+    let tally = Arc::new(Tally::default());
+    let mut clients: Vec<_> = (0..64)
+        .map(|n| {
+            let tally = Arc::clone(&tally);
+            // Some ask all the time; between the requests of others the gateway puts the connection to rest.
+            let pause = [3, 40, 300, 2000][n % 4] + 3 * n as u64;
+            thread::spawn(move || keep_asking(address, Duration::from_millis(pause), &tally))
+        })
+        .collect();
+    clients.push(thread::spawn({
+        let tally = Arc::clone(&tally);
+        move || {
+            Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+                let clients: Vec<_> =
+                    (0..16).map(|_| tokio::spawn(keep_asking_by_http2(address, Arc::clone(&tally)))).collect();
+                for client in clients {
+                    client.await.unwrap();
+                }
+            });
+        }
+    }));
+    let mut pids = vec![dynasty.first.id()];
+    for turn in 0..10 {
+        // Every other time so soon that several drain at once.
+        let (kind, least) = if turn % 2 == 0 { (&tally.woken, 16) } else { (&tally.answered, 500) };
+        let before = kind.load(Ordering::Relaxed);
+        eventually("there is traffic", || kind.load(Ordering::Relaxed) >= before + least);
+        pids.push(dynasty.succeed());
+    }
+    // All connections that one of them let in have come to the next, so all but the last are gone.
+    assert!(dynasty.first.wait().success(), "{}", dynasty.first.stderr());
+    for pid in &pids[1..10] {
+        eventually("one that was succeeded ends", || !is_alive(*pid));
+    }
+    tally.over.store(true, Ordering::Relaxed);
+    clients.into_iter().for_each(|client| client.join().unwrap());
+    let failures = tally.failures.lock().unwrap();
+    assert!(failures.is_empty(), "{} failures, such as {:?}", failures.len(), &failures[..failures.len().min(10)]);
+    let connections = tally.connections.load(Ordering::Relaxed);
+    assert!(connections > 80, "nobody was ever sent on: {connections} connections");
+    // What was taken was answered, and what was not answered never reached a process.
+    let answered = tally.answered.load(Ordering::Relaxed);
+    let lines = || std::fs::read_to_string(&log).unwrap().lines().count();
+    eventually("all answers are in the log", || lines() >= answered);
+    assert_eq!(lines(), answered);
+    // And whoever answered it, it was counted once.
+    let quota = dynasty.first.get("/a").expect(200).field("ratelimit").unwrap().to_owned();
+    let left = LIMIT - answered - 1;
+    assert!(quota.starts_with(&format!("\"all\";r={left};")), "{answered} answers leave {quota}");
+}

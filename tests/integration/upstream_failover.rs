@@ -1,0 +1,241 @@
+//! Real servers, three at a time, of which one is killed, hung and brought back under load. No client sees an
+//! error that another try could have spared it.
+
+use std::fs;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+use bytes::Bytes;
+use http::Request;
+use http_body_util::{BodyExt, Full};
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use crate::support::client::{Client, HOST};
+use crate::support::external_servers::{self, program};
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::Calm;
+use crate::support::{Scratch, eventually, external_scripts, pass_to};
+
+const CLIENTS: usize = 4;
+
+/// A kind of server, and how it is asked.
+struct Kind {
+    command: fn(&Path, SocketAddr) -> Command,
+    /// Asks at an address, again and again; `false` if it gets an error.
+    load: fn(SocketAddr) -> Box<dyn FnMut() -> bool>,
+    settings: &'static str,
+}
+
+/// One server of that kind, with all its children in a group of its own.
+struct Server {
+    address: SocketAddr,
+    child: Child,
+    scratch: Scratch,
+}
+
+impl Server {
+    fn start(kind: &Kind) -> Server {
+        let scratch = Scratch::new();
+        // A port that was free may be taken by the time the server starts: then another.
+        for _ in 0..10 {
+            let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+            if let Some(child) = Server::spawn(kind, &scratch, address) {
+                return Server { address, child, scratch };
+            }
+        }
+        panic!("it does not start: {}", fs::read_to_string(scratch.path().join("log")).unwrap());
+    }
+
+    /// `None` if it has ended, such as for want of its port.
+    fn spawn(kind: &Kind, scratch: &Scratch, address: SocketAddr) -> Option<Child> {
+        let log = fs::File::create(scratch.path().join("log")).unwrap();
+        let mut command = (kind.command)(scratch.path(), address);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
+        let mut child = command.spawn().unwrap();
+        let mut gone = false;
+        eventually("the server starts", || {
+            gone = child.try_wait().unwrap().is_some();
+            gone || TcpStream::connect(address).is_ok()
+        });
+        (!gone).then_some(child)
+    }
+
+    fn signal(&self, signal: Signal) {
+        let group = Pid::from_raw(self.child.id().cast_signed()).unwrap();
+        kill_process_group(group, signal).unwrap();
+    }
+
+    fn restart(&mut self, kind: &Kind) {
+        self.child.wait().unwrap();
+        eventually("the server is back", || match Server::spawn(kind, &self.scratch, self.address) {
+            Some(child) => {
+                self.child = child;
+                true
+            }
+            None => false,
+        });
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        let _ = self.child.wait();
+    }
+}
+
+/// What the clients have seen.
+#[derive(Default)]
+struct Seen {
+    is_over: AtomicBool,
+    answers: AtomicUsize,
+    errors: AtomicUsize,
+}
+
+/// Ends the load also where a test fails.
+struct Over<'a>(&'a Seen);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.is_over.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Errors that clients have seen, and requests that were lost after they had been sent.
+fn outage(kind: &Kind) -> (usize, usize) {
+    let mut servers = [Server::start(kind), Server::start(kind), Server::start(kind)];
+    for server in &servers {
+        assert!((kind.load)(server.address)(), "it serves without a gateway");
+    }
+    let addresses: Vec<SocketAddr> = servers.iter().map(|server| server.address).collect();
+    let settings = format!(
+        "ejection = {{ failures = 3, time = \"100ms\", max_time = \"400ms\" }}\n\
+         retries = {{ attempts = 2, try_timeout = \"2s\", budget_min = 100 }}\n{}",
+        kind.settings
+    );
+    let gateway =
+        Gateway::start(&format!("workers = 2\n{}[timeouts]\nresponse_head = \"3s\"\n", pass_to(&addresses, &settings)));
+    let url = format!("http://{}", addresses[1]);
+    let count = |name: &str, labels: &[(&str, &str)]| gateway.metrics().sum(name, labels);
+    let ejected = |wanted: u64| {
+        eventually("it is ejected or back", || count("transom_upstream_server_ejected", &[("server", &url)]) == wanted);
+    };
+    let serves = || {
+        let answered = || count("transom_upstream_requests_total", &[("server", &url), ("outcome", "answered")]);
+        let before = answered();
+        eventually("it serves", || answered() > before + 10);
+    };
+    let seen = Seen::default();
+    thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            scope.spawn(|| {
+                let mut ask = (kind.load)(gateway.http);
+                while !seen.is_over.load(Ordering::SeqCst) {
+                    let outcome = if ask() { &seen.answers } else { &seen.errors };
+                    outcome.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let end = Over(&seen);
+        serves();
+        servers[1].signal(Signal::KILL);
+        ejected(1);
+        servers[1].restart(kind);
+        ejected(0);
+        serves();
+        servers[1].signal(Signal::STOP);
+        ejected(1);
+        // The others have all of it.
+        let before = seen.answers.load(Ordering::SeqCst);
+        eventually("the others serve", || seen.answers.load(Ordering::SeqCst) > before + 20);
+        servers[1].signal(Signal::CONT);
+        ejected(0);
+        serves();
+        drop(end);
+    });
+    assert_eq!(count("transom_upstream_retries_total", &[("outcome", "budget")]), 0);
+    assert!(count("transom_upstream_ejections_total", &[("server", &url)]) >= 2);
+    let lost = |outcome| count("transom_upstream_requests_total", &[("server", &url), ("outcome", outcome)]);
+    (seen.errors.load(Ordering::SeqCst), (lost("failed") + lost("timed_out")) as usize)
+}
+
+fn gets(address: SocketAddr, target: &'static str) -> Box<dyn FnMut() -> bool> {
+    let mut client = Client::connect(address);
+    Box::new(move || client.get(target).status == 200)
+}
+
+#[test]
+fn of_nginx() {
+    let command = |home: &Path, address: SocketAddr| {
+        let _ = fs::create_dir(home.join("files"));
+        fs::write(home.join("files/a.txt"), "small\n").unwrap();
+        let config = home.join("nginx.conf");
+        fs::write(&config, external_servers::nginx_config(&home.display().to_string(), address, "", "")).unwrap();
+        let mut command = Command::new(program("nginx"));
+        command.args(["-e", "stderr", "-p"]).arg(home).arg("-c").arg(config);
+        command
+    };
+    let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/a.txt"), settings: "" });
+    assert_eq!(errors, 0, "{lost} were tried again");
+}
+
+#[test]
+fn of_httpbin() {
+    let command = |home: &Path, address: SocketAddr| external_servers::gunicorn(home, &address.to_string());
+    // An answer of one piece: one that is broken off after its head can not be had again.
+    let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/status/200"), settings: "" });
+    assert_eq!(errors, 0, "{lost} were tried again");
+}
+
+/// A script of tests/external at an address.
+fn script(name: &str, address: SocketAddr) -> Command {
+    external_scripts::python(name, &["--port".to_owned(), address.port().to_string()])
+}
+
+#[test]
+fn of_websocket_servers_for_new_connections() {
+    const HANDSHAKE: [(&str, &str); 4] = [
+        ("Connection", "Upgrade"),
+        ("Upgrade", "websocket"),
+        ("Sec-WebSocket-Version", "13"),
+        ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
+    ];
+    let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {
+        Box::new(move || {
+            let mut client = Client::connect(address);
+            client.send(crate::support::client::request("GET", "/echo", &HANDSHAKE, b""));
+            client.head().is_some_and(|answer| answer.status == 101)
+        })
+    };
+    let command = |_: &Path, address: SocketAddr| script("websocket_server.py", address);
+    let (errors, lost) = outage(&Kind { command, load, settings: "" });
+    assert_eq!(errors, 0, "{lost} were tried again");
+}
+
+/// A call is a POST: one that was sent can not be tried again, and only such a one may fail.
+#[test]
+fn of_grpc_servers() {
+    /// Answers of which the head had come: what follows it was lost with the server.
+    static BROKEN: AtomicUsize = AtomicUsize::new(0);
+    let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {
+        let mut client = Calm::connect(address);
+        Box::new(move || {
+            let call = Request::post(format!("http://{HOST}/parts.Talk/Echo"));
+            let call = call.header("content-type", "application/grpc").header("te", "trailers");
+            let body = Full::new(Bytes::from_static(&[0; 5])).map_err(|never| match never {}).boxed();
+            let Some(answer) = client.send_unless_broken(call.body(body).unwrap()) else {
+                BROKEN.fetch_add(1, Ordering::SeqCst);
+                return false;
+            };
+            answer.trailers.iter().any(|(name, value)| name == "grpc-status" && value == "0")
+        })
+    };
+    let command = |_: &Path, address: SocketAddr| script("grpc_server.py", address);
+    let (errors, lost) = outage(&Kind { command, load, settings: "protocol = \"http2\"\n" });
+    let lost = lost + BROKEN.load(Ordering::SeqCst);
+    assert!(errors <= lost, "{errors} errors, {lost} were lost");
+}

@@ -1,0 +1,546 @@
+//! Upstream servers that speak HTTP/2: streams, trailers, cancelling, and what servers do when they leave.
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Response};
+
+use crate::support::client::{HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{
+    Calm, DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, INTERNAL_ERROR, NO_ERROR, RST_STREAM, Raw, STATUS_200, frame,
+};
+use crate::support::http2_upstream::{After, Setup, Streams};
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_all, within};
+
+fn toml(upstream: &Streams) -> String {
+    format!("workers = 1\n{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
+}
+
+fn gateway(upstream: &Streams) -> Gateway {
+    Gateway::start(&toml(upstream))
+}
+
+#[test]
+fn a_request_becomes_a_stream_with_everything_in_its_place() {
+    let upstream = Streams::replying(Setup::default());
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    let fields = [("Connection", "x-hop"), ("X-Hop", "1"), ("TE", "trailers"), ("X-A", "b"), ("Keep-Alive", "5")];
+    let answer = client.ask("GET", "/a/b?c=d", &fields, b"").expect(200);
+    assert_eq!(answer.text(), "fine\n");
+    let head = upstream.heads().remove(0);
+    assert_eq!((head.method.as_str(), head.uri), ("GET", format!("http://{HOST}/a/b?c=d")));
+    let mut names: Vec<&str> = head.fields.keys().map(http::HeaderName::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["te", "x-a", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"]);
+    assert!(head.fields["te"] == "trailers" && head.fields["x-a"] == "b");
+}
+
+#[test]
+fn requests_share_one_connection() {
+    let together = Arc::new(tokio::sync::Barrier::new(20));
+    let upstream = Streams::with(Setup::default(), move |mut stream| {
+        let together = Arc::clone(&together);
+        async move {
+            // Nobody is answered before all have come.
+            together.wait().await;
+            stream.reply("fine\n");
+        }
+    });
+    let gateway = gateway(&upstream);
+    thread::scope(|scope| {
+        for _ in 0..20 {
+            scope.spawn(|| gateway.get("/a").expect(200));
+        }
+    });
+    assert_eq!((upstream.heads().len(), upstream.connections()), (20, 1));
+}
+
+#[test]
+fn a_server_that_allows_few_streams_gets_more_connections() {
+    let together = Arc::new(tokio::sync::Barrier::new(12));
+    let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
+        let together = Arc::clone(&together);
+        async move {
+            if stream.head.uri.ends_with("/a") {
+                together.wait().await;
+            }
+            stream.reply("fine\n");
+        }
+    });
+    let gateway = gateway(&upstream);
+    gateway.get("/first").expect(200);
+    thread::scope(|scope| {
+        for _ in 0..12 {
+            scope.spawn(|| gateway.get("/a").expect(200));
+        }
+    });
+    assert_eq!(upstream.connections(), 4);
+}
+
+#[test]
+fn where_connections_are_limited_requests_crowd_on_those_that_there_are() {
+    let together = Arc::new(tokio::sync::Barrier::new(3));
+    let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
+        let together = Arc::clone(&together);
+        async move {
+            together.wait().await;
+            stream.reply("fine\n");
+        }
+    });
+    let limited = upstream.toml("u") + "max_connections = 1\n";
+    let gateway =
+        Gateway::start(&format!("workers = 1\n{limited}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"));
+    // Most of them come while the connection is being made.
+    let answers = Calm::connect(gateway.http).gets("/a", 30);
+    assert!(answers.iter().all(|answer| answer.status == 200));
+    assert_eq!((upstream.heads().len(), upstream.connections()), (30, 1));
+}
+
+#[test]
+fn bodies_stream_both_ways_at_once() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let mut answer = stream.begin(Response::new(()));
+        while let Some(Ok(piece)) = stream.piece().await {
+            answer.send_data(piece, false).unwrap();
+        }
+        answer.send_data(Bytes::new(), true).unwrap();
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\n"));
+    client.head().unwrap().expect(200);
+    // Each piece comes back before the next one is sent.
+    for n in 0..20 {
+        client.send(format!("4\r\n{n:04}\r\n"));
+        assert_eq!(client.chunk().unwrap(), format!("{n:04}").as_bytes());
+    }
+    client.send("0\r\n\r\n");
+    assert_eq!(client.chunk(), None);
+}
+
+#[test]
+fn the_answer_to_head_tells_a_length_and_has_no_body() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "100").body(()).unwrap();
+        stream.respond.send_response(head, true).unwrap();
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    for _ in 0..2 {
+        let answer = client.ask("HEAD", "/a", &[], b"").expect(200);
+        assert_eq!((answer.field("content-length"), answer.body.len()), (Some("100"), 0));
+    }
+}
+
+#[test]
+fn an_answer_with_an_empty_length_is_none() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "").body(()).unwrap();
+        stream.respond.send_response(head, true).unwrap();
+    });
+    gateway(&upstream).get("/a").expect(502);
+}
+
+#[test]
+fn a_response_with_two_lengths_is_502() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let head = Response::builder().header("content-length", "5").header("content-length", "5").body(()).unwrap();
+        stream.begin(head).send_data(Bytes::from_static(b"hello"), true).unwrap();
+    });
+    gateway(&upstream).get("/a").expect(502).problem();
+}
+
+#[test]
+fn large_bodies_pass_whole() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        let length = stream.whole_body().await;
+        let mut answer = stream.begin(Response::new(()));
+        let mut left = 20_000_000;
+        while left > 0 {
+            answer.reserve_capacity(left.min(100_000));
+            let Some(Ok(room)) = std::future::poll_fn(|cx| answer.poll_capacity(cx)).await else { return };
+            let piece = room.min(left);
+            left -= piece;
+            answer.send_data(Bytes::from(vec![b'x'; piece]), left == 0).unwrap();
+        }
+        assert_eq!(length, 20_000_000);
+    });
+    let gateway = gateway(&upstream);
+    let answer = gateway.client().ask("PUT", "/a", &[], &vec![b'y'; 20_000_000]).expect(200);
+    assert_eq!(answer.body.len(), 20_000_000);
+}
+
+#[test]
+fn trailers_pass_both_ways_and_say_nothing_the_head_is_trusted_for() {
+    let (tell, told) = mpsc::channel();
+    let upstream = Streams::with(Setup::default(), move |mut stream| {
+        let tell = tell.clone();
+        async move {
+            stream.whole_body().await;
+            tell.send(stream.body.trailers().await.unwrap()).unwrap();
+            let mut head = Response::new(());
+            head.headers_mut().insert("trailer", HeaderValue::from_static("grpc-status"));
+            let mut answer = stream.begin(head);
+            answer.send_data(Bytes::from_static(b"hello"), false).unwrap();
+            let mut trailers = HeaderMap::new();
+            trailers.insert("grpc-status", HeaderValue::from_static("0"));
+            answer.send_trailers(trailers).unwrap();
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.send(format!(
+        "POST /a HTTP/1.1\r\nHost: {HOST}\r\nTE: trailers\r\nTransfer-Encoding: chunked\r\nTrailer: x-digest\r\n\r\n\
+         3\r\nabc\r\n0\r\nX-Digest: d\r\nX-Forwarded-For: 6.6.6.6\r\nx_y: 1\r\n\r\n"
+    ));
+    let answer = client.answer().expect(200);
+    assert_eq!((answer.text(), answer.trailers), ("hello".into(), vec![("grpc-status".into(), "0".into())]));
+    let trailers = told.recv().unwrap().unwrap();
+    assert_eq!(trailers.keys().map(http::HeaderName::as_str).collect::<Vec<_>>(), ["x-digest"]);
+}
+
+#[test]
+fn a_client_that_leaves_resets_its_stream_and_no_other() {
+    let (tell, told) = mpsc::channel();
+    let go = Arc::new(tokio::sync::Notify::new());
+    let upstream = Streams::with(Setup::default(), {
+        let go = Arc::clone(&go);
+        move |mut stream| {
+            let (tell, go) = (tell.clone(), Arc::clone(&go));
+            async move {
+                tell.send("asked").unwrap();
+                match stream.head.uri.rsplit('/').next().unwrap() {
+                    "before" => {
+                        let reset = std::future::poll_fn(|cx| stream.respond.poll_reset(cx)).await;
+                        assert_eq!(reset.unwrap(), h2::Reason::CANCEL);
+                        tell.send("reset").unwrap();
+                    }
+                    "within" => {
+                        let mut answer = stream.begin(Response::new(()));
+                        answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                        let reset = std::future::poll_fn(|cx| answer.poll_reset(cx)).await;
+                        assert_eq!(reset.unwrap(), h2::Reason::CANCEL);
+                        tell.send("reset").unwrap();
+                    }
+                    "upload" => {
+                        while let Some(Ok(_)) = stream.piece().await {}
+                        tell.send("reset").unwrap();
+                    }
+                    _ => {
+                        go.notified().await;
+                        stream.reply("fine\n");
+                    }
+                }
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut other = gateway.client();
+    other.send(request("GET", "/other", &[], b""));
+    assert_eq!(told.recv(), Ok("asked"));
+    for target in ["/before", "/within", "/upload"] {
+        let mut client = gateway.client();
+        match target {
+            "/upload" => {
+                client.send(format!("POST {target} HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 100\r\n\r\nabc"))
+            }
+            _ => client.send(request("GET", target, &[], b"")),
+        };
+        assert_eq!(told.recv(), Ok("asked"));
+        if target == "/within" {
+            client.head().unwrap().expect(200);
+            assert_eq!(client.chunk().unwrap(), b"abc");
+        }
+        drop(client);
+        assert_eq!(told.recv(), Ok("reset"), "{target}");
+    }
+    go.notify_one();
+    other.answer().expect(200);
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[test]
+fn a_server_that_leaves_politely_costs_no_request() {
+    // Every connection takes five requests and says GOAWAY with the fifth.
+    let setup = Setup { after: |_, nth| if nth == 4 { After::Leave } else { After::Go }, ..Setup::default() };
+    let upstream = Streams::replying(setup);
+    let gateway = gateway(&upstream);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut client = gateway.client();
+                for _ in 0..50 {
+                    client.post("/a", "").expect(200);
+                }
+            });
+        }
+    });
+    assert!(upstream.connections() >= 20, "{}", upstream.connections());
+    assert_eq!(gateway.metrics().sum("transom_requests_total", &[("code", "200")]), 200);
+}
+
+#[test]
+fn a_refused_stream_is_sent_again_once_whatever_its_method() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        if stream.nth % 2 == 0 || stream.head.uri.ends_with("/never") {
+            stream.refuse();
+        } else {
+            stream.reply("fine\n");
+        }
+    });
+    let gateway = gateway(&upstream);
+    gateway.client().post("/a", "").expect(200);
+    let sent = |target: &str| upstream.heads().iter().filter(|head| head.uri.ends_with(target)).count();
+    assert_eq!(sent("/a"), 2);
+    gateway.client().post("/never", "").expect(502).problem();
+    assert_eq!(sent("/never"), 2);
+}
+
+#[test]
+fn a_stream_that_is_reset_otherwise_is_502_and_sent_once() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        if stream.head.uri.ends_with("/whole") {
+            stream.reply("fine\n");
+        } else {
+            stream.respond.send_reset(h2::Reason::INTERNAL_ERROR);
+        }
+    });
+    let gateway = gateway(&upstream);
+    gateway.get("/whole").expect(200);
+    gateway.get("/a").expect(502).problem();
+    assert_eq!(upstream.heads().len(), 2);
+}
+
+#[test]
+fn an_answer_that_breaks_off_is_seen_as_broken() {
+    let arrived = Arc::new(tokio::sync::Notify::new());
+    let upstream = Streams::with(Setup::default(), {
+        let arrived = Arc::clone(&arrived);
+        move |mut stream| {
+            let arrived = Arc::clone(&arrived);
+            async move {
+                let mut answer = stream.begin(Response::builder().header("content-length", "10").body(()).unwrap());
+                answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                arrived.notified().await;
+                answer.send_reset(h2::Reason::INTERNAL_ERROR);
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    assert_eq!(client.exactly(3), b"abc");
+    arrived.notify_one();
+    client.expect_closed();
+}
+
+/// A reset with NO_ERROR says that the request's body is not needed, and nothing about the response (RFC 9113, section 8.1).
+#[test]
+fn a_response_that_is_reset_with_no_error_before_its_end_is_broken_off() {
+    let arrived = Arc::new(tokio::sync::Notify::new());
+    let upstream = Streams::with(Setup::default(), {
+        let arrived = Arc::clone(&arrived);
+        move |mut stream| {
+            let arrived = Arc::clone(&arrived);
+            async move {
+                let mut answer = stream.begin(Response::new(()));
+                if !stream.head.uri.ends_with("/empty") {
+                    answer.send_data(Bytes::from_static(b"abc"), false).unwrap();
+                }
+                arrived.notified().await;
+                answer.send_reset(h2::Reason::NO_ERROR);
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    for (target, upload) in [("/data", ""), ("/empty", ""), ("/data", "Content-Length: 100\r\n")] {
+        let mut client = gateway.client();
+        client.send(format!("POST {target} HTTP/1.1\r\nHost: {HOST}\r\n{upload}\r\n"));
+        assert_eq!(client.head().unwrap().expect(200).field("transfer-encoding"), Some("chunked"));
+        if target == "/data" {
+            assert_eq!(client.chunk().unwrap(), b"abc");
+        }
+        arrived.notify_one();
+        // Without the last chunk.
+        client.expect_closed();
+    }
+    let mut raw = Raw::connect(gateway.http);
+    raw.get(1, "/data").until(DATA);
+    arrived.notify_one();
+    assert_eq!(raw.until(RST_STREAM).code(), INTERNAL_ERROR);
+}
+
+#[test]
+fn a_response_that_a_server_leaves_unfinished_politely_is_broken_off() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        raw.until(HEADERS);
+        raw.send(frame(HEADERS, END_HEADERS, 1, &[STATUS_200])).send(frame(DATA, 0, 1, b"abc"));
+        let last_stream = 0_u32;
+        raw.send(frame(GOAWAY, 0, 0, &[last_stream.to_be_bytes(), NO_ERROR.to_be_bytes()].concat()));
+        raw.rest();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    let mut client = gateway.client();
+    client.send(request("GET", "/a", &[], b""));
+    client.head().unwrap().expect(200);
+    let rest = client.rest();
+    assert!(!rest.ends_with(b"0\r\n\r\n"), "{:?}", String::from_utf8_lossy(&rest));
+}
+
+#[test]
+fn a_complete_response_and_a_reset_with_no_error_are_a_complete_response() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        while let Some(request) = std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS) {
+            let stream = request.stream;
+            let end =
+                [frame(DATA, END_STREAM, stream, b"enough"), frame(RST_STREAM, 0, stream, &NO_ERROR.to_be_bytes())];
+            raw.send([frame(HEADERS, END_HEADERS, stream, &[STATUS_200]), end.concat()].concat());
+        }
+    });
+    let gateway = Gateway::start(&pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]"));
+    for _ in 0..20 {
+        let mut client = gateway.client();
+        client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 100000\r\n\r\nabc"));
+        assert_eq!(client.answer().expect(200).text(), "enough");
+    }
+}
+
+#[test]
+fn a_stream_that_is_silent_is_504_and_reset() {
+    let (tell, told) = mpsc::channel();
+    let upstream = Streams::with(Setup::default(), move |mut stream| {
+        let tell = tell.clone();
+        async move {
+            let reset = std::future::poll_fn(|cx| stream.respond.poll_reset(cx)).await;
+            tell.send(reset.unwrap()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!("{}[timeouts]\nresponse_head = \"200ms\"\n", toml(&upstream)));
+    within(Duration::from_millis(200), || gateway.get("/a").expect(504).problem());
+    assert_eq!(told.recv().unwrap(), h2::Reason::CANCEL);
+}
+
+#[test]
+fn a_server_of_http1_alone_is_502_and_is_sent_no_request() {
+    let upstream = crate::support::upstream::Upstream::with(|talk| {
+        talk.send("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+        while !talk.closed() {}
+    });
+    let toml =
+        format!("{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+    let gateway = Gateway::start(&toml);
+    gateway.client().post("/a", "body").expect(502).problem();
+    assert_eq!(gateway.metrics().sum("transom_upstream_requests_total", &[("outcome", "connect_failed")]), 1);
+}
+
+#[test]
+fn a_server_that_does_not_even_answer_a_ping_is_left() {
+    // It says what a server says at first, and then nothing for ever.
+    let quiet = crate::support::upstream::Upstream::with(|talk| {
+        talk.send([0, 0, 0, 4, 0, 0, 0, 0, 0]);
+        while !talk.closed() {}
+    });
+    let toml = format!(
+        "workers = 1\n{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n\
+         [timeouts]\nbody = \"2s\"\nresponse_head = \"10m\"\n",
+        quiet.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    // PING is sent after half the time for which a stream may be silent, and has the other half for its answer.
+    within(Duration::from_secs(2), || gateway.get("/a").expect(502).problem());
+}
+
+#[test]
+fn an_idle_connection_is_closed() {
+    let upstream = Streams::replying(Setup::default());
+    let gateway = Gateway::start(&format!("{}[timeouts]\nupstream_idle = \"100ms\"\n", toml(&upstream)));
+    gateway.get("/a").expect(200);
+    // They are looked through every five seconds.
+    eventually("the connection ends", || upstream.state.ended.load(Ordering::SeqCst) == 1);
+    gateway.get("/a").expect(200);
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn the_host_is_what_the_configuration_says() {
+    for (host, authority) in [("server", None), ("api.internal:8443", Some("api.internal:8443"))] {
+        let upstream = Streams::replying(Setup::default());
+        let toml = toml(&upstream).replace("protocol", &format!("host = \"{host}\"\nprotocol"));
+        Gateway::start(&toml).get("/a").expect(200);
+        let expected = authority.map_or_else(|| upstream.address.to_string(), str::to_owned);
+        assert_eq!(upstream.heads()[0].uri, format!("http://{expected}/a"));
+        assert_eq!(upstream.heads()[0].fields["x-forwarded-host"], HOST);
+    }
+}
+
+#[test]
+fn over_http1_as_well() {
+    for (host, said) in [("keep", Some(HOST)), ("server", None), ("api.internal", Some("api.internal"))] {
+        let upstream = crate::support::upstream::Upstream::replying(200);
+        let toml =
+            format!("{}host = \"{host}\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+        Gateway::start(&toml).get("/a").expect(200);
+        let expected = said.map_or_else(|| upstream.address.to_string(), str::to_owned);
+        assert_eq!(upstream.only().all("host"), [expected.as_str()]);
+    }
+}
+
+#[test]
+fn a_slow_reader_holds_up_nobody_else() {
+    let upstream = Streams::with(Setup::default(), |mut stream| async move {
+        if stream.head.uri.ends_with("/quick") {
+            return stream.reply("fine\n");
+        }
+        let mut answer = stream.begin(Response::new(()));
+        loop {
+            answer.reserve_capacity(16_000);
+            let Some(Ok(room)) = std::future::poll_fn(|cx| answer.poll_capacity(cx)).await else { return };
+            if answer.send_data(Bytes::from(vec![b'x'; room]), false).is_err() {
+                return;
+            }
+        }
+    });
+    let gateway = gateway(&upstream);
+    let slow: Vec<_> = (0..60)
+        .map(|_| {
+            let mut client = gateway.client();
+            client.send(request("GET", "/endless", &[], b""));
+            client.head().unwrap().expect(200);
+            client
+        })
+        .collect();
+    for _ in 0..100 {
+        gateway.get("/quick").expect(200);
+    }
+    assert_eq!(upstream.connections(), 1);
+    drop(slow);
+}
+
+#[test]
+fn nobody_there_is_502_for_all_who_wait() {
+    let refusing = crate::support::upstream::Upstream::refusing();
+    let toml = format!(
+        "workers = 1\n{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        refusing.toml("u")
+    );
+    let gateway = Gateway::start(&toml);
+    let together = Barrier::new(10);
+    thread::scope(|scope| {
+        for _ in 0..10 {
+            scope.spawn(|| {
+                together.wait();
+                gateway.get("/a").expect(502).problem();
+            });
+        }
+    });
+}

@@ -1,0 +1,141 @@
+//! How many streams an HTTP/2 upstream allows at a time (SETTINGS_MAX_CONCURRENT_STREAMS), down to none.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{END_HEADERS, END_STREAM, HEADERS, Raw, STATUS_200, frame, settings};
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, pass_all};
+
+const MAX_CONCURRENT_STREAMS: u16 = 3;
+
+const CONNECT: Duration = Duration::from_secs(2);
+
+fn gateway(upstream: &Upstream) -> Gateway {
+    let toml = pass_all(upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
+    Gateway::start(&format!("workers = 1\n{toml}[timeouts]\nconnect = \"2s\"\nresponse_head = \"10s\"\n"))
+}
+
+/// Reads up to the next request, and returns its stream; `None` when the gateway has closed the connection.
+fn next_request(raw: &mut Raw) -> Option<u32> {
+    std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS).map(|frame| frame.stream)
+}
+
+fn ok(stream: u32) -> Vec<u8> {
+    frame(HEADERS, END_STREAM | END_HEADERS, stream, &[STATUS_200])
+}
+
+/// Answers every request on a connection with 200.
+fn serve(raw: &mut Raw) {
+    while let Some(stream) = next_request(raw) {
+        raw.send(ok(stream));
+    }
+}
+
+#[test]
+fn a_connection_that_allows_no_more_streams_is_replaced_by_one_other() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
+        if talk.number == 0 {
+            let stream = next_request(&mut raw).unwrap();
+            raw.send([settings(&[(MAX_CONCURRENT_STREAMS, 0)]), ok(stream)].concat());
+        }
+        serve(&mut raw);
+    });
+    let gateway = gateway(&upstream);
+    for _ in 0..30 {
+        gateway.get("/a").expect(200);
+    }
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn a_server_that_allows_no_streams_is_504_on_a_bounded_number_of_connections() {
+    let upstream = Upstream::with(|talk| {
+        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
+        assert_eq!(next_request(&mut raw), None, "a request came");
+    });
+    let gateway = gateway(&upstream);
+    let start = Instant::now();
+    thread::scope(|scope| {
+        for _ in 0..20 {
+            scope.spawn(|| (0..2).for_each(|_| drop(gateway.get("/a").expect(504).problem())));
+        }
+    });
+    // Each is waited for at least half as long as connecting may take.
+    let most = 1 + (start.elapsed().as_micros() / (CONNECT / 2).as_micros()) as usize;
+    assert!(upstream.connections() <= most, "{} connections, at most {most}", upstream.connections());
+}
+
+#[test]
+fn a_server_that_allows_no_streams_at_first_is_used_when_it_does() {
+    let upstream = Upstream::with(|talk| {
+        let allows = u32::from(talk.number > 0);
+        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, allows)]);
+        serve(&mut raw);
+    });
+    let gateway = gateway(&upstream);
+    gateway.get("/a").expect(504).problem();
+    for _ in 0..5 {
+        gateway.get("/a").expect(200);
+    }
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn requests_wait_for_a_connection_to_allow_streams() {
+    let allowed = Arc::new(AtomicBool::new(false));
+    let upstream = Upstream::with({
+        let allowed = Arc::clone(&allowed);
+        move |talk| {
+            let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, 0)]);
+            eventually("the test allows it", || allowed.load(Ordering::SeqCst));
+            raw.send(settings(&[(MAX_CONCURRENT_STREAMS, 100)]));
+            serve(&mut raw);
+        }
+    });
+    // Connecting takes as long as the test wants.
+    let toml = pass_all(&upstream).replace("[[routes]]", "protocol = \"http2\"\n[[routes]]");
+    let gateway = Gateway::start(&format!("workers = 1\n{toml}[timeouts]\nconnect = \"30s\"\n"));
+    thread::scope(|scope| {
+        for _ in 0..5 {
+            scope.spawn(|| gateway.get("/a").expect(200));
+        }
+        eventually("a connection is opened", || upstream.connections() == 1);
+        allowed.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[test]
+fn a_connection_with_room_is_used_although_a_full_one_has_fewer_requests() {
+    let (tell, told): (Sender<usize>, _) = mpsc::channel();
+    let tell = Arc::new(Mutex::new(tell));
+    let upstream = Upstream::with(move |talk| {
+        let limit = if talk.number == 0 { 1 } else { 100 };
+        let mut raw = Raw::accepted_with(talk.stream().try_clone().unwrap(), &[(MAX_CONCURRENT_STREAMS, limit)]);
+        // The first request is never answered.
+        if next_request(&mut raw).is_some() {
+            tell.lock().unwrap().send(talk.number).unwrap();
+        }
+        serve(&mut raw);
+    });
+    let gateway = gateway(&upstream);
+    let waiting: Vec<_> = (0..2)
+        .map(|number| {
+            let mut client = gateway.client();
+            client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
+            assert_eq!(told.recv(), Ok(number));
+            client
+        })
+        .collect();
+    for _ in 0..5 {
+        gateway.get("/a").expect(200);
+    }
+    assert_eq!(upstream.connections(), 2);
+    drop(waiting);
+}

@@ -1,0 +1,387 @@
+//! WebSocket over HTTP/1.1: the handshake passes where it is clear, and behind it bytes, whatever they say.
+
+use std::net::Shutdown;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::support::client::{Answer, Client, HOST, request};
+use crate::support::gateway::Gateway;
+use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::process::Process;
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{eventually, pass_all, within};
+
+const HANDSHAKE: [(&str, &str); 4] = [
+    ("Connection", "keep-alive, Upgrade"),
+    ("Upgrade", "WebSocket"),
+    ("Sec-WebSocket-Version", "13"),
+    ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="),
+];
+
+const SWITCH: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                      Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+
+/// Switches protocols, and does then what the script says.
+fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
+    Upstream::with(move |talk| {
+        if let Some(head) = talk.head() {
+            if head.field("upgrade").is_none() {
+                talk.reply(200, &[], b"plain\n");
+                return;
+            }
+            talk.send(SWITCH);
+            script(talk);
+        }
+    })
+}
+
+/// Sends everything back, until the other side says no more.
+fn echo(talk: &mut Talk) {
+    while let Some(byte) = talk.exactly(1) {
+        talk.send(byte);
+    }
+}
+
+fn ask(client: &mut Client) -> Answer {
+    client.send(request("GET", "/chat", &HANDSHAKE, b""));
+    client.head().unwrap()
+}
+
+fn opened(gateway: &Gateway) -> Client {
+    let mut client = gateway.client();
+    ask(&mut client).expect(101);
+    client
+}
+
+#[test]
+fn idle_connections_make_room_for_a_tunnel() {
+    let upstream = switching(echo);
+    let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
+    // In less time than it takes until idle connections are looked through.
+    let gateway = Gateway::start(&format!("workers = 1\n{upstreams}\n[timeouts]\nconnect = \"1s\"\n"));
+    gateway.get("/plain").expect(200);
+    let mut client = opened(&gateway);
+    client.send("hello");
+    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn a_handshake_passes_and_bytes_behind_it() {
+    let upstream = switching(echo);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    let answer = ask(&mut client).expect(101);
+    assert_eq!((answer.field("upgrade"), answer.field("connection")), (Some("websocket"), Some("upgrade")));
+    assert_eq!(answer.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+    // Nothing is understood of it, not even what looks like HTTP.
+    for said in ["hello", "HTTP/1.1 400 Bad Request\r\n\r\n", "GET /other HTTP/1.1\r\nHost: a\r\n\r\n", "\r\n"] {
+        client.send(said);
+        assert_eq!(client.exactly(said.len()), said.as_bytes());
+    }
+    let head = upstream.only();
+    assert_eq!((head.target.as_str(), head.field("host")), ("/chat", Some(HOST)));
+    assert_eq!((head.all("upgrade"), head.all("connection")), (vec!["websocket"], vec!["upgrade"]));
+    assert_eq!(head.field("sec-websocket-key"), Some("dGhlIHNhbXBsZSBub25jZQ=="));
+}
+
+#[test]
+fn what_comes_before_the_switch_waits_for_it() {
+    let (tell, told) = mpsc::channel();
+    let (go, gone) = mpsc::channel::<()>();
+    let gone = std::sync::Mutex::new(gone);
+    let upstream = Upstream::with(move |talk| {
+        talk.head();
+        talk.stream().set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        // Time passes, and nothing comes.
+        tell.send(talk.exactly(1).is_none()).unwrap();
+        talk.stream().set_read_timeout(None).unwrap();
+        gone.lock().unwrap().recv().unwrap();
+        talk.send(format!("{SWITCH}welcome"));
+        echo(talk);
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.send([request("GET", "/chat", &HANDSHAKE, b""), b"early".to_vec()].concat());
+    assert_eq!(told.recv(), Ok(true));
+    go.send(()).unwrap();
+    client.head().unwrap().expect(101);
+    assert_eq!(client.exactly(12), b"welcomeearly");
+}
+
+#[test]
+fn anything_but_a_switch_is_an_ordinary_answer() {
+    let upstream = Upstream::with(|talk| while talk.request().is_some() && talk.reply(426, &[], b"no\n") {});
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    let mut answer = ask(&mut client).expect(426);
+    client.body_of(&mut answer, "GET");
+    assert_eq!(answer.text(), "no\n");
+    // The connection goes on, and what comes on it are requests.
+    client.get("/next").expect(426);
+    assert_eq!(upstream.received()[1].field("upgrade"), None);
+}
+
+#[test]
+fn a_switch_to_something_else_is_502() {
+    for answer in [
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        // The switch is the right one, but `Sec-WebSocket-Accept` is missing, wrong, or there twice.
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\nSec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
+    ] {
+        let upstream = Upstream::with(move |talk| {
+            talk.head();
+            talk.send(answer);
+            talk.closed();
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        ask(&mut gateway.client()).expect(502);
+    }
+}
+
+#[test]
+fn other_protocols_stay_behind_and_their_requests_go_on() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    for fields in [
+        &[("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "AAMAAABk")][..],
+        &[("Connection", "Upgrade"), ("Upgrade", "websocket, h2c"), ("Sec-WebSocket-Key", "a")],
+        &[("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Upgrade", "h2c"), ("Sec-WebSocket-Key", "a")],
+        &[("Connection", "Upgrade"), ("Upgrade", "websocket")],
+        &[("Upgrade", "websocket"), ("Sec-WebSocket-Key", "a")],
+    ] {
+        client.get_with("/a", fields).expect(200);
+    }
+    client.ask("POST", "/a", &HANDSHAKE, b"").expect(200);
+    client.ask("POST", "/a", &[("Connection", "Upgrade"), ("Upgrade", "h2c")], b"body").expect(200);
+    assert!(upstream.received().iter().all(|received| received.field("upgrade").is_none()));
+}
+
+#[test]
+fn a_handshake_with_a_body_is_refused() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = gateway.client();
+    client.ask("GET", "/a", &HANDSHAKE, b"body").expect(400).problem();
+    client.expect_closed();
+    assert!(upstream.received().is_empty());
+}
+
+#[test]
+fn a_route_may_do_without() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!("{}websocket = false\n", pass_all(&upstream)));
+    ask(&mut gateway.client()).expect(200);
+    assert_eq!(upstream.only().field("upgrade"), None);
+}
+
+#[test]
+fn an_upstream_of_http2_alone_is_asked_as_usual() {
+    let upstream = Streams::replying(Setup::default());
+    let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+    ask(&mut Gateway::start(&toml).client()).expect(200);
+}
+
+#[test]
+fn it_counts_as_one_request_and_a_refusal_opens_nothing() {
+    let upstream = switching(echo);
+    let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\n";
+    let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
+    let gateway = Gateway::start(&toml);
+    let mut client = gateway.client();
+    let answer = ask(&mut client).expect(101);
+    assert_eq!(answer.field("ratelimit"), Some("\"r\";r=1;t=60"));
+    for _ in 0..10 {
+        client.send("many messages");
+        assert_eq!(client.exactly(13), b"many messages");
+    }
+    let mut other = opened(&gateway);
+    other.send("x");
+    assert_eq!(other.exactly(1), b"x");
+    ask(&mut gateway.client()).expect(429);
+    assert_eq!(upstream.connections(), 2);
+}
+
+#[test]
+fn much_passes_both_ways_at_once() {
+    const LENGTH: usize = 64 * 1024 * 1024;
+    let upstream = switching(|talk| {
+        let mut stream = talk.stream().try_clone().unwrap();
+        let sender = std::thread::spawn(move || std::io::Write::write_all(&mut stream, &vec![b'd'; LENGTH]));
+        let received = talk.exactly(LENGTH).unwrap();
+        assert!(received.iter().all(|byte| *byte == b'u'));
+        sender.join().unwrap().unwrap();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = opened(&gateway);
+    let mut stream = client.stream.try_clone().unwrap();
+    let sender = std::thread::spawn(move || std::io::Write::write_all(&mut stream, &vec![b'u'; LENGTH]));
+    assert!(client.exactly(LENGTH).iter().all(|byte| *byte == b'd'));
+    sender.join().unwrap().unwrap();
+}
+
+#[test]
+fn either_side_may_end_first_and_still_be_answered() {
+    let upstream = switching(|talk| {
+        echo(talk);
+        talk.send("goodbye");
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = opened(&gateway);
+    client.send("hello").finish();
+    assert_eq!(client.rest(), b"hellogoodbye");
+
+    let (tell, told) = mpsc::channel();
+    let upstream = switching(move |talk| {
+        talk.send("goodbye");
+        talk.stream().shutdown(Shutdown::Write).unwrap();
+        tell.send(talk.exactly(5)).unwrap();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let mut client = opened(&gateway);
+    assert_eq!(client.rest(), b"goodbye");
+    client.send("hello");
+    assert_eq!(told.recv().unwrap().unwrap(), b"hello");
+}
+
+#[test]
+fn an_abrupt_end_on_one_side_is_one_on_the_other() {
+    let (tell, told) = mpsc::channel();
+    let upstream = switching(move |talk| {
+        tell.send(talk.closed()).unwrap();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    let client = opened(&gateway);
+    socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
+    drop(client);
+    assert_eq!(told.recv(), Ok(true));
+
+    let upstream = switching(|talk| {
+        socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
+    });
+    let gateway = Gateway::start(&pass_all(&upstream));
+    opened(&gateway).expect_closed();
+    eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
+}
+
+#[test]
+fn a_silent_tunnel_is_closed_and_one_that_speaks_is_not() {
+    let upstream = switching(echo);
+    let limits = "[timeouts]\ntunnel = \"400ms\"\nbody = \"100ms\"\nrequest_head = \"100ms\"\n";
+    let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    for _ in 0..6 {
+        // The time that is taken is what the test is about.
+        std::thread::sleep(Duration::from_millis(100));
+        client.send("x");
+        assert_eq!(client.exactly(1), b"x");
+    }
+    within(Duration::from_millis(400), || client.expect_closed());
+}
+
+/// Sends until nothing more is taken.
+fn fill(stream: &std::net::TcpStream) {
+    let mut stream = stream;
+    stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    while std::io::Write::write_all(&mut stream, &[b'x'; 16 * 1024]).is_ok() {}
+}
+
+#[test]
+fn what_a_side_has_left_behind_waits_no_longer_than_silence_may_last() {
+    let limits = "[timeouts]\ntunnel = \"1s\"\n";
+    for is_reset in [false, true] {
+        // The client goes away, and the upstream takes nothing.
+        let (go, gone) = mpsc::channel::<()>();
+        let gone = std::sync::Mutex::new(gone);
+        let upstream = switching(move |_| {
+            let _ = gone.lock().unwrap().recv();
+        });
+        // Let go of before the upstream is waited for, also if the test fails.
+        let go = go;
+        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let client = opened(&gateway);
+        fill(&client.stream);
+        if is_reset {
+            socket2::SockRef::from(&client.stream).set_linger(Some(Duration::ZERO)).unwrap();
+        }
+        drop(client);
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+
+        // The upstream goes away, and the client takes nothing.
+        let upstream = switching(move |talk| {
+            fill(talk.stream());
+            if is_reset {
+                socket2::SockRef::from(&*talk.stream()).set_linger(Some(Duration::ZERO)).unwrap();
+            }
+        });
+        let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
+        let _client = opened(&gateway);
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    }
+}
+
+#[test]
+fn it_is_told_of_at_its_end() {
+    let upstream = switching(|talk| {
+        talk.exactly(5);
+        talk.send("goodbye");
+    });
+    let scratch = crate::support::Scratch::new();
+    let log = scratch.path().join("access.log");
+    let gateway = Gateway::start(&format!("[access_log]\nfile = \"{}\"\n{}", log.display(), pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    assert_eq!(gateway.metrics().sum("transom_connections", &[]), 1);
+    assert_eq!(gateway.metrics().sum("transom_tunnels", &[]), 1);
+    client.send("hello").finish();
+    assert_eq!(client.rest(), b"goodbye");
+    let mut line = String::new();
+    eventually("a line is written", || {
+        line = std::fs::read_to_string(&log).unwrap();
+        line.ends_with('\n')
+    });
+    let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+    assert_eq!((&line["status"], &line["bytes"], &line["bytes_received"]), (&101.into(), &7.into(), &5.into()));
+    let page = gateway.metrics();
+    assert_eq!(page.sum("transom_requests_total", &[("code", "101")]), 1);
+    assert_eq!(page.sum("transom_upstream_requests_total", &[("outcome", "answered")]), 1);
+    assert_eq!(page.sum("transom_tunnels", &[]), 0);
+}
+
+#[test]
+fn it_has_a_connection_of_its_own() {
+    let upstream = Upstream::with(|talk| {
+        while let Some(head) = talk.head() {
+            if head.field("upgrade").is_some() {
+                talk.send(SWITCH);
+                return echo(talk);
+            }
+            talk.reply(200, &[], b"plain\n");
+        }
+    });
+    let gateway = Gateway::start(&format!("workers = 1\n{}", pass_all(&upstream)));
+    gateway.get("/a").expect(200);
+    let client = opened(&gateway);
+    gateway.get("/b").expect(200);
+    drop(client);
+    gateway.get("/c").expect(200);
+    let connections: Vec<usize> = upstream.received().iter().map(|received| received.connection).collect();
+    assert_eq!(connections, [0, 1, 0, 0]);
+}
+
+#[test]
+fn a_drain_ends_at_its_deadline() {
+    let upstream = switching(echo);
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"300ms\"\n", pass_all(&upstream)));
+    let mut client = process.client();
+    ask(&mut client).expect(101);
+    process.signal("TERM");
+    within(Duration::from_millis(300), || client.expect_closed());
+    assert!(process.wait().success());
+}

@@ -1,0 +1,61 @@
+//! WebSocket through the gateway, by Python's `websockets` on both sides: messages of every size,
+//! fragments, pings, close codes and abrupt ends. The checks stand in tests/external/websocket_client.py.
+
+use crate::support::external_scripts::{self, Script};
+use crate::support::test_ca::Authority;
+use crate::support::tls_gateway::{Edge, all_to};
+
+fn upstream(server: &Script) -> String {
+    format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
+}
+
+/// What fails here as well is not the gateway's fault.
+#[test]
+fn the_checks_hold_without_a_gateway() {
+    let theirs = Authority::new();
+    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let ca = theirs.ca.display().to_string();
+    external_scripts::check("websocket_client.py", &[server.address.to_string(), "--ca".to_owned(), ca]);
+}
+
+#[test]
+fn everything_in_the_clear() {
+    let server = Script::start("websocket_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), false));
+    let [clear, _] = edge.ways();
+    external_scripts::check("websocket_client.py", &clear);
+}
+
+#[test]
+fn everything_through_tls() {
+    let server = Script::start("websocket_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), false));
+    let [_, tls] = edge.ways();
+    external_scripts::check("websocket_client.py", &tls);
+}
+
+#[test]
+fn everything_to_a_server_that_speaks_tls() {
+    let theirs = Authority::new();
+    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let upstream =
+        format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
+    let edge = Edge::start(&all_to(&upstream, false));
+    let [_, tls] = edge.ways();
+    external_scripts::check("websocket_client.py", &tls);
+}
+
+#[test]
+fn a_handshake_is_a_request_that_counts() {
+    let server = Script::start("websocket_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), true));
+    let [clear, tls] = edge.ways();
+    // One handshake, which uses up the limit; all that is said on it costs nothing more.
+    external_scripts::check(
+        "websocket_client.py",
+        &[clear.as_slice(), &["--only".to_owned(), "many_at_once".to_owned()]].concat(),
+    );
+    for way in [clear, tls] {
+        external_scripts::check("websocket_client.py", &[way.as_slice(), &["--refused".to_owned()]].concat());
+    }
+}

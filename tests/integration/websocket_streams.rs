@@ -1,0 +1,401 @@
+//! WebSocket on streams of HTTP/2 (RFC 8441): opened by an extended CONNECT, for an upstream that speaks either
+//! version. What a client of others sees is checked in tests/external/stream_client.py.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::sync::{Mutex, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use crate::support::client::{Client, request};
+use crate::support::external_scripts::{self, Script};
+use crate::support::gateway::Gateway;
+use crate::support::http2_client::{
+    CANCEL, Calm, DATA, END_STREAM, GOAWAY, HEADERS, PING, RST_STREAM, Raw, STATUS_200, WINDOW_UPDATE, frame,
+};
+use crate::support::http2_upstream::{Setup, Streams};
+use crate::support::process::Process;
+use crate::support::test_ca::Authority;
+use crate::support::tls_gateway::{Edge, all_to};
+use crate::support::upstream::{Talk, Upstream};
+use crate::support::{Scratch, eventually, pass_all, pass_to, within};
+
+fn upstream(server: &Script) -> String {
+    format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
+}
+
+/// The answer of a server that has understood the handshake.
+fn switch(key: &str) -> String {
+    let text = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
+    let accept = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, digest);
+    format!(
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: {accept}\r\n\r\n"
+    )
+}
+
+/// Switches protocols, and does then what the script says.
+fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
+    Upstream::with(move |talk| {
+        let Some(head) = talk.head() else { return };
+        let Some(key) = head.field("sec-websocket-key") else {
+            talk.reply(200, &[], b"plain\n");
+            return;
+        };
+        talk.send(switch(key));
+        script(talk);
+    })
+}
+
+/// Sends everything back, until the other side says no more.
+fn echo(talk: &mut Talk) {
+    while let Some(byte) = talk.exactly(1) {
+        talk.send(byte);
+    }
+}
+
+/// A stream that has become a tunnel.
+fn opened(gateway: &Gateway) -> Raw {
+    let mut client = Raw::connect(gateway.http);
+    assert_eq!(client.open(1, "/chat").status(1), STATUS_200);
+    client
+}
+
+/// A tunnel whose upstream takes nothing, and behind which nothing more can wait.
+fn filled(gateway: &Gateway) -> Raw {
+    let mut client = Raw::connect(gateway.http);
+    client.open(1, "/chat");
+    // Of the connection, and of the stream.
+    let mut windows = [65_535; 2];
+    let next = |client: &mut Raw, windows: &mut [u32; 2]| {
+        let frame = client.next().unwrap();
+        if frame.kind == WINDOW_UPDATE {
+            windows[frame.stream as usize] += frame.code();
+        }
+        frame.kind
+    };
+    while next(&mut client, &mut windows) != HEADERS {}
+    // What can move moves while the gateway answers so often.
+    let mut asked = 0;
+    while asked < 20 {
+        let piece = windows[0].min(windows[1]).min(16 * 1024);
+        if piece > 0 {
+            client.send(frame(DATA, 0, 1, &vec![b'x'; piece as usize]));
+            windows = windows.map(|window| window - piece);
+            asked = 0;
+        } else {
+            client.send(frame(PING, 0, 0, b"12345678"));
+            while next(&mut client, &mut windows) != PING {}
+            asked += 1;
+        }
+    }
+    client
+}
+
+#[test]
+fn everything_with_prior_knowledge() {
+    let server = Script::start("websocket_server.py", &[""; 0]);
+    let edge = Edge::start(&all_to(&upstream(&server), false));
+    external_scripts::check("stream_client.py", &edge.ways()[0]);
+    assert_eq!(edge.gateway.metrics().sum("transom_tunnels", &[]), 0);
+}
+
+#[test]
+fn everything_through_tls_on_both_sides() {
+    let theirs = Authority::new();
+    let server = Script::start("websocket_server.py", &theirs.tls_arguments());
+    let upstream =
+        format!("[upstreams.u]\nservers = [\"https://{}\"]\n[upstreams.u.tls]\nca = {:?}\n", server.address, theirs.ca);
+    let edge = Edge::start(&all_to(&upstream, false));
+    external_scripts::check("stream_client.py", &edge.ways()[1]);
+}
+
+#[test]
+fn everything_through_two_gateways_of_http2() {
+    let server = Script::start("websocket_server.py", &[""; 0]);
+    let inner = Edge::start(&all_to(&upstream(&server), false));
+    let outer = Edge::start(&all_to(
+        &format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", inner.clear),
+        false,
+    ));
+    let [clear, tls] = outer.ways();
+    external_scripts::check("stream_client.py", &tls);
+    // By a connection that changes over, to a stream.
+    external_scripts::check("websocket_client.py", &clear);
+    assert_eq!(inner.gateway.metrics().sum("transom_tunnels", &[]), 0);
+}
+
+#[test]
+fn a_handshake_is_the_get_it_stands_for() {
+    let upstream = switching(|talk| {
+        talk.exactly(5);
+        talk.send("goodbye");
+    });
+    let scratch = Scratch::new();
+    let log = scratch.path().join("access.log");
+    let toml = format!("[access_log]\nfile = {log:?}\n[rules.r]\nkey = \"method\"\nwindows = [\"2/minute\"]\n");
+    let gateway = Gateway::start(&(toml + &pass_all(&upstream) + "methods = [\"GET\"]\nrules = [\"r\"]\n"));
+    let mut client = opened(&gateway);
+    let page = gateway.metrics();
+    assert_eq!((page.sum("transom_connections", &[]), page.sum("transom_tunnels", &[])), (1, 1));
+    client.send(frame(DATA, 0, 1, b"hello")).send(frame(DATA, END_STREAM, 1, b""));
+    assert_eq!(client.until(DATA).payload, b"goodbye");
+    while client.next().unwrap().flags & END_STREAM == 0 {}
+    let head = upstream.only();
+    assert_eq!((head.method.as_str(), head.target.as_str()), ("GET", "/chat"));
+    assert_eq!((head.all("upgrade"), head.all("connection")), (vec!["websocket"], vec!["upgrade"]));
+    assert_eq!(head.all("sec-websocket-version"), ["13"]);
+    let mut line = String::new();
+    eventually("a line is written", || {
+        line = std::fs::read_to_string(&log).unwrap();
+        line.ends_with('\n')
+    });
+    let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+    assert_eq!((&line["method"], &line["protocol"], &line["status"]), (&"GET".into(), &"HTTP/2.0".into(), &200.into()));
+    assert_eq!((&line["bytes"], &line["bytes_received"]), (&7.into(), &5.into()));
+    let page = gateway.metrics();
+    assert_eq!((page.sum("transom_requests_total", &[("code", "200")]), page.sum("transom_tunnels", &[])), (1, 0));
+    // It was counted as one request by GET, and a GET is the next.
+    gateway.get("/plain");
+    let refused = Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(429);
+    assert_eq!(refused.problem()["status"], 429);
+}
+
+#[test]
+fn what_is_not_taken_is_told_as_any_request_is() {
+    let upstream = Upstream::replying(200);
+    let gateway = Gateway::start(&format!(
+        "{}websocket = false\n\
+         [[routes]]\npath = \"/own\"\nrespond = {{ status = 200, body = \"fine\" }}\n\
+         [[routes]]\npath = \"/gone\"\nrespond = {{ status = 410 }}\n\
+         [[routes]]\npath = \"/posts\"\nmethods = [\"POST\"]\nupstream = \"u\"\n\
+         [[routes]]\npath = \"/taken\"\nupstream = \"u\"\n",
+        pass_all(&upstream)
+    ));
+    let mut client = Calm::connect(gateway.http);
+    client.connect_to("websocket", "/a", &[]).expect(501).problem();
+    client.connect_to("connect-udp", "/taken", &[]).expect(501).problem();
+    client.connect_to("websocket", "/own", &[]).expect(501).problem();
+    client.connect_to("websocket", "/gone", &[]).expect(410);
+    client.connect_to("websocket", "/../a", &[]).expect(400).problem();
+    // As a GET, it is not for that route.
+    client.connect_to("websocket", "/posts", &[]).expect(501);
+    client.get("/a").expect(200);
+    let seen = upstream.received().len();
+    // A server that does not change over has not opened anything, whatever it says.
+    client.connect_to("websocket", "/taken", &[]).expect(502).problem();
+    // gRPC's way to tell of a fault would be a consent.
+    client.connect_to("websocket", "/a", &[("content-type", "application/grpc")]).expect(501).problem();
+    assert_eq!(upstream.received().len(), seen + 1);
+    assert_eq!(gateway.metrics().sum("transom_tunnels", &[]), 0);
+}
+
+#[test]
+fn a_switch_that_is_no_answer_to_the_handshake_is_502() {
+    for answer in [
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n",
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    ] {
+        let upstream = Upstream::with(move |talk| {
+            talk.head();
+            talk.send(answer);
+            talk.closed();
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
+    }
+}
+
+#[test]
+fn where_no_route_takes_one_nothing_is_offered() {
+    let upstream = Upstream::replying(200);
+    let is_offered = |toml: String| {
+        let gateway = Gateway::start(&toml);
+        let settings = Raw::connect(gateway.http).until(crate::support::http2_client::SETTINGS).payload;
+        // SETTINGS_ENABLE_CONNECT_PROTOCOL
+        settings.chunks(6).any(|setting| setting == [0, 8, 0, 0, 0, 1])
+    };
+    assert!(is_offered(pass_all(&upstream)));
+    assert!(!is_offered(pass_all(&upstream) + "websocket = false\n"));
+}
+
+#[test]
+fn an_upstream_that_resets_is_told_by_a_reset() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let upstream = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let (mut head, mut byte) = (String::new(), [0]);
+        while !head.ends_with("\r\n\r\n") {
+            stream.read_exact(&mut byte).unwrap();
+            head.push(char::from(byte[0]));
+        }
+        let key = head.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).unwrap();
+        stream.write_all(switch(key).as_bytes()).unwrap();
+        stream.read_exact(&mut byte).unwrap();
+        socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
+    });
+    let gateway = Gateway::start(&pass_to(&[address], ""));
+    let mut client = opened(&gateway);
+    client.send(frame(DATA, 0, 1, b"x"));
+    let reset = client.until(RST_STREAM);
+    assert_eq!((reset.stream, reset.code()), (1, CANCEL));
+    client.send(frame(PING, 0, 0, b"12345678"));
+    assert_eq!(client.until(PING).payload, b"12345678");
+    upstream.join().unwrap();
+}
+
+#[test]
+fn silence_ends_it() {
+    let upstream = switching(|talk| while talk.exactly(1).is_some() {});
+    let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    let end = within(Duration::from_millis(300), || client.until(DATA));
+    assert_eq!((end.stream, end.flags & END_STREAM), (1, END_STREAM));
+    eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+}
+
+#[test]
+fn a_tunnel_outlives_what_limits_requests_and_connections() {
+    let upstream = switching(echo);
+    let toml = "[timeouts]\nbody = \"200ms\"\nresponse_head = \"200ms\"\nrequest = \"400ms\"\n\
+                [http2]\nidle = \"200ms\"\n[limits]\nmax_body = \"1KiB\"\n";
+    let gateway = Gateway::start(&format!("{toml}{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    for turn in 0..8 {
+        thread::sleep(Duration::from_millis(150));
+        let said = vec![turn; 1000];
+        client.send(frame(DATA, 0, 1, &said));
+        let mut heard = Vec::new();
+        while heard.len() < said.len() {
+            heard.extend(client.until(DATA).payload);
+        }
+        assert_eq!(heard, said);
+    }
+}
+
+#[test]
+fn a_drain_leaves_it_until_the_deadline() {
+    let upstream = switching(echo);
+    let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"1s\"\n", pass_all(&upstream)));
+    let mut client = Raw::connect(process.http);
+    assert_eq!(client.open(1, "/chat").status(1), STATUS_200);
+    process.signal("TERM");
+    assert_eq!(client.until(GOAWAY).code(), 0);
+    client.send(frame(DATA, 0, 1, b"x"));
+    assert_eq!(client.until(DATA).payload, b"x");
+    within(Duration::from_secs(1), || client.rest());
+    assert!(process.wait().success());
+}
+
+#[test]
+fn a_server_of_http2_that_offers_none_is_asked_as_usual() {
+    let upstream = Streams::replying(Setup::default());
+    let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
+    let gateway = Gateway::start(&toml);
+    Calm::connect(gateway.http).connect_to("websocket", "/chat", &[]).expect(502).problem();
+    assert_eq!(upstream.heads()[0].method, "GET");
+}
+
+#[test]
+fn a_connection_that_changes_over_reaches_a_stream() {
+    let inner = switching(echo);
+    let inner = (Gateway::start(&pass_all(&inner)), inner);
+    let gateway = Gateway::start(&format!(
+        "[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        inner.0.http
+    ));
+    let mut client: Client = gateway.client();
+    let fields =
+        [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")];
+    client.send(request("GET", "/chat", &fields, b""));
+    let answer = client.head().unwrap().expect(101);
+    assert_eq!(answer.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
+    client.send("hello");
+    assert_eq!(client.exactly(5), b"hello");
+    assert_eq!(inner.0.metrics().sum("transom_tunnels", &[]), 1);
+    client.finish();
+    client.expect_closed();
+}
+
+/// Follows a script, and stays until what is returned beside it is dropped; which is before the upstream is waited for, also
+/// if the test fails.
+fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
+    let (go, gone) = mpsc::channel();
+    let gone = Mutex::new(gone);
+    let upstream = switching(move |talk| {
+        script(talk);
+        let _ = gone.lock().unwrap().recv();
+    });
+    (upstream, go)
+}
+
+#[test]
+fn a_reset_ends_it_even_if_the_upstream_stays() {
+    for code in [CANCEL, 0, 2] {
+        let (upstream, go) = staying(|talk| {
+            talk.closed();
+        });
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = opened(&gateway);
+        client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+    }
+}
+
+#[test]
+fn a_client_that_is_gone_ends_it_even_if_the_upstream_takes_nothing() {
+    for code in [Some(CANCEL), Some(0), Some(2), None] {
+        let (upstream, go) = staying(|_| {});
+        let gateway = Gateway::start(&pass_all(&upstream));
+        let mut client = filled(&gateway);
+        match code {
+            Some(code) => {
+                client.send(frame(RST_STREAM, 0, 1, &u32::to_be_bytes(code)));
+            }
+            // And with it the connection.
+            None => client.stream.shutdown(Shutdown::Both).unwrap(),
+        }
+        eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+        drop(go);
+    }
+}
+
+#[test]
+fn what_a_client_does_not_take_waits_no_longer_than_silence_may_last() {
+    let upstream = switching(|talk| {
+        // Goes away as soon as nothing moves.
+        talk.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+        while talk.send([b'x'; 16 * 1024]) {}
+    });
+    let limits = "[timeouts]\ntunnel = \"300ms\"\nbody = \"300ms\"\n";
+    let gateway = Gateway::start(&format!("{limits}{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    eventually("it is over", || gateway.metrics().sum("transom_tunnels", &[]) == 0);
+    assert_eq!(client.until(RST_STREAM).stream, 1);
+}
+
+#[test]
+fn a_client_may_send_on_when_the_upstream_has_ended() {
+    let (tell, told) = mpsc::channel();
+    let upstream = switching(move |talk| {
+        talk.send("bye");
+        talk.stream().shutdown(Shutdown::Write).unwrap();
+        tell.send(talk.exactly(4)).unwrap();
+    });
+    let gateway = Gateway::start(&format!("[http2]\nidle = \"100ms\"\n{}", pass_all(&upstream)));
+    let mut client = opened(&gateway);
+    assert_eq!(client.until(DATA).payload, b"bye");
+    while client.next().unwrap().flags & END_STREAM == 0 {}
+    // The time that is taken is what the test is about: this connection is not idle.
+    thread::sleep(Duration::from_millis(500));
+    client.send(frame(PING, 0, 0, b"12345678"));
+    assert_eq!(client.next().unwrap().kind, PING);
+    client.send(frame(DATA, END_STREAM, 1, b"late"));
+    assert_eq!(told.recv().unwrap().as_deref(), Some(&b"late"[..]));
+}

@@ -1,0 +1,289 @@
+//! When windows begin and end, and what becomes of their tokens: opened by a first request, at a time
+//! of the operator's choice, at midnight somewhere on earth, at random; rolled over, or split.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::sync_channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::support::client::{Answer, Client};
+use crate::support::gateway::{Gateway, START_S};
+use crate::support::process::Process;
+use crate::support::ratelimit_parser::{items, remaining};
+use crate::support::{eventually, one_rule};
+
+const HOUR_S: u64 = 3600;
+
+/// A rule that tells users apart, with one window table.
+fn per_user(window: &str) -> String {
+    one_rule(&format!("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [{{ {window} }}]"))
+}
+
+fn by(gateway: &Gateway, user: &str) -> Answer {
+    gateway.get_with("/a", &[("X-User", user)])
+}
+
+fn t(answer: &Answer) -> u64 {
+    items(answer, "ratelimit")[0].get("t")
+}
+
+#[test]
+fn a_first_request_opens_a_window_and_nothing_moves_it() {
+    let gateway = Gateway::start(&per_user("limit = 1, period = \"2s\", start = \"first-request\""));
+    let mut now = 0;
+    for (ms, user, status) in [
+        (0, "bob", 200),
+        (999, "bob", 429),
+        (1000, "bob", 429),
+        (1000, "alice", 200),
+        (1001, "alice", 429),
+        (2001, "alice", 429),
+        (2001, "bob", 200),
+        (2001, "bob", 429),
+        (3002, "alice", 200),
+        (3003, "alice", 429),
+    ] {
+        gateway.advance(Duration::from_millis(ms - now));
+        now = ms;
+        let answer = by(&gateway, user).expect(status);
+        assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), 2, "{ms}");
+    }
+    // Alice's window was opened at 3002: whoever waits as told is let in.
+    let refused = by(&gateway, "alice").expect(429);
+    assert_eq!((refused.field("retry-after"), t(&refused)), (Some("2"), 2));
+    gateway.advance(Duration::from_millis(1998));
+    by(&gateway, "alice").expect(429);
+    gateway.advance(Duration::from_millis(1));
+    by(&gateway, "alice").expect(200);
+}
+
+#[test]
+fn the_binary_opens_windows_by_a_first_request() {
+    let process = Process::spawn(&per_user("limit = 1, period = \"2s\", start = \"first-request\""));
+    let ask = |user: &str| process.client().get_with("/a", &[("X-User", user)]);
+    let start = Instant::now();
+    assert_eq!(t(&ask("bob").expect(200)), 2);
+    eventually("the window is over", || ask("bob").status == 200);
+    assert!(start.elapsed() >= Duration::from_millis(1990), "{:?}", start.elapsed());
+}
+
+/// Between the moment in which a request learns the time and that in which it is counted, another may open the window: by
+/// the older time that is yet to begin, and it is no debt. They meet so some times in many.
+#[test]
+fn a_request_that_was_slow_finds_the_window_that_another_opened() {
+    let window = "limit = 2, period = \"1d\", start = \"first-request\"";
+    let process = Process::spawn(&format!("workers = 2\n{}", per_user(window)));
+    let long = format!("/{}a", "./".repeat(7000));
+    // On several connections each, which the kernel gives to both loops.
+    let connect = || [(); 4].map(|()| process.client());
+    let ask = |clients: &mut [Client; 4], target: &str, user: usize| {
+        clients[user / 16 % 4].get_with(target, &[("X-User", &user.to_string())]).expect(200);
+    };
+    let (both, go) = sync_channel(0);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut clients = connect();
+            while let Ok(user) = go.recv() {
+                ask(&mut clients, &long, user);
+            }
+        });
+        let mut clients = connect();
+        for user in 0..640 {
+            both.send(user).expect("the other is well");
+            // As many others first as let it come into the midst of the slow one, some time.
+            (0..user % 16).for_each(|other| ask(&mut clients, "/a", 1000 + user * 16 + other));
+            ask(&mut clients, "/a", user);
+        }
+        drop(both);
+    });
+}
+
+/// 2024-01-01T00:00:00Z.
+const NEW_YEAR_S: u64 = 1_704_067_200;
+
+/// A rule whose requests say what they cost.
+fn priced(window: &str) -> String {
+    one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]\ncost = {{ request-header = \"x-cost\", max = 1000 }}"))
+}
+
+fn spend(client: &mut Client, cost: u64) -> Answer {
+    client.get_with("/a", &[("X-Cost", &cost.to_string())])
+}
+
+#[test]
+fn unused_tokens_roll_over_up_to_the_capacity() {
+    let window = "limit = 100, period = \"1h\", capacity = 150, start = 2024-01-01T00:00:00Z";
+    let gateway = Gateway::start_at(&priced(window), NEW_YEAR_S);
+    let mut client = gateway.client();
+    // A key never seen holds the capacity; the table begins with a value of 100.
+    let mut now = 0;
+    for (minute, cost, value) in
+        [(0, 50, 100), (30, 15, 85), (45, 15, 70), (60, 0, 150), (90, 30, 120), (120, 0, 150), (120, 150, 0)]
+    {
+        gateway.advance_s((minute - now) * 60);
+        now = minute;
+        assert_eq!(remaining(&spend(&mut client, cost).expect(200), "r"), value, "minute {minute}");
+    }
+    // What two windows have to grant is there in two hours.
+    let refused = spend(&mut client, 150).expect(429);
+    assert_eq!((refused.field("retry-after"), remaining(&refused, "r")), (Some("7200"), 0));
+    assert_eq!(spend(&mut client, 100).expect(429).field("retry-after"), Some("3600"));
+    gateway.advance_s(2 * HOUR_S);
+    spend(&mut client, 150).expect(200);
+}
+
+#[test]
+fn however_long_a_key_was_idle_no_more_than_the_capacity_is_there() {
+    let gateway = Gateway::start_at(&priced("limit = 100, period = \"1h\", capacity = 120"), NEW_YEAR_S);
+    let mut client = gateway.client();
+    for (hours, value) in [(0, 120), (1, 100), (2, 120), (100, 120)] {
+        gateway.advance_s(hours * HOUR_S);
+        assert_eq!(remaining(&spend(&mut client, 0).expect(200), "r"), value);
+        spend(&mut client, value).expect(200);
+    }
+    let refused = spend(&mut client, 121).expect(429);
+    assert_eq!(refused.field("retry-after"), None);
+}
+
+#[test]
+fn windows_start_at_the_time_that_is_given() {
+    // 500 a day from nine in the morning, Pacific standard time.
+    for start in ["2024-01-01T17:00:00Z", "\"2024-01-01T09:00:00-08:00\"", "2030-05-05 17:00:00Z"] {
+        let window = format!("limit = 500, period = \"day\", start = {start}");
+        let gateway = Gateway::start_at(&priced(&window), NEW_YEAR_S + 40 * 24 * HOUR_S + 17 * HOUR_S - 1);
+        let mut client = gateway.client();
+        assert_eq!(t(&spend(&mut client, 500).expect(200)), 1, "{start}");
+        assert_eq!(spend(&mut client, 1).expect(429).field("retry-after"), Some("1"));
+        gateway.advance_s(1);
+        assert_eq!(t(&spend(&mut client, 500).expect(200)), 24 * HOUR_S);
+    }
+}
+
+/// Uses up two tokens in the last moment of a window, and looks at the one that begins then.
+fn begins(zone: &str, period: &str, unix_s: u64, seconds: u64) {
+    let window = format!("limit = 2, period = \"{period}\", timezone = \"{zone}\"");
+    let gateway = Gateway::start_at(&one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]")), unix_s - 1);
+    let mut client = gateway.client();
+    for _ in 0..2 {
+        assert_eq!(t(&client.get("/a").expect(200)), 1, "{zone} {period}");
+    }
+    assert_eq!(client.get("/a").expect(429).field("retry-after"), Some("1"));
+    gateway.advance_s(1);
+    let answer = client.get("/a").expect(200);
+    assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), seconds, "{zone} {period}");
+    assert_eq!(t(&answer), seconds, "{zone} {period}");
+    client.get("/a").expect(200);
+    gateway.advance_s(seconds - 1);
+    client.get("/a").expect(429);
+    gateway.advance_s(1);
+    client.get("/a").expect(200);
+}
+
+#[test]
+fn days_weeks_and_months_are_those_of_their_place() {
+    const DAY_S: u64 = 24 * HOUR_S;
+    for (zone, period, unix_s, seconds) in [
+        // In Paris, Sunday, 30 March 2025 has 23 hours, and Sunday, 26 October 25.
+        ("Europe/Paris", "day", 1_743_289_200, 23 * HOUR_S),
+        ("Europe/Paris", "day", 1_761_429_600, 25 * HOUR_S),
+        // In Beirut, 31 March 2024 has no midnight: it begins at 01:00.
+        ("Asia/Beirut", "day", 1_711_836_000, 23 * HOUR_S),
+        // Monday, 3 March 2025 in New York; by Sunday clocks are set.
+        ("America/New_York", "week", 1_740_978_000, 7 * DAY_S - HOUR_S),
+        ("America/New_York", "month", 1_740_805_200, 31 * DAY_S - HOUR_S),
+        // Mondays, where a zone is given.
+        ("UTC", "week", 1_740_960_000, 7 * DAY_S),
+    ] {
+        begins(zone, period, unix_s, seconds);
+    }
+}
+
+#[test]
+fn a_week_without_a_zone_begins_on_thursday() {
+    let gateway = Gateway::start_at(&one_rule("key = \"ip\"\nwindows = [\"5/week\"]"), NEW_YEAR_S);
+    // New year's day of 2024 was a Monday.
+    assert_eq!(t(&gateway.get("/a").expect(200)), 3 * 24 * HOUR_S);
+}
+
+#[test]
+fn random_starts_are_spread_and_equal_on_every_gateway() {
+    let toml = per_user("limit = 5, period = \"hour\", start = \"random\"");
+    let gateways = [Gateway::start(&toml), Gateway::start(&toml)];
+    let users: Vec<String> = (0..64).map(|n| format!("user{n}")).collect();
+    let ends = |gateway: &Gateway| users.iter().map(|user| t(&by(gateway, user).expect(200))).collect::<Vec<_>>();
+    let (one, other) = (ends(&gateways[0]), ends(&gateways[1]));
+    assert_eq!(one, other);
+    assert!(one.iter().collect::<BTreeSet<_>>().len() > 50, "{one:?}");
+    for quarter in 0..4 {
+        let within = one.iter().filter(|end| (quarter * 900..(quarter + 1) * 900).contains(*end)).count();
+        assert!((4..=30).contains(&within), "{within} of 64 in a quarter of an hour");
+    }
+    // Each window is as long as any, and ends when it was said to.
+    (0..4).for_each(|_| drop(by(&gateways[0], "user0").expect(200)));
+    by(&gateways[0], "user0").expect(429);
+    gateways[0].advance_s(one[0] - 1);
+    by(&gateways[0], "user0").expect(429);
+    gateways[0].advance_s(1);
+    assert!(t(&by(&gateways[0], "user0").expect(200)) >= HOUR_S - 1);
+}
+
+fn split(limit: u32, shards: u32, cost: u32) -> String {
+    let rule = format!(
+        "key = \"global\"\ncost = {cost}\nwindows = [{{ limit = {limit}, period = \"hour\", shards = {shards} }}]"
+    );
+    format!("workers = 4\n{}", one_rule(&rule))
+}
+
+#[test]
+fn shards_together_admit_the_limit_and_nothing_else() {
+    for (limit, shards, cost) in [(1000, 10, 1), (1000, 7, 3), (5, 4, 1)] {
+        let gateway = Gateway::start(&split(limit, shards, cost));
+        let address = gateway.http;
+        let admitted: u32 = thread::scope(|scope| {
+            let ask = move || {
+                let mut client = Client::connect(address);
+                (0..200).map(|_| u32::from(client.get("/a").status == 200)).sum::<u32>()
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        assert_eq!(admitted, limit / cost, "{limit} in {shards}");
+        assert_eq!(gateway.get("/a").expect(429).field("retry-after").map(str::is_empty), Some(false));
+        assert_eq!(START_S % HOUR_S, 900, "the hour does not end under way");
+    }
+}
+
+#[test]
+fn one_loop_alone_gets_what_all_shards_have() {
+    let gateway = Gateway::start(&split(25, 10, 1));
+    let mut client = gateway.client();
+    for left in (0..25).rev() {
+        assert_eq!(remaining(&client.get("/a").expect(200), "r"), left);
+    }
+    client.get("/a").expect(429);
+    gateway.advance_s(HOUR_S);
+    assert_eq!(remaining(&client.get("/a").expect(200), "r"), 24);
+}
+
+#[test]
+fn a_limit_lowered_under_way_applies_to_what_all_shards_counted() {
+    // A rule that costs nothing shows, through its own limit, which configuration answered.
+    let toml = |limit: u32, shards: u32| {
+        format!(
+            "{}[rules.probe]\nkey = \"global\"\ncost = 0\nwindows = [\"{limit}/hour\"]\n\
+             [[routes]]\npath = \"/probe\"\nupstream = \"u\"\nrules = [\"probe\"]\n",
+            split(limit, shards, 1).replace("workers = 4", "workers = 1")
+        )
+    };
+    let mut gateway = Gateway::start(&toml(1000, 10));
+    let mut client = gateway.client();
+    (0..300).for_each(|_| drop(client.get("/a").expect(200)));
+    for (limit, shards, left) in [(200, 10, 0), (320, 10, 20), (330, 16, 10)] {
+        gateway.reload(&toml(limit, shards));
+        eventually("the new limit is known", || {
+            items(&client.get("/probe"), "ratelimit-policy")[0].get("q") == u64::from(limit)
+        });
+        (0..left).for_each(|_| drop(client.get("/a").expect(200)));
+        client.get("/a").expect(429);
+    }
+}

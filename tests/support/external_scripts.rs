@@ -1,0 +1,70 @@
+//! The servers and clients of tests/external: short programs around libraries that others wrote.
+//!
+//! They run in the virtual environment that `make parts` makes. A server says where it listens; a
+//! client goes through its checks, and one that did not hold fails the test.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+
+use super::DEADLINE;
+use super::external_servers::program;
+
+/// How long a client may take for all its checks. Each of them has a limit of its own.
+const ALL_CHECKS_S: &str = "300";
+
+/// A server that runs until the test ends.
+pub struct Script {
+    pub address: SocketAddr,
+    child: Child,
+}
+
+impl Script {
+    pub fn start(name: &str, arguments: &[impl AsRef<str>]) -> Script {
+        let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let (say, said) = channel();
+        // What it says later is of no interest, but it must find a reader.
+        thread::spawn(move || lines.map_while(Result::ok).for_each(|line| drop(say.send(line))));
+        let first = said.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
+        let address = first.strip_prefix("listening on ").and_then(|address| address.parse().ok());
+        let address = address.unwrap_or_else(|| panic!("{name} said {first:?}"));
+        Script { address, child }
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a client to its end.
+#[track_caller]
+pub fn check(name: &str, arguments: &[impl AsRef<str>]) {
+    let script = python(name, arguments);
+    let output = Command::new(program("timeout"))
+        .arg(ALL_CHECKS_S)
+        .arg(script.get_program())
+        .args(script.get_args())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !said.contains("FAILED"), "{name}: {}\n{said}{complaints}", output.status);
+}
+
+/// A program of tests/external.
+pub fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let python: PathBuf = root.join(".parts/clients/bin/python");
+    assert!(python.is_file(), "the clients of others are missing; `make parts` installs them");
+    let mut command = Command::new(python);
+    command.arg(root.join("parts").join(name)).args(arguments.iter().map(AsRef::as_ref));
+    command
+}

@@ -1,0 +1,169 @@
+//! Real servers from Debian and PyPI, each a process of its own that ends with the test.
+//!
+//! `make parts` installs them. One that is missing fails the test and says so: a test that did not
+//! run proves nothing.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::process::signal;
+use super::{DEADLINE, Scratch, eventually};
+
+/// A server beside the gateway.
+pub struct Part {
+    pub address: SocketAddr,
+    child: Child,
+    _scratch: Scratch,
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        // Not killed at first, for gunicorn has children to end.
+        signal(self.child.id(), "TERM");
+        let start = Instant::now();
+        while let Ok(None) = self.child.try_wait() {
+            if start.elapsed() > DEADLINE {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Part {
+    /// Its section of a configuration.
+    pub fn toml(&self, name: &str) -> String {
+        format!("[upstreams.{name}]\nservers = [\"http://{}\"]\n", self.address)
+    }
+}
+
+/// A program from Debian, wherever it is installed.
+pub fn program(name: &str) -> PathBuf {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut directories: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    directories.push("/usr/sbin".into());
+    let found = directories.into_iter().map(|directory| directory.join(name)).find(|path| path.is_file());
+    found.unwrap_or_else(|| panic!("`{name}` is missing; `make parts` installs it"))
+}
+
+/// The library that fakes clocks, where Debian's package puts it: its build for programs with several threads. The other
+/// one mixes up readings that threads make at the same time.
+pub fn faketime() -> PathBuf {
+    let architectures = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path());
+    let mut libraries = architectures.map(|path| path.join("faketime/libfaketimeMT.so.1"));
+    libraries.find(|library| library.exists()).expect("`faketime` is missing; `make parts` installs it")
+}
+
+/// A program of tests/external for Node.js, with the packages of tests/external/browser.
+pub fn node(name: &str) -> Command {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let home = tests.join(".parts/browser");
+    assert!(home.join("packages").is_file(), "what drives the browser is missing; `make parts` installs it");
+    let mut command = Command::new(home.join("bin/node"));
+    command.env("NODE_PATH", home.join("node_modules")).arg(tests.join("parts").join(name));
+    command
+}
+
+/// What runs httpbin, behind gunicorn.
+pub fn gunicorn(home: &Path, address: &str) -> Command {
+    let gunicorn = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/httpbin/bin/gunicorn");
+    assert!(gunicorn.is_file(), "httpbin is missing; `make parts` installs it");
+    let mut command = Command::new(gunicorn);
+    command
+        .args(["--bind", address, "--threads", "8", "--keep-alive", "30", "--graceful-timeout", "1"])
+        .args(["--no-control-socket", "httpbin:app"])
+        .current_dir(home);
+    command
+}
+
+/// httpbin, behind gunicorn.
+pub fn httpbin() -> Part {
+    let scratch = Scratch::new();
+    let mut child = gunicorn(scratch.path(), "127.0.0.1:0")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut address = None;
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut said = Vec::new();
+    // `[…] [INFO] Listening at: http://127.0.0.1:40123 (4711)`
+    for line in lines.by_ref().map_while(Result::ok) {
+        let after = line.split_once("Listening at: http://").map(|(_, after)| after.to_owned());
+        said.push(line);
+        if let Some(after) = after {
+            address = after.split(' ').next().and_then(|address| address.parse().ok());
+            break;
+        }
+    }
+    let address = address.unwrap_or_else(|| panic!("httpbin does not start: {said:?}"));
+    // What it says later is of no interest, but it must find a reader.
+    std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
+    Part { address, child, _scratch: scratch }
+}
+
+/// nginx, serving the files of `root`, which `fill` puts there.
+pub fn nginx(fill: impl FnOnce(&Path)) -> Part {
+    nginx_by("", "", fill)
+}
+
+/// nginx with parameters of `listen`, and settings of the server, of the test's own.
+pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part {
+    let scratch = Scratch::new();
+    let root = scratch.path().join("files");
+    fs::create_dir(&root).unwrap();
+    fill(&root);
+    let home = scratch.path().display().to_string();
+    // nginx takes no port 0. One that was free may be taken by the time it starts: then another.
+    for _ in 0..10 {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config = scratch.write("nginx.conf", nginx_config(&home, address, listen, settings));
+        let log = fs::File::create(scratch.path().join("nginx.log")).unwrap();
+        let mut child = Command::new(program("nginx"))
+            .args(["-e", "stderr", "-p", &home, "-c"])
+            .arg(config)
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let mut gone = false;
+        eventually("nginx starts", || {
+            gone = child.try_wait().unwrap().is_some();
+            gone || TcpStream::connect(address).is_ok()
+        });
+        if !gone {
+            return Part { address, child, _scratch: scratch };
+        }
+    }
+    panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());
+}
+
+/// What nginx is told, which has its files below `home`.
+pub fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
+    format!(
+        "daemon off; master_process off; pid {home}/nginx.pid; error_log stderr;
+         events {{ worker_connections 2048; }}
+         http {{
+             access_log off;
+             client_body_temp_path {home}/body; proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/fastcgi;
+             uwsgi_temp_path {home}/uwsgi; scgi_temp_path {home}/scgi;
+             types {{ text/html html; text/plain txt; application/octet-stream bin; }}
+             server {{
+                 listen {address} {listen};
+                 {settings}
+                 root {home}/files;
+                 autoindex on;
+                 location /compressed/ {{ gzip on; gzip_min_length 1; gzip_types text/plain; root {home}/files; }}
+                 location = /moved {{ return 301 /a.txt; }}
+                 location = /spoken {{ return 200 $server_protocol; }}
+                 location = /empty {{ return 204; }}
+                 location = /teapot {{ return 418 \"short and stout\\n\"; }}
+             }}
+         }}"
+    )
+}

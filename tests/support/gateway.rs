@@ -1,0 +1,130 @@
+//! A gateway in this process, with a clock that only the test moves.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use transom::clock::Clock;
+use transom::config::{self, Config};
+use transom::server;
+
+use super::client::{Answer, Client, HOST};
+use super::metrics_parser::Page;
+use super::panic_watch;
+
+/// When every gateway starts, unless the test says otherwise: the first second of a minute.
+pub const START_S: u64 = 1_700_000_100;
+
+pub struct Gateway {
+    inner: Option<server::Gateway>,
+    pub clock: Clock,
+    pub http: SocketAddr,
+    pub admin: SocketAddr,
+}
+
+impl Gateway {
+    pub fn start(toml: &str) -> Gateway {
+        Gateway::start_at(toml, START_S)
+    }
+
+    /// Starts at a time of the test's choice, Unix seconds.
+    pub fn start_at(toml: &str, unix_s: u64) -> Gateway {
+        Gateway::start_by(read(toml, ""), unix_s)
+    }
+
+    /// Starts with a clients file, whatever its name.
+    pub fn start_with(toml: &str, clients: &str) -> Gateway {
+        Gateway::start_by(read(toml, clients), START_S)
+    }
+
+    fn start_by(config: Config, unix_s: u64) -> Gateway {
+        panic_watch::begin();
+        let clock = Clock::manual(unix_s * 1000);
+        let inner = server::Gateway::start(config, clock.clone()).unwrap();
+        let (http, admin) = (inner.http()[0], inner.admin().unwrap());
+        Gateway { inner: Some(inner), clock, http, admin }
+    }
+
+    /// All addresses, in the order of the configuration.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().http()
+    }
+
+    /// The addresses that speak TLS, in the order of the configuration.
+    pub fn https(&self) -> &[SocketAddr] {
+        self.inner.as_ref().unwrap().https()
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(self.http)
+    }
+
+    /// One request on a connection of its own.
+    pub fn get(&self, target: &str) -> Answer {
+        self.client().get(target)
+    }
+
+    pub fn get_with(&self, target: &str, fields: &[(&str, &str)]) -> Answer {
+        self.client().get_with(target, fields)
+    }
+
+    pub fn advance(&self, by: Duration) {
+        self.clock.advance(by);
+    }
+
+    pub fn advance_s(&self, seconds: u64) {
+        self.advance(Duration::from_secs(seconds));
+    }
+
+    pub fn reload(&mut self, toml: &str) {
+        self.reload_with(toml, "");
+    }
+
+    pub fn reload_with(&mut self, toml: &str, clients: &str) {
+        self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
+    }
+
+    /// What the process does once a second.
+    pub fn catch_up(&mut self) {
+        self.inner.as_mut().unwrap().catch_up();
+    }
+
+    /// Drains it, and returns when nothing of it runs any more.
+    pub fn stop(mut self) {
+        self.inner.take().unwrap().drain();
+    }
+
+    /// A scrape, checked to be valid.
+    pub fn metrics(&self) -> Page {
+        let answer = Client::connect(self.admin).get_with("/metrics", &[("Host", &self.admin.to_string())]).expect(200);
+        Page::parse(&answer.text())
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        drop(self.inner.take());
+        panic_watch::assert_calm();
+    }
+}
+
+/// Reads a configuration; ports are the system's to choose unless it says otherwise.
+fn read(toml: &str, clients: &str) -> Config {
+    let toml = with_listen(toml);
+    let files = |path: &Path| match path.to_str() {
+        Some("clients.toml") => Ok(clients.as_bytes().to_vec()),
+        _ => std::fs::read(path),
+    };
+    config::read_with(&toml, &files).unwrap_or_else(|problems| panic!("{problems:?}\n{toml}"))
+}
+
+pub fn with_listen(toml: &str) -> String {
+    if toml.contains("[listen]") || toml.contains("listen =") {
+        toml.to_owned()
+    } else {
+        // Requests of tests have the Host of the gateway, also those to the admin address.
+        let admin =
+            if toml.contains("[admin]") { String::new() } else { format!("admin = {{ hosts = [\"{HOST}\"] }}\n") };
+        format!("listen = {{ http = \"127.0.0.1:0\", admin = \"127.0.0.1:0\" }}\n{admin}{toml}")
+    }
+}

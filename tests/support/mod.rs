@@ -1,0 +1,139 @@
+//! The language of the integration tests.
+//!
+//! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
+//! binary, and `dynasty` several in a row; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
+//! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
+//! from Debian and PyPI, `redis`, `redis_cluster` and `sentinel` those that counters are shared through, `shared` asks them, gateways share by `siblings`; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
+//! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
+//! what the gateway says about limits and metrics, `judge` counts who was admitted how often.
+//!
+//! A panic in any thread of a gateway or an upstream fails the test: see `watch`.
+
+pub mod client;
+pub mod client_certificates;
+pub mod compare_direct;
+pub mod external_scripts;
+pub mod external_servers;
+pub mod gateway;
+pub mod gateway_group;
+pub mod http2_client;
+pub mod http2_upstream;
+pub mod jwt_issuer;
+pub mod load_checker;
+pub mod metrics_parser;
+pub mod panic_watch;
+pub mod process;
+pub mod ratelimit_parser;
+pub mod redis;
+pub mod redis_client;
+pub mod redis_cluster;
+pub mod sentinel;
+pub mod test_ca;
+pub mod tls;
+pub mod tls_gateway;
+pub mod upgrade_chain;
+pub mod upstream;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long anything may take before the test gives up on it. Generous: machines are busy.
+pub const DEADLINE: Duration = Duration::from_secs(30);
+
+/// What the product promises in time is tested with this much more: on a busy machine the threads of the test and of
+/// the gateway may each wait for a core.
+const BUSY_FACTOR: u32 = 4;
+const BUSY_PAUSE: Duration = Duration::from_secs(2);
+
+/// The result of an action that must end within the time that the product promises, widened for a busy machine.
+#[track_caller]
+pub fn within<T>(promised: Duration, action: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let result = action();
+    let took = start.elapsed();
+    assert!(took <= promised * BUSY_FACTOR + BUSY_PAUSE, "promised within {promised:?}, took {took:?}");
+    result
+}
+
+/// A random generator whose seed is printed, so that a failed test shows it. `TRANSOM_SEED` sets the seed.
+pub fn seeded_rng() -> fastrand::Rng {
+    let text = std::env::var("TRANSOM_SEED");
+    let seed = text.map_or_else(|_unset| fastrand::u64(..), |text| text.parse().expect("`TRANSOM_SEED` is a number"));
+    println!("TRANSOM_SEED={seed}");
+    fastrand::Rng::with_seed(seed)
+}
+
+/// Waits until something holds, and fails if it does not within the deadline.
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A configuration with one route for everything, without rules.
+pub fn pass_all(upstream: &upstream::Upstream) -> String {
+    format!("{}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"))
+}
+
+/// A configuration with one route for everything to these servers, of an upstream called `u` with these
+/// settings.
+pub fn pass_to(servers: &[std::net::SocketAddr], settings: &str) -> String {
+    let servers: Vec<String> = servers.iter().map(|address| format!("\"http://{address}\"")).collect();
+    format!(
+        "[upstreams.u]\nservers = [{}]\n{settings}\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        servers.join(", ")
+    )
+}
+
+/// A configuration of one rule, called `r`, on everything that goes to the built-in upstream.
+pub fn one_rule(rule: &str) -> String {
+    format!(
+        "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\n{rule}\n\
+         [[routes]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nrules = [\"r\"]\n"
+    )
+}
+
+/// A directory that is removed with the test.
+#[derive(Debug)]
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Scratch {
+        Scratch::under(std::env::temp_dir())
+    }
+
+    /// In memory, as counters files should be: on tmpfs.
+    pub fn in_memory() -> Scratch {
+        Scratch::under(PathBuf::from("/dev/shm"))
+    }
+
+    fn under(folder: PathBuf) -> Scratch {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("transom-it-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let path = folder.join(name);
+        fs::create_dir_all(&path).unwrap();
+        Scratch(path)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn write(&self, name: &str, text: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.join(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A directory that stays behind is no failure of what was tested.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

@@ -1,0 +1,213 @@
+//! The real binary as a process: signals, exit codes, and what it prints.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::ops::{Deref, DerefMut};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::{fs, thread};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::client::{Answer, Client};
+use super::gateway::with_listen;
+use super::metrics_parser::Page;
+use super::{Scratch, eventually};
+
+pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
+
+/// A process in a group of its own. The whole group is killed when it is dropped: also processes that it has started, such
+/// as those of an upgrade, and also if the test fails.
+pub struct Owned(Child);
+
+impl Owned {
+    pub fn spawn(command: &mut Command) -> Owned {
+        Owned(command.process_group(0).spawn().unwrap())
+    }
+}
+
+impl Deref for Owned {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Owned {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        let group = Pid::from_raw(self.0.id().cast_signed()).unwrap();
+        // Nothing is left of the group if all have ended.
+        let _ = kill_process_group(group, Signal::KILL);
+        let _ = self.0.wait();
+    }
+}
+
+pub struct Process {
+    child: Owned,
+    printed: Arc<Mutex<Vec<String>>>,
+    pub http: SocketAddr,
+    pub https: Option<SocketAddr>,
+    pub admin: SocketAddr,
+    pub scratch: Scratch,
+}
+
+impl Process {
+    pub fn spawn(toml: &str) -> Process {
+        Process::spawn_by(Command::new(BINARY), toml, Scratch::new())
+    }
+
+    /// Like `spawn`, with a clients file beside the configuration.
+    pub fn spawn_with(toml: &str, clients: &str) -> Process {
+        let scratch = Scratch::new();
+        scratch.write("clients.toml", clients);
+        Process::spawn_by(Command::new(BINARY), toml, scratch)
+    }
+
+    /// Like `spawn`, through a command that runs the binary, such as one that fakes the time.
+    pub fn spawn_by(mut command: Command, toml: &str, scratch: Scratch) -> Process {
+        let file = scratch.write("gateway.toml", with_listen(toml));
+        let log = fs::File::create(scratch.path().join("stderr")).unwrap();
+        command.arg("--config").arg(file).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        let mut child = Owned::spawn(&mut command);
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut address = |prefix: &str| {
+            let line = lines.next().and_then(Result::ok).unwrap_or_else(|| {
+                panic!("it did not start: {}", fs::read_to_string(scratch.path().join("stderr")).unwrap())
+            });
+            line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line}")).parse().unwrap()
+        };
+        let http = address("listening on http://");
+        let https = toml.contains("listen.https").then(|| address("listening on https://"));
+        let admin = address("admin on http://");
+        let printed = Arc::new(Mutex::new(Vec::new()));
+        thread::spawn({
+            let printed = Arc::clone(&printed);
+            move || lines.map_while(Result::ok).for_each(|line| printed.lock().unwrap().push(line))
+        });
+        Process { child, printed, http, https, admin, scratch }
+    }
+
+    pub fn config(&self) -> PathBuf {
+        self.scratch.path().join("gateway.toml")
+    }
+
+    pub fn rewrite(&self, toml: &str) {
+        self.rewrite_file("gateway.toml", &with_listen(toml));
+    }
+
+    /// Replaces a file beside the configuration, or the configuration itself.
+    pub fn rewrite_file(&self, name: &str, text: &str) {
+        // In one step, as editors and configuration managers do it.
+        let new = self.scratch.write(&format!("{name}.written"), text);
+        fs::rename(new, self.scratch.path().join(name)).unwrap();
+    }
+
+    pub fn client(&self) -> Client {
+        Client::connect(self.http)
+    }
+
+    pub fn get(&self, target: &str) -> Answer {
+        self.client().get(target)
+    }
+
+    pub fn admin_get(&self, target: &str) -> Answer {
+        Client::connect(self.admin).get_with(target, &[("Host", &self.admin.to_string())])
+    }
+
+    pub fn metrics(&self) -> Page {
+        Page::parse(&self.admin_get("/metrics").expect(200).text())
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// `TERM`, `INT`, `HUP` or `USR2`.
+    pub fn signal(&self, name: &str) {
+        signal(self.child.id(), name);
+    }
+
+    /// Waits until a reload with this outcome has been counted `times` times.
+    pub fn reloaded(&self, outcome: &str, times: u64) {
+        eventually("the reload is counted", || {
+            self.metrics().sum("transom_config_reloads_total", &[("outcome", outcome)]) == times
+        });
+    }
+
+    /// As [`Process::reloaded`], where the change and the signal may each have caused a reload.
+    pub fn reloaded_at_least(&self, times: u64) {
+        eventually("the reload is counted", || {
+            self.metrics().sum("transom_config_reloads_total", &[("outcome", "applied")]) >= times
+        });
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    pub fn wait(&mut self) -> ExitStatus {
+        let mut status = None;
+        eventually("the process ends", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+
+    /// The lines on standard output behind those that tell the addresses.
+    pub fn printed(&self) -> Vec<String> {
+        self.printed.lock().unwrap().clone()
+    }
+
+    pub fn stderr(&self) -> String {
+        fs::read_to_string(self.scratch.path().join("stderr")).unwrap()
+    }
+
+    /// Waits until it has said this on standard error, and tells all that it said.
+    pub fn says(&self, text: &str) -> String {
+        eventually(&format!("it says `{text}`"), || self.stderr().contains(text));
+        self.stderr()
+    }
+
+    /// A number of `/proc/PID/status` in kB, such as `VmHWM`.
+    pub fn memory_kb(&self, name: &str) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let log = self.stderr();
+        if thread::panicking() {
+            eprintln!("the gateway said:\n{log}");
+        } else {
+            assert!(!log.contains("panicked at"), "the gateway panicked:\n{log}");
+        }
+    }
+}
+
+/// Sends a signal to a process.
+pub fn signal(pid: u32, name: &str) {
+    let sent = Command::new("sh").arg("-c").arg(format!("kill -{name} {pid}")).status().unwrap();
+    assert!(sent.success());
+}
+
+/// Runs the binary to its end: exit code, what it printed, what it complained about.
+pub fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::new(BINARY).args(arguments).stdin(Stdio::null()).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}

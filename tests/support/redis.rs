@@ -1,0 +1,231 @@
+//! A real redis-server, a process of its own on a free port of loopback, with its files in a folder that goes with it.
+//!
+//! It keeps nothing on disk unless the test says so: one that is started again is empty, as after a crash without a
+//! backup. It can also be reached through a socket in its folder, which is how the test looks into it,
+//! whatever the port speaks.
+
+use std::collections::HashSet;
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+
+use fastrand::Rng;
+
+use super::process::signal;
+use super::tls::Authority;
+use super::{Scratch, eventually, external_servers};
+
+pub struct RedisServer {
+    pub port: u16,
+    child: Option<Child>,
+    scratch: Scratch,
+    /// How the process is begun; another clock, for instance.
+    environment: Vec<(&'static str, String)>,
+    password: Option<String>,
+    scheme: &'static str,
+}
+
+impl RedisServer {
+    pub fn start() -> RedisServer {
+        RedisServer::with("")
+    }
+
+    /// With lines of redis.conf, such as `requirepass`, `user` or `maxmemory`.
+    pub fn with(lines: &str) -> RedisServer {
+        RedisServer::start_in(Scratch::new(), lines, "redis", Vec::new())
+    }
+
+    /// A replica of another, which follows it when it returns.
+    pub fn replica_of(master: &RedisServer, lines: &str) -> RedisServer {
+        let replica = RedisServer::with(&format!("{lines}\nreplicaof 127.0.0.1 {}", master.port));
+        eventually("the replica has its master's data", || {
+            replica.cli(&["INFO", "replication"]).contains("master_link_status:up")
+        });
+        replica
+    }
+
+    /// Its port speaks TLS, with a certificate of this authority for `localhost` and 127.0.0.1, and believes the
+    /// clients' certificates that it issued.
+    pub fn with_tls(authority: &Authority, lines: &str) -> RedisServer {
+        let scratch = Scratch::new();
+        let issued = authority.issue(&["localhost", "127.0.0.1"]);
+        scratch.write("server.pem", &issued.pem);
+        scratch.write("server.key", &issued.key_pem);
+        scratch.write("authority.pem", &authority.pem);
+        let tls = "tls-cert-file server.pem\ntls-key-file server.key\ntls-ca-cert-file authority.pem\n";
+        let clients = if lines.contains("tls-auth-clients") { "" } else { "tls-auth-clients no\n" };
+        RedisServer::start_in(scratch, &format!("{tls}{clients}{lines}"), "rediss", Vec::new())
+    }
+
+    /// Its clock is so many seconds ahead of the machine's, or behind.
+    pub fn at_clock(ahead_s: i64, lines: &str) -> RedisServer {
+        let environment = vec![
+            // The C library's memory before jemalloc's, which looks at the clock before libfaketime is ready.
+            ("LD_PRELOAD", format!("{}:libc.so.6", external_servers::faketime().display())),
+            ("FAKETIME", format!("{ahead_s:+}")),
+            ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
+        ];
+        RedisServer::start_in(Scratch::new(), lines, "redis", environment)
+    }
+
+    fn start_in(
+        scratch: Scratch,
+        lines: &str,
+        scheme: &'static str,
+        environment: Vec<(&'static str, String)>,
+    ) -> RedisServer {
+        let password = lines.lines().find_map(|line| line.trim().strip_prefix("requirepass ")).map(str::to_owned);
+        let mut server = RedisServer { port: 0, child: None, scratch, environment, password, scheme };
+        // A port that was free may be taken by the time it starts: then another.
+        for _ in 0..10 {
+            server.port = free_port();
+            server.configure(lines);
+            if server.try_start() {
+                return server;
+            }
+        }
+        panic!("redis-server does not start:\n{}", server.log());
+    }
+
+    fn configure(&self, lines: &str) {
+        let port = if self.scheme == "rediss" { "port 0\ntls-port" } else { "port" };
+        let text = format!(
+            "{port} {}\nbind 127.0.0.1\ndir {}\nunixsocket redis.sock\nsave \"\"\nappendonly no\n{lines}\n",
+            self.port,
+            self.scratch.path().display(),
+        );
+        self.scratch.write("redis.conf", text);
+    }
+
+    /// Starts the process and waits until it answers; `false` if it ends instead.
+    fn try_start(&mut self) -> bool {
+        let log = fs::File::options().create(true).append(true).open(self.scratch.path().join("log")).unwrap();
+        // One that was killed leaves its socket behind.
+        let _ = fs::remove_file(self.socket());
+        let mut child = Command::new(external_servers::program("redis-server"))
+            .arg("redis.conf")
+            .current_dir(self.scratch.path())
+            .envs(self.environment.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stderr(log.try_clone().unwrap())
+            .stdout(log)
+            .spawn()
+            .unwrap();
+        let mut gone = false;
+        eventually("redis-server answers", || {
+            gone = child.try_wait().unwrap().is_some();
+            gone || (self.socket().exists() && self.cli(&["PING"]) == "PONG")
+        });
+        self.child = Some(child);
+        !gone
+    }
+
+    /// Where it listens, as the gateway's configuration has it, without a user or password.
+    pub fn url(&self) -> String {
+        format!("{}://127.0.0.1:{}", self.scheme, self.port)
+    }
+
+    /// Its socket in the file system.
+    pub fn socket(&self) -> PathBuf {
+        self.scratch.path().join("redis.sock")
+    }
+
+    pub fn folder(&self) -> &Path {
+        self.scratch.path()
+    }
+
+    /// What redis-cli prints for a command, without the last line's end. Errors are an answer like any other.
+    pub fn cli(&self, command: &[&str]) -> String {
+        let mut cli = Command::new("timeout");
+        cli.arg("30").arg(external_servers::program("redis-cli")).arg("-s").arg(self.socket());
+        if let Some(password) = &self.password {
+            cli.env("REDISCLI_AUTH", password);
+        }
+        let output = cli.args(command).stdin(Stdio::null()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+    }
+
+    /// A number that a command answers with; 0 for nothing.
+    pub fn number(&self, command: &[&str]) -> i64 {
+        let said = self.cli(command);
+        if said.is_empty() { 0 } else { said.parse().unwrap_or_else(|_| panic!("{command:?}: {said}")) }
+    }
+
+    /// Its keys, in order.
+    pub fn keys(&self) -> Vec<String> {
+        let mut keys: Vec<String> = self.cli(&["KEYS", "*"]).lines().map(str::to_owned).collect();
+        keys.sort();
+        keys
+    }
+
+    /// How often a command was called since it started, such as `evalsha`; within scripts as well.
+    pub fn calls(&self, command: &str) -> u64 {
+        let said = self.cli(&["INFO", "commandstats"]);
+        let line = said.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
+    }
+
+    /// Stands still: connections stay open, and nothing is answered.
+    pub fn stop(&self) {
+        signal(self.id(), "STOP");
+    }
+
+    /// Goes on after `stop`.
+    pub fn cont(&self) {
+        signal(self.id(), "CONT");
+    }
+
+    /// Ends it at once. Whoever connects is refused from then on.
+    pub fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    /// Starts it again at the same port after `kill`.
+    pub fn restart(&mut self) {
+        self.kill();
+        assert!(self.try_start(), "redis-server does not start again:\n{}", self.log());
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.child.is_some()
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.as_ref().expect("it runs").id()
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.scratch.path().join("log")).unwrap_or_default()
+    }
+}
+
+impl Drop for RedisServer {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("redis-server at port {} said:\n{}", self.port, self.log());
+        }
+    }
+}
+
+/// A port that nobody listens on, and not the one ten thousand above it, where nodes of a cluster talk to one another.
+/// The system gives neither to outgoing connections, so that a server that is killed can come back to it.
+pub fn free_port() -> u16 {
+    static GIVEN: Mutex<Option<HashSet<u16>>> = Mutex::new(None);
+    let mut given = GIVEN.lock().unwrap();
+    let given = given.get_or_insert_default();
+    let is_free = |port: u16| TcpListener::bind(("127.0.0.1", port)).is_ok();
+    let mut rng = Rng::new();
+    let found = (0..1000).map(|_| rng.u16(10_000..22_000)).find(|port| {
+        let fresh = !given.contains(port) && !given.contains(&(port + 10_000));
+        fresh && is_free(*port) && is_free(port + 10_000)
+    });
+    let port = found.expect("a free port");
+    given.insert(port);
+    port
+}

@@ -1,0 +1,109 @@
+//! A store of one event loop, asked directly: what tests about shared counters say to it.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, LocalOptions};
+use transom::config::redis::{Node, Nodes, Shared};
+use transom::redis_store::client::{RedisClient, StoreError};
+use transom::redis_store::scripts::{Answer, At, CounterReply, CounterRequest};
+
+use super::DEADLINE;
+use super::load_checker::now_ms;
+use super::redis::RedisServer;
+
+pub fn node(port: u16) -> Node {
+    Node::Tcp { host: "127.0.0.1".to_owned(), port }
+}
+
+pub fn single(redis: &RedisServer) -> Shared {
+    Shared::at(Nodes::Single(node(redis.port)))
+}
+
+/// Runs a test on an event loop like the gateway's.
+pub fn on_loop<T>(test: impl Future<Output = T>) -> T {
+    let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).unwrap();
+    runtime.block_on(async { tokio::time::timeout(3 * DEADLINE, test).await.expect("the test ends") })
+}
+
+/// One token, or none, of a plain window that is open for a minute more.
+pub fn plain(base: &str, number: u64, limit: u32) -> CounterRequest {
+    let end_ms = now_ms() + 60_000;
+    let at = At::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
+    want(base, at, limit)
+}
+
+pub fn grid(base: &str, number: u64, limit: u32) -> CounterRequest {
+    let end_ms = now_ms() + 60_000;
+    want(base, At::Grid { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
+}
+
+pub fn floating(base: &str, period_ms: u64, limit: u32) -> CounterRequest {
+    want(base, At::Floating { period_ms }, limit)
+}
+
+fn want(base: &str, at: At, limit: u32) -> CounterRequest {
+    CounterRequest {
+        base: Rc::from(base),
+        at,
+        limit,
+        ceiling: u64::from(limit),
+        need: 1,
+        want: 1,
+        least: 0,
+        asked_ms: 0,
+    }
+}
+
+/// How it went for each counter: granted or refused.
+pub fn granted(answer: Answer) -> Vec<CounterReply> {
+    match answer {
+        Answer::Granted { took, .. } => took,
+        other => panic!("{other:?}"),
+    }
+}
+
+pub fn refused(answer: Answer) -> Vec<CounterReply> {
+    match answer {
+        Answer::Refused { took, .. } => took,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Asks until there is an answer, whichever.
+pub async fn answered(store: &RedisClient, wants: &[CounterRequest]) -> Answer {
+    let start = std::time::Instant::now();
+    loop {
+        match store.take(wants, 0).await {
+            Ok(answer) => return answer,
+            Err(StoreError::Key(why)) => panic!("{why}"),
+            Err(StoreError::Unreachable(why)) => assert!(start.elapsed() < DEADLINE, "{why}"),
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// What became of many calls for one token.
+#[derive(Default, Debug)]
+pub struct Tally {
+    pub granted: u64,
+    pub refused: u64,
+    /// Whether they were counted is not known.
+    pub unknown: u64,
+}
+
+impl Tally {
+    pub fn add(&mut self, said: &Result<Answer, StoreError>) {
+        match said {
+            Ok(Answer::Granted { .. }) => self.granted += 1,
+            Ok(_) => self.refused += 1,
+            Err(_) => self.unknown += 1,
+        }
+    }
+
+    /// Nothing was counted twice, and nothing was forgotten.
+    #[track_caller]
+    pub fn agrees_with(&self, counted: u64) {
+        assert!((self.granted..=self.granted + self.unknown).contains(&counted), "{counted} counted: {self:?}");
+    }
+}

@@ -1,0 +1,139 @@
+//! A Redis Cluster of three masters, put together by redis-cli. Each has a third of the slots; there are no replicas, so a
+//! node that is killed takes its slots along, and the others go on with theirs.
+
+use std::process::{Command, Stdio};
+
+use super::eventually;
+use super::external_servers;
+use super::redis::RedisServer;
+
+const LINES: &str = "cluster-enabled yes\ncluster-node-timeout 2000\ncluster-require-full-coverage no";
+
+pub struct RedisCluster {
+    pub nodes: Vec<RedisServer>,
+}
+
+impl RedisCluster {
+    pub fn start() -> RedisCluster {
+        RedisCluster::with("")
+    }
+
+    /// With lines of redis.conf for each node.
+    pub fn with(lines: &str) -> RedisCluster {
+        let nodes: Vec<RedisServer> = (0..3).map(|_| RedisServer::with(&format!("{LINES}\n{lines}"))).collect();
+        let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
+        let created = Command::new("timeout")
+            .arg("60")
+            .arg(external_servers::program("redis-cli"))
+            .args(["--cluster", "create"])
+            .args(addresses)
+            .arg("--cluster-yes")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        assert!(created.status.success(), "{}", String::from_utf8_lossy(&created.stdout));
+        let cluster = RedisCluster { nodes };
+        cluster.settle();
+        cluster
+    }
+
+    /// Waits until every node that runs says that all is well.
+    pub fn settle(&self) {
+        for node in &self.nodes {
+            eventually("the cluster is complete", || {
+                let info = node.cli(&["CLUSTER", "INFO"]);
+                let all = ["cluster_state:ok", "cluster_slots_ok:16384", "cluster_known_nodes:3"];
+                all.iter().all(|line| info.contains(line))
+            });
+        }
+    }
+
+    /// Its nodes as a list of the gateway's configuration.
+    pub fn urls(&self) -> String {
+        let urls: Vec<String> = self.nodes.iter().map(|node| format!("\"{}\"", node.url())).collect();
+        format!("[{}]", urls.join(", "))
+    }
+
+    pub fn slot(&self, key: &str) -> u16 {
+        let running = self.nodes.iter().find(|node| node.is_running()).expect("a node that runs");
+        u16::try_from(running.number(&["CLUSTER", "KEYSLOT", key])).unwrap()
+    }
+
+    /// The position of the node that has a slot, as it says itself.
+    pub fn owner(&self, slot: u16) -> usize {
+        let has = |node: &RedisServer| {
+            let nodes = node.cli(&["CLUSTER", "NODES"]);
+            let own = nodes.lines().find(|line| line.contains("myself")).unwrap_or_default();
+            own.split(' ').skip(8).any(|range| {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                matches!((first.parse::<u16>(), last.parse::<u16>()), (Ok(first), Ok(last)) if (first..=last).contains(&slot))
+            })
+        };
+        let owner = self.nodes.iter().position(|node| node.is_running() && has(node));
+        owner.unwrap_or_else(|| panic!("nobody has slot {slot}"))
+    }
+
+    /// The node that has a key, asked about it.
+    pub fn cli(&self, key: &str, command: &[&str]) -> String {
+        self.nodes[self.owner(self.slot(key))].cli(command)
+    }
+
+    /// All keys of all nodes that run, in order.
+    pub fn keys(&self) -> Vec<String> {
+        let mut keys: Vec<String> =
+            self.nodes.iter().filter(|node| node.is_running()).flat_map(RedisServer::keys).collect();
+        keys.sort();
+        keys
+    }
+
+    /// Moves a slot with its keys, while clients use it: for a moment, each key may be at either node.
+    pub fn move_slot(&self, slot: u16, to: usize) {
+        let from = self.owner(slot);
+        assert_ne!(from, to);
+        self.begin_move(slot, from, to);
+        self.carry(slot, from, to);
+        self.end_move(slot, from, to);
+    }
+
+    /// From here on the old node sends whoever asks for a key that it does not have to the new one (ASK).
+    pub fn begin_move(&self, slot: u16, from: usize, to: usize) {
+        let slot = slot.to_string();
+        self.ok(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.id(from)]);
+        self.ok(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", &self.id(to)]);
+    }
+
+    /// Takes the keys of a slot over, one by one, until there are none.
+    pub fn carry(&self, slot: u16, from: usize, to: usize) {
+        let port = self.nodes[to].port.to_string();
+        loop {
+            let keys = self.nodes[from].cli(&["CLUSTER", "GETKEYSINSLOT", &slot.to_string(), "100"]);
+            if keys.is_empty() {
+                return;
+            }
+            for key in keys.lines() {
+                let said = self.nodes[from].cli(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
+                // NOKEY: its window has ended.
+                assert!(said == "OK" || said == "NOKEY", "{said}");
+            }
+        }
+    }
+
+    /// Says that a slot is now the other node's, to all.
+    pub fn end_move(&self, slot: u16, from: usize, to: usize) {
+        let (slot, id) = (slot.to_string(), self.id(to));
+        let others = (0..self.nodes.len()).filter(|node| ![from, to].contains(node) && self.nodes[*node].is_running());
+        // The new one first, so that there is always one who has it.
+        [to, from]
+            .into_iter()
+            .chain(others)
+            .for_each(|node| self.ok(node, &["CLUSTER", "SETSLOT", &slot, "NODE", &id]));
+    }
+
+    fn id(&self, node: usize) -> String {
+        self.nodes[node].cli(&["CLUSTER", "MYID"])
+    }
+
+    fn ok(&self, node: usize, command: &[&str]) {
+        assert_eq!(self.nodes[node].cli(command), "OK", "{command:?}");
+    }
+}
