@@ -74,7 +74,7 @@ model:
 
 # `make test` kills a few times; this says what came of it.
 kills:
-	TRANSOM_KILLS=$(KILLS) cargo test --locked --test integration -- kills:: killed_while --nocapture --test-threads=1
+	TRANSOM_KILLS=$(KILLS) cargo test --locked --test integration -- kills:: kill_while --nocapture --test-threads=1
 
 # Four gateways on one Redis, killed under load.
 kills-shared:
@@ -83,7 +83,7 @@ kills-shared:
 # Two upstream servers killed and started again under 2,000 requests a second, with the default settings. A release build,
 # for the load.
 failover:
-	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_nothing_under_load --nocapture --test-threads=1
+	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_no_request_under_load --nocapture --test-threads=1
 
 # A nightly compiler instruments what the fuzzer runs. Where there is none, the one that builds everything else is told
 # to take the flags of one: that holds for this build alone, which nobody ships. Inputs are long from the first:

@@ -95,7 +95,7 @@ fn counted_and_written(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
 }
 
 #[test]
-fn every_answer_of_the_gateway_is_counted_and_written() {
+fn every_response_of_the_gateway_is_counted_and_logged() {
     let get = |fields: &str| format!("GET / HTTP/1.1\r\n{fields}\r\n").into_bytes();
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let cases = [
@@ -115,7 +115,7 @@ fn every_answer_of_the_gateway_is_counted_and_written() {
 }
 
 #[test]
-fn a_connection_that_is_turned_away_with_an_answer_is_counted_and_written() {
+fn a_connection_refused_with_a_response_is_counted_and_logged() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
@@ -133,7 +133,7 @@ fn a_connection_that_is_turned_away_with_an_answer_is_counted_and_written() {
 }
 
 #[test]
-fn the_answer_to_head_is_not_cut_off() {
+fn a_response_to_head_is_not_logged_as_cut_off() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
@@ -154,7 +154,7 @@ fn the_answer_to_head_is_not_cut_off() {
 }
 
 #[test]
-fn many_requests_at_once_are_all_written_and_none_is_torn() {
+fn concurrent_requests_are_logged_as_whole_lines() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let toml = format!(
@@ -180,7 +180,7 @@ fn many_requests_at_once_are_all_written_and_none_is_torn() {
 }
 
 #[test]
-fn a_log_that_was_moved_away_is_opened_anew_on_a_signal() {
+fn a_signal_reopens_a_moved_log_file() {
     let scratch = Scratch::new();
     let (file, moved) = (scratch.path().join("access.log"), scratch.path().join("access.log.1"));
     let toml = format!("{}[access_log]\nfile = \"{}\"\n", pass_all(&Upstream::replying(200)), file.display());
@@ -228,7 +228,7 @@ fn a_reload_turns_the_log_on_and_off() {
 }
 
 #[test]
-fn standard_output_is_a_log_as_well_and_off_is_off() {
+fn the_log_may_be_standard_output_or_off() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
     let mut process = Process::spawn(&format!("{toml}[access_log]\nfile = \"stdout\"\n"));
     process.get("/a").expect(200);
@@ -246,7 +246,7 @@ fn standard_output_is_a_log_as_well_and_off_is_off() {
 }
 
 #[test]
-fn a_client_that_goes_away_is_written_down_as_well() {
+fn a_client_that_disconnects_is_logged() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let upstream = Upstream::with(|talk| {

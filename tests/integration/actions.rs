@@ -22,7 +22,7 @@ fn target(settings: &str, asked: &str) -> String {
 }
 
 #[test]
-fn prefixes_are_stripped_and_replaced() {
+fn path_prefixes_are_stripped_and_replaced() {
     for (settings, asked, seen) in [
         ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api\"", "/api/a/b?c=d", "/a/b?c=d"),
         ("path = \"/api/{*rest}\"\nstrip_prefix = \"/api/\"", "/api/", "/"),
@@ -44,7 +44,7 @@ fn prefixes_are_stripped_and_replaced() {
 }
 
 #[test]
-fn the_key_is_that_of_the_request_as_it_came() {
+fn rules_see_the_request_before_route_actions() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!(
         "[rules.r]\nkey = [\"path\", \"header:x-user\"]\non_missing_key = \"refuse\"\nwindows = [\"10/day\"]\n{}",
@@ -62,7 +62,7 @@ fn the_key_is_that_of_the_request_as_it_came() {
 }
 
 #[test]
-fn fields_are_set_added_and_removed() {
+fn header_fields_are_set_added_and_removed() {
     let upstream = Upstream::answering(|_| {
         reply(200, &[("Server", "secret/1"), ("X-Powered-By", "x"), ("Vary", "Accept"), ("X-Old", "1")], b"fine")
     });
@@ -95,7 +95,7 @@ remove = [\"server\", \"x-powered-by\"]
 }
 
 #[test]
-fn redirects_send_clients_elsewhere_and_are_counted() {
+fn redirects_are_answered_and_counted() {
     let gateway = Gateway::start(
         "[rules.r]\nkey = \"ip\"\nwindows = [\"4/day\"]
 [[routes]]
@@ -125,7 +125,7 @@ redirect = { to = \"https://www.example.com{uri}\", status = 301 }
 }
 
 #[test]
-fn fixed_answers_need_no_upstream() {
+fn fixed_responses_need_no_upstream() {
     let gateway = Gateway::start(
         "[[routes]]\npath = \"/robots.txt\"\nrespond = { body = \"User-agent: *\\nDisallow: /\\n\" }
 [[routes]]\npath = \"/none\"\nrespond = { status = 204 }
@@ -147,7 +147,7 @@ fn fixed_answers_need_no_upstream() {
 }
 
 #[test]
-fn whoever_comes_in_the_clear_is_sent_to_https() {
+fn plain_http_requests_are_redirected_to_https() {
     let upstream = Upstream::replying(200);
     let toml = format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ntrusted_proxies = \"127.0.0.1\"\n{}
@@ -179,7 +179,7 @@ upstream = \"u\"
 }
 
 #[test]
-fn a_route_waits_as_long_as_it_says() {
+fn a_route_has_its_own_response_timeout() {
     const WAIT: Duration = Duration::from_millis(200);
     let silent = Upstream::with(|talk: &mut Talk| {
         talk.head();

@@ -38,7 +38,7 @@ fn opened_by_another(listen: &str, scratch: Scratch, environment: &[(&str, &Path
 const ALL: &str = "http = \"127.0.0.1:PORT0\"\nadmin = \"127.0.0.1:PORT1\"";
 
 #[test]
-fn sockets_that_are_handed_over_are_served_by_every_loop() {
+fn inherited_sockets_are_served_by_every_worker() {
     let process = opened_by_another(ALL, Scratch::new(), &[]);
     let text = std::fs::read_to_string(process.config()).unwrap();
     assert!(text.contains(&process.http.to_string()) && text.contains(&process.admin.to_string()), "{text}");
@@ -50,7 +50,7 @@ fn sockets_that_are_handed_over_are_served_by_every_loop() {
 }
 
 #[test]
-fn a_service_manager_is_told_what_the_gateway_is_at() {
+fn the_service_manager_is_notified_of_the_gateways_state() {
     let scratch = Scratch::new();
     let path = scratch.path().join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
@@ -70,7 +70,7 @@ fn a_service_manager_is_told_what_the_gateway_is_at() {
 }
 
 #[test]
-fn a_socket_that_nobody_asked_for_is_a_failure_to_start() {
+fn an_unexpected_inherited_socket_fails_the_start() {
     let scratch = Scratch::new();
     let toml = format!("[listen]\nhttp = \"127.0.0.1:PORT0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let file = scratch.write("gateway.toml", toml);

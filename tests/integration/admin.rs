@@ -20,7 +20,7 @@ fn toml(upstream: &Upstream) -> String {
 }
 
 #[test]
-fn health_and_readiness_are_told() {
+fn health_and_readiness_are_reported() {
     let gateway = Gateway::start(&toml(&Upstream::replying(200)));
     let mut client = Client::connect(gateway.admin);
     for target in ["/healthz", "/readyz"] {
@@ -36,7 +36,7 @@ fn health_and_readiness_are_told() {
 }
 
 #[test]
-fn every_metric_has_the_name_the_kind_and_the_labels_that_were_promised() {
+fn every_metric_has_its_documented_name_type_and_labels() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
     for status in [200, 200, 200, 429, 429] {
@@ -107,7 +107,7 @@ fn connections_are_counted_while_they_are_open() {
 }
 
 #[test]
-fn what_clients_send_never_becomes_a_label() {
+fn client_input_never_becomes_a_label() {
     let upstream = Upstream::answering(|received| {
         let status = received.target.rsplit('/').next().and_then(|n| n.parse().ok()).unwrap_or(200);
         reply(status, &[], b"")
@@ -131,7 +131,7 @@ fn what_clients_send_never_becomes_a_label() {
 }
 
 #[test]
-fn a_silent_scraper_does_not_keep_others_from_scraping() {
+fn an_idle_scraper_does_not_block_others() {
     let gateway = Gateway::start(&toml(&Upstream::replying(200)));
     let _silent: Vec<_> = (0..50)
         .map(|n| {
@@ -145,7 +145,7 @@ fn a_silent_scraper_does_not_keep_others_from_scraping() {
 
 /// A page of any site can have its own name lead to the admin address; only names of its own are answered.
 #[test]
-fn the_admin_address_is_asked_by_its_own_names_only() {
+fn the_admin_address_accepts_its_configured_hosts_only() {
     let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
     let gateway = Gateway::start(&format!("{}{own}", toml(&Upstream::replying(200))));
     let ask = |host: &str, target: &str| Client::connect(gateway.admin).get_with(target, &[("Host", host)]);
@@ -168,7 +168,7 @@ fn the_admin_address_is_asked_by_its_own_names_only() {
 }
 
 #[test]
-fn the_admin_address_has_so_many_connections_and_no_more() {
+fn admin_connections_are_limited() {
     let gateway = Gateway::start(&toml(&Upstream::replying(200)));
     let connected = || {
         let mut client = Client::connect(gateway.admin);
@@ -188,7 +188,7 @@ fn the_admin_address_has_so_many_connections_and_no_more() {
 
 /// A table for many counters takes memory for those that there are, also when they are counted.
 #[test]
-fn a_scrape_takes_no_memory_for_counters_that_were_never_used() {
+fn a_scrape_does_not_touch_unused_counter_pages() {
     let capacity = 1_000_000;
     let rule = "key = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"9/366d\"]";
     let process = Process::spawn(&format!("[counters]\ncapacity = {capacity}\n{}", one_rule(rule)));

@@ -60,7 +60,7 @@ fn send_rest(stream: &mut TcpStream, from: usize) {
 }
 
 #[test]
-fn a_reader_that_is_slow_slows_the_upstream_down_and_nothing_piles_up() {
+fn a_slow_client_applies_backpressure_to_the_upstream() {
     let (tell, told) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         while let Some(received) = talk.request() {
@@ -89,7 +89,7 @@ fn a_reader_that_is_slow_slows_the_upstream_down_and_nothing_piles_up() {
 }
 
 #[test]
-fn an_upstream_that_is_slow_slows_the_upload_down_and_nothing_piles_up() {
+fn a_slow_upstream_applies_backpressure_to_the_client() {
     for chunked in [false, true] {
         let (go, gone) = mpsc::channel::<()>();
         let gone = Arc::new(Mutex::new(gone));
@@ -128,7 +128,7 @@ fn an_upstream_that_is_slow_slows_the_upload_down_and_nothing_piles_up() {
 }
 
 #[test]
-fn many_connections_at_rest_cost_little() {
+fn idle_connections_take_little_memory() {
     let upstream = Upstream::replying(200);
     let (process, idle_kb) = spawn(&upstream);
     let mut clients: Vec<_> = (0..500).map(|_| process.client()).collect();

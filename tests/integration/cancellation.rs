@@ -23,7 +23,7 @@ pub fn silent() -> (Upstream, Receiver<&'static str>) {
 }
 
 #[test]
-fn a_client_that_leaves_before_the_answer_cancels_the_request() {
+fn a_disconnect_before_the_response_cancels_the_request() {
     let (upstream, told) = silent();
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -40,7 +40,7 @@ fn a_client_that_leaves_before_the_answer_cancels_the_request() {
 }
 
 #[test]
-fn a_client_that_leaves_in_the_middle_of_its_upload_cancels_the_request() {
+fn a_disconnect_during_the_upload_cancels_the_request() {
     for framing in ["Content-Length: 100000", "Transfer-Encoding: chunked"] {
         let (upstream, told) = silent();
         let gateway = Gateway::start(&pass_all(&upstream));
@@ -53,7 +53,7 @@ fn a_client_that_leaves_in_the_middle_of_its_upload_cancels_the_request() {
 }
 
 #[test]
-fn a_client_that_leaves_in_the_middle_of_the_answer_cancels_the_request() {
+fn a_disconnect_during_the_response_cancels_the_request() {
     let (tell, told) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.request().is_some() {
@@ -74,7 +74,7 @@ fn a_client_that_leaves_in_the_middle_of_the_answer_cancels_the_request() {
 }
 
 #[test]
-fn a_client_that_leaves_while_the_answer_pauses_cancels_the_request() {
+fn a_disconnect_while_the_response_pauses_cancels_the_request() {
     let (tell, told) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.request().is_some() {
@@ -92,7 +92,7 @@ fn a_client_that_leaves_while_the_answer_pauses_cancels_the_request() {
 }
 
 #[test]
-fn a_request_that_was_given_up_counts_all_the_same() {
+fn a_cancelled_request_is_counted() {
     // Else a client could ask for much and be charged for nothing.
     let (upstream, told) = silent();
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n";
@@ -109,7 +109,7 @@ fn a_request_that_was_given_up_counts_all_the_same() {
 }
 
 #[test]
-fn hanging_up_at_every_byte_of_a_request_does_no_harm() {
+fn a_disconnect_after_any_byte_of_a_request_is_harmless() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let whole = request("POST", "/a", &[("X-A", "b")], b"a body");
@@ -128,7 +128,7 @@ fn hanging_up_at_every_byte_of_a_request_does_no_harm() {
 }
 
 #[test]
-fn a_client_that_stops_reading_but_keeps_sending_does_no_harm() {
+fn a_client_that_sends_without_reading_is_harmless() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();

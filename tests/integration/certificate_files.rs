@@ -62,7 +62,7 @@ fn a_certificate_is_replaced_without_dropping_a_connection() {
 }
 
 #[test]
-fn a_certificate_that_has_ended_is_told_of_and_served() {
+fn an_expired_certificate_is_warned_of_and_served() {
     let authority = Authority::new();
     let key = rcgen::KeyPair::generate().unwrap();
     let old = authority.issue_by(&["a.test"], key, |params| params.not_after = rcgen::date_time_ymd(2020, 2, 29));
@@ -120,7 +120,7 @@ fn a_revocation_list_is_replaced_while_clients_are_connected() {
 }
 
 #[test]
-fn what_files_hold_is_never_shown() {
+fn contents_of_secret_files_are_never_shown() {
     let scratch = Scratch::new();
     let issued = Authority::new().issue(&["a.test"]);
     let body = issued.key_pem.lines().nth(1).unwrap().to_owned();

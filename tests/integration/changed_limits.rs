@@ -21,7 +21,7 @@ fn retry_after_s(gateway: &Gateway) -> u64 {
 }
 
 #[test]
-fn what_was_owed_under_a_smaller_limit_locks_nobody_out() {
+fn debt_of_a_smaller_limit_does_not_lock_out_a_key() {
     for (before, after) in [
         // The limit is raised, and with it what a window that is owed seems to be.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }"),
@@ -40,7 +40,7 @@ fn what_was_owed_under_a_smaller_limit_locks_nobody_out() {
 }
 
 #[test]
-fn a_capacity_taken_away_hands_nothing_out() {
+fn removing_a_capacity_grants_no_tokens() {
     let mut gateway = Gateway::start(&rule("windows = [{ limit = 50, period = \"day\", capacity = 80 }]"));
     assert_eq!(admitted(&gateway, 100), 80);
     gateway.reload(&rule("windows = [\"50/day\"]"));
@@ -51,7 +51,7 @@ fn a_capacity_taken_away_hands_nothing_out() {
 }
 
 #[test]
-fn however_many_shards_there_are_their_sum_is_the_limit() {
+fn the_shards_of_a_counter_add_up_to_the_limit() {
     let with = |shards: u64| rule(&format!("windows = [{{ limit = 50, period = \"day\", shards = {shards} }}]"));
     let mut gateway = Gateway::start(&with(1));
     let mut all = admitted(&gateway, 10);

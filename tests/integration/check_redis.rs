@@ -51,7 +51,7 @@ fn as_user(server: &RedisServer, login: &str) -> String {
 }
 
 #[test]
-fn a_good_server_is_said_to_be_one_and_nothing_stays_there() {
+fn a_usable_server_is_reported_and_left_unchanged() {
     let server = RedisServer::start();
     let said = fine(&redis(&server));
     assert!(said.contains(&format!("127.0.0.1:{}: Redis ", server.port)) && said.contains(", master without replicas"));
@@ -67,13 +67,13 @@ fn a_good_server_is_said_to_be_one_and_nothing_stays_there() {
 }
 
 #[test]
-fn a_bad_configuration_is_told_before_anyone_is_asked() {
+fn a_bad_configuration_is_reported_before_any_connection() {
     let (code, said) = checked("redis = \"127.0.0.1\"");
     assert!(code == Some(2) && said.contains("is no URL of a server"), "{said}");
 }
 
 #[test]
-fn who_does_not_answer_or_lets_nobody_in_is_told_with_what_to_mend() {
+fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     unfit(checked(&format!("redis = \"redis://127.0.0.1:{}\"", free_port())), &["refused", "is it running"]);
     let server = RedisServer::with("requirepass sesame");
     unfit(checked(&redis(&server)), &["NOAUTH", "password_file"]);
@@ -91,7 +91,7 @@ fn who_does_not_answer_or_lets_nobody_in_is_told_with_what_to_mend() {
 }
 
 #[test]
-fn a_user_with_the_rights_that_are_advised_can_do_it_all() {
+fn the_documented_acl_rights_suffice() {
     let server = RedisServer::start();
     assert_eq!(
         server.cli(&["ACL", "SETUSER", "edge", "on", ">sesame", "~else:*", "+ping", "+eval", "+evalsha", "+time"]),
@@ -117,7 +117,7 @@ fn a_user_with_the_rights_that_are_advised_can_do_it_all() {
 }
 
 #[test]
-fn secrets_that_can_be_found_by_trying_are_told() {
+fn weak_secrets_are_reported() {
     let server = RedisServer::start();
     let scratch = Scratch::new();
     scratch.write("digest.key", "0123456789abcdef0123456789abcdef");
@@ -139,7 +139,7 @@ fn secrets_that_can_be_found_by_trying_are_told() {
 }
 
 #[test]
-fn a_server_that_throws_counters_away_is_unfit() {
+fn an_evicting_server_is_unfit() {
     for (policy, fit) in
         [("noeviction", true), ("volatile-ttl", false), ("allkeys-lru", false), ("volatile-lru", false)]
     {
@@ -154,7 +154,7 @@ fn a_server_that_throws_counters_away_is_unfit() {
 }
 
 #[test]
-fn a_replica_is_named_and_its_master_too() {
+fn a_replica_is_reported_with_its_master() {
     let master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     unfit(checked(&redis(&replica)), &["it is a replica", &format!("name `127.0.0.1:{}`", master.port)]);
@@ -162,14 +162,14 @@ fn a_replica_is_named_and_its_master_too() {
 }
 
 #[test]
-fn a_clock_that_is_wrong_is_told() {
+fn a_wrong_clock_is_reported() {
     let said = fine(&redis(&RedisServer::at_clock(-3600, "")));
     assert!(said.contains("warning: its clock is 3") && said.contains(" s behind this machine's"), "{said}");
     assert!(!fine(&redis(&RedisServer::start())).contains("clock"));
 }
 
 #[test]
-fn tls_is_told_by_what_is_wrong_with_it() {
+fn tls_failures_are_reported_with_their_cause() {
     let (authority, other) = (Authority::new(), Authority::new());
     let server = RedisServer::with_tls(&authority, "");
     let scratch = Scratch::new();
@@ -195,7 +195,7 @@ fn tls_is_told_by_what_is_wrong_with_it() {
 }
 
 #[test]
-fn sentinels_are_asked_for_the_master() {
+fn sentinels_name_the_master() {
     let master = RedisServer::start();
     let named =
         |sentinels: &Sentinels, name: &str| format!("redis = {}\nsentinel_master = \"{name}\"", sentinels.urls());
@@ -211,7 +211,7 @@ fn sentinels_are_asked_for_the_master() {
 }
 
 #[test]
-fn every_master_of_a_cluster_is_looked_at_and_every_slot() {
+fn every_master_and_slot_of_a_cluster_is_checked() {
     let mut cluster = RedisCluster::start();
     let said = fine(&format!("redis = {}", cluster.urls()));
     assert_eq!(said.lines().filter(|line| line.starts_with("127.0.0.1:")).count(), 3, "{said}");

@@ -12,7 +12,7 @@ use crate::support::external_servers::{node, program};
 use crate::support::tls_gateway::Edge;
 
 #[test]
-fn a_page_with_events_and_a_web_socket() {
+fn a_browser_uses_event_streams_and_websockets() {
     let page = Script::start("page_server.py", &[""; 0]);
     let sockets = Script::start("websocket_server.py", &[""; 0]);
     let scratch = Scratch::new();

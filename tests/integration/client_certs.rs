@@ -39,7 +39,7 @@ impl World {
 }
 
 #[test]
-fn only_clients_with_a_certificate_are_let_in() {
+fn clients_without_a_certificate_are_refused() {
     let world = World::new();
     let gateway = Gateway::start(&world.toml("", "key = \"ip\"\nwindows = [\"100/hour\"]"));
     let (good, other) = (world.clients.issue(&["client"]), world.servers.issue(&["client"]));
@@ -54,7 +54,7 @@ fn only_clients_with_a_certificate_are_let_in() {
 }
 
 #[test]
-fn a_certificate_that_was_taken_back_is_not_let_in() {
+fn a_revoked_certificate_is_refused() {
     let world = World::new();
     let (good, bad) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
     let file = world.scratch.write("lists.pem", world.clients.revoke(&[&bad], 4000));
@@ -71,7 +71,7 @@ fn a_certificate_that_was_taken_back_is_not_let_in() {
 }
 
 #[test]
-fn whose_issuer_has_no_list_that_is_valid_is_not_let_in() {
+fn a_certificate_whose_issuer_has_no_valid_crl_is_refused() {
     let world = World::new();
     let own = world.clients.issue(&["client"]);
     // One that has ended; one that somebody else has signed in its issuer's name, for all here are called alike.
@@ -88,7 +88,7 @@ fn whose_issuer_has_no_list_that_is_valid_is_not_let_in() {
 }
 
 #[test]
-fn an_optional_certificate_is_verified_where_there_is_one() {
+fn an_optional_certificate_is_verified_if_present() {
     let world = World::new();
     let rule = format!("{PER_CERT}on_missing_key = \"skip\"");
     let gateway = Gateway::start(&world.toml("client_auth = \"optional\"", &rule));
@@ -101,7 +101,7 @@ fn an_optional_certificate_is_verified_where_there_is_one() {
 }
 
 #[test]
-fn each_certificate_is_counted_for_itself() {
+fn certificates_are_counted_separately() {
     let world = World::new();
     let gateway = Gateway::start(&world.toml("", &format!("{PER_CERT}on_missing_key = \"refuse\"")));
     let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
@@ -124,7 +124,7 @@ fn each_certificate_is_counted_for_itself() {
 }
 
 #[test]
-fn single_certificates_can_have_windows_of_their_own() {
+fn a_certificate_can_have_its_own_windows() {
     let world = World::new();
     let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
     // As openssl writes it.
@@ -151,7 +151,7 @@ fn single_certificates_can_have_windows_of_their_own() {
 }
 
 #[test]
-fn a_certificate_can_tell_on_which_plan_a_client_is() {
+fn a_certificate_selects_the_plan_of_a_client() {
     let world = World::new();
     let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
     let rule = "key = \"ip\"\nwindows = [\"1/hour\"]\n[rules.r.plans.large]\nwindows = [\"3/hour\"]";
@@ -167,7 +167,7 @@ fn a_certificate_can_tell_on_which_plan_a_client_is() {
 }
 
 #[test]
-fn where_every_client_shows_one_nothing_need_be_said_of_others() {
+fn on_missing_key_is_optional_where_certificates_are_required() {
     let world = World::new();
     let toml = world.toml("", PER_CERT);
     let problem = transom::config::read_with(&toml, &|path| std::fs::read(path)).unwrap_err();
@@ -177,7 +177,7 @@ fn where_every_client_shows_one_nothing_need_be_said_of_others() {
 }
 
 #[test]
-fn a_session_does_not_outlive_the_authority_that_it_was_let_in_by() {
+fn a_tls_session_ends_with_the_authority_that_verified_it() {
     let world = World::new();
     let rule = "key = \"ip\"\nwindows = [\"100/hour\"]";
     let mut gateway = Gateway::start(&world.toml("", rule));

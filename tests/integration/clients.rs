@@ -83,7 +83,7 @@ fn from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> Answer {
 }
 
 #[test]
-fn a_key_goes_before_a_subject_and_a_subject_before_a_network() {
+fn keys_precede_subjects_and_subjects_precede_networks() {
     let clients = client("a", "gold", &key("abc"))
         + &client("b", "silver", "subjects = [\"bob\"]")
         + &client("c", "none", "networks = [\"127.0.0.0/8\"]");
@@ -103,7 +103,7 @@ fn a_key_goes_before_a_subject_and_a_subject_before_a_network() {
 }
 
 #[test]
-fn a_plan_is_found_by_what_a_genuine_token_says() {
+fn a_plan_is_found_by_a_claim_of_a_verified_token() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let section = format!("{}{}", issuer.keys(&scratch), SECTION.replace("header:x-user", "jwt:sub"));
     let gateway = Gateway::start_with(
@@ -124,7 +124,7 @@ fn a_plan_is_found_by_what_a_genuine_token_says() {
 }
 
 #[test]
-fn a_rule_without_the_plan_has_the_windows_of_everyone() {
+fn a_rule_without_the_plan_uses_its_default_windows() {
     let toml = by_key("").replace("rules = [\"r\"]", "rules = [\"r\", \"all\"]")
         + "[rules.all]\nkey = \"global\"\nwindows = [\"7/minute\"]\nplans.silver.windows = [\"8/minute\"]\n";
     let clients = client("acme", "gold", &key("abc")) + &client("beta", "silver", &key("def"));
@@ -136,7 +136,7 @@ fn a_rule_without_the_plan_has_the_windows_of_everyone() {
 }
 
 #[test]
-fn an_override_goes_before_the_plan() {
+fn an_override_precedes_the_plan() {
     let secret = Digest::of(b"s3cret");
     let overrides = format!(
         "overrides = [\n{{ key = \"abc\", windows = [\"3/366d\"] }},\n{{ key = \"{secret}\", windows = [\"4/366d\"] }}]"
@@ -154,7 +154,7 @@ fn an_override_goes_before_the_plan() {
 }
 
 #[test]
-fn the_exempt_are_not_counted_and_told_of_no_limit() {
+fn exempt_clients_are_not_counted_and_get_no_ratelimit_fields() {
     let exempt = "exemptions = [\"127.0.9.0/24\", \"key:monitor\"]";
     let toml = by_key(exempt).replace("rules = [\"r\"]", "rules = [\"r\", \"all\"]")
         + "[rules.all]\nkey = \"global\"\nwindows = [\"100/minute\"]\n";
@@ -173,7 +173,7 @@ fn the_exempt_are_not_counted_and_told_of_no_limit() {
 }
 
 #[test]
-fn a_route_whose_only_rule_exempts_a_client_tells_it_nothing() {
+fn a_client_exempt_from_the_only_rule_gets_no_ratelimit_fields() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nexemptions = [\"127.0.0.0/8\"]"));
     for _ in 0..3 {
         let answer = gateway.get("/a").expect(200);
@@ -182,7 +182,7 @@ fn a_route_whose_only_rule_exempts_a_client_tells_it_nothing() {
 }
 
 #[test]
-fn a_client_that_changes_its_plan_keeps_what_it_has_used() {
+fn a_client_keeps_its_usage_when_its_plan_changes() {
     let (toml, gold) = (by_key(""), client("acme", "gold", &key("abc")));
     let mut gateway = Gateway::start_with(&toml, &client("other", "gold", &key("xyz")));
     for _ in 0..7 {
@@ -200,7 +200,7 @@ fn a_client_that_changes_its_plan_keeps_what_it_has_used() {
 }
 
 #[test]
-fn many_clients_are_told_apart() {
+fn many_clients_are_counted_separately() {
     let plan = |n: usize| if n.is_multiple_of(2) { "gold" } else { "silver" };
     let one = |n: usize| {
         let network = format!("networks = [\"10.{}.{}.0/24\"]", n / 256, n % 256);
@@ -216,7 +216,7 @@ fn many_clients_are_told_apart() {
 }
 
 #[test]
-fn no_field_can_take_the_key_out_of_what_goes_upstream() {
+fn connection_cannot_remove_the_api_key_from_the_forwarded_request() {
     let toml = format!("{SECTION}{}", one_rule("key = \"ip\"\nwindows = [\"10/minute\"]"));
     let gateway = Gateway::start_with(&toml, "");
     let answer = gateway.get_with("/a", &[("X-API-Key", "abc"), ("Connection", "X-API-Key, X-User"), ("X-User", "b")]);
@@ -225,7 +225,7 @@ fn no_field_can_take_the_key_out_of_what_goes_upstream() {
 }
 
 #[test]
-fn the_clients_file_is_read_again_when_it_changes() {
+fn a_changed_clients_file_is_reloaded() {
     let process = Process::spawn_with(&by_key(""), &client("acme", "silver", &key("abc")));
     let mut client_ = process.client();
     let mut ask = || client_.get_with("/a", &[("X-API-Key", "abc")]).expect(200);
@@ -258,7 +258,7 @@ fn the_clients_file_is_read_again_when_it_changes() {
 }
 
 #[test]
-fn keys_are_neither_logged_nor_counted_by_name() {
+fn api_keys_appear_neither_in_logs_nor_in_metrics() {
     let toml = by_key("overrides = [{ key = \"alice-alice\", windows = [\"1/366d\"] }]");
     let toml = format!("access_log = {{ file = \"stdout\" }}\n{toml}");
     let process = Process::spawn_with(&toml, &client("acme", "gold", &key("hunter2hunter2")));

@@ -83,7 +83,7 @@ impl Desk {
 }
 
 #[test]
-fn a_key_is_made_shown_once_and_stored_as_its_digest() {
+fn a_generated_key_is_shown_once_and_stored_as_a_digest() {
     let desk = Desk::new(None);
     let printed = desk.done(&["add", "acme", "--plan", "gold", "--generate-key"], "");
     let key = printed.trim_end();
@@ -98,7 +98,7 @@ fn a_key_is_made_shown_once_and_stored_as_its_digest() {
 }
 
 #[test]
-fn a_key_is_read_from_where_the_operator_says() {
+fn a_key_is_read_from_a_file_or_standard_input() {
     let desk = Desk::new(None);
     let keys = ["from-standard-input", "also-from-standard-input", "from-an-argument", "by-its-digest"];
     let digests = keys.map(|key| Digest::of(key.as_bytes()).to_string());
@@ -113,7 +113,7 @@ fn a_key_is_read_from_where_the_operator_says() {
 }
 
 #[test]
-fn what_the_operator_wrote_stays() {
+fn comments_and_order_of_the_file_are_kept() {
     let before = "# Ours.\n\n# since May\n[clients.acme]\nplan   = \"gold\"   # paid\nsubjects = [ \"user-1\" ]\n\n\
                   [clients.beta]\nplan = 'silver'\nnetworks = \"10.0.0.0/8\"\n";
     let desk = Desk::new(Some(before));
@@ -148,7 +148,7 @@ fn the_list_is_a_table_without_secrets() {
 }
 
 #[test]
-fn one_key_of_several_is_taken_away() {
+fn one_of_several_keys_is_removed() {
     let desk = Desk::new(None);
     for key in ["the-first-of-the-keys", "the-second-of-the-keys", "the-third-of-the-keys"] {
         desk.done(&["add", "acme", "--plan", "gold", "--key", "-"], key);
@@ -164,7 +164,7 @@ fn one_key_of_several_is_taken_away() {
 }
 
 #[test]
-fn bad_orders_are_refused_and_change_nothing() {
+fn invalid_commands_are_refused_and_change_nothing() {
     let desk = Desk::new(Some("[clients.acme]\nplan = \"gold\"\nnetworks = [\"10.0.0.0/8\"]\n"));
     let said = desk.refused(&["add", "beta", "--plan", "golf", "--generate-key"], "");
     assert!(said.contains("`golf`") && said.contains("did you mean `gold`"), "{said}");
@@ -185,7 +185,7 @@ fn bad_orders_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn a_malformed_file_is_not_touched() {
+fn a_malformed_file_is_not_changed() {
     for text in
         ["[clients.acme\nplan = \"gold\"\n", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n"]
     {
@@ -204,7 +204,7 @@ fn a_malformed_file_is_not_touched() {
 }
 
 #[test]
-fn one_edits_at_a_time_and_a_link_stays_one() {
+fn edits_are_serialized_and_symbolic_links_are_kept() {
     let desk = Desk::new(None);
     desk.0.write("elsewhere.toml", "");
     symlink("elsewhere.toml", desk.0.path().join("clients.toml")).unwrap();
@@ -219,7 +219,7 @@ fn one_edits_at_a_time_and_a_link_stays_one() {
 }
 
 #[test]
-fn a_running_gateway_knows_who_was_added() {
+fn a_running_gateway_learns_of_an_added_client() {
     let process = Process::spawn_with(&gateway(), "");
     let config = process.config();
     let order = ["clients", "add", "acme", "--plan", "gold", "--generate-key", "--config"];

@@ -117,7 +117,7 @@ fn per_minute() -> String {
 }
 
 #[test]
-fn a_window_ends_when_the_wall_clock_says_so() {
+fn a_window_ends_by_the_wall_clock() {
     let gateway = Faked::start(&per_minute(), MINUTE_MS + 56_000);
     let start = Instant::now();
     gateway.use_up(3);
@@ -131,7 +131,7 @@ fn a_window_ends_when_the_wall_clock_says_so() {
 }
 
 #[test]
-fn stepped_forward_the_next_window_is_open_at_once() {
+fn a_forward_step_opens_the_next_window_at_once() {
     let mut gateway = Faked::start(&per_minute(), MINUTE_MS + 1000);
     for _ in 0..5 {
         gateway.use_up(3);
@@ -142,7 +142,7 @@ fn stepped_forward_the_next_window_is_open_at_once() {
 }
 
 #[test]
-fn stepped_back_an_hour_no_window_that_has_ended_is_opened_again() {
+fn a_backward_step_reopens_no_ended_window() {
     let mut gateway = Faked::start(&per_minute(), MINUTE_MS + 50_000);
     gateway.use_up(3);
     gateway.step_s(60);
@@ -164,7 +164,7 @@ fn stepped_back_an_hour_no_window_that_has_ended_is_opened_again() {
 }
 
 #[test]
-fn after_a_wrong_step_forward_nobody_waits_longer_than_one_period() {
+fn after_a_wrong_forward_step_no_client_waits_longer_than_a_period() {
     let mut gateway = Faked::start(&one_rule("key = \"ip\"\nwindows = [\"3/10s\"]"), MINUTE_MS + 4000);
     gateway.use_up(3);
     // A day ahead, used up there, and back.
@@ -179,7 +179,7 @@ fn after_a_wrong_step_forward_nobody_waits_longer_than_one_period() {
 }
 
 #[test]
-fn many_small_steps_back_and_forth_admit_no_more_than_the_windows_that_passed() {
+fn small_clock_steps_admit_no_more_than_the_elapsed_windows() {
     // What is granted in a window, and what may have been saved up before.
     for (window, saved) in [
         ("\"3/2s\"", 0),
@@ -216,7 +216,7 @@ fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
 const HOURS_S: [i64; 7] = [3600, -7200, 7200, -3600, -3600, 3600, 3600];
 
 #[test]
-fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
+fn clock_steps_of_hours_under_load_admit_what_the_windows_grant() {
     for (window, granted) in [
         ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\" }", 60),
         ("{ limit = 30, period = \"day\", timezone = \"Europe/Berlin\", capacity = 45 }", 75),
@@ -231,7 +231,7 @@ fn hours_back_and_forth_under_load_admit_what_the_windows_grant() {
 }
 
 #[test]
-fn who_waits_while_the_clock_is_stepped_passes_in_a_window_that_grants_it() {
+fn a_delayed_request_passes_in_its_window_despite_clock_steps() {
     let rule = "key = \"ip\"\nwindows = [\"20/2s\"]\non_limit = \"delay\"\nmax_delay = \"2s\"";
     let mut gateway = Faked::start(&one_rule(rule), MINUTE_MS);
     let start = Instant::now();

@@ -41,7 +41,7 @@ fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
 }
 
 #[test]
-fn there_are_no_more_than_there_may_be() {
+fn connections_are_limited_in_total() {
     let mut gateway = Gateway::start(&toml("max_connections = 4"));
     let mut clients: Vec<Client> = (0..4).map(|_| enter(gateway.http, "").unwrap()).collect();
     for n in 1..=3 {
@@ -62,7 +62,7 @@ fn there_are_no_more_than_there_may_be() {
 }
 
 #[test]
-fn one_client_leaves_room_for_others() {
+fn connections_are_limited_per_client() {
     let gateway = Gateway::start(&toml("max_connections_per_client = 3\nproxy_protocol = [\"::1\"]"));
     let (plain, behind_proxy) = (gateway.addresses()[0], gateway.addresses()[1]);
     let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
@@ -87,7 +87,7 @@ fn one_client_leaves_room_for_others() {
 }
 
 #[test]
-fn nobody_who_was_turned_away_keeps_a_place() {
+fn refused_connections_do_not_count() {
     let gateway = Gateway::start(&toml("max_connections = 2\nmax_connections_per_client = 1"));
     let only = enter(gateway.http, "").unwrap();
     for _ in 0..20 {
@@ -99,7 +99,7 @@ fn nobody_who_was_turned_away_keeps_a_place() {
 }
 
 #[test]
-fn files_that_may_be_open_are_as_many_as_allowed() {
+fn the_descriptor_limit_is_raised_and_respected() {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -S -n 40; exec \"$0\" \"$@\"", BINARY]);
     let rule = one_rule("key = \"ip\"\nwindows = [\"1000/366d\"]");
@@ -116,7 +116,7 @@ fn files_that_may_be_open_are_as_many_as_allowed() {
 }
 
 #[test]
-fn one_that_lay_idle_for_a_while_is_served_as_before() {
+fn an_idle_connection_is_served_as_before() {
     let upstream = Upstream::replying(200);
     let mut process = Process::spawn(&pass_all(&upstream));
     let get = "GET /a HTTP/1.1\r\nHost: a\r\n\r\n";
@@ -149,7 +149,7 @@ fn one_that_lay_idle_for_a_while_is_served_as_before() {
 }
 
 #[test]
-fn one_that_lies_idle_is_kept_as_long_as_a_head_may_take() {
+fn an_idle_connection_is_kept_for_the_head_timeout() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"1600ms\"\n", pass_all(&upstream)));
     let mut client = gateway.client();

@@ -138,7 +138,7 @@ fn ask_everything(
 }
 
 #[test]
-fn whatever_stands_in_the_table_every_course_is_decided() {
+fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
     let rules = config().rules;
     let mut rng = Rng::with_seed(1711);
     let rule_set = RuleSet::new(&rules, Seed(1, 2), None);
@@ -164,7 +164,7 @@ fn whatever_stands_in_the_table_every_course_is_decided() {
 }
 
 #[test]
-fn whatever_stands_in_the_ledger_every_course_is_decided() {
+fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
     let rules = config().rules;
     let mut rng = Rng::with_seed(1711);
     for round in 0..60 {
@@ -194,7 +194,7 @@ fn whatever_stands_in_the_ledger_every_course_is_decided() {
 }
 
 #[test]
-fn a_gateway_whose_file_others_write_to_goes_on_answering() {
+fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     let scratch = Scratch::in_memory();
     let path = scratch.path().join("counters");
     let counters = format!("[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", path.display());

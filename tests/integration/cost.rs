@@ -11,7 +11,7 @@ fn cost(client: &mut Client, cost: &str) -> Answer {
 }
 
 #[test]
-fn a_request_may_tell_what_it_costs() {
+fn a_request_field_sets_the_cost() {
     let rule =
         "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", default = 2, max = 50 }";
     let gateway = Gateway::start(&one_rule(rule));
@@ -28,7 +28,7 @@ fn a_request_may_tell_what_it_costs() {
 }
 
 #[test]
-fn a_cost_that_is_no_number_is_refused_and_consumes_nothing() {
+fn a_malformed_cost_is_refused_and_consumes_nothing() {
     let rule = "key = \"ip\"\nwindows = [\"100/minute\"]\ncost = { request-header = \"x-cost\", max = 50 }";
     let gateway = Gateway::start(&one_rule(rule));
     for told in
@@ -42,7 +42,7 @@ fn a_cost_that_is_no_number_is_refused_and_consumes_nothing() {
 }
 
 #[test]
-fn no_request_costs_more_than_the_smallest_capacity_unless_that_is_said() {
+fn the_cost_is_at_most_the_smallest_capacity_by_default() {
     let rule = "key = \"ip\"\nwindows = [\"100/hour\", { limit = 20, period = \"minute\", capacity = 30 }]\n\
                 cost = { request-header = \"x-cost\" }";
     let gateway = Gateway::start(&one_rule(rule));
@@ -51,7 +51,7 @@ fn no_request_costs_more_than_the_smallest_capacity_unless_that_is_said() {
 }
 
 #[test]
-fn an_override_does_not_change_what_others_may_spend() {
+fn an_override_does_not_change_the_maximum_cost_of_other_keys() {
     let rule = "key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"20/minute\"]\n\
                 cost = { request-header = \"x-cost\" }\n\
                 overrides = [{ key = \"eve\", windows = [\"2/minute\"] }, { key = \"bob\", windows = [\"50/minute\"] }]";
@@ -82,7 +82,7 @@ fn settled(upstream: &Upstream, rule: &str) -> String {
 }
 
 #[test]
-fn an_answer_may_tell_what_the_request_cost() {
+fn a_response_field_sets_the_cost() {
     let upstream = telling();
     let toml = settled(
         &upstream,
@@ -113,7 +113,7 @@ fn an_answer_may_tell_what_the_request_cost() {
 }
 
 #[test]
-fn what_an_answer_cost_too_much_the_next_windows_grant_less() {
+fn a_response_cost_beyond_the_limit_is_owed_by_the_next_windows() {
     let upstream = telling();
     let toml = settled(
         &upstream,
@@ -136,7 +136,7 @@ fn what_an_answer_cost_too_much_the_next_windows_grant_less() {
 }
 
 #[test]
-fn a_window_that_is_over_gets_nothing_back() {
+fn an_ended_window_gets_no_refund() {
     use std::sync::{Arc, Barrier};
     let (came, go) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
     let upstream = Upstream::answering({
@@ -162,7 +162,7 @@ fn a_window_that_is_over_gets_nothing_back() {
 }
 
 #[test]
-fn a_route_may_have_a_cost_of_its_own() {
+fn a_route_can_set_the_cost() {
     let toml = "[upstreams.u]\nbuiltin = \"echo\"\n[rules.r]\nkey = \"ip\"\nwindows = [\"20/minute\"]\n\
         [rules.told]\nkey = \"ip\"\nwindows = [\"30/minute\"]\ncost = { request-header = \"x-cost\", default = 3 }\n\
         [[routes]]\npath = \"/dear\"\nupstream = \"u\"\nrules = [\"r\", \"told\"]\ncost = 5\n\
@@ -177,7 +177,7 @@ fn a_route_may_have_a_cost_of_its_own() {
 }
 
 #[test]
-fn refused_requests_use_up_the_other_layers_where_the_rule_says_so() {
+fn count_refused_charges_the_other_layers() {
     for (counted, left) in [(true, 0), (false, 7)] {
         let rule = format!("key = \"ip\"\nwindows = [\"3/minute\", \"10/hour\"]\ncount_refused = {counted}");
         let gateway = Gateway::start(&one_rule(&rule));

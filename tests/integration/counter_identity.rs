@@ -6,7 +6,7 @@ use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::{eventually, one_rule};
 
 #[test]
-fn layers_come_go_and_move_without_handing_quota_back() {
+fn adding_removing_and_moving_layers_returns_no_quota() {
     let toml =
         |windows: &str| one_rule(&format!("key = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = {windows}"));
     let mut gateway = Gateway::start(&toml("[\"5/day\"]"));
@@ -28,7 +28,7 @@ fn layers_come_go_and_move_without_handing_quota_back() {
 }
 
 #[test]
-fn what_a_missing_key_means_is_not_part_of_a_counter() {
+fn on_missing_key_is_not_part_of_a_counters_identity() {
     let toml = |missing: &str| {
         one_rule(&format!("key = \"header:x-user\"\non_missing_key = {missing}\nwindows = [\"2/day\"]"))
     };
@@ -45,7 +45,7 @@ fn what_a_missing_key_means_is_not_part_of_a_counter() {
 }
 
 #[test]
-fn a_rule_that_is_tried_out_refuses_nobody_for_whatever_it_lacks() {
+fn a_shadow_rule_refuses_no_request_for_a_missing_key() {
     for missing in ["refuse", "skip"] {
         let rule = format!(
             "key = \"header:x-user\"\non_missing_key = \"{missing}\"\non_limit = \"shadow\"\nwindows = [\"1/day\"]"
@@ -57,7 +57,7 @@ fn a_rule_that_is_tried_out_refuses_nobody_for_whatever_it_lacks() {
 }
 
 #[test]
-fn every_spelling_of_a_path_counts_as_one() {
+fn equivalent_paths_share_a_counter() {
     let gateway = Gateway::start(&one_rule("key = \"path\"\nwindows = [\"1/day\"]"));
     for (path, spellings) in [
         ("/login", &["//login", "/%6Cogin", "/x/../login", "/./login"][..]),

@@ -46,7 +46,7 @@ fn admitted(gateway: &Gateway, requests: usize) -> usize {
 }
 
 #[test]
-fn the_next_gateway_goes_on_counting() {
+fn a_restarted_gateway_continues_counting() {
     let counted = Counted::new();
     let mut all = 0;
     for limit in [5, 5, 9] {
@@ -57,7 +57,7 @@ fn the_next_gateway_goes_on_counting() {
 }
 
 #[test]
-fn two_gateways_at_once_count_as_one() {
+fn two_gateways_on_one_file_share_counters() {
     let counted = Counted::new();
     let (one, other) = (counted.gateway("\"5/hour\""), counted.gateway("\"5/hour\""));
     assert_eq!((admitted(&one, 2), admitted(&other, 9), admitted(&one, 1)), (2, 3, 0));
@@ -67,7 +67,7 @@ fn two_gateways_at_once_count_as_one() {
 }
 
 #[test]
-fn time_goes_on_from_where_it_was() {
+fn time_continues_from_the_last_recorded_time() {
     let counted = Counted::new();
     let gateway = counted.gateway("\"5/hour\"");
     gateway.advance_s(10 * HOUR_S);
@@ -81,7 +81,7 @@ fn time_goes_on_from_where_it_was() {
 }
 
 #[test]
-fn what_was_written_otherwise_is_read_as_it_was_written() {
+fn counters_are_read_in_the_format_in_which_they_were_written() {
     for (before, used, after) in [
         // Nine windows to come are owed, of which a plain reader would see the last.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", 10, "\"2/1h\""),
@@ -98,7 +98,7 @@ fn what_was_written_otherwise_is_read_as_it_was_written() {
 }
 
 #[test]
-fn nothing_is_written_otherwise_while_others_count() {
+fn the_counter_format_is_not_changed_while_another_process_counts() {
     for (settings, more) in [("shards = 4", 0), ("capacity = 20", 12)] {
         let counted = Counted::new();
         let one = counted.gateway("\"8/1h\"");
@@ -115,7 +115,7 @@ fn nothing_is_written_otherwise_while_others_count() {
 }
 
 #[test]
-fn a_reload_writes_nothing_otherwise_while_others_count() {
+fn a_reload_does_not_change_the_counter_format_while_another_process_counts() {
     let counted = Counted::new();
     let toml = |settings: &str| {
         counted.toml(&format!("key = \"global\"\nwindows = [{{ limit = 8, period = \"1h\"{settings} }}]"))
@@ -132,7 +132,7 @@ fn a_reload_writes_nothing_otherwise_while_others_count() {
 }
 
 #[test]
-fn nobody_waits_or_owes_in_a_way_that_others_do_not_know() {
+fn delay_and_reserve_wait_until_the_counter_format_is_registered() {
     let counted = Counted::new();
     let one = counted.gateway("\"2/1h\"");
     let waits = "key = \"global\"\non_limit = \"delay\"\nmax_delay = \"2h\"\nwindows = [\"2/1h\"]";
@@ -150,7 +150,7 @@ fn nobody_waits_or_owes_in_a_way_that_others_do_not_know() {
 }
 
 #[test]
-fn counters_of_another_rule_are_not_found_and_come_back() {
+fn counters_of_a_removed_rule_return_with_the_rule() {
     let counted = Counted::new();
     assert_eq!(admitted_in_all(counted.gateway("\"5/hour\""), 9), 5);
     assert_eq!(admitted_in_all(counted.gateway("\"5/2h\""), 9), 5);
@@ -159,7 +159,7 @@ fn counters_of_another_rule_are_not_found_and_come_back() {
 }
 
 #[test]
-fn a_reload_keeps_the_file_and_can_not_change_it() {
+fn a_reload_cannot_change_the_counters_file() {
     let counted = Counted::new();
     let mut gateway = counted.gateway("\"5/hour\"");
     assert_eq!(admitted(&gateway, 3), 3);

@@ -101,7 +101,7 @@ fn files() -> (Part, Edge) {
 }
 
 #[test]
-fn files_of_every_size_in_every_version() {
+fn files_of_every_size_arrive_in_every_http_version() {
     let (_nginx, edge) = files();
     for way in WAYS {
         let answers = way.curl(&edge, &[], &["/a.txt", "/large.bin", "/empty", "/nowhere", "/a.txt"]);
@@ -115,7 +115,7 @@ fn files_of_every_size_in_every_version() {
 }
 
 #[test]
-fn heads_and_ranges_in_every_version() {
+fn head_and_range_requests_work_in_every_http_version() {
     let (_nginx, edge) = files();
     for way in WAYS {
         let head = way.curl(&edge, &["--head"], &["/large.bin"]);
@@ -127,7 +127,7 @@ fn heads_and_ranges_in_every_version() {
 }
 
 #[test]
-fn uploads_arrive_whole_in_every_version() {
+fn uploads_arrive_whole_in_every_http_version() {
     let httpbin = external_servers::httpbin();
     let edge = Edge::start(&all_to(&httpbin.toml("u"), false));
     let scratch = Scratch::new();
@@ -153,7 +153,7 @@ fn uploads_arrive_whole_in_every_version() {
 
 /// A client that is refused in the middle of its upload must learn so, rather than that something broke.
 #[test]
-fn a_refused_upload_learns_of_it_twenty_times_of_twenty() {
+fn a_refused_upload_always_receives_the_response() {
     let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
     let scratch = Scratch::new();
     edge.gateway.get("/").expect(200);

@@ -67,7 +67,7 @@ fn with_number(bytes: &[u8], at: usize, number: u64) -> Vec<u8> {
 }
 
 #[test]
-fn what_does_not_fit_is_set_aside_with_a_warning() {
+fn an_incompatible_file_is_renamed_with_a_warning() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let good = three_counted(&file);
@@ -108,7 +108,7 @@ fn what_does_not_fit_is_set_aside_with_a_warning() {
 }
 
 #[test]
-fn another_capacity_begins_anew_unless_the_file_is_in_use() {
+fn a_changed_capacity_starts_empty_unless_the_file_is_in_use() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     three_counted(&file);
@@ -139,7 +139,7 @@ fn refused(scratch: &Scratch, file: &Path, capacity: usize) -> String {
 }
 
 #[test]
-fn what_is_no_file_is_refused_with_its_name() {
+fn a_path_that_is_not_a_file_is_refused_by_name() {
     let scratch = Scratch::in_memory();
     let at = |name: &str| scratch.path().join(name);
     fs::create_dir(at("folder")).unwrap();
@@ -170,7 +170,7 @@ fn what_is_no_file_is_refused_with_its_name() {
 }
 
 #[test]
-fn a_file_of_somebody_else_is_refused() {
+fn a_file_of_another_user_is_refused() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     three_counted(&file);
@@ -187,7 +187,7 @@ fn a_file_of_somebody_else_is_refused() {
 }
 
 #[test]
-fn a_file_in_use_by_another_version_is_refused_with_what_to_do() {
+fn a_file_in_use_by_another_version_is_refused_with_the_fix() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let bytes = with_number(&three_counted(&file), VERSION_AT, 2);
@@ -203,7 +203,7 @@ fn a_file_in_use_by_another_version_is_refused_with_what_to_do() {
 }
 
 #[test]
-fn where_there_is_no_room_the_start_says_so() {
+fn a_full_file_system_fails_the_start() {
     let scratch = Scratch::in_memory();
     let small = scratch.path().join("small");
     fs::create_dir(&small).unwrap();
@@ -232,7 +232,7 @@ fn where_there_is_no_room_the_start_says_so() {
 }
 
 #[test]
-fn what_somebody_else_wrote_stays_where_it_is() {
+fn a_file_that_is_not_a_counters_file_is_not_touched() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("letters");
     put(&file, b"Dear reader,\n", 0o600);
@@ -242,7 +242,7 @@ fn what_somebody_else_wrote_stays_where_it_is() {
 }
 
 #[test]
-fn what_a_killed_start_left_behind_is_no_obstacle() {
+fn leftovers_of_a_killed_start_are_harmless() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     fs::write(beside(&file, "new"), "half").unwrap();
@@ -253,7 +253,7 @@ fn what_a_killed_start_left_behind_is_no_obstacle() {
 
 /// A file with holes, as a copy may have them, takes its room at start and not when it is written to.
 #[test]
-fn a_file_with_holes_takes_its_room_at_start() {
+fn a_sparse_file_is_allocated_at_start() {
     use std::os::unix::fs::MetadataExt;
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
@@ -292,7 +292,7 @@ fn is_kept(file: &Path, seed: (u64, u64)) -> bool {
 }
 
 #[test]
-fn no_bit_of_the_first_pages_can_be_otherwise() {
+fn every_changed_bit_of_the_header_is_detected() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();
@@ -317,7 +317,7 @@ fn no_bit_of_the_first_pages_can_be_otherwise() {
 }
 
 #[test]
-fn a_body_with_bits_flipped_or_cut_off_anywhere_is_opened() {
+fn a_damaged_or_truncated_table_is_opened() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let seed = open(&file).map(|counters| (counters.seed.0, counters.seed.1)).unwrap();

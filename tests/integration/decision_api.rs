@@ -25,7 +25,7 @@ const PER_USER: &str =
     "[rules.per-client]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"5/minute\"]\n";
 
 #[test]
-fn a_key_is_decided_consumed_read_and_forgotten() {
+fn a_key_is_checked_charged_read_and_reset() {
     let gateway = Gateway::start(&with(PER_USER, "\"per-client\""));
     gateway.advance_s(23);
     let window =
@@ -58,7 +58,7 @@ fn a_key_is_decided_consumed_read_and_forgotten() {
 }
 
 #[test]
-fn the_layer_nearest_its_limit_stands_at_the_top() {
+fn the_layer_nearest_its_limit_comes_first() {
     let rule = "[rules.r]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"10/hour\", \"3/minute\"]\n";
     let gateway = Gateway::start(&with(rule, "\"r\""));
     let question = || json!({"rule": "r", "key": ["abc", "/search"], "cost": 2});
@@ -73,7 +73,7 @@ fn the_layer_nearest_its_limit_stands_at_the_top() {
 }
 
 #[test]
-fn one_counter_for_everyone_tells_the_one_too_many_when() {
+fn a_global_counter_reports_the_retry_time() {
     let rule = "[rules.sign-ups]\nkey = \"global\"\nwindows = [\"100/hour\"]\n";
     let gateway = Gateway::start_at(&with(rule, "\"sign-ups\""), 1_699_999_200);
     gateway.advance_s(600);
@@ -87,7 +87,7 @@ fn one_counter_for_everyone_tells_the_one_too_many_when() {
 }
 
 #[test]
-fn a_reservation_is_told_its_turn_and_paid_by_the_next_window() {
+fn a_reservation_reports_its_window_and_is_charged_to_it() {
     let rule = "[rules.r]\nkey = \"global\"\nwindows = [{ limit = 1000, period = \"minute\", reserve = 200 }]\n";
     let gateway = Gateway::start(&with(rule, "\"r\""));
     gateway.advance_s(20);
@@ -105,7 +105,7 @@ fn a_reservation_is_told_its_turn_and_paid_by_the_next_window() {
 
 /// A key whose tokens roll over, hour by hour.
 #[test]
-fn grants_at_the_boundaries_follow_the_timeline() {
+fn decisions_at_window_boundaries_follow_the_timeline() {
     let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\n\
         windows = [{ limit = 100, period = \"1h\", capacity = 150, start = \"2024-01-01T00:00:00Z\" }]\n";
     // Used up an hour before midnight, so that it holds 100 at midnight.
@@ -130,7 +130,7 @@ fn grants_at_the_boundaries_follow_the_timeline() {
 }
 
 #[test]
-fn what_is_no_question_is_400_and_what_is_no_rule_404() {
+fn a_malformed_query_is_400_and_an_unknown_rule_404() {
     let gateway = Gateway::start(&with(PER_USER, "\"per-client\""));
     for (question, status) in [
         ("", 400),
@@ -169,14 +169,14 @@ fn what_is_no_question_is_400_and_what_is_no_rule_404() {
 }
 
 #[test]
-fn what_costs_more_than_there_ever_is_has_no_time_to_come_back() {
+fn a_cost_above_the_limit_has_no_retry_time() {
     let gateway = Gateway::start(&with(PER_USER, "\"per-client\""));
     let answer = ask(&gateway, "limit", json!({"rule": "per-client", "key": "a", "cost": 6}));
     assert_eq!((&answer["allowed"], &answer["retry_after"]), (&json!(false), &Value::Null));
 }
 
 #[test]
-fn a_reload_changes_what_is_asked_and_keeps_what_was_used() {
+fn a_reload_changes_the_rules_and_keeps_usage() {
     let mut gateway = Gateway::start(&with(PER_USER, "\"per-client\""));
     let question = || json!({"rule": "per-client", "key": "a", "cost": 2});
     assert_eq!(ask(&gateway, "limit", question())["remaining"], 3);

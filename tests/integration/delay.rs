@@ -54,7 +54,7 @@ fn window(gateway: &Gateway) {
 }
 
 #[test]
-fn who_came_first_passes_first_one_window_after_the_other() {
+fn delayed_requests_pass_in_order_of_arrival() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
@@ -73,7 +73,7 @@ fn who_came_first_passes_first_one_window_after_the_other() {
 }
 
 #[test]
-fn who_would_wait_too_long_is_refused_at_once() {
+fn a_request_that_would_exceed_max_delay_is_refused_at_once() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"600ms\""));
     gateway.get("/1").expect(200);
@@ -88,7 +88,7 @@ fn who_would_wait_too_long_is_refused_at_once() {
 }
 
 #[test]
-fn no_more_wait_than_may() {
+fn the_number_of_waiters_is_limited() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"1d\"\nmax_waiting = 2"));
     gateway.get("/1").expect(200);
@@ -101,7 +101,7 @@ fn no_more_wait_than_may() {
 }
 
 #[test]
-fn a_client_that_goes_away_gives_its_place_back() {
+fn a_waiter_that_disconnects_is_refunded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, ONE, "max_delay = \"300ms\"\nmax_waiting = 1"));
     gateway.get("/1").expect(200);
@@ -118,7 +118,7 @@ fn a_client_that_goes_away_gives_its_place_back() {
 }
 
 #[test]
-fn who_waits_waits_for_the_last_layer_to_open() {
+fn a_delayed_request_waits_for_its_slowest_layer() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, "[\"1/300ms\", \"2/1s\"]", "max_delay = \"2s\""));
     gateway.get("/1").expect(200);
@@ -135,7 +135,7 @@ fn who_waits_waits_for_the_last_layer_to_open() {
 }
 
 #[test]
-fn a_rule_that_refuses_refuses_whoever_else_would_wait() {
+fn a_refusing_rule_precedes_a_delaying_rule() {
     let toml = "workers = 1\n[upstreams.u]\nbuiltin = \"echo\"\n\
         [rules.r]\nkey = \"ip\"\nwindows = [\"1/300ms\"]\non_limit = \"delay\"\nmax_delay = \"2s\"\n\
         [rules.hard]\nkey = \"global\"\nwindows = [\"2/hour\"]\n\
@@ -150,7 +150,7 @@ fn a_rule_that_refuses_refuses_whoever_else_would_wait() {
 }
 
 #[test]
-fn the_binary_lets_nobody_pass_before_its_window() {
+fn the_binary_forwards_no_delayed_request_before_its_window() {
     let rule = "key = \"ip\"\nwindows = [\"1/250ms\"]\non_limit = \"delay\"\nmax_delay = \"20s\"";
     let process = Process::spawn(&one_rule(rule));
     let start = Instant::now();
@@ -184,7 +184,7 @@ fn waiting_as(gateway: &Gateway, user: &str, path: &str) -> Client {
 }
 
 #[test]
-fn one_who_waits_does_not_lock_out_the_others() {
+fn a_waiter_does_not_block_other_keys() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&beside_all(&upstream, "5/second"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
@@ -201,7 +201,7 @@ fn one_who_waits_does_not_lock_out_the_others() {
 }
 
 #[test]
-fn whose_turn_finds_another_rule_full_is_refused_and_gives_its_place_back() {
+fn a_waiter_that_another_rule_refuses_is_refunded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&beside_all(&upstream, "2/50s"));
     gateway.get_with("/a1", &[("X-User", "a")]).expect(200);
@@ -223,7 +223,7 @@ fn whose_turn_finds_another_rule_full_is_refused_and_gives_its_place_back() {
 
 /// Two rules delay, on different keys: who waits for one and finds the other full waits on, and is not refused.
 #[test]
-fn who_waits_for_one_rule_waits_on_for_another() {
+fn a_request_can_be_delayed_by_two_rules_in_turn() {
     let upstream = Upstream::replying(200);
     let toml = format!(
         "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = [\"1/1s\"]\non_limit = \"delay\"\nmax_delay = \"60s\"\n\
@@ -257,7 +257,7 @@ fn who_waits_for_one_rule_waits_on_for_another() {
 
 /// The end of a connection is noticed behind what was sent on it and nobody has read yet.
 #[test]
-fn who_goes_away_behind_a_body_gives_the_place_back() {
+fn a_waiter_that_disconnects_after_its_body_is_refunded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream, "[\"1/1h\"]", "max_delay = \"2h\"\nmax_waiting = 2"));
     gateway.get("/1").expect(200);

@@ -86,7 +86,7 @@ fn wrapper() -> String {
 }
 
 #[test]
-fn all_addresses_of_a_name_have_their_turn() {
+fn all_addresses_of_a_name_are_used_in_turn() {
     let gateway = gateway(two(), &["127.0.0.1", "127.0.0.2"]);
     let answers: Vec<String> = (0..6).map(|_| gateway.get("/once").expect(200).text()).collect();
     let first = answers.iter().filter(|answer| *answer == "127.0.0.1").count();
@@ -94,7 +94,7 @@ fn all_addresses_of_a_name_have_their_turn() {
 }
 
 #[test]
-fn an_address_where_nobody_listens_costs_no_request() {
+fn an_unreachable_address_costs_no_request() {
     let gateway = gateway(two(), &["127.0.0.3", "127.0.0.1", "127.0.0.4"]);
     for _ in 0..6 {
         assert_eq!(gateway.get("/once").expect(200).text(), "127.0.0.1");
@@ -102,7 +102,7 @@ fn an_address_where_nobody_listens_costs_no_request() {
 }
 
 #[test]
-fn connections_to_an_address_that_has_left_are_used_no_more() {
+fn connections_to_a_removed_address_are_not_reused() {
     let gateway = gateway(two(), &["127.0.0.1"]);
     let mut client = gateway.client();
     assert_eq!(client.get("/a").expect(200).text(), "127.0.0.1");
@@ -120,7 +120,7 @@ fn connections_to_an_address_that_has_left_are_used_no_more() {
 }
 
 #[test]
-fn a_name_of_nobody_is_502_until_there_is_somebody() {
+fn an_unresolvable_name_is_502_until_it_resolves() {
     let gateway = gateway(two(), &[]);
     gateway.get("/a").expect(502).problem();
     eventually("the operator is told", || gateway.stderr().contains("`api.test` can not be resolved"));

@@ -35,7 +35,7 @@ fn flat(text: &str) -> String {
 }
 
 #[test]
-fn the_console_of_the_readme_shows_what_is_printed() {
+fn the_readmes_console_output_is_true() {
     let readme = document("README.md");
     // As many seconds before the end of the hour as its first answer says.
     let gateway = shipped(1711);
@@ -63,7 +63,7 @@ fn the_console_of_the_readme_shows_what_is_printed() {
 }
 
 #[test]
-fn the_decision_api_answers_as_the_documentation_shows() {
+fn the_documented_decision_api_responses_are_true() {
     let operation = document("docs/operation.md");
     let gateway = shipped(2137);
     let command =
@@ -82,7 +82,7 @@ fn the_decision_api_answers_as_the_documentation_shows() {
 }
 
 #[test]
-fn check_says_of_the_shipped_file_what_the_readme_quotes() {
+fn the_readme_quotes_check_of_the_shipped_file() {
     let shipped = format!("{}/gateway.toml", env!("CARGO_MANIFEST_DIR"));
     let (_, out, _) = run(&["check", "--config", &shipped]);
     let readme = document("README.md");
@@ -94,7 +94,7 @@ fn check_says_of_the_shipped_file_what_the_readme_quotes() {
 }
 
 #[test]
-fn every_command_line_of_the_documentation_is_understood() {
+fn every_documented_command_line_is_accepted() {
     let mut count = 0;
     for name in ["README.md", "docs/configuration.md", "docs/operation.md", "docs/shared.md"] {
         for line in document(name).lines().filter_map(|line| line.strip_prefix("    transom ")) {

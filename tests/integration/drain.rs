@@ -31,7 +31,7 @@ fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
 }
 
 #[test]
-fn what_is_under_way_is_finished_and_nothing_new_begun() {
+fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
     for name in ["TERM", "INT"] {
         let (upstream, seen, go) = held();
         let mut process = Process::spawn(&pass_all(&upstream));
@@ -58,7 +58,7 @@ fn what_is_under_way_is_finished_and_nothing_new_begun() {
 }
 
 #[test]
-fn a_body_under_way_is_finished_as_well() {
+fn a_drain_finishes_bodies_in_flight() {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = Arc::new(Mutex::new(gone));
@@ -92,7 +92,7 @@ fn a_body_under_way_is_finished_as_well() {
 }
 
 #[test]
-fn what_takes_longer_than_it_may_is_broken_off() {
+fn a_drain_aborts_requests_after_its_deadline() {
     let (upstream, seen, _go) = held();
     let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"100ms\"\n", pass_all(&upstream)));
     let mut slow = process.client();
@@ -109,7 +109,7 @@ fn what_takes_longer_than_it_may_is_broken_off() {
 }
 
 #[test]
-fn one_who_never_comes_to_the_end_of_a_head_does_not_hold_up_the_end() {
+fn an_unfinished_head_does_not_delay_the_exit() {
     let (upstream, _seen, _go) = held();
     let toml = format!("{}[timeouts]\nrequest_head = \"200ms\"\ndrain = \"1d\"\n", pass_all(&upstream));
     let mut process = Process::spawn(&toml);
@@ -123,7 +123,7 @@ fn one_who_never_comes_to_the_end_of_a_head_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn one_who_has_not_asked_anything_does_not_hold_up_the_end() {
+fn an_idle_connection_does_not_delay_the_exit() {
     let upstream = Upstream::replying(200);
     for h2c in [true, false] {
         let toml = format!("{}[timeouts]\ndrain = \"1d\"\n[http2]\nh2c = {h2c}\n", pass_all(&upstream));
@@ -141,7 +141,7 @@ fn one_who_has_not_asked_anything_does_not_hold_up_the_end() {
 }
 
 #[test]
-fn requests_in_the_last_moment_are_answered_or_never_taken() {
+fn requests_at_the_end_are_answered_or_not_accepted() {
     // A connection that was let in is served, or closed before a byte of a request was sent upstream.
     let upstream = Upstream::replying(200);
     let mut process = Process::spawn(&pass_all(&upstream));
@@ -171,7 +171,7 @@ fn requests_in_the_last_moment_are_answered_or_never_taken() {
 }
 
 #[test]
-fn whoever_has_not_said_what_he_wants_is_not_waited_for() {
+fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     // The gateway may take as long as it likes, but for those who are still at the door.
     let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";

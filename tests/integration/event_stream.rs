@@ -31,7 +31,7 @@ fn read(gateway: &Gateway, mut here: impl FnMut()) {
 }
 
 #[test]
-fn over_http1() {
+fn events_are_forwarded_over_http1() {
     let (tell, told) = mpsc::channel::<()>();
     let told = Mutex::new(told);
     let upstream = Upstream::with(move |talk| {
@@ -48,7 +48,7 @@ fn over_http1() {
 }
 
 #[test]
-fn over_http2() {
+fn events_are_forwarded_over_http2() {
     let (tell, told) = tokio::sync::mpsc::unbounded_channel::<()>();
     let told = std::sync::Arc::new(tokio::sync::Mutex::new(told));
     let upstream = Streams::with(Setup::default(), move |mut stream| {

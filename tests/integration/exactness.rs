@@ -52,7 +52,7 @@ fn exactly(limit: usize) {
 }
 
 #[test]
-fn eight_threads_get_exactly_the_limit_and_never_one_more() {
+fn eight_threads_are_granted_exactly_the_limit() {
     // Small limits are all about races at the edge, so they are tried again and again.
     for (limit, times) in [(1, 50), (2, 25), (3, 25), (7, 10), (33, 10), (100, 3), (1000, 1), (10_000, 1)] {
         for _ in 0..times {
@@ -62,7 +62,7 @@ fn eight_threads_get_exactly_the_limit_and_never_one_more() {
 }
 
 #[test]
-fn one_request_counts_once_in_every_layer_of_three_rules() {
+fn a_request_counts_once_in_every_layer_of_three_rules() {
     let toml = "workers = 4
         [upstreams.u]
         builtin = \"echo\"
@@ -115,7 +115,7 @@ fn one_request_counts_once_in_every_layer_of_three_rules() {
 }
 
 #[test]
-fn what_one_layer_refuses_leaves_no_mark_in_the_others() {
+fn a_refusal_by_one_layer_charges_no_other() {
     let toml = "[upstreams.u]
         builtin = \"echo\"
         [rules.user]
@@ -140,7 +140,7 @@ fn what_one_layer_refuses_leaves_no_mark_in_the_others() {
 }
 
 #[test]
-fn a_limit_that_is_lowered_or_raised_applies_to_what_was_used() {
+fn a_changed_limit_applies_to_existing_usage() {
     // A second rule that costs nothing shows, through its own limit, which configuration answered.
     let toml = |limit: u64| {
         format!(
@@ -165,7 +165,7 @@ fn a_limit_that_is_lowered_or_raised_applies_to_what_was_used() {
 }
 
 #[test]
-fn reloads_under_load_neither_lose_nor_give_back_a_count() {
+fn reloads_under_load_neither_lose_nor_return_tokens() {
     let toml = |drain: u32| {
         let rule = one_rule("key = \"ip\"\nwindows = [\"2000/hour\"]");
         format!("workers = 4\n{rule}\n[timeouts]\ndrain = \"{drain}s\"\n")

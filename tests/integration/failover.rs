@@ -50,7 +50,7 @@ fn gateway(servers: &[SocketAddr], settings: &str) -> Gateway {
 }
 
 #[test]
-fn two_servers_that_fail_one_after_the_other_lose_nothing() {
+fn two_servers_failing_in_turn_lose_no_request() {
     let [a, b] = [address(), address()];
     let (first, second) = (up(a), up(b));
     // No ejection ends by itself, and the budget is one try.
@@ -72,7 +72,7 @@ fn two_servers_that_fail_one_after_the_other_lose_nothing() {
 }
 
 #[test]
-fn connect_failures_that_another_server_spares_do_not_use_the_budget() {
+fn connect_failures_with_another_server_available_do_not_use_the_retry_budget() {
     let servers = [Upstream::refusing(), Upstream::replying(200)];
     let addresses = servers.each_ref().map(|server| server.address);
     let settings = "balance = \"round-robin\"\nejection = false\nretries = { budget = 0, budget_min = 0 }";
@@ -85,7 +85,7 @@ fn connect_failures_that_another_server_spares_do_not_use_the_budget() {
 }
 
 #[test]
-fn connect_failures_use_the_budget_where_no_server_works() {
+fn connect_failures_use_the_retry_budget_if_no_server_works() {
     let servers = [Upstream::refusing(), Upstream::refusing(), Upstream::refusing()];
     let addresses = servers.each_ref().map(|server| server.address);
     let settings = "ejection = false\nretries = { attempts = 2, budget = 0, budget_min = 0 }";
@@ -141,7 +141,7 @@ fn an_ejected_server_is_preferred_to_an_unhealthy_one() {
 }
 
 #[test]
-fn a_failing_server_that_can_not_be_ejected_does_not_hide_an_ejected_one() {
+fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
     // Answers that are failures are not retried here, so only the choice can find out that the first works again.
     let servers = [AtomicU64::new(503), AtomicU64::new(200)].map(|status| {
         let status = std::sync::Arc::new(status);
@@ -167,7 +167,7 @@ fn a_failing_server_that_can_not_be_ejected_does_not_hide_an_ejected_one() {
 }
 
 #[test]
-fn servers_that_fail_most_requests_are_not_ejected_again_and_again() {
+fn servers_that_fail_most_requests_are_not_ejected_repeatedly() {
     let failing = || {
         let asked = AtomicU64::new(0);
         Upstream::answering(move |_| {
@@ -258,7 +258,7 @@ fn gateway_process(addresses: &[SocketAddr], shorter: u32) -> Process {
 }
 
 #[test]
-fn short_outages_of_two_servers_in_turn_lose_nothing_under_load() {
+fn short_outages_of_two_servers_lose_no_request_under_load() {
     let (_, shorter) = length();
     let addresses = [address(), address()];
     let mut servers = addresses.map(server);
@@ -275,7 +275,7 @@ fn short_outages_of_two_servers_in_turn_lose_nothing_under_load() {
 }
 
 #[test]
-fn servers_that_are_killed_again_and_again_lose_nothing_under_load() {
+fn repeatedly_killed_servers_lose_no_request_under_load() {
     let (length, shorter) = length();
     let addresses = [address(), address()];
     let mut servers = addresses.map(server);

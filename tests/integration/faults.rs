@@ -26,7 +26,7 @@ fn answer_of(script: &'static [u8]) -> crate::support::client::Answer {
 }
 
 #[test]
-fn a_server_that_can_not_be_reached_is_502() {
+fn an_unreachable_server_is_502() {
     let upstream = Upstream::refusing();
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -40,7 +40,7 @@ fn a_server_that_can_not_be_reached_is_502() {
 }
 
 #[test]
-fn what_is_no_answer_is_502() {
+fn a_malformed_response_is_502() {
     for script in [
         &b""[..],
         b"garbage\r\n\r\n",
@@ -71,7 +71,7 @@ fn what_is_no_answer_is_502() {
 
 /// No body follows, but the length is passed on, and caches use it.
 #[test]
-fn the_response_to_head_has_one_length_that_is_a_number() {
+fn a_response_to_head_has_one_valid_content_length() {
     for length in ["5, 5", "5\r\nContent-Length: 5", "5\r\nTransfer-Encoding: chunked", "+5", "", "five"] {
         let upstream = Upstream::with(move |talk| {
             if talk.request().is_some() {
@@ -85,7 +85,7 @@ fn the_response_to_head_has_one_length_that_is_a_number() {
 }
 
 #[test]
-fn a_head_of_an_answer_that_never_ends_is_502() {
+fn an_endless_response_head_is_502() {
     let upstream = Upstream::with(|talk| {
         if talk.request().is_some() {
             talk.send("HTTP/1.1 200 OK\r\n");
@@ -97,7 +97,7 @@ fn a_head_of_an_answer_that_never_ends_is_502() {
 }
 
 #[test]
-fn an_answer_that_breaks_off_is_not_taken_for_a_whole_one() {
+fn a_truncated_response_is_not_taken_for_complete() {
     for (script, chunked) in [
         (&b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc"[..], false),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", true),
@@ -120,7 +120,7 @@ fn an_answer_that_breaks_off_is_not_taken_for_a_whole_one() {
 }
 
 #[test]
-fn a_server_that_does_not_answer_is_504() {
+fn a_server_that_does_not_respond_is_504() {
     let (saw, seen) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.request().is_some() {
@@ -138,7 +138,7 @@ fn a_server_that_does_not_answer_is_504() {
 }
 
 #[test]
-fn a_client_that_stops_in_the_middle_of_its_upload_is_told_so() {
+fn a_stalled_upload_is_408() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
     let mut client = gateway.client();
@@ -153,7 +153,7 @@ fn a_client_that_stops_in_the_middle_of_its_upload_is_told_so() {
 }
 
 #[test]
-fn an_upload_that_moves_may_take_longer_than_the_wait_for_an_answer() {
+fn an_upload_in_progress_may_exceed_the_response_timeout() {
     let (step, steps) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.head().is_some() {
@@ -178,7 +178,7 @@ fn an_upload_that_moves_may_take_longer_than_the_wait_for_an_answer() {
 }
 
 #[test]
-fn requests_go_round_and_past_a_dead_server() {
+fn requests_skip_a_dead_server() {
     let (a, b) = (Upstream::replying(200), Upstream::replying(200));
     let toml = |servers: &[&Upstream]| {
         let servers: Vec<String> = servers.iter().map(|server| format!("\"http://{}\"", server.address)).collect();
@@ -207,7 +207,7 @@ fn requests_go_round_and_past_a_dead_server() {
 }
 
 #[test]
-fn the_gateway_serves_on_after_every_failure() {
+fn the_gateway_keeps_serving_after_every_failure() {
     let upstream = Upstream::with(|talk| {
         while let Some(received) = talk.request() {
             match received.target.as_str() {

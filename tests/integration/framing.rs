@@ -10,7 +10,7 @@ use crate::support::upstream::{Upstream, reply};
 use crate::support::{one_rule, pass_all};
 
 #[test]
-fn connections_are_kept_on_both_sides() {
+fn connections_are_kept_alive_on_both_sides() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_all(&upstream)));
     let mut client = gateway.client();
@@ -49,7 +49,7 @@ fn ten_requests_in_one_write_are_answered_in_order() {
 }
 
 #[test]
-fn a_refused_request_with_a_body_does_not_put_the_next_out_of_step() {
+fn the_body_of_a_refused_request_does_not_desynchronize_the_connection() {
     let gateway = Gateway::start(&one_rule("key = \"method\"\nwindows = [\"1/minute\"]"));
     let mut client = gateway.client();
     client.post("/a", "x").expect(200);
@@ -61,7 +61,7 @@ fn a_refused_request_with_a_body_does_not_put_the_next_out_of_step() {
 }
 
 #[test]
-fn chunked_bodies_pass_in_both_directions_with_their_trailers() {
+fn chunked_bodies_and_trailers_are_forwarded_both_ways() {
     let upstream = Upstream::with(|talk| {
         while let Some(received) = talk.request() {
             assert_eq!(received.body, b"hello, world");
@@ -94,7 +94,7 @@ fn chunked_bodies_pass_in_both_directions_with_their_trailers() {
 const CHUNKED_BODY: &str = "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n";
 
 #[test]
-fn a_body_of_unknown_length_is_forwarded_whatever_the_method() {
+fn a_body_of_unknown_length_is_forwarded_for_every_method() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -110,7 +110,7 @@ fn a_body_of_unknown_length_is_forwarded_whatever_the_method() {
 }
 
 #[test]
-fn a_body_of_unknown_length_is_forwarded_from_http_2_whatever_the_method() {
+fn a_body_of_unknown_length_is_forwarded_from_http2_for_every_method() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = Raw::connect(gateway.http);
@@ -136,7 +136,7 @@ fn a_body_of_unknown_length_is_forwarded_from_http_2_whatever_the_method() {
 }
 
 #[test]
-fn a_body_of_unknown_length_is_forwarded_over_http_2_whatever_the_method() {
+fn a_body_of_unknown_length_is_forwarded_over_http2_for_every_method() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let length = stream.whole_body().await;
         stream.reply(&format!("{length}"));
@@ -152,7 +152,7 @@ fn a_body_of_unknown_length_is_forwarded_over_http_2_whatever_the_method() {
 }
 
 #[test]
-fn malformed_chunks_are_refused_whatever_the_method() {
+fn malformed_chunks_are_refused_for_every_method() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     for method in ["GET", "HEAD", "OPTIONS", "POST"] {
@@ -165,7 +165,7 @@ fn malformed_chunks_are_refused_whatever_the_method() {
 }
 
 #[test]
-fn pieces_are_passed_on_as_they_come() {
+fn response_chunks_are_forwarded_at_once() {
     let (go, gone) = mpsc::channel::<()>();
     let gone = std::sync::Mutex::new(gone);
     let upstream = Upstream::with(move |talk| {
@@ -188,7 +188,7 @@ fn pieces_are_passed_on_as_they_come() {
 }
 
 #[test]
-fn an_upload_is_passed_on_as_it_comes() {
+fn request_chunks_are_forwarded_at_once() {
     let (saw, seen) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
         if talk.head().is_some() {
@@ -209,7 +209,7 @@ fn an_upload_is_passed_on_as_it_comes() {
 }
 
 #[test]
-fn answers_without_bodies_keep_the_connection_in_step() {
+fn responses_without_bodies_keep_the_connection_synchronized() {
     let upstream = Upstream::answering(|received| match received.target.as_str() {
         "/head" => b"HTTP/1.1 200 OK\r\nContent-Length: 1234567\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n".to_vec(),
@@ -232,7 +232,7 @@ fn answers_without_bodies_keep_the_connection_in_step() {
 }
 
 #[test]
-fn an_answer_that_ends_with_its_connection_is_whole() {
+fn a_response_delimited_by_close_is_complete() {
     let upstream = Upstream::with(|talk| {
         if talk.request().is_some() {
             talk.send("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end");
@@ -257,7 +257,7 @@ fn an_answer_that_ends_with_its_connection_is_whole() {
 }
 
 #[test]
-fn the_body_is_asked_for_only_when_it_is_wanted() {
+fn continue_is_sent_only_when_the_body_is_needed() {
     let upstream = Upstream::replying(200);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"1/minute\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -278,7 +278,7 @@ fn the_body_is_asked_for_only_when_it_is_wanted() {
 }
 
 #[test]
-fn interim_answers_of_the_upstream_are_passed_on_at_once() {
+fn informational_responses_are_forwarded_at_once() {
     let (tell, told) = std::sync::mpsc::channel::<()>();
     let told = std::sync::Mutex::new(told);
     let upstream = Upstream::with(move |talk| {
@@ -309,7 +309,7 @@ fn interim_answers_of_the_upstream_are_passed_on_at_once() {
 }
 
 #[test]
-fn the_absolute_form_goes_upstream_as_a_path() {
+fn the_absolute_form_is_forwarded_as_a_path() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     gateway.get(&format!("http://{HOST}/a/b?c=d")).expect(200);
@@ -344,7 +344,7 @@ fn http_1_0_clients_are_served() {
 }
 
 #[test]
-fn the_early_answer_of_an_upstream_comes_before_the_end_of_the_upload() {
+fn an_early_response_is_forwarded_during_the_upload() {
     let upstream = Upstream::with(|talk| {
         if talk.head().is_some() {
             talk.reply(413, &[("Connection", "close")], b"too much");

@@ -12,7 +12,7 @@ fn gateway(windows: &str) -> Gateway {
 }
 
 #[test]
-fn a_flood_of_keys_gives_nobody_more_than_the_limit() {
+fn a_flood_of_keys_grants_no_key_more_than_the_limit() {
     let gateway = gateway("\"3/hour\"");
     let mut client = gateway.client();
     let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]).status;
@@ -42,7 +42,7 @@ fn a_flood_of_keys_gives_nobody_more_than_the_limit() {
 }
 
 #[test]
-fn nobody_is_admitted_more_often_than_the_limit_in_a_full_table() {
+fn a_full_table_grants_no_key_more_than_the_limit() {
     let gateway = gateway("\"3/hour\"");
     let mut client = gateway.client();
     let mut admitted = vec![0; 400];
@@ -55,7 +55,7 @@ fn nobody_is_admitted_more_often_than_the_limit_in_a_full_table() {
 }
 
 #[test]
-fn when_the_windows_are_over_there_is_room_again() {
+fn counters_become_free_when_their_windows_end() {
     let gateway = gateway("\"3/minute\"");
     let mut client = gateway.client();
     let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]);

@@ -24,7 +24,7 @@ fn status(answer: &Answer, code: &str) -> String {
 }
 
 #[test]
-fn a_refusal_is_resource_exhausted() {
+fn a_refusal_has_status_resource_exhausted() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     let mut client = Calm::connect(gateway.http);
     call(&mut client).expect(200);
@@ -51,7 +51,7 @@ fn a_refusal_is_resource_exhausted() {
 }
 
 #[test]
-fn a_cost_that_never_fits_is_told_so() {
+fn a_cost_above_the_limit_is_reported() {
     let gateway = Gateway::start(&one_rule(
         "key = \"ip\"\nwindows = [\"1/hour\"]\ncost = { request-header = \"x-cost\", default = 1, max = 5 }",
     ));
@@ -62,7 +62,7 @@ fn a_cost_that_never_fits_is_told_so() {
 }
 
 #[test]
-fn a_fault_has_the_status_that_stands_for_it() {
+fn an_error_has_the_corresponding_grpc_status() {
     let gateway = Gateway::start(&pass_all(&Upstream::refusing()));
     assert_eq!(status(&call(&mut Calm::connect(gateway.http)), "14"), "no upstream server could be reached");
     let gone = Upstream::with(|talk: &mut Talk| drop(talk.head()));
@@ -79,7 +79,7 @@ fn a_fault_has_the_status_that_stands_for_it() {
 }
 
 #[test]
-fn an_answer_of_the_upstream_passes_as_it_is() {
+fn a_response_of_the_upstream_is_forwarded_unchanged() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         while let Some(received) = talk.request() {
             assert_eq!(received.field("te"), Some("trailers"));

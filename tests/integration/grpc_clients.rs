@@ -11,7 +11,7 @@ fn upstream(server: &Script) -> String {
 
 /// What fails here as well is not the gateway's fault.
 #[test]
-fn the_checks_hold_without_a_gateway() {
+fn the_client_script_passes_without_a_gateway() {
     let theirs = Authority::new();
     let server = Script::start("grpc_server.py", &theirs.tls_arguments());
     let ca = theirs.ca.display().to_string();
@@ -19,7 +19,7 @@ fn the_checks_hold_without_a_gateway() {
 }
 
 #[test]
-fn every_kind_of_call_in_the_clear() {
+fn every_kind_of_call_works_over_h2c() {
     let server = Script::start("grpc_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), false));
     let [clear, _] = edge.ways();
@@ -27,7 +27,7 @@ fn every_kind_of_call_in_the_clear() {
 }
 
 #[test]
-fn every_kind_of_call_through_tls() {
+fn every_kind_of_call_works_over_tls() {
     let server = Script::start("grpc_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), false));
     let [_, tls] = edge.ways();
@@ -35,7 +35,7 @@ fn every_kind_of_call_through_tls() {
 }
 
 #[test]
-fn every_kind_of_call_to_a_server_that_speaks_tls() {
+fn every_kind_of_call_works_to_a_tls_upstream() {
     let theirs = Authority::new();
     let server = Script::start("grpc_server.py", &theirs.tls_arguments());
     let upstream = format!(
@@ -48,7 +48,7 @@ fn every_kind_of_call_to_a_server_that_speaks_tls() {
 }
 
 #[test]
-fn a_refusal_is_one_in_terms_of_grpc() {
+fn a_refusal_is_a_grpc_error() {
     let server = Script::start("grpc_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), true));
     let [clear, tls] = edge.ways();

@@ -71,7 +71,7 @@ fn every_request_with_a_body_is_forwarded() {
 }
 
 #[test]
-fn every_request_past_the_limit_is_refused() {
+fn every_request_beyond_the_limit_is_refused() {
     let edge = Edge::start(&all_to("[upstreams.u]\nbuiltin = \"echo\"\n", true));
     for (turn, (options, url)) in ways(&edge).into_iter().enumerate() {
         let admitted = usize::from(turn == 0);

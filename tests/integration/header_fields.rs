@@ -20,7 +20,7 @@ fn names(received: &Received) -> Vec<&str> {
 }
 
 #[test]
-fn only_what_is_known_is_added() {
+fn only_documented_fields_are_added() {
     let received = passed(&[("Accept", "*/*"), ("X-Repeated", "1"), ("X-Repeated", "2")]);
     assert_eq!((received.method.as_str(), received.target.as_str()), ("GET", "/a?b=c"));
     assert_eq!(received.all("host"), [HOST]);
@@ -34,7 +34,7 @@ fn only_what_is_known_is_added() {
 }
 
 #[test]
-fn fields_of_the_connection_stay_behind() {
+fn hop_by_hop_fields_are_removed() {
     let received = passed(&[
         ("Connection", "keep-alive, X-Private"),
         ("Connection", "x-other,,close-by"),
@@ -52,7 +52,7 @@ fn fields_of_the_connection_stay_behind() {
 }
 
 #[test]
-fn connection_can_not_take_away_what_others_rely_on() {
+fn connection_cannot_remove_protected_fields() {
     let received = passed(&[
         ("Connection", "Host, Authorization, Cookie, Content-Type, X-Forwarded-For, X-Forwarded-Host"),
         ("Authorization", "Bearer a"),
@@ -65,7 +65,7 @@ fn connection_can_not_take_away_what_others_rely_on() {
 }
 
 #[test]
-fn a_field_that_a_rule_counts_by_reaches_the_upstream_whatever_connection_says() {
+fn connection_cannot_remove_a_key_field() {
     let upstream = Upstream::replying(200);
     let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [\"1/minute\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -77,7 +77,7 @@ fn a_field_that_a_rule_counts_by_reaches_the_upstream_whatever_connection_says()
 }
 
 #[test]
-fn what_a_client_says_of_where_it_comes_from_is_replaced() {
+fn forwarding_fields_of_a_client_are_replaced() {
     let received = passed(&[
         ("X-Forwarded-For", "10.0.0.1"),
         ("x-forwarded-for", "10.0.0.2, 10.0.0.3"),
@@ -92,7 +92,7 @@ fn what_a_client_says_of_where_it_comes_from_is_replaced() {
 }
 
 #[test]
-fn the_clients_own_path_goes_upstream_although_another_was_matched() {
+fn the_original_path_is_forwarded_although_a_normalized_one_was_matched() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     for target in ["//a/./b", "/x/../a?q=%2F..", "/%61", "/caf%C3%A9", "/a;b?c", "/?"] {
@@ -112,7 +112,7 @@ fn the_clients_own_path_goes_upstream_although_another_was_matched() {
 }
 
 #[test]
-fn the_answers_fields_arrive_but_for_those_of_the_connection() {
+fn response_fields_arrive_without_hop_by_hop_fields() {
     let upstream = Upstream::answering(|_| {
         let fields = [
             ("Server", "scripted"),
@@ -140,7 +140,7 @@ fn the_answers_fields_arrive_but_for_those_of_the_connection() {
 }
 
 #[test]
-fn bytes_beyond_ascii_pass_in_both_directions() {
+fn non_ascii_bytes_are_forwarded_both_ways() {
     let upstream = Upstream::answering(|received| {
         let value = received.field("x-name").unwrap().chars().map(|c| c as u8);
         let mut bytes = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nX-Name: ".to_vec();
@@ -159,7 +159,7 @@ fn bytes_beyond_ascii_pass_in_both_directions() {
 }
 
 #[test]
-fn any_method_passes_but_those_that_would_make_a_tunnel_or_a_mirror() {
+fn every_method_except_connect_and_trace_is_forwarded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     for method in

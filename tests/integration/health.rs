@@ -64,7 +64,7 @@ fn state(gateway: &Gateway) -> Value {
 }
 
 #[test]
-fn a_server_that_is_not_well_gets_nothing_until_it_is() {
+fn an_unhealthy_server_gets_no_requests() {
     let (a, b, toml) = two(OFTEN);
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
     assert!(a.is_up(&gateway) && b.is_up(&gateway), "healthy until checked");
@@ -83,7 +83,7 @@ fn a_server_that_is_not_well_gets_nothing_until_it_is() {
 }
 
 #[test]
-fn where_nobody_is_well_all_are_asked() {
+fn if_no_server_is_healthy_all_are_used() {
     let (a, b, toml) = two(OFTEN);
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
     a.set(500);
@@ -94,7 +94,7 @@ fn where_nobody_is_well_all_are_asked() {
 }
 
 #[test]
-fn a_check_asks_as_it_is_told() {
+fn a_health_check_sends_the_configured_request() {
     let (a, b, toml) =
         two("[upstreams.u.health]\npath = \"/healthz?deep=1\"\nmethod = \"HEAD\"\nhost = \"api.test\"\n\
                             interval = \"20ms\"\ntimeout = \"5s\"\nstatus = [204, \"300-302\"]\n");
@@ -110,7 +110,7 @@ fn a_check_asks_as_it_is_told() {
 }
 
 #[test]
-fn a_server_that_can_not_be_reached_or_does_not_answer_is_not_well() {
+fn an_unreachable_or_silent_server_is_unhealthy() {
     let (dead, fine) = (Upstream::refusing(), Patient::new());
     let silent = Upstream::with(|talk| while talk.request().is_some() {});
     let settings = "health = { path = \"/healthz\", interval = \"20ms\", timeout = \"50ms\" }\n";
@@ -122,7 +122,7 @@ fn a_server_that_can_not_be_reached_or_does_not_answer_is_not_well() {
 }
 
 #[test]
-fn a_reload_keeps_what_is_known() {
+fn a_reload_keeps_the_health_state() {
     // Two good checks would do, but for so many that none of this test could wait for them.
     let slow = "health = { path = \"/healthz\", interval = \"20ms\", healthy_after = 1000, unhealthy_after = 2 }\n";
     let (a, b, toml) = two(slow);
@@ -149,7 +149,7 @@ fn a_reload_keeps_what_is_known() {
 }
 
 #[test]
-fn a_server_that_is_reached_in_another_way_is_checked_anew() {
+fn a_server_with_changed_transport_is_checked_again() {
     let server = Patient::new();
     let settings = "health = { path = \"/healthz\", interval = \"1h\" }\n";
     let toml = |host: &str| pass_to(&[server.upstream.address], &format!("{settings}{host}"));
@@ -161,7 +161,7 @@ fn a_server_that_is_reached_in_another_way_is_checked_anew() {
 }
 
 #[test]
-fn checks_begin_with_the_reload_that_asks_for_them() {
+fn a_reload_starts_newly_configured_checks() {
     let (a, _b, toml) = two("");
     let mut gateway = Gateway::start(&toml);
     a.set(503);
@@ -170,7 +170,7 @@ fn checks_begin_with_the_reload_that_asks_for_them() {
 }
 
 #[test]
-fn whoever_is_back_begins_slowly() {
+fn a_recovered_server_starts_slowly() {
     let (a, b, toml) = two(&format!("slow_start = \"1h\"\n{OFTEN}"));
     let gateway = Gateway::start(&format!("workers = 1\n{toml}"));
     a.set(503);

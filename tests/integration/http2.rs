@@ -25,7 +25,7 @@ use crate::support::upstream::{Talk, Upstream, reply};
 use crate::support::{Scratch, eventually, one_rule, pass_all};
 
 #[test]
-fn a_request_arrives_as_one_of_http_1() {
+fn a_request_is_forwarded_as_http1() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = Calm::connect(gateway.http);
@@ -45,7 +45,7 @@ fn a_request_arrives_as_one_of_http_1() {
 }
 
 #[test]
-fn a_request_that_is_not_clear_is_refused() {
+fn an_ambiguous_request_is_refused() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = Calm::connect(gateway.http);
@@ -71,7 +71,7 @@ fn a_request_that_is_not_clear_is_refused() {
 }
 
 #[test]
-fn what_only_frames_can_say_is_refused_as_well() {
+fn malformed_pseudo_header_fields_are_refused() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let head = |fields: &[(&str, &str)]| {
@@ -115,7 +115,7 @@ fn what_only_frames_can_say_is_refused_as_well() {
 }
 
 #[test]
-fn trailers_pass_both_ways() {
+fn trailers_are_forwarded_both_ways() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let received = talk.request().unwrap();
         assert_eq!(received.trailers, [("x-sum".to_owned(), "7".to_owned())]);
@@ -145,7 +145,7 @@ impl Body for Frames {
 }
 
 #[test]
-fn an_answer_to_head_has_a_length_and_no_body() {
+fn a_response_to_head_has_a_length_and_no_body() {
     let upstream = Upstream::with(|talk| {
         while talk.request().is_some() && talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n") {}
     });
@@ -159,7 +159,7 @@ fn an_answer_to_head_has_a_length_and_no_body() {
 }
 
 #[test]
-fn every_answer_tells_one_date() {
+fn every_response_has_one_date() {
     let upstream = Upstream::answering(|received| {
         let date = [("Date", "Sun, 06 Nov 1994 08:49:37 GMT")];
         reply(200, &date[..usize::from(received.target == "/dated")], b"")
@@ -204,7 +204,7 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
 
 /// The answer may be over before the upstream stops to take the body. That nobody wants any more then.
 #[test]
-fn a_body_that_is_given_up_after_the_answer_ends_its_stream() {
+fn a_body_cancelled_after_the_response_ends_its_stream() {
     let stop = Arc::new(tokio::sync::Notify::new());
     let stopped = Arc::clone(&stop);
     let upstream = Streams::with(Setup::default(), move |mut stream| {
@@ -225,7 +225,7 @@ fn a_body_that_is_given_up_after_the_answer_ends_its_stream() {
 }
 
 #[test]
-fn large_bodies_pass_both_ways_at_once() {
+fn large_bodies_are_forwarded_both_ways_at_once() {
     let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
     let gateway = Gateway::start(&pass_all(&upstream));
     let body: Vec<u8> = (0..3_000_000_u32).map(|n| (n % 251) as u8).collect();
@@ -237,7 +237,7 @@ fn large_bodies_pass_both_ways_at_once() {
 }
 
 #[test]
-fn exactly_the_limit_is_admitted_on_whatever_streams() {
+fn exactly_the_limit_is_admitted_over_any_number_of_streams() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"500/hour\"]");
     let gateway = Gateway::start(&format!("workers = 4\n{rule}"));
     let admitted: usize = std::thread::scope(|scope| {
@@ -261,7 +261,7 @@ fn exactly_the_limit_is_admitted_on_whatever_streams() {
 }
 
 #[test]
-fn a_request_that_is_reset_is_canceled_but_has_counted() {
+fn a_reset_request_is_cancelled_and_counted() {
     let (saw, seen) = mpsc::channel();
     let saw = Mutex::new(saw);
     let upstream = Upstream::with(move |talk| {
@@ -284,7 +284,7 @@ fn a_request_that_is_reset_is_canceled_but_has_counted() {
 }
 
 #[test]
-fn an_upload_that_is_reset_before_its_end_never_looks_complete() {
+fn a_reset_upload_never_looks_complete() {
     let (told, http1_heard) = mpsc::channel();
     let told = Mutex::new(told);
     let http1 = Upstream::with(move |talk| {
@@ -408,7 +408,7 @@ fn a_malformed_request_is_an_error_of_its_stream_alone() {
 }
 
 #[test]
-fn trailers_that_are_malformed_break_off_their_upload_alone() {
+fn malformed_trailers_abort_their_upload_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let mut raw = Raw::connect(gateway.http);
     let many = block(&[("x-a", "b")]).repeat(101);
@@ -434,7 +434,7 @@ fn trailers_that_are_malformed_break_off_their_upload_alone() {
 }
 
 #[test]
-fn heads_are_held_to_the_limits() {
+fn head_limits_apply() {
     let upstream = Upstream::replying(200);
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
     let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
@@ -469,7 +469,7 @@ fn heads_are_held_to_the_limits() {
 }
 
 #[test]
-fn no_frame_takes_fields_past_the_limits() {
+fn field_limits_apply_however_frames_are_split() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}[limits]\nrequest_fields = 10\n", pass_all(&upstream)));
     let start = request("GET", "/a");
@@ -522,7 +522,7 @@ fn no_frame_takes_fields_past_the_limits() {
 }
 
 #[test]
-fn all_heads_of_a_connection_have_a_bound_together() {
+fn the_heads_of_a_connection_are_bounded_together() {
     let (asked, asks) = mpsc::channel();
     let asked = Mutex::new(asked);
     let upstream = Upstream::with(move |talk: &mut Talk| {
@@ -550,7 +550,7 @@ fn all_heads_of_a_connection_have_a_bound_together() {
 }
 
 #[test]
-fn as_many_empty_data_frames_pass_as_there_may_be_in_a_second() {
+fn empty_data_frames_within_the_rate_are_accepted() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut raw = Raw::connect(gateway.http);
@@ -564,7 +564,7 @@ fn as_many_empty_data_frames_pass_as_there_may_be_in_a_second() {
 }
 
 #[test]
-fn a_reset_gives_up_the_place_of_a_request_that_waits() {
+fn a_reset_refunds_a_delayed_request() {
     let rule = "key = \"ip\"\nwindows = [\"1/minute\"]\non_limit = \"delay\"\nmax_delay = \"5m\"\nmax_waiting = 1";
     let gateway = Gateway::start(&one_rule(rule));
     let mut raw = Raw::connect(gateway.http);
@@ -583,7 +583,7 @@ fn a_reset_gives_up_the_place_of_a_request_that_waits() {
 }
 
 #[test]
-fn a_refused_upload_is_not_reset_while_its_client_gets_no_time() {
+fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
     let mut raw = Raw::connect(gateway.http);
@@ -598,7 +598,7 @@ fn a_refused_upload_is_not_reset_while_its_client_gets_no_time() {
 }
 
 #[test]
-fn curl_is_told_of_a_refusal_in_the_middle_of_an_upload() {
+fn curl_receives_a_refusal_during_an_upload() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
     let scratch = Scratch::new();
@@ -627,7 +627,7 @@ fn curl_is_told_of_a_refusal_in_the_middle_of_an_upload() {
 }
 
 #[test]
-fn h2load_finds_nothing_wrong() {
+fn h2load_reports_no_errors() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let output = Command::new(program("h2load"))
@@ -657,7 +657,7 @@ fn the_log_names_the_protocol() {
 }
 
 #[test]
-fn what_is_under_way_is_finished_when_the_gateway_stops() {
+fn streams_in_flight_finish_when_the_gateway_stops() {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = Arc::new(Mutex::new(gone));
@@ -686,7 +686,7 @@ fn what_is_under_way_is_finished_when_the_gateway_stops() {
 }
 
 #[test]
-fn nothing_that_was_begun_fails_when_the_gateway_stops_under_load() {
+fn no_started_stream_fails_when_the_gateway_stops_under_load() {
     let upstream = Upstream::replying(200);
     let mut process = Process::spawn(&pass_all(&upstream));
     let load = Command::new(program("h2load"))
@@ -706,7 +706,7 @@ fn nothing_that_was_begun_fails_when_the_gateway_stops_under_load() {
 }
 
 #[test]
-fn it_can_be_switched_off_in_the_clear() {
+fn h2c_can_be_disabled() {
     let toml = format!("[http2]\nh2c = false\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
     let raw = Raw::connect(gateway.http);
@@ -717,7 +717,7 @@ fn it_can_be_switched_off_in_the_clear() {
 }
 
 #[test]
-fn a_ping_is_sent_to_a_client_that_says_nothing() {
+fn a_silent_client_is_sent_a_ping() {
     let toml = format!("[http2]\nping = \"200ms\"\n{}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]"));
     let gateway = Gateway::start(&toml);
     let mut raw = Raw::connect(gateway.http);

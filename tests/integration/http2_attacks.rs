@@ -95,7 +95,7 @@ fn frames_that_cost_only_the_gateway_end_the_connection() {
 }
 
 #[test]
-fn who_is_over_the_budget_is_told_to_calm_down() {
+fn exceeding_the_budget_ends_with_enhance_your_calm() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"9/hour\"]");
     let gateway = Gateway::start(&format!("[http2]\nmax_control_frames = 10\n{rule}"));
     let mut raw = opened(&gateway);
@@ -107,7 +107,7 @@ fn who_is_over_the_budget_is_told_to_calm_down() {
 }
 
 #[test]
-fn empty_data_ends_the_connection() {
+fn empty_data_floods_end_the_connection() {
     let gateway = gateway();
     let mut raw = Raw::connect(gateway.http);
     raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a")));
@@ -116,7 +116,7 @@ fn empty_data_ends_the_connection() {
 }
 
 #[test]
-fn rapid_reset_ends_the_connection_and_every_request_has_counted() {
+fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
     // At once, and paced so that hyper sees nothing in it.
     for pause in [Duration::ZERO, Duration::from_millis(2)] {
         let gateway = gateway();
@@ -151,7 +151,7 @@ fn rapid_reset_ends_the_connection_and_every_request_has_counted() {
 }
 
 #[test]
-fn heads_that_do_not_end_and_heads_that_unfold_end_the_connection() {
+fn endless_and_inflating_header_blocks_end_the_connection() {
     let gateway = gateway();
     let start = frame(HEADERS, END_STREAM, 1, &request("GET", "/a"));
     let field = block(&[("x-a", "1")]);
@@ -176,7 +176,7 @@ fn heads_that_do_not_end_and_heads_that_unfold_end_the_connection() {
 }
 
 #[test]
-fn requests_that_are_refused_for_their_heads_end_the_connection() {
+fn repeated_bad_heads_end_the_connection() {
     let gateway = gateway();
     let empty_fields = [request("GET", "/a"), block(&[("x-a", "")]).repeat(2000)].concat();
     let cookies = [request("GET", "/a"), block(&[("cookie", "a")]).repeat(1500)].concat();
@@ -195,7 +195,7 @@ fn requests_that_are_refused_for_their_heads_end_the_connection() {
 }
 
 #[test]
-fn streams_that_the_gateway_is_made_to_reset_end_the_connection() {
+fn provoked_stream_resets_end_the_connection() {
     let gateway = gateway();
     let came = beside(&gateway, || {
         flood(Raw::connect(gateway.http), 20_000, |n| {
@@ -209,7 +209,7 @@ fn streams_that_the_gateway_is_made_to_reset_end_the_connection() {
 }
 
 #[test]
-fn more_streams_than_allowed_are_refused_and_none_of_the_others_suffers() {
+fn excess_streams_are_refused_without_harm_to_others() {
     let upstream = Upstream::with(|talk: &mut Talk| while !talk.closed() {});
     let gateway = Gateway::start(&format!("[http2]\nmax_concurrent_streams = 10\n{}", pass_all(&upstream)));
     let mut raw = Raw::connect(gateway.http);
@@ -222,7 +222,7 @@ fn more_streams_than_allowed_are_refused_and_none_of_the_others_suffers() {
 }
 
 #[test]
-fn who_says_nothing_is_let_go() {
+fn a_silent_connection_is_closed() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
     // Before the preface, within it, behind it, and within the first frame.
     for start in ["", "PRI * ", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0"] {
@@ -246,7 +246,7 @@ fn who_says_nothing_is_let_go() {
 }
 
 #[test]
-fn a_head_that_dribbles_in_is_given_up() {
+fn a_slow_head_times_out() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
     let field = block(&[("x-a", "1")]);
     let head = request("GET", "/a");
@@ -265,7 +265,7 @@ fn a_head_that_dribbles_in_is_given_up() {
 }
 
 #[test]
-fn a_body_that_stands_still_ends_its_stream_only() {
+fn a_stalled_body_ends_its_stream_only() {
     let gateway = Gateway::start(&format!("{}{SHORT}", one_rule("key = \"ip\"\nwindows = [\"9/hour\"]")));
     let mut raw = Raw::connect(gateway.http);
     raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, b"abc"));
@@ -287,7 +287,7 @@ fn endless() -> (Upstream, std::sync::mpsc::Receiver<()>) {
 }
 
 #[test]
-fn who_does_not_open_the_window_loses_the_stream() {
+fn a_stream_whose_window_stays_closed_is_reset() {
     let (upstream, let_go) = endless();
     let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
     let mut raw = Raw::with(gateway.http, &[(4, 0)]);
@@ -304,7 +304,7 @@ fn who_does_not_open_the_window_loses_the_stream() {
 }
 
 #[test]
-fn a_refusal_waits_for_the_window_and_not_for_ever() {
+fn a_refusal_waits_for_the_window_for_a_limited_time() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"1/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
     Calm::connect(gateway.http).get("/a").expect(200);
@@ -321,7 +321,7 @@ fn a_refusal_waits_for_the_window_and_not_for_ever() {
 }
 
 #[test]
-fn pings_do_not_keep_an_answer_that_is_not_taken() {
+fn pings_do_not_prolong_a_stalled_response() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
     // With the first byte all of the answer is handed over to HTTP/2, and there is no window for the rest.
@@ -335,7 +335,7 @@ fn pings_do_not_keep_an_answer_that_is_not_taken() {
 }
 
 #[test]
-fn who_does_not_read_loses_the_connection() {
+fn a_connection_that_is_not_read_is_closed() {
     let (upstream, let_go) = endless();
     let gateway = Gateway::start(&format!("{}{SHORT}", pass_all(&upstream)));
     // A window that never ends, and not a byte taken out of the socket.

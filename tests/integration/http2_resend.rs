@@ -44,7 +44,7 @@ fn refusing_behind(bytes: usize) -> Streams {
 }
 
 #[test]
-fn a_refused_request_is_sent_again_with_its_body() {
+fn a_refused_request_is_resent_with_its_body() {
     for (length, taken) in [(1, 0), (1, 1), (40_000, 1), (40_000, 40_000), (64 * 1024, 65_000)] {
         let upstream = refusing_behind(taken);
         let gateway = gateway(&upstream.toml("u"));
@@ -56,7 +56,7 @@ fn a_refused_request_is_sent_again_with_its_body() {
 }
 
 #[test]
-fn of_a_body_that_is_too_large_something_is_lost() {
+fn a_request_whose_body_exceeds_the_buffer_is_not_resent() {
     let upstream = refusing_behind(64 * 1024 + 1);
     let gateway = gateway(&upstream.toml("u"));
     gateway.client().post("/a", body(200_000)).expect(502).problem();
@@ -67,7 +67,7 @@ fn of_a_body_that_is_too_large_something_is_lost() {
 }
 
 #[test]
-fn what_the_client_has_not_sent_yet_follows() {
+fn the_rest_of_an_upload_follows_a_resend() {
     let upstream = refusing_behind(5);
     let gateway = gateway(&upstream.toml("u"));
     let mut client = gateway.client();
@@ -100,7 +100,7 @@ fn leaving(left: usize, last: u32) -> Upstream {
 }
 
 #[test]
-fn a_server_that_leaves_gets_no_request_that_it_has_not_looked_at() {
+fn requests_unprocessed_at_goaway_are_resent() {
     let upstream = leaving(1, 0);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", body(20_000)).expect(200);
@@ -108,7 +108,7 @@ fn a_server_that_leaves_gets_no_request_that_it_has_not_looked_at() {
 }
 
 #[test]
-fn what_it_may_have_looked_at_is_not_sent_again() {
+fn requests_possibly_processed_are_not_resent() {
     let upstream = leaving(1, 1);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", body(20_000)).expect(502).problem();
@@ -117,7 +117,7 @@ fn what_it_may_have_looked_at_is_not_sent_again() {
 }
 
 #[test]
-fn one_that_always_leaves_is_not_asked_for_ever() {
+fn resends_are_bounded() {
     let upstream = leaving(100, 0);
     let gateway = gateway(&format!("{}protocol = \"http2\"\n", upstream.toml("u")));
     gateway.client().post("/a", "body").expect(502).problem();

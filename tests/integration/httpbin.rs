@@ -21,7 +21,7 @@ fn twin() -> (Part, Gateway, Twin) {
 }
 
 #[test]
-fn pages_codings_and_streams_are_the_same() {
+fn pages_encodings_and_streams_are_identical() {
     let (_part, _gateway, twin) = twin();
     for target in [
         "/html",
@@ -62,7 +62,7 @@ fn pages_codings_and_streams_are_the_same() {
 }
 
 #[test]
-fn every_status_is_the_same() {
+fn every_status_is_identical() {
     let (_part, _gateway, twin) = twin();
     for status in (200..=208).chain(300..=308).chain(400..=431).chain([451, 499]).chain(500..=511).chain([599, 700]) {
         let target = format!("/status/{status}");
@@ -77,7 +77,7 @@ fn every_status_is_the_same() {
 }
 
 #[test]
-fn redirects_cookies_conditions_and_credentials_are_the_same() {
+fn redirects_cookies_conditions_and_credentials_are_identical() {
     let (_part, _gateway, twin) = twin();
     let get = |target: &str, fields: &[(&str, &str)]| twin.same("GET", target, fields, b"");
     for target in ["/redirect/3", "/relative-redirect/2", "/redirect-to?url=%2Fget%3Fa%3Db&status_code=307"] {
@@ -111,7 +111,7 @@ fn redirects_cookies_conditions_and_credentials_are_the_same() {
 }
 
 #[test]
-fn response_fields_are_the_same_down_to_the_odd_ones() {
+fn response_fields_are_identical() {
     let (_part, _gateway, twin) = twin();
     for target in [
         "/response-headers?X-One=1&X-One=2&X-Two=",
@@ -127,7 +127,7 @@ fn response_fields_are_the_same_down_to_the_odd_ones() {
 }
 
 #[test]
-fn what_the_server_received_is_the_same() {
+fn the_server_receives_identical_requests() {
     let (_part, _gateway, twin) = twin();
     let long = "x".repeat(6000);
     for fields in [
@@ -155,7 +155,7 @@ fn what_the_server_received_is_the_same() {
 }
 
 #[test]
-fn request_bodies_arrive_the_same() {
+fn request_bodies_arrive_identically() {
     let (_part, _gateway, twin) = twin();
     let form = ("Content-Type", "application/x-www-form-urlencoded");
     let multipart = ("Content-Type", "multipart/form-data; boundary=XX");
@@ -182,7 +182,7 @@ fn request_bodies_arrive_the_same() {
 }
 
 #[test]
-fn codings_are_passed_on_as_they_are() {
+fn content_codings_are_forwarded_unchanged() {
     let (_part, _gateway, twin) = twin();
     // What is in there depends on the fields received, so the length differs by what the gateway
     // adds; the coding does not.

@@ -16,7 +16,7 @@ use crate::support::pass_all;
 use crate::support::upstream::Upstream;
 
 #[test]
-fn interim_answers_are_passed_on_at_once() {
+fn informational_responses_are_relayed_at_once() {
     let (tell, told) = mpsc::channel::<()>();
     let told = Mutex::new(told);
     let upstream = Upstream::with(move |talk| {
@@ -50,7 +50,7 @@ fn interim_answers_are_passed_on_at_once() {
 
 /// There is an end to them: they wait for no window.
 #[test]
-fn interim_answers_without_end_are_not_all_passed_on() {
+fn endless_informational_responses_are_bounded() {
     let upstream = Upstream::with(|talk| {
         while talk.request().is_some() {
             let hint = format!("HTTP/1.1 103 Early Hints\r\nlink: <{}>\r\n\r\n", "a".repeat(1000));

@@ -61,7 +61,7 @@ fn tokens_of_all_algorithms_count_by_their_claim() {
 }
 
 #[test]
-fn a_token_that_is_not_genuine_is_refused() {
+fn an_unverifiable_token_is_refused() {
     let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
     let claims = json!({ "sub": "alice", "exp": START_S + 60 });
@@ -122,7 +122,7 @@ fn no_token_chooses_its_own_algorithm() {
 }
 
 #[test]
-fn times_are_the_gateways() {
+fn token_times_are_checked() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let expired = "the token has expired";
     let gateway = Gateway::start(&rule(BY_SUBJECT, &issuer.keys(&scratch)));
@@ -153,7 +153,7 @@ fn times_are_the_gateways() {
 }
 
 #[test]
-fn issuer_and_audience_are_asked_for_where_they_are_named() {
+fn issuer_and_audience_are_checked_if_configured() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let jwt = format!("{}issuer = \"https://i.test\"\naudience = [\"api\", \"admin\"]\n", issuer.keys(&scratch));
     let gateway = Gateway::start(&rule(BY_SUBJECT, &jwt));
@@ -169,7 +169,7 @@ fn issuer_and_audience_are_asked_for_where_they_are_named() {
 }
 
 #[test]
-fn a_key_set_is_a_file_with_ids() {
+fn a_jwks_file_selects_keys_by_id() {
     let (issuer, other, scratch) = (Issuer::new(), Issuer::new(), Scratch::new());
     let file = scratch.write("jwks.json", issuer.jwks().to_string());
     let gateway = Gateway::start(&rule(BY_SUBJECT, &format!("[jwt]\njwks_file = \"{}\"\n", file.display())));
@@ -216,7 +216,7 @@ fn a_missing_token_or_claim_is_a_missing_key() {
 }
 
 #[test]
-fn claims_of_all_kinds_tell_callers_apart() {
+fn claims_of_all_types_are_counted_separately() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let key = "key = [\"jwt:uid\", \"jwt:realm.id\", \"jwt:https://example.com/admin\"]\non_missing_key = \"refuse\"";
     let gateway = Gateway::start(&rule(key, &issuer.keys(&scratch)));
@@ -239,14 +239,14 @@ fn claims_of_all_kinds_tell_callers_apart() {
 }
 
 #[test]
-fn a_rule_that_is_only_tried_out_refuses_no_token() {
+fn a_shadow_rule_refuses_no_token() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&rule(&format!("{BY_SUBJECT}\non_limit = \"shadow\""), &issuer.keys(&scratch)));
     ask(&gateway, "nonsense").expect(200);
 }
 
 #[test]
-fn a_reload_forgets_what_old_keys_have_verified() {
+fn a_reload_forgets_tokens_verified_by_removed_keys() {
     let (old, new) = (Issuer::new(), Issuer::new());
     let scratch = Scratch::new();
     let file = scratch.write("jwks.json", old.jwks().to_string());
@@ -277,7 +277,7 @@ fn a_reload_forgets_what_old_keys_have_verified() {
 }
 
 #[test]
-fn files_are_named_from_where_the_configuration_is_and_checked() {
+fn key_files_are_relative_to_the_configuration_and_checked() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     scratch.write("rsa.pem", issuer.pem("RS256"));
     let jwt = "[jwt]\nkeys = [{ algorithm = \"RS256\", public_key_file = \"rsa.pem\" }]\n";
@@ -300,7 +300,7 @@ fn files_are_named_from_where_the_configuration_is_and_checked() {
 }
 
 #[test]
-fn nothing_of_a_token_is_logged_or_measured() {
+fn tokens_appear_neither_in_logs_nor_in_metrics() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let log = scratch.path().join("access.log");
     let keys = format!("{}[access_log]\nfile = \"{}\"\n", issuer.keys(&scratch), log.display());
@@ -342,7 +342,7 @@ fn by_address_and_subject(settings: &str, jwt: &str) -> String {
 }
 
 #[test]
-fn a_bad_token_is_counted_by_the_rules_whose_keys_are_known() {
+fn a_bad_token_is_charged_to_rules_with_known_keys() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let gateway = Gateway::start(&by_address_and_subject("", &issuer.keys(&scratch)));
     for left in [2, 1, 0] {
@@ -370,7 +370,7 @@ fn a_bad_token_is_counted_by_the_rules_whose_keys_are_known() {
 }
 
 #[test]
-fn what_a_bad_token_is_counted_by_depends_on_the_rules() {
+fn the_charge_of_a_bad_token_depends_on_the_rules() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let keys = issuer.keys(&scratch);
     // Refusals count where a rule says so.
@@ -390,7 +390,7 @@ fn what_a_bad_token_is_counted_by_depends_on_the_rules() {
 }
 
 #[test]
-fn a_bad_token_is_counted_where_gateways_share_counters() {
+fn a_bad_token_is_charged_to_shared_counters() {
     let (issuer, scratch, redis) = (Issuer::new(), Scratch::new(), RedisServer::start());
     let toml = by_address_and_subject("shared = \"exact\"", &issuer.keys(&scratch));
     let store = format!("[counters.shared]\nredis = \"{}\"\n{PATIENT}", redis.url());
@@ -404,7 +404,7 @@ fn a_bad_token_is_counted_where_gateways_share_counters() {
 }
 
 #[test]
-fn a_bad_token_names_no_plan() {
+fn a_bad_token_selects_no_plan() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let toml = format!(
         "[upstreams.u]\nbuiltin = \"echo\"\n[clients]\nfile = \"clients.toml\"\nsubject = \"jwt:sub\"\n\
@@ -422,7 +422,7 @@ fn a_bad_token_names_no_plan() {
 }
 
 #[test]
-fn a_token_that_names_no_key_is_tried_with_a_few() {
+fn a_token_without_key_id_is_tried_with_a_bounded_number_of_keys() {
     let issuers: Vec<Issuer> = (0..5).map(|_| Issuer::new()).collect();
     let (scratch, token) = (Scratch::new(), json!({ "sub": "a" }));
     let gateway = |named: &[Issuer]| {
@@ -446,7 +446,7 @@ fn a_token_that_names_no_key_is_tried_with_a_few() {
 }
 
 #[test]
-fn times_of_tokens_go_by_the_wall_clock_and_not_by_that_of_windows() {
+fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let jwt = issuer.keys(&scratch);
     let gateway = Gateway::start(&rule(&BY_SUBJECT.replace("sub", "jti"), &jwt).replace("2/minute", "100/day"));

@@ -16,7 +16,7 @@ fn left(gateway: &Gateway, target: &str, cookies: &[&str]) -> u64 {
 }
 
 #[test]
-fn all_spellings_of_a_cookie_share_a_counter() {
+fn equivalent_cookies_share_a_counter() {
     let gateway = gateway("cookie:session", "refuse");
     let spellings: [&[&str]; 9] = [
         &["session=abc"],
@@ -38,7 +38,7 @@ fn all_spellings_of_a_cookie_share_a_counter() {
 }
 
 #[test]
-fn all_spellings_of_a_parameter_share_a_counter() {
+fn equivalent_query_parameters_share_a_counter() {
     let gateway = gateway("query:api key", "refuse");
     let spellings = [
         "/a?api+key=a+b",
@@ -59,7 +59,7 @@ fn all_spellings_of_a_parameter_share_a_counter() {
 }
 
 #[test]
-fn what_is_given_twice_or_can_not_be_read_is_refused() {
+fn repeated_or_malformed_values_are_refused() {
     let by_cookie = gateway("cookie:session", "skip");
     for cookies in [
         &[("Cookie", "session=a; session=b")][..],
@@ -98,7 +98,7 @@ fn an_absent_or_empty_value_is_a_missing_key() {
 }
 
 #[test]
-fn connection_can_not_strip_what_is_counted() {
+fn connection_cannot_remove_counted_fields() {
     let gateway = gateway("cookie:session", "refuse");
     let fields = [("Connection", "cookie, authorization"), ("Cookie", "session=a"), ("Authorization", "Basic x")];
     let echo = gateway.get_with("/a", &fields).expect(200).text();
@@ -124,7 +124,7 @@ fn respelt(path: &str, rng: &mut fastrand::Rng) -> String {
 }
 
 #[test]
-fn no_spelling_of_a_path_escapes_its_rule() {
+fn no_equivalent_path_escapes_its_rule() {
     let route = |name: &str, path: &str| {
         format!("[[routes]]\nname = \"{name}\"\npath = \"{path}\"\nupstream = \"u\"\nrules = [\"r\"]\n")
     };

@@ -84,7 +84,7 @@ fn report(
 }
 
 #[test]
-fn nobody_gets_more_than_the_limit_from_a_gateway_that_is_killed() {
+fn no_key_exceeds_its_limit_when_the_gateway_is_killed() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let toml = toml(&file);
@@ -113,7 +113,7 @@ fn nobody_gets_more_than_the_limit_from_a_gateway_that_is_killed() {
 }
 
 #[test]
-fn two_gateways_on_one_file_count_as_one_though_either_is_killed() {
+fn two_gateways_on_one_file_share_counters_despite_kills() {
     let scratch = Scratch::in_memory();
     let file = scratch.path().join("counters");
     let toml = toml(&file);

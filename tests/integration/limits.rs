@@ -17,7 +17,7 @@ fn faults(gateway: &Gateway, kind: &str) -> u64 {
 }
 
 #[test]
-fn a_body_that_says_it_is_too_large_is_not_asked_for() {
+fn a_declared_body_above_the_limit_is_refused_early() {
     let upstream = Upstream::replying(200);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/day\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -38,7 +38,7 @@ fn a_body_that_says_it_is_too_large_is_not_asked_for() {
 }
 
 #[test]
-fn chunks_are_counted_as_they_come() {
+fn chunked_bodies_are_limited_as_they_arrive() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let Some(head) = talk.head() else { return };
         // The upload is broken off, so that nobody takes half of it for the whole.
@@ -58,7 +58,7 @@ fn chunks_are_counted_as_they_come() {
 }
 
 #[test]
-fn a_route_may_take_more_or_less() {
+fn a_route_can_set_the_body_limit() {
     let routes = "[[routes]]\npath = \"/large\"\nupstream = \"u\"\nmax_body = \"unlimited\"\n\
                   [[routes]]\npath = \"/none\"\nupstream = \"u\"\nmax_body = 0\n";
     let toml = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
@@ -73,7 +73,7 @@ fn a_route_may_take_more_or_less() {
 }
 
 #[test]
-fn a_body_that_trickles_in_is_given_up() {
+fn a_body_below_the_minimum_rate_is_aborted() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let Some(head) = talk.head() else { return };
         assert!(talk.body(&head).is_none());
@@ -100,7 +100,7 @@ fn a_body_that_trickles_in_is_given_up() {
 }
 
 #[test]
-fn a_route_may_take_slow_bodies_and_no_field_makes_it() {
+fn a_route_can_disable_the_minimum_rate_and_no_field_can() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let slow = "[[routes]]\npath = \"/slow\"\nupstream = \"u\"\nmin_request_rate = 0\n";
     let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"300ms\"\n";
@@ -133,7 +133,7 @@ fn a_route_may_take_slow_bodies_and_no_field_makes_it() {
 }
 
 #[test]
-fn a_body_that_comes_fast_enough_may_take_its_time() {
+fn a_body_above_the_minimum_rate_may_take_long() {
     let limits = "[limits]\nmin_request_rate = 1000\nrate_grace = \"200ms\"\n";
     let gateway = Gateway::start(&format!("{}{limits}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
     let mut client = gateway.client();
@@ -147,7 +147,7 @@ fn a_body_that_comes_fast_enough_may_take_its_time() {
 }
 
 #[test]
-fn a_client_that_is_not_asked_for_more_is_not_slow() {
+fn backpressure_of_the_upstream_is_not_a_slow_client() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let Some(head) = talk.head() else { return };
         // The server takes its time, and the client waits.
@@ -161,7 +161,7 @@ fn a_client_that_is_not_asked_for_more_is_not_slow() {
 }
 
 #[test]
-fn an_answer_that_is_taken_too_slowly_is_given_up() {
+fn a_response_read_too_slowly_is_aborted() {
     let endless = || {
         Upstream::with(|talk: &mut Talk| {
             talk.head();
@@ -189,7 +189,7 @@ fn an_answer_that_is_taken_too_slowly_is_given_up() {
 }
 
 #[test]
-fn an_answer_that_comes_slowly_is_not_the_client_s_fault() {
+fn a_slow_upstream_response_is_not_a_slow_client() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n");

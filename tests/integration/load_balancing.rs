@@ -28,7 +28,7 @@ fn addresses(servers: &[Upstream]) -> Vec<std::net::SocketAddr> {
 }
 
 #[test]
-fn turns_go_round_by_weight() {
+fn round_robin_follows_weights() {
     let servers = numbered(3);
     let urls: Vec<String> = servers.iter().map(|server| format!("http://{}", server.address)).collect();
     let toml = format!(
@@ -44,7 +44,7 @@ fn turns_go_round_by_weight() {
 }
 
 #[test]
-fn who_is_busy_is_passed_by() {
+fn least_requests_avoids_busy_servers() {
     let (held, doors) = (Arc::new((Mutex::new(true), Condvar::new())), Arc::new(Mutex::new(Vec::new())));
     let server = |number: usize| {
         let (held, doors) = (Arc::clone(&held), Arc::clone(&doors));
@@ -90,7 +90,7 @@ fn homes(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
 }
 
 #[test]
-fn a_hash_keeps_keys_where_they_are() {
+fn consistent_hashing_keeps_keys_on_their_servers() {
     let servers = numbered(4);
     let hash = "balance = { hash = \"header:x-user\" }";
     let all = pass_to(&addresses(&servers), hash);
@@ -116,7 +116,7 @@ fn a_hash_keeps_keys_where_they_are() {
 }
 
 #[test]
-fn keys_of_a_dead_server_go_to_the_next_and_come_back() {
+fn keys_of_a_dead_server_move_to_the_next_and_return() {
     let servers = numbered(3);
     let dead = Upstream::refusing();
     let mut with_dead = addresses(&servers);

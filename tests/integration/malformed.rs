@@ -58,7 +58,7 @@ fn refused(cases: &[(&str, &str, u16)]) {
 }
 
 #[test]
-fn request_lines_that_are_none() {
+fn malformed_request_lines_are_refused() {
     refused(&[
         ("no words", "\r\n\r\nnonsense\r\n\r\n", 400),
         ("one word", "GET\r\nHost: a\r\n\r\n", 400),
@@ -83,7 +83,7 @@ fn request_lines_that_are_none() {
 }
 
 #[test]
-fn targets_that_name_no_endpoint_for_certain() {
+fn ambiguous_targets_are_refused() {
     refused(&[
         ("no slash", "GET admin HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         ("authority form", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
@@ -109,7 +109,7 @@ fn targets_that_name_no_endpoint_for_certain() {
 }
 
 #[test]
-fn hosts_that_are_missing_or_ambiguous() {
+fn missing_or_ambiguous_hosts_are_refused() {
     refused(&[
         ("none", "GET / HTTP/1.1\r\n\r\n", 400),
         ("two", "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
@@ -132,7 +132,7 @@ fn hosts_that_are_missing_or_ambiguous() {
 }
 
 #[test]
-fn fields_that_are_none() {
+fn malformed_fields_are_refused() {
     refused(&[
         ("no colon", "GET / HTTP/1.1\r\nHost: a\r\nnonsense\r\n\r\n", 400),
         ("no name", "GET / HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n", 400),
@@ -151,7 +151,7 @@ fn fields_that_are_none() {
 }
 
 #[test]
-fn bodies_whose_end_could_be_read_in_two_ways() {
+fn ambiguous_body_framing_is_refused() {
     // Behind each stands a request that must never be taken for one.
     let next = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
     let post =
@@ -195,7 +195,7 @@ fn bodies_whose_end_could_be_read_in_two_ways() {
 }
 
 #[test]
-fn chunks_that_are_none_end_the_connection_and_smuggle_nothing() {
+fn malformed_chunks_end_the_connection_without_smuggling() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     for chunks in [
@@ -253,7 +253,7 @@ fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
 }
 
 #[test]
-fn heads_that_are_too_large() {
+fn oversized_heads_are_refused() {
     let field = |bytes: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(bytes)).into_bytes();
     let around = field(0).len();
     let target = |bytes: usize| format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(bytes)).into_bytes();
@@ -277,7 +277,7 @@ fn heads_that_are_too_large() {
 }
 
 #[test]
-fn a_head_as_large_as_allowed_passes_and_is_not_taken_for_the_next() {
+fn a_head_of_the_maximum_size_is_accepted() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let head = |field: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX-A: {}\r\n\r\n", "a".repeat(field));
@@ -294,7 +294,7 @@ fn a_head_as_large_as_allowed_passes_and_is_not_taken_for_the_next() {
 }
 
 #[test]
-fn a_head_that_does_not_come_to_its_end() {
+fn an_unfinished_head_times_out() {
     refused_by(
         "[timeouts]\nrequest_head = \"100ms\"\n",
         &[
@@ -306,7 +306,7 @@ fn a_head_that_does_not_come_to_its_end() {
 }
 
 #[test]
-fn whoever_says_nothing_is_let_go_without_a_word() {
+fn a_silent_connection_is_closed_without_a_response() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}[timeouts]\nrequest_head = \"100ms\"\n", pass_all(&upstream)));
     let head = Duration::from_millis(100);
@@ -317,7 +317,7 @@ fn whoever_says_nothing_is_let_go_without_a_word() {
 }
 
 #[test]
-fn a_key_that_is_given_twice_is_refused() {
+fn a_key_given_twice_is_refused() {
     let upstream = Upstream::replying(200);
     let rule = "[rules.r]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"1/minute\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -329,7 +329,7 @@ fn a_key_that_is_given_twice_is_refused() {
 }
 
 #[test]
-fn bytes_behind_a_good_request_do_not_spoil_its_answer() {
+fn bytes_after_a_valid_request_do_not_affect_its_response() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -377,7 +377,7 @@ fn noise() -> impl Strategy<Value = Vec<u8>> {
 }
 
 #[test]
-fn garbage_of_any_kind_does_no_harm() {
+fn random_bytes_are_harmless() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let address = gateway.http;
@@ -400,7 +400,7 @@ fn garbage_of_any_kind_does_no_harm() {
 }
 
 #[test]
-fn almost_requests_do_no_harm() {
+fn near_valid_requests_are_harmless() {
     // Some of these are requests after all; then the upstream sees what it can read without doubt.
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));

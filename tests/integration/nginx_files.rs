@@ -50,7 +50,7 @@ fn twin() -> (Part, Gateway, Twin) {
 }
 
 #[test]
-fn files_lists_and_errors_are_the_same() {
+fn files_listings_and_errors_are_identical() {
     let (_part, _gateway, twin) = twin();
     for target in [
         "/",
@@ -81,7 +81,7 @@ fn files_lists_and_errors_are_the_same() {
 }
 
 #[test]
-fn parts_of_files_are_the_same() {
+fn ranges_are_identical() {
     let (_part, _gateway, twin) = twin();
     for range in
         ["bytes=0-0", "bytes=100-199", "bytes=9999990-", "bytes=-10", "bytes=10000000-", "bytes=abc", "bytes=0-9999999"]
@@ -115,7 +115,7 @@ fn several_parts(twin: &Twin) {
 }
 
 #[test]
-fn a_file_arrives_whole_however_slowly_it_is_read() {
+fn a_slowly_read_file_arrives_whole() {
     let (_part, gateway, _twin) = twin();
     let mut client = Client::connect(gateway.http);
     client.send(request("GET", "/large.bin", &[], b""));
@@ -131,7 +131,7 @@ fn a_file_arrives_whole_however_slowly_it_is_read() {
 }
 
 #[test]
-fn curl_gets_the_same_file() {
+fn curl_receives_the_identical_file() {
     let (part, gateway, _twin) = twin();
     let scratch = Scratch::new();
     for (name, address) in [("direct", part.address), ("through", gateway.http)] {
@@ -151,7 +151,7 @@ fn curl_gets_the_same_file() {
 }
 
 #[test]
-fn many_requests_on_one_connection_stay_in_step() {
+fn many_requests_on_one_connection_stay_synchronized() {
     let (_part, gateway, _twin) = twin();
     let mut client = gateway.client();
     let mut requests = Vec::new();

@@ -37,7 +37,7 @@ fn refused(gateway: &Gateway, reason: &str) -> u64 {
 }
 
 #[test]
-fn the_client_is_who_a_trusted_proxy_says() {
+fn a_trusted_header_sets_the_client_address() {
     let v4 = [192, 0, 2, 8, 198, 51, 100, 1, 1, 2, 3, 4];
     let v6 = [&[0x20, 1, 0x0d, 0xb8][..], &[0; 11], &[7], &[0; 20]].concat();
     let with_tlv = [&v6[..], &[4, 0, 200], &[b'x'; 200]].concat();
@@ -49,7 +49,7 @@ fn the_client_is_who_a_trusted_proxy_says() {
 }
 
 #[test]
-fn a_proxy_can_speak_for_itself() {
+fn a_local_header_keeps_the_proxys_address() {
     for header in [&b"PROXY UNKNOWN\r\n"[..], &v2(0x20, 0, b""), &v2(0x21, 0x31, &[0; 216])] {
         let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
         assert_eq!(told(&gateway, header), "127.0.0.1");
@@ -69,7 +69,7 @@ fn limits_count_by_the_address_in_the_header() {
 }
 
 #[test]
-fn a_header_may_come_byte_by_byte() {
+fn a_header_may_arrive_byte_by_byte() {
     let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
     for header in [LINE.as_bytes(), &v2(0x21, 0x11, &[192, 0, 2, 7, 1, 2, 3, 4, 5, 6, 7, 8])] {
         let mut client = gateway.client();
@@ -83,7 +83,7 @@ fn a_header_may_come_byte_by_byte() {
 }
 
 #[test]
-fn from_anybody_else_a_header_is_a_malformed_request() {
+fn a_header_of_an_untrusted_peer_is_a_malformed_request() {
     let gateway = Gateway::start(&toml("\"10.0.0.0/8\"", ""));
     for header in [LINE.as_bytes(), &v2(0x21, 0x11, &[192, 0, 2, 7, 1, 2, 3, 4, 5, 6, 7, 8])] {
         let mut client = gateway.client();
@@ -96,7 +96,7 @@ fn from_anybody_else_a_header_is_a_malformed_request() {
 }
 
 #[test]
-fn a_proxy_that_sends_none_is_turned_away() {
+fn a_trusted_peer_without_a_header_is_refused() {
     let gateway = Gateway::start(&toml("\"127.0.0.1\"", ""));
     let bad: [&[u8]; 4] = [
         b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -117,7 +117,7 @@ fn a_proxy_that_sends_none_is_turned_away() {
 }
 
 #[test]
-fn a_proxy_that_stands_still_is_turned_away() {
+fn a_stalled_header_is_refused() {
     let gateway = Gateway::start(&toml("\"127.0.0.1\"", "[timeouts]\nproxy_protocol = \"200ms\""));
     for start in [&LINE.as_bytes()[..20], b"", b"\r\n\r\n\0"] {
         let before = refused(&gateway, "proxy_protocol_timeout");
@@ -149,7 +149,7 @@ fn the_header_comes_before_tls() {
 }
 
 #[test]
-fn whose_headers_are_believed_can_change_while_it_runs() {
+fn a_reload_changes_the_trusted_peers() {
     let mut gateway = Gateway::start(&toml("\"10.0.0.0/8\"", ""));
     gateway.get("/a").expect(200);
     gateway.reload(&toml("\"127.0.0.1\"", ""));

@@ -69,7 +69,7 @@ fn the_binary_serves_the_shipped_file() {
 }
 
 #[test]
-fn whoever_waits_as_told_is_admitted_and_not_a_moment_sooner() {
+fn retry_after_is_exact() {
     let gateway = Gateway::start_at(&shipped(), HOUR_S);
     gateway.advance(Duration::from_millis(12_345));
     let mut client = gateway.client();
@@ -86,7 +86,7 @@ fn whoever_waits_as_told_is_admitted_and_not_a_moment_sooner() {
 }
 
 #[test]
-fn the_minutes_refusals_do_not_use_up_the_hour() {
+fn refusals_by_the_minute_do_not_use_the_hour() {
     // 60 minutes of 50 attempts each: 33 · 60 admitted, and so many counted.
     let gateway = Gateway::start_at(&shipped(), HOUR_S);
     let mut client = gateway.client();
@@ -106,7 +106,7 @@ fn the_minutes_refusals_do_not_use_up_the_hour() {
 }
 
 #[test]
-fn the_hour_refuses_when_it_is_used_up_although_the_minute_has_room() {
+fn a_used_up_hour_refuses_although_the_minute_has_room() {
     let toml = shipped().replace("33/minute", "1_000/minute");
     let gateway = Gateway::start_at(&toml, HOUR_S);
     let mut client = gateway.client();
@@ -125,7 +125,7 @@ fn the_hour_refuses_when_it_is_used_up_although_the_minute_has_room() {
 }
 
 #[test]
-fn five_at_the_end_of_a_window_and_five_at_the_start_of_the_next_are_all_admitted() {
+fn requests_around_a_window_boundary_are_admitted_by_both_windows() {
     let toml = shipped().replace("\"2000/hour\", \"33/minute\"", "\"5/minute\"");
     // Window 28333335; second 59 of it.
     let gateway = Gateway::start_at(&toml, 1_700_000_159);
@@ -140,7 +140,7 @@ fn five_at_the_end_of_a_window_and_five_at_the_start_of_the_next_are_all_admitte
 }
 
 #[test]
-fn when_two_layers_are_full_the_one_that_blocks_longest_is_waited_for() {
+fn retry_after_covers_the_layer_that_blocks_longest() {
     let toml = shipped().replace("\"2000/hour\", \"33/minute\"", "\"3/hour\", \"3/minute\"");
     let gateway = Gateway::start_at(&toml, HOUR_S + 100);
     let mut client = gateway.client();

@@ -8,7 +8,7 @@ use crate::support::{one_rule, pass_all};
 const LEGACY: [&str; 3] = ["x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"];
 
 #[test]
-fn older_clients_are_told_of_the_layer_nearest_its_limit() {
+fn legacy_fields_describe_the_layer_nearest_its_limit() {
     let toml = one_rule("key = \"ip\"\nwindows = [\"5/hour\", \"3/minute\"]\nheaders = \"legacy\"");
     let gateway = Gateway::start(&toml);
     let told = |status: u16| {
@@ -28,7 +28,7 @@ fn older_clients_are_told_of_the_layer_nearest_its_limit() {
 }
 
 #[test]
-fn both_and_off_are_what_they_say() {
+fn both_and_off_select_the_fields() {
     let rule = |headers: &str| one_rule(&format!("key = \"ip\"\nwindows = [\"1/minute\"]\nheaders = \"{headers}\""));
     let gateway = Gateway::start(&rule("both"));
     for status in [200, 429] {
@@ -50,7 +50,7 @@ fn both_and_off_are_what_they_say() {
 }
 
 #[test]
-fn what_the_upstream_says_of_its_own_limits_is_kept_and_joined() {
+fn ratelimit_fields_of_the_upstream_are_kept_and_joined() {
     let upstream = Upstream::answering(|_| {
         let fields = [
             ("RateLimit-Policy", "\"theirs\";q=10;w=1"),
@@ -74,7 +74,7 @@ fn what_the_upstream_says_of_its_own_limits_is_kept_and_joined() {
 }
 
 #[test]
-fn answers_to_charged_requests_carry_the_fields_whatever_the_upstream_does() {
+fn every_response_to_a_charged_request_has_the_fields() {
     // The request consumed, so the client should know, also when there was nothing to be had for it.
     let upstream = Upstream::refusing();
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"5/minute\"]\n";
@@ -127,7 +127,7 @@ fn a_shadow_rule_decides_and_reports_but_never_enforces() {
 }
 
 #[test]
-fn a_refusal_by_two_rules_names_both_and_waits_for_the_later() {
+fn a_refusal_by_two_rules_names_both_and_the_later_retry() {
     let toml = "[upstreams.u]
         builtin = \"echo\"
         [rules.a]
@@ -163,7 +163,7 @@ fn a_head_request_is_refused_without_a_body() {
 }
 
 #[test]
-fn what_no_route_takes_is_404_and_counted_nowhere() {
+fn an_unmatched_request_is_404_and_not_counted() {
     let gateway =
         Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]").replace("/{*rest}", "/api/{*rest}"));
     let mut client = gateway.client();
@@ -177,7 +177,7 @@ fn what_no_route_takes_is_404_and_counted_nowhere() {
 }
 
 #[test]
-fn the_most_specific_route_takes_a_request_whatever_their_order() {
+fn the_most_specific_route_wins_in_any_order() {
     let routes = [
         ("all", "path = \"/{*rest}\""),
         ("user", "path = \"/users/{id}\""),

@@ -10,7 +10,7 @@ use crate::support::sentinel::Sentinels;
 use crate::support::tls::{Authority, Tls};
 
 #[test]
-fn a_server_stands_still_is_killed_and_returns_to_its_port() {
+fn a_server_that_hangs_is_killed_and_restarted_is_used_again() {
     let mut redis = RedisServer::with("requirepass sesame\nmaxmemory 50mb");
     assert_eq!(redis.cli(&["SET", "a", "7"]), "OK");
     assert_eq!((redis.number(&["GET", "a"]), redis.number(&["GET", "b"])), (7, 0));
@@ -29,7 +29,7 @@ fn a_server_stands_still_is_killed_and_returns_to_its_port() {
 }
 
 #[test]
-fn a_server_speaks_tls_and_has_a_clock_of_its_own() {
+fn a_tls_server_with_another_clock_works() {
     let authority = Authority::new();
     let redis = RedisServer::with_tls(&authority, "");
     let mut client = Tls::trusting(&authority).connect(([127, 0, 0, 1], redis.port).into(), "127.0.0.1");
@@ -42,7 +42,7 @@ fn a_server_speaks_tls_and_has_a_clock_of_its_own() {
 }
 
 #[test]
-fn a_cluster_moves_a_slot_and_loses_a_node() {
+fn a_cluster_can_move_a_slot_and_lose_a_node() {
     let mut cluster = RedisCluster::start();
     let key = "transom:{r|alice}:7";
     let slot = cluster.slot(key);
@@ -58,7 +58,7 @@ fn a_cluster_moves_a_slot_and_loses_a_node() {
 }
 
 #[test]
-fn sentinels_put_the_replica_in_its_masters_place() {
+fn sentinels_promote_the_replica() {
     let mut master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);

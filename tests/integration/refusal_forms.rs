@@ -16,7 +16,7 @@ fn refused(settings: &str) -> (Gateway, Answer) {
 }
 
 #[test]
-fn a_status_of_its_own_stands_in_the_problem_as_well() {
+fn a_configured_status_appears_in_the_problem_body() {
     for status in [400, 420, 499, 503, 599] {
         let (_gateway, answer) = refused(&format!("status = {status}"));
         let answer = answer.expect(status);
@@ -29,7 +29,7 @@ fn a_status_of_its_own_stands_in_the_problem_as_well() {
 }
 
 #[test]
-fn a_body_of_its_own_replaces_the_problem() {
+fn a_configured_body_replaces_the_problem() {
     for (settings, status, kind, body) in [
         ("body = \"slow down\\n\"", 429, "text/plain; charset=utf-8", "slow down\n"),
         ("body = \"\"\nstatus = 503", 503, "text/plain; charset=utf-8", ""),
@@ -52,7 +52,7 @@ fn a_body_of_its_own_replaces_the_problem() {
 }
 
 #[test]
-fn those_who_wait_are_not_all_told_the_same_second() {
+fn retry_after_is_spread_by_jitter() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/minute\"]\nretry_jitter = \"30s\""));
     gateway.advance_s(20);
     let mut client = gateway.client();
@@ -70,7 +70,7 @@ fn those_who_wait_are_not_all_told_the_same_second() {
 }
 
 #[test]
-fn refusals_of_one_moment_tell_each_client_of_its_own_windows() {
+fn simultaneous_refusals_describe_each_clients_windows() {
     let rule = "key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\", \"3/hour\"]";
     let gateway = Gateway::start(&one_rule(rule));
     let mut client = gateway.client();
@@ -97,7 +97,7 @@ fn refusals_of_one_moment_tell_each_client_of_its_own_windows() {
 }
 
 #[test]
-fn of_several_rules_the_one_that_blocks_longest_decides() {
+fn the_rule_that_blocks_longest_shapes_the_refusal() {
     let toml = "[upstreams.u]\nbuiltin = \"echo\"\n\
         [rules.short]\nkey = \"ip\"\nwindows = [\"1/minute\"]\nstatus = 503\n\
         [rules.long]\nkey = \"ip\"\nwindows = [\"2/hour\"]\nbody = \"come back later\"\n\
@@ -121,7 +121,7 @@ fn of_several_rules_the_one_that_blocks_longest_decides() {
 }
 
 #[test]
-fn what_costs_more_than_there_ever_is_is_not_told_to_wait() {
+fn a_cost_above_the_limit_has_no_retry_after() {
     let rule = "key = \"ip\"\nwindows = [\"10/minute\", { limit = 20, period = \"hour\", capacity = 30 }]\n\
                 cost = { request-header = \"x-cost\", max = 50 }";
     let gateway = Gateway::start(&one_rule(rule));

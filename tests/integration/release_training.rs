@@ -6,7 +6,7 @@ use crate::support::external_servers::program;
 use crate::support::process::BINARY;
 
 #[test]
-fn a_gateway_can_be_trained() {
+fn the_training_load_is_answered_correctly() {
     for part in ["h2load", "nginx", "openssl", "redis-server"] {
         program(part);
     }

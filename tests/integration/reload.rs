@@ -18,7 +18,7 @@ fn rule(limit: u32) -> String {
 }
 
 #[test]
-fn under_load_no_request_fails_and_no_count_is_lost() {
+fn a_reload_under_load_fails_no_request_and_loses_no_count() {
     let process = Process::spawn(&rule(1_000_000));
     let (stop, sent) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
@@ -53,7 +53,7 @@ fn under_load_no_request_fails_and_no_count_is_lost() {
 }
 
 #[test]
-fn a_change_of_the_file_is_enough() {
+fn a_changed_file_is_reloaded() {
     let process = Process::spawn(&rule(10));
     let mut client = process.client();
     assert_eq!(remaining(&client.get("/a").expect(200), "r"), 9);
@@ -67,7 +67,7 @@ fn a_change_of_the_file_is_enough() {
 }
 
 #[test]
-fn a_bad_file_leaves_everything_as_it_was() {
+fn a_bad_file_changes_nothing() {
     let process = Process::spawn(&rule(10));
     let mut client = process.client();
     client.get("/a").expect(200);
@@ -90,7 +90,7 @@ fn a_bad_file_leaves_everything_as_it_was() {
 }
 
 #[test]
-fn a_file_that_is_gone_for_a_moment_is_not_a_change() {
+fn a_briefly_missing_file_is_not_a_change() {
     let process = Process::spawn(&rule(10));
     std::fs::remove_file(process.config()).unwrap();
     process.signal("HUP");
@@ -101,7 +101,7 @@ fn a_file_that_is_gone_for_a_moment_is_not_a_change() {
 }
 
 #[test]
-fn what_takes_a_restart_is_refused_and_said() {
+fn a_change_that_needs_a_restart_is_refused_and_reported() {
     let process = Process::spawn(&rule(10));
     for (n, change) in ["workers = 7\n", "counters = { capacity = 77 }\n"].into_iter().enumerate() {
         // Not told as well: the change and the signal may each cause a reload.
@@ -114,7 +114,7 @@ fn what_takes_a_restart_is_refused_and_said() {
 }
 
 #[test]
-fn a_request_under_way_finishes_on_the_configuration_it_began_with() {
+fn a_request_in_flight_keeps_its_configuration() {
     let (go, gone) = mpsc::channel::<()>();
     let (saw, seen) = mpsc::channel();
     let gone = Arc::new(Mutex::new(gone));
@@ -147,7 +147,7 @@ fn a_request_under_way_finishes_on_the_configuration_it_began_with() {
 }
 
 #[test]
-fn routes_and_rules_come_and_go() {
+fn routes_and_rules_can_be_added_and_removed() {
     let process = Process::spawn(&rule(10).replace("/{*rest}", "/a"));
     let mut client = process.client();
     client.get("/a").expect(200);
@@ -160,7 +160,7 @@ fn routes_and_rules_come_and_go() {
 }
 
 #[test]
-fn idle_connections_to_servers_that_stay_are_kept() {
+fn idle_connections_to_unchanged_servers_are_kept() {
     let upstream = Upstream::replying(200);
     let process = Process::spawn(&format!("workers = 1\n{}", pass_all(&upstream)));
     let mut client = process.client();

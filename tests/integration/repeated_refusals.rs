@@ -28,7 +28,7 @@ fn raw(client: &mut Client) -> String {
 }
 
 #[test]
-fn it_is_told_the_same_to_the_letter_and_counted_each_time() {
+fn a_repeated_refusal_is_identical_and_counted() {
     for (form, code) in [("", "429"), ("status = 499", "499"), ("status = 503\nbody = \"later\\n\"", "503")] {
         let rule = format!("key = \"ip\"\nwindows = [\"2/minute\", \"3/hour\"]\n{form}");
         let gateway = Gateway::start(&one_rule(&rule));
@@ -58,7 +58,7 @@ fn it_is_told_the_same_to_the_letter_and_counted_each_time() {
 }
 
 #[test]
-fn it_passes_when_its_window_has_ended() {
+fn a_repeated_request_passes_after_its_window() {
     let gateway = Gateway::start(&one_rule(TWO));
     let mut client = gateway.client();
     for _ in 0..4 {
@@ -69,7 +69,7 @@ fn it_passes_when_its_window_has_ended() {
 }
 
 #[test]
-fn it_is_seen_when_the_configuration_has_changed() {
+fn a_repeated_request_sees_a_changed_configuration() {
     let mut gateway = Gateway::start(&one_rule(TWO));
     let mut client = gateway.client();
     let mut next = |count: usize| (0..count).map(|_| client.get("/a").status).collect::<Vec<_>>();
@@ -82,7 +82,7 @@ fn it_is_seen_when_the_configuration_has_changed() {
 }
 
 #[test]
-fn heads_that_differ_in_one_byte_are_told_apart() {
+fn heads_that_differ_in_one_byte_are_distinguished() {
     let gateway =
         Gateway::start(&one_rule("key = \"header:x-key\"\non_missing_key = \"refuse\"\nwindows = [\"2/minute\"]"));
     let mut client = gateway.client();
@@ -102,7 +102,7 @@ fn refused(gateway: &Gateway) -> Client {
 }
 
 #[test]
-fn requests_that_come_in_pieces_or_several_at_once_are_all_answered() {
+fn split_and_pipelined_requests_are_all_answered() {
     let gateway = Gateway::start(&one_rule(TWO));
     let head = request("GET", "/a", &[], b"");
     for pieces in [1, 2, 3, 7] {
@@ -126,7 +126,7 @@ fn requests_that_come_in_pieces_or_several_at_once_are_all_answered() {
 }
 
 #[test]
-fn requests_with_a_body_or_another_end_are_answered_as_ever() {
+fn requests_with_bodies_are_answered_as_usual() {
     let gateway = Gateway::start(&one_rule(TWO));
     for body in [&b""[..], b"GET /a HTTP/1.1\r\n\r\n"] {
         let mut client = refused(&gateway);
@@ -169,7 +169,7 @@ fn is_unread(client: &Client) -> bool {
 }
 
 #[test]
-fn a_client_that_reads_nothing_is_answered_in_full_when_it_does() {
+fn a_client_that_reads_late_receives_every_response() {
     // Large answers, so that few of them are more than buffers hold.
     let body = "slow down\n".repeat(6500);
     let gateway = Gateway::start(&one_rule(&format!("{TWO}\nbody = {body:?}")));
@@ -193,7 +193,7 @@ fn a_client_that_reads_nothing_is_answered_in_full_when_it_does() {
 }
 
 #[test]
-fn the_last_answer_before_the_end_says_so() {
+fn the_last_response_before_the_close_announces_it() {
     let mut process =
         Process::spawn(&(one_rule("key = \"ip\"\nwindows = [\"1/366d\"]") + "[timeouts]\ndrain = \"1d\"\n"));
     let mut client = process.client();
@@ -210,7 +210,7 @@ fn the_last_answer_before_the_end_says_so() {
 }
 
 #[test]
-fn it_is_answered_within_tls() {
+fn a_repeated_request_over_tls_is_refused() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &one_rule(TWO)));
     let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
@@ -221,7 +221,7 @@ fn it_is_answered_within_tls() {
 }
 
 #[test]
-fn each_has_its_line_in_the_access_log() {
+fn each_repeated_refusal_is_logged() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let rule = "key = \"ip\"\nwindows = [\"1/366d\"]";
@@ -237,7 +237,7 @@ fn each_has_its_line_in_the_access_log() {
 }
 
 #[test]
-fn a_token_ends_while_it_is_refused() {
+fn a_token_expires_between_repeated_refusals() {
     let (issuer, scratch) = (Issuer::new(), Scratch::new());
     let rule = "key = \"jwt:sub\"\non_missing_key = \"refuse\"\nwindows = [\"2/hour\"]";
     let gateway = Gateway::start(&format!("{}{}", one_rule(rule), issuer.keys(&scratch)));

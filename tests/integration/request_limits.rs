@@ -70,7 +70,7 @@ fn refused(gateway: &Gateway, limit: &str) -> u64 {
 }
 
 #[test]
-fn one_request_too_many_is_503_at_once() {
+fn a_request_beyond_max_requests_is_503_at_once() {
     let held = Held::new();
     let gateway = Gateway::start(&pass_to(&[held.upstream.address], "max_requests = 2"));
     let mut first = [ask(&gateway), ask(&gateway)];
@@ -96,7 +96,7 @@ fn one_request_too_many_is_503_at_once() {
 }
 
 #[test]
-fn who_finds_no_connection_waits_in_line() {
+fn a_request_without_a_connection_waits_in_order() {
     let held = Held::new();
     let settings = "max_connections = 1\nmax_pending = 2";
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
@@ -118,7 +118,7 @@ fn who_finds_no_connection_waits_in_line() {
 }
 
 #[test]
-fn the_room_of_a_connection_that_ends_goes_to_the_next() {
+fn a_closed_connection_frees_capacity_for_a_waiter() {
     let held = Held::new();
     let settings = "max_connections = 1";
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], settings)));
@@ -138,7 +138,7 @@ fn the_room_of_a_connection_that_ends_goes_to_the_next() {
 }
 
 #[test]
-fn nobody_waits_in_line_for_ever() {
+fn the_wait_for_a_connection_is_bounded() {
     let held = Held::new();
     let toml = pass_to(&[held.upstream.address], "max_connections = 1");
     let gateway = Gateway::start(&format!("workers = 1\n{toml}\n[timeouts]\nconnect = \"50ms\"\n"));
@@ -165,7 +165,7 @@ fn round_of(path: &str, held: &Held, clients: &mut [Client]) {
 }
 
 #[test]
-fn connections_of_many_clients_are_kept_for_their_next_requests() {
+fn idle_connections_are_kept_for_the_next_requests() {
     let held = Held::new();
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[held.upstream.address], "")));
     let mut clients: Vec<Client> = (0..300).map(|_| gateway.client()).collect();
@@ -174,7 +174,7 @@ fn connections_of_many_clients_are_kept_for_their_next_requests() {
 }
 
 #[test]
-fn no_more_idle_connections_are_kept_than_the_configuration_says() {
+fn idle_connections_are_limited_as_configured() {
     for (kept, opened) in [(10, 30 + 20 + 20), (0, 90)] {
         let held = Held::new();
         let settings = format!("max_idle_connections = {kept}");
@@ -186,7 +186,7 @@ fn no_more_idle_connections_are_kept_than_the_configuration_says() {
 }
 
 #[test]
-fn connections_that_a_peak_has_left_are_not_used_and_closed_when_they_are_old() {
+fn surplus_idle_connections_are_closed_by_age() {
     let toml = |held: &Held, timeouts| format!("workers = 1\n{}{timeouts}", pass_to(&[held.upstream.address], ""));
     let held = Held::new();
     let gateway = Gateway::start(&toml(&held, ""));

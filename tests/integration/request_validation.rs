@@ -79,7 +79,7 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
 }
 
 #[test]
-fn what_is_ambiguous_is_refused_and_not_counted() {
+fn ambiguous_requests_are_refused_and_not_counted() {
     let cases = ambiguous();
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
@@ -113,7 +113,7 @@ fn what_is_ambiguous_is_refused_and_not_counted() {
 }
 
 #[test]
-fn what_is_ambiguous_is_refused_behind_any_other_request() {
+fn ambiguous_requests_are_refused_after_any_other_request() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
     let first = [
@@ -152,7 +152,7 @@ fn what_is_ambiguous_is_refused_behind_any_other_request() {
 }
 
 #[test]
-fn what_is_clear_passes_as_it_was_meant() {
+fn unambiguous_requests_are_forwarded_as_meant() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
     let with_body = |fields: &str, body: &str| format!("{POST}{fields}\r\n\r\n{body}");
@@ -177,7 +177,7 @@ fn what_is_clear_passes_as_it_was_meant() {
 }
 
 #[test]
-fn the_rest_of_a_refused_body_is_not_taken_for_a_head() {
+fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream).replace("1000/day", "1/day"));
     gateway.get("/a").expect(200);
@@ -199,7 +199,7 @@ fn the_rest_of_a_refused_body_is_not_taken_for_a_head() {
 }
 
 #[test]
-fn what_is_about_one_connection_goes_no_further() {
+fn connection_specific_fields_are_not_forwarded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
     let fields = [
@@ -240,7 +240,7 @@ fn what_is_about_one_connection_goes_no_further() {
 }
 
 #[test]
-fn heads_may_be_held_to_less() {
+fn head_limits_can_be_lowered() {
     let upstream = Upstream::replying(200);
     let limits = "[limits]\nrequest_head = \"8KiB\"\nrequest_fields = 10\n";
     let gateway = Gateway::start(&format!("{}{limits}", toml(&upstream)));
@@ -261,7 +261,7 @@ fn heads_may_be_held_to_less() {
 }
 
 #[test]
-fn floods_of_what_carries_nothing_are_ended() {
+fn floods_of_empty_lines_end_the_connection() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&toml(&upstream));
     let chunked = format!("{POST}Transfer-Encoding: chunked\r\n\r\n");

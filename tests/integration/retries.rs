@@ -23,7 +23,7 @@ fn echo(address: &str) -> Process {
 }
 
 #[test]
-fn servers_are_killed_hung_and_brought_back_and_no_client_notices() {
+fn killed_and_hung_servers_are_invisible_to_clients() {
     let mut servers = [echo("127.0.0.1:0"), echo("127.0.0.1:0"), echo("127.0.0.1:0")];
     let addresses: Vec<_> = servers.iter().map(|server| server.http).collect();
     let settings = "ejection = { failures = 3, time = \"100ms\", max_time = \"400ms\" }\n\
@@ -93,7 +93,7 @@ impl Drop for Over<'_> {
 }
 
 #[test]
-fn chosen_statuses_are_tried_elsewhere_where_that_is_safe() {
+fn configured_statuses_are_retried_if_safe() {
     let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
     let settings = "balance = \"round-robin\"\nretries = { on = [503, \"connect-failure\"], budget = 100 }\n";
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
@@ -113,7 +113,7 @@ fn chosen_statuses_are_tried_elsewhere_where_that_is_safe() {
 }
 
 #[test]
-fn statuses_eject_where_they_are_listed() {
+fn configured_statuses_eject_a_server() {
     let (bad, good) = (Upstream::replying(503), Upstream::replying(200));
     let settings = "balance = \"round-robin\"\nejection = { failures = 2, statuses = [503], time = \"1h\" }\n";
     let gateway = Gateway::start(&format!("workers = 1\n{}", pass_to(&[bad.address, good.address], settings)));
@@ -123,7 +123,7 @@ fn statuses_eject_where_they_are_listed() {
 }
 
 #[test]
-fn tries_end_with_the_budget() {
+fn retries_end_with_the_budget() {
     // Whatever they are asked, they hang up.
     let servers: Vec<Upstream> = (0..3).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
@@ -140,7 +140,7 @@ fn tries_end_with_the_budget() {
 }
 
 #[test]
-fn every_try_goes_to_another_server() {
+fn every_retry_uses_another_server() {
     let servers: Vec<Upstream> = (0..4).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
     let gateway = Gateway::start(&pass_to(&addresses, "retries = { attempts = 3 }"));
@@ -157,7 +157,7 @@ fn every_try_goes_to_another_server() {
 }
 
 #[test]
-fn nothing_is_tried_again_once_something_was_passed_on() {
+fn nothing_is_retried_after_response_bytes_were_forwarded() {
     let server = || {
         Upstream::with(|talk| {
             if talk.request().is_some() {
@@ -173,7 +173,7 @@ fn nothing_is_tried_again_once_something_was_passed_on() {
 }
 
 #[test]
-fn a_try_that_takes_too_long_is_made_elsewhere() {
+fn a_slow_attempt_is_retried_on_another_server() {
     let silent = Upstream::with(|talk| while talk.request().is_some() {});
     let good = Upstream::replying(200);
     let settings = "balance = \"round-robin\"\nretries = { try_timeout = \"50ms\" }\nejection = false\n";
@@ -189,7 +189,7 @@ fn a_try_that_takes_too_long_is_made_elsewhere() {
 }
 
 #[test]
-fn the_whole_request_has_an_end() {
+fn the_request_deadline_covers_all_attempts() {
     let upstream = Upstream::with(|talk| {
         while let Some(request) = talk.request() {
             match request.target.as_str() {

@@ -24,7 +24,7 @@ fn dying_after_one(dying: impl Fn(usize) -> bool + Send + Sync + 'static) -> Ups
 }
 
 #[test]
-fn a_get_on_a_connection_that_died_is_sent_again_and_nobody_notices() {
+fn a_get_on_a_dead_connection_is_resent() {
     let upstream = dying_after_one(|number| number == 0);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
@@ -35,7 +35,7 @@ fn a_get_on_a_connection_that_died_is_sent_again_and_nobody_notices() {
 }
 
 #[test]
-fn so_are_head_put_and_delete_without_a_body() {
+fn head_put_and_delete_without_a_body_are_resent() {
     for method in ["HEAD", "OPTIONS", "PUT", "DELETE"] {
         let upstream = dying_after_one(|number| number == 0);
         let gateway = gateway(&upstream);
@@ -47,7 +47,7 @@ fn so_are_head_put_and_delete_without_a_body() {
 }
 
 #[test]
-fn it_is_sent_again_only_once() {
+fn a_request_is_resent_only_once() {
     // Whatever is reused dies, and so does whatever is new from the second connection on.
     let upstream = Upstream::with(|talk| {
         if talk.request().is_some() && talk.number == 0 && talk.reply(200, &[], b"") {
@@ -62,7 +62,7 @@ fn it_is_sent_again_only_once() {
 }
 
 #[test]
-fn on_a_new_connection_nothing_is_sent_again() {
+fn nothing_is_resent_on_a_new_connection() {
     let upstream = Upstream::with(|talk| drop(talk.request()));
     let gateway = gateway(&upstream);
     gateway.get("/a").expect(502).problem();
@@ -70,7 +70,7 @@ fn on_a_new_connection_nothing_is_sent_again() {
 }
 
 #[test]
-fn a_post_that_was_sent_is_not_sent_again() {
+fn a_sent_post_is_not_resent() {
     for body in ["body", ""] {
         let upstream = dying_after_one(|number| number == 0);
         let gateway = gateway(&upstream);
@@ -82,7 +82,7 @@ fn a_post_that_was_sent_is_not_sent_again() {
 }
 
 #[test]
-fn a_get_with_a_body_is_not_sent_again() {
+fn a_get_with_a_body_is_not_resent() {
     let upstream = dying_after_one(|number| number == 0);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
@@ -95,7 +95,7 @@ fn a_get_with_a_body_is_not_sent_again() {
 }
 
 #[test]
-fn a_request_is_not_sent_again_once_an_answer_has_begun() {
+fn a_request_is_not_resent_once_a_response_has_begun() {
     let upstream = Upstream::with(|talk| {
         if talk.request().is_some() && talk.reply(200, &[], b"") && talk.request().is_some() {
             talk.send("HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc");
@@ -111,7 +111,7 @@ fn a_request_is_not_sent_again_once_an_answer_has_begun() {
 }
 
 #[test]
-fn a_connection_that_was_closed_while_idle_is_not_used_at_all() {
+fn a_connection_closed_while_idle_is_not_used() {
     // Then a POST is safe, too: nothing was sent.
     let closed = Arc::new(Barrier::new(2));
     let upstream = Upstream::with({

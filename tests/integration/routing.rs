@@ -70,7 +70,7 @@ fn login_route(settings: &str, upstream: &Upstream) -> String {
 }
 
 #[test]
-fn spellings_that_the_upstream_takes_for_one_path_are_one_for_rules_and_routes() {
+fn equivalent_paths_match_the_same_routes_and_rules() {
     let upstream = Upstream::replying(200);
     let settings = "path_parameters = \"strip\"\ntrailing_slash = \"ignore\"";
     let gateway = Gateway::start(&login_route(settings, &upstream));
@@ -93,7 +93,7 @@ fn spellings_that_the_upstream_takes_for_one_path_are_one_for_rules_and_routes()
 }
 
 #[test]
-fn parameters_of_a_path_and_a_trailing_slash_are_kept_unless_they_are_said_to_mean_nothing() {
+fn path_parameters_and_trailing_slashes_are_kept_unless_configured() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&login_route("", &upstream));
     for target in ["/login/", "/login;x"] {
@@ -108,7 +108,7 @@ fn parameters_of_a_path_and_a_trailing_slash_are_kept_unless_they_are_said_to_me
 }
 
 #[test]
-fn check_tells_of_paths_that_escape_their_rules_in_another_spelling() {
+fn check_warns_of_equivalent_paths_that_escape_their_rules() {
     let upstream = Upstream::replying(200);
     let scratch = Scratch::new();
     let check = |settings: &str| {
@@ -130,7 +130,7 @@ fn check_tells_of_paths_that_escape_their_rules_in_another_spelling() {
 }
 
 #[test]
-fn a_field_that_chooses_a_route_is_given_once() {
+fn a_repeated_route_field_is_refused() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&two_routes(&upstream, "path = \"/v/{*rest}\"\nheaders = { x-version = \"2\" }"));
     for fields in [

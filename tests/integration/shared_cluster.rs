@@ -21,7 +21,7 @@ const RULES: &str = "[rules.r]\nkey = \"header:x-key\"\non_missing_key = \"skip\
                      [rules.all]\nkey = \"global\"\nwindows = [\"50/30d\"]\n";
 
 #[test]
-fn counters_of_one_request_lie_in_different_slots() {
+fn counters_of_one_request_may_be_in_different_slots() {
     let cluster = RedisCluster::start();
     for (mode, prefix) in [("exact", "a"), ("lease", "b")] {
         let gateways = Siblings::start(
@@ -37,7 +37,7 @@ fn counters_of_one_request_lie_in_different_slots() {
 }
 
 #[test]
-fn a_slot_moves_under_load_and_nobody_gets_more() {
+fn a_slot_migration_under_load_grants_no_extra_tokens() {
     let cluster = RedisCluster::start();
     for mode in ["exact", "lease"] {
         let gateways = Siblings::start(2, &by(&cluster, mode, &rule("[\"4000/30d\"]", "")));
@@ -73,7 +73,7 @@ fn a_slot_moves_under_load_and_nobody_gets_more() {
 }
 
 #[test]
-fn a_rule_whose_node_is_dead_takes_no_other_along() {
+fn a_dead_node_affects_only_its_rules() {
     for mode in ["exact", "lease"] {
         let mut cluster = RedisCluster::start();
         let toml = shared(&cluster.urls(), &format!("mode = \"{mode}\"\non_outage = \"local\"\n"), RULES);
@@ -100,7 +100,7 @@ fn a_rule_whose_node_is_dead_takes_no_other_along() {
 }
 
 #[test]
-fn a_node_dies_and_the_other_slots_go_on() {
+fn a_dead_node_leaves_other_slots_working() {
     let mut cluster = RedisCluster::start();
     let toml = by(&cluster, "lease", &rule("[\"5/30d\"]", "")).replace("timeout = \"10s\"", "timeout = \"500ms\"");
     let gateways = Siblings::start(1, &toml);
@@ -128,7 +128,7 @@ fn a_node_dies_and_the_other_slots_go_on() {
 
 /// Its shards lie on several nodes: those that can be told take the part of one that can not.
 #[test]
-fn what_was_counted_of_a_split_counter_while_a_node_is_dead_is_told_to_the_others() {
+fn usage_of_a_sharded_counter_during_an_outage_is_reported() {
     let mut cluster = RedisCluster::start();
     let rules = rule("[{ limit = 3000, period = \"30d\", shards = 3 }]", "");
     let toml = format!("workers = 1\n{}", shared(&cluster.urls(), "on_outage = \"local\"\n", &rules));

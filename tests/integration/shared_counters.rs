@@ -37,7 +37,7 @@ fn sum(redis: &RedisServer) -> i64 {
 }
 
 #[test]
-fn each_request_asked_for_admits_exactly_the_limit() {
+fn exact_mode_admits_exactly_the_limit() {
     let redis = RedisServer::start();
     let gateways = Siblings::start(3, &by(&redis, "exact", &rule("[\"100/30d\"]", "")));
     assert_eq!(gateways.admitted("alice", 40), 100);
@@ -47,7 +47,7 @@ fn each_request_asked_for_admits_exactly_the_limit() {
 }
 
 #[test]
-fn leases_use_the_limit_up_and_never_more() {
+fn leases_use_exactly_the_limit() {
     let redis = RedisServer::start();
     let gateways = Siblings::start(4, &by(&redis, "lease", &rule("[\"1000/30d\"]", "")));
     let admitted = gateways.admitted("alice", 400);
@@ -59,7 +59,7 @@ fn leases_use_the_limit_up_and_never_more() {
 }
 
 #[test]
-fn both_ways_share_one_counter() {
+fn leased_and_exact_mode_share_a_counter() {
     let redis = RedisServer::start();
     let gateways = ["exact", "lease"].map(|mode| Process::spawn(&by(&redis, mode, &rule("[\"50/30d\"]", ""))));
     assert_eq!(admitted(&gateways[0], "alice", 20), 20);
@@ -68,7 +68,7 @@ fn both_ways_share_one_counter() {
 }
 
 #[test]
-fn a_counter_is_a_plain_integer_that_ends_with_its_window() {
+fn a_counter_is_an_integer_key_that_expires_with_its_window() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&by(&redis, "exact", &rule("[\"10/30d\"]", "")));
     assert_eq!(admitted(&gateway, "alice", 3), 3);
@@ -87,7 +87,7 @@ fn a_counter_is_a_plain_integer_that_ends_with_its_window() {
 }
 
 #[test]
-fn another_service_shares_the_limit_by_counting_there() {
+fn another_service_can_share_the_limit() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
@@ -99,7 +99,7 @@ fn another_service_shares_the_limit_by_counting_there() {
 }
 
 #[test]
-fn layers_have_names_and_what_one_refuses_no_other_counts() {
+fn a_refusal_by_one_shared_layer_charges_no_other() {
     let redis = RedisServer::start();
     let rules = rule("[\"20/week\", \"5/day\"]", "");
     let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
@@ -117,7 +117,7 @@ fn layers_have_names_and_what_one_refuses_no_other_counts() {
 /// While a wide rule is known to be used up, requests with new keys are refused without a call, and nothing is known of
 /// their own counters but when their windows end.
 #[test]
-fn a_layer_that_was_not_looked_up_is_told_with_the_end_of_its_window() {
+fn a_layer_without_a_lookup_reports_the_end_of_its_window() {
     let redis = RedisServer::start();
     let rules = "[rules.user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"33/30d\"]\n\
                  [rules.all]\nkey = \"global\"\nwindows = [\"1/30d\"]\n";
@@ -137,7 +137,7 @@ fn a_layer_that_was_not_looked_up_is_told_with_the_end_of_its_window() {
 }
 
 #[test]
-fn rules_of_different_keys_count_all_or_nothing() {
+fn rules_with_different_keys_are_charged_together_or_not_at_all() {
     let redis = RedisServer::start();
     let rules = "[rules.user]\nkey = \"header:x-user\"\non_missing_key = \"skip\"\nwindows = [\"3/30d\"]\n\
                  [rules.all]\nkey = \"global\"\nwindows = [\"10/30d\"]\n";
@@ -155,7 +155,7 @@ fn rules_of_different_keys_count_all_or_nothing() {
 }
 
 #[test]
-fn every_kind_of_window_is_one_limit_for_all() {
+fn every_window_kind_is_shared_exactly() {
     let redis = RedisServer::start();
     let kinds = [
         ("[{ limit = 20, period = \"30d\", capacity = 30 }]", 30),
@@ -184,7 +184,7 @@ fn every_kind_of_window_is_one_limit_for_all() {
 }
 
 #[test]
-fn plans_are_shared_too() {
+fn plans_are_shared() {
     let redis = RedisServer::start();
     let rules = rule("[\"3/30d\"]", "[[rules.r.overrides]]\nkey = \"alice\"\nwindows = [\"7/30d\"]");
     let gateways = Siblings::start(2, &by(&redis, "exact", &rules));
@@ -192,7 +192,7 @@ fn plans_are_shared_too() {
 }
 
 #[test]
-fn a_window_that_begins_grants_again() {
+fn a_new_window_grants_again() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         let gateways = Siblings::start(2, &by(&redis, mode, &rule("[\"3/1s\"]", "")));
@@ -208,7 +208,7 @@ fn a_window_that_begins_grants_again() {
 }
 
 #[test]
-fn the_decision_api_counts_with_all() {
+fn the_decision_api_uses_shared_counters() {
     let redis = RedisServer::start();
     let rules =
         "[rules.per-client]\nkey = [\"header:x-user\", \"path\"]\non_missing_key = \"skip\"\nwindows = [\"5/30d\"]\n";
@@ -236,7 +236,7 @@ fn the_decision_api_counts_with_all() {
 }
 
 #[test]
-fn what_is_known_to_be_full_asks_redis_hardly_ever() {
+fn a_known_full_counter_rarely_queries_redis() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         let gateway = Process::spawn(&by(&redis, mode, &rule("[\"10/30d\"]", "")));
@@ -249,7 +249,7 @@ fn what_is_known_to_be_full_asks_redis_hardly_ever() {
 }
 
 #[test]
-fn a_raised_limit_and_a_reset_are_respected() {
+fn a_raised_limit_and_a_reset_apply() {
     let redis = RedisServer::start();
     for mode in ["exact", "lease"] {
         redis.cli(&["FLUSHALL"]);
@@ -274,7 +274,7 @@ fn a_raised_limit_and_a_reset_are_respected() {
 }
 
 #[test]
-fn a_lease_that_is_not_used_comes_back() {
+fn an_unused_lease_is_returned() {
     let redis = RedisServer::start();
     let gateways = Siblings::start(2, &by(&redis, "lease", &rule("[\"2000/30d\"]", "")));
     let mut all = admitted(&gateways.0[0], "alice", 500);
@@ -291,7 +291,7 @@ fn a_lease_that_is_not_used_comes_back() {
 }
 
 #[test]
-fn who_drains_returns_what_it_has_not_spent() {
+fn a_draining_gateway_returns_its_leases() {
     let redis = RedisServer::start();
     let mut gateway = Process::spawn(&by(&redis, "lease", &rule("[\"100000/30d\"]", "")));
     let all = admitted(&gateway, "alice", 700);

@@ -52,7 +52,7 @@ fn a_full_table_admits_no_more_than_the_limit() {
 }
 
 #[test]
-fn who_waits_for_one_rule_is_counted_by_the_others() {
+fn a_request_delayed_by_one_rule_is_charged_by_the_others() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let rules = named("exact", "[\"6/30d\"]", "shared = \"exact\"")
@@ -65,7 +65,7 @@ fn who_waits_for_one_rule_is_counted_by_the_others() {
 }
 
 #[test]
-fn a_rule_that_waits_holds_nobody_up_in_an_outage() {
+fn a_delaying_rule_blocks_no_request_in_an_outage() {
     let mut redis = RedisServer::start();
     let both = named("wide", "[\"100000/30d\"]", "")
         + &named("slow", "[\"2/5s\"]", "on_limit = \"delay\"\nmax_delay = \"60s\"");
@@ -89,7 +89,7 @@ fn a_rule_that_waits_holds_nobody_up_in_an_outage() {
 }
 
 #[test]
-fn a_redis_that_has_forgotten_grants_no_window_twice() {
+fn a_store_that_lost_its_data_grants_no_window_twice() {
     for mode in ["lease", "exact"] {
         for used in [10, 6] {
             let mut redis = RedisServer::start();
@@ -111,7 +111,7 @@ fn a_redis_that_has_forgotten_grants_no_window_twice() {
 }
 
 #[test]
-fn a_reset_is_known_to_all_gateways() {
+fn a_reset_reaches_all_gateways() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let settings = format!("mode = \"{mode}\"\n{PATIENT}");
@@ -124,7 +124,7 @@ fn a_reset_is_known_to_all_gateways() {
 }
 
 #[test]
-fn what_was_returned_can_be_fetched_again() {
+fn returned_tokens_can_be_fetched_again() {
     let redis = RedisServer::start();
     let settings = format!("mode = \"lease\"\n{PATIENT}");
     let toml = format!("workers = 1\n{}", by(&redis, &settings, &rule("[\"1000/30d\"]", "")));
@@ -139,7 +139,7 @@ fn what_was_returned_can_be_fetched_again() {
 }
 
 #[test]
-fn what_is_counted_in_an_outage_is_reported_of_the_window_that_is_open() {
+fn usage_during_an_outage_is_reported_for_the_open_window() {
     // Long enough that the report arrives in the window that is open, also on a busy machine.
     const PERIOD_MS: u64 = 6000;
     let mut redis = RedisServer::start();
@@ -161,7 +161,7 @@ fn what_is_counted_in_an_outage_is_reported_of_the_window_that_is_open() {
 }
 
 #[test]
-fn each_loop_comes_back_without_a_new_limit() {
+fn each_worker_resumes_without_a_fresh_limit() {
     let mut redis = RedisServer::start();
     let toml = by(&redis, "on_outage = \"local\"\n", &rule("[\"50/30d\"]", ""));
     let gateway = Process::spawn(&format!("workers = 4\n{toml}"));
@@ -177,7 +177,7 @@ fn each_loop_comes_back_without_a_new_limit() {
 }
 
 #[test]
-fn a_lowered_limit_holds_for_what_was_fetched_before() {
+fn a_lowered_limit_applies_to_leased_tokens() {
     let redis = RedisServer::start();
     let toml =
         |limit: u32| by(&redis, &format!("mode = \"lease\"\n{PATIENT}"), &rule(&format!("[\"{limit}/30d\"]"), ""));
@@ -190,7 +190,7 @@ fn a_lowered_limit_holds_for_what_was_fetched_before() {
 }
 
 #[test]
-fn what_is_refused_in_one_place_is_counted_in_none() {
+fn a_refusal_in_one_store_charges_no_other() {
     let redis = RedisServer::start();
     // One is counted on this machine, in shards; one with tokens that were fetched, one by Redis itself.
     let rules = named("here", "[{ limit = 1000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
@@ -211,7 +211,7 @@ fn what_is_refused_in_one_place_is_counted_in_none() {
 }
 
 #[test]
-fn who_goes_away_while_he_waits_has_consumed_nothing() {
+fn a_waiter_that_disconnects_consumes_nothing() {
     let redis = RedisServer::start();
     let rules =
         named("here", "[\"10/30d\"]", "shared = \"off\"") + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
@@ -236,7 +236,7 @@ fn who_goes_away_while_he_waits_has_consumed_nothing() {
 }
 
 #[test]
-fn places_of_those_who_go_away_behind_each_other_are_free_again() {
+fn tokens_of_several_disconnected_waiters_are_refunded() {
     let redis = RedisServer::start();
     let delay = "shared = \"off\"\non_limit = \"delay\"\nmax_delay = \"1d\"";
     let rules = named("here", "[\"1/8h\"]", delay) + &named("exact", "[\"10/30d\"]", "shared = \"exact\"");
@@ -271,7 +271,7 @@ fn a_gateway_whose_clock_is_ahead_counts_in_the_window_that_is_open() {
 }
 
 #[test]
-fn whatever_becomes_of_requests_each_rule_has_counted_those_that_passed() {
+fn every_rule_counts_exactly_the_admitted_requests() {
     let redis = RedisServer::start();
     let rules = named("here", "[{ limit = 100000, period = \"30d\", shards = 4 }]", "shared = \"off\"")
         + &named("leased", "[\"300/30d\", \"290/1w\"]", "shared = \"lease\"")
@@ -315,7 +315,7 @@ fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value 
 }
 
 #[test]
-fn a_server_that_comes_back_empty_is_told_what_was_used() {
+fn usage_is_reported_to_a_server_that_returns_empty() {
     for mode in ["lease", "exact"] {
         for in_the_outage in [0, 1, 5] {
             let mut redis = RedisServer::start();

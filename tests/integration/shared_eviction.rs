@@ -13,7 +13,7 @@ fn evicting(gateway: &Process) -> u64 {
 }
 
 #[test]
-fn a_server_that_evicts_counters_is_warned_of_on_each_new_connection() {
+fn an_evicting_server_is_warned_of_on_each_new_connection() {
     let redis = RedisServer::with(&format!(
         "maxmemory 100mb\nmaxmemory-policy allkeys-lru\nuser gateway on >sesame ~transom:* {COMMANDS}"
     ));

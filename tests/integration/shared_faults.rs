@@ -55,7 +55,7 @@ fn under_load(gateway: &Process, key: impl Fn(u64) -> String + Sync, during: imp
 }
 
 #[test]
-fn an_outage_ends_although_requests_go_on() {
+fn an_outage_ends_under_load() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let gateway = gateway(&redis.url(), &format!("mode = \"{mode}\""), "[\"1000000/30d\"]");
@@ -79,7 +79,7 @@ fn an_outage_ends_although_requests_go_on() {
 }
 
 #[test]
-fn what_was_counted_meanwhile_is_told_of_the_window_that_is_open() {
+fn usage_of_an_outage_is_reported_for_the_open_window() {
     const PERIOD_MS: u64 = 5000;
     let redis = RedisServer::start();
     let gateway = gateway(&redis.url(), "", "[\"1000000/5s\"]");
@@ -102,7 +102,7 @@ fn what_was_counted_meanwhile_is_told_of_the_window_that_is_open() {
 }
 
 #[test]
-fn a_request_that_was_counted_without_redis_is_told_of_without_an_outage() {
+fn a_locally_counted_request_is_reported_without_an_outage() {
     let redis = RedisServer::start();
     let gateway = gateway(&redis.url(), "", "[\"100/30d\"]");
     assert_eq!(ask(&gateway, "alice"), 200);
@@ -113,7 +113,7 @@ fn a_request_that_was_counted_without_redis_is_told_of_without_an_outage() {
 }
 
 #[test]
-fn a_store_that_was_started_again_is_told_what_was_used() {
+fn usage_is_reported_to_a_restarted_store() {
     for mode in ["lease", "exact"] {
         let mut redis = RedisServer::start();
         let settings = format!("mode = \"{mode}\"\non_outage = \"refuse\"\ntimeout = \"10s\"");
@@ -132,7 +132,7 @@ fn a_store_that_was_started_again_is_told_what_was_used() {
 }
 
 #[test]
-fn it_ends_soon_while_redis_hangs() {
+fn the_gateway_exits_soon_while_redis_hangs() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let mut gateway = gateway(&redis.url(), &format!("mode = \"{mode}\""), "[\"1000/30d\"]");
@@ -179,7 +179,7 @@ fn number(stream: &mut impl BufRead) -> Option<usize> {
 }
 
 #[test]
-fn an_answer_without_end_is_not_kept() {
+fn an_endless_reply_is_not_buffered() {
     for beginning in ["$1000000000000\r\n", "+", "*1000000000\r\n", "-ERR "] {
         let piece = if beginning.starts_with('*') { ":1\r\n".repeat(16_384) } else { "x".repeat(65_536) };
         let redis = strange(move |talk| {
@@ -198,7 +198,7 @@ fn an_answer_without_end_is_not_kept() {
 }
 
 #[test]
-fn a_server_in_whose_time_no_window_is_open_is_not_asked_for_ever() {
+fn a_server_with_a_wrong_clock_is_not_retried_endlessly() {
     for mode in ["lease", "exact"] {
         let redis = strange(|talk| _ = talk.send("*5\r\n:0\r\n:-1\r\n:0\r\n:0\r\n:0\r\n"));
         let gateway = gateway(&format!("redis://{}", redis.address), &format!("mode = \"{mode}\""), "[\"5/30d\"]");
@@ -208,7 +208,7 @@ fn a_server_in_whose_time_no_window_is_open_is_not_asked_for_ever() {
 }
 
 #[test]
-fn a_counter_that_somebody_else_made_too_large_harms_no_other() {
+fn an_oversized_counter_value_affects_no_other_counter() {
     let redis = RedisServer::start();
     let gateway = gateway(&redis.url(), "", "[\"1000/30d\"]");
     for _ in 0..200 {
@@ -224,7 +224,7 @@ fn a_counter_that_somebody_else_made_too_large_harms_no_other() {
 }
 
 #[test]
-fn many_calls_about_many_counters_are_more_than_one_script_decides() {
+fn calls_beyond_the_script_limit_are_split() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {

@@ -87,17 +87,17 @@ fn killed(mode: &str) {
 }
 
 #[test]
-fn nobody_gets_more_than_the_limit_from_gateways_that_are_killed() {
+fn killed_gateways_grant_no_more_than_the_limit_with_leases() {
     killed("lease");
 }
 
 #[test]
-fn nor_where_each_request_is_asked_for() {
+fn killed_gateways_grant_no_more_than_the_limit_in_exact_mode() {
     killed("exact");
 }
 
 #[test]
-fn where_demand_exceeds_the_limit_it_is_used_up() {
+fn demand_above_the_limit_uses_it_up() {
     let redis = RedisServer::start();
     let layers = [Layer { limit: 30, period_ms: 5000 }];
     let gateways: Vec<Process> =

@@ -67,7 +67,7 @@ async fn more(count: &dyn Fn() -> u64, by: u64) {
 }
 
 #[test]
-fn each_counter_is_asked_for_where_its_slot_is() {
+fn each_counter_is_requested_from_its_slots_node() {
     let cluster = RedisCluster::start();
     let store = store_of(&cluster);
     on_loop(async {
@@ -101,7 +101,7 @@ fn each_counter_is_asked_for_where_its_slot_is() {
 }
 
 #[test]
-fn a_slot_that_moves_under_load_loses_nothing_and_counts_nothing_twice() {
+fn a_slot_migration_loses_and_duplicates_no_count() {
     let cluster = RedisCluster::start();
     let store = store_of(&cluster);
     let bases = ["t:{r|a}:minute".to_owned(), "t:{r|a}:hour".to_owned(), "t:{r|b}:minute".to_owned()];
@@ -130,7 +130,7 @@ fn a_slot_that_moves_under_load_loses_nothing_and_counts_nothing_twice() {
 }
 
 #[test]
-fn a_node_that_is_killed_takes_only_its_slots_along() {
+fn a_killed_node_affects_only_its_slots() {
     let mut cluster = RedisCluster::start();
     let store = store_of(&cluster);
     on_loop(async {
@@ -157,7 +157,7 @@ fn a_node_that_is_killed_takes_only_its_slots_along() {
 }
 
 #[test]
-fn who_takes_over_from_a_master_is_found_through_the_sentinels() {
+fn sentinels_name_the_promoted_master() {
     let mut master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
@@ -184,7 +184,7 @@ fn who_takes_over_from_a_master_is_found_through_the_sentinels() {
 }
 
 #[test]
-fn a_master_that_was_replaced_is_left_even_if_it_answers() {
+fn a_replaced_master_is_abandoned_even_if_it_responds() {
     let master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
@@ -227,7 +227,7 @@ fn secured(redis: &RedisServer, authority: &Authority, identity: Option<&Issued>
 }
 
 #[test]
-fn a_server_is_asked_by_tls_if_its_certificate_is_believed() {
+fn a_tls_server_is_used_if_its_certificate_verifies() {
     let (authority, stranger) = (Authority::new(), Authority::new());
     let redis = RedisServer::with_tls(&authority, "tls-auth-clients yes\nrequirepass sesame");
     let issued = authority.issue(&["gateway"]);

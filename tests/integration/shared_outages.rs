@@ -62,7 +62,7 @@ fn is_calm(gateway: &Process) {
 }
 
 #[test]
-fn redis_stands_still() {
+fn a_hanging_redis_is_an_outage() {
     for mode in ["lease", "exact"] {
         let redis = RedisServer::start();
         let gateway = Process::spawn(&policies(&redis.url(), mode));
@@ -82,7 +82,7 @@ fn redis_stands_still() {
 }
 
 #[test]
-fn redis_is_paused() {
+fn a_paused_redis_is_an_outage() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     assert_eq!(ask(&gateway, "/refuse", "before"), 200);
@@ -93,7 +93,7 @@ fn redis_is_paused() {
 }
 
 #[test]
-fn redis_is_killed_and_started_again() {
+fn a_killed_redis_is_an_outage_until_restarted() {
     for mode in ["lease", "exact"] {
         let mut redis = RedisServer::start();
         let gateway = Process::spawn(&policies(&redis.url(), mode));
@@ -116,7 +116,7 @@ fn redis_is_killed_and_started_again() {
 /// A gateway tells a store that lost its data what it has last heard of a counter when it next takes tokens of it. What only
 /// others have heard of may be admitted once more until they ask; see `docs/shared.md`.
 #[test]
-fn an_empty_store_is_told_what_the_gateway_that_asks_has_heard() {
+fn known_usage_is_reported_to_an_empty_store() {
     const LIMIT: usize = 100;
     let rest = |asks_first: usize| {
         let mut redis = RedisServer::start();
@@ -135,7 +135,7 @@ fn an_empty_store_is_told_what_the_gateway_that_asks_has_heard() {
 
 /// A failure or two are no outage, whose end something could wait for; and if it becomes one, it is told all the same.
 #[test]
-fn what_was_counted_in_one_moment_is_told_before_anybody_asks() {
+fn local_usage_is_reported_before_the_next_request() {
     for mode in ["lease", "exact"] {
         let mut redis = RedisServer::start();
         let gateway = Process::spawn(&format!("workers = 1\n{}", policies(&redis.url(), mode)));
@@ -153,7 +153,7 @@ fn what_was_counted_in_one_moment_is_told_before_anybody_asks() {
 
 /// What an answer says to have cost is counted here then, and told to Redis when it is back.
 #[test]
-fn a_cost_that_is_told_while_redis_is_away_is_not_lost() {
+fn a_response_cost_during_an_outage_is_not_lost() {
     for mode in ["lease", "exact"] {
         let (answer, told) = channel::<()>();
         let told = Mutex::new(told);
@@ -196,7 +196,7 @@ fn a_gateway_starts_without_redis() {
 }
 
 #[test]
-fn nobody_answers_at_the_address_or_hangs_up() {
+fn an_unreachable_or_closing_address_is_an_outage() {
     // Takes connections and says nothing; or ends them as they come.
     let silent = Upstream::with(|talk: &mut Talk| while talk.exactly(1).is_some() {});
     let rude = Upstream::with(Talk::hang_up);
@@ -210,7 +210,7 @@ fn nobody_answers_at_the_address_or_hangs_up() {
 }
 
 #[test]
-fn redis_forgets_the_scripts() {
+fn flushed_scripts_are_loaded_again() {
     let redis = RedisServer::start();
     let toml = shared(
         &format!("\"{}\"", redis.url()),
@@ -227,7 +227,7 @@ fn redis_forgets_the_scripts() {
 }
 
 #[test]
-fn connections_are_reset() {
+fn reset_connections_are_reopened() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     for round in 0..5 {
@@ -239,7 +239,7 @@ fn connections_are_reset() {
 }
 
 #[test]
-fn redis_wants_a_password_that_it_is_not_given() {
+fn a_missing_password_is_an_outage() {
     let redis = RedisServer::with("requirepass sesame");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     does_without(&gateway, "during");
@@ -249,7 +249,7 @@ fn redis_wants_a_password_that_it_is_not_given() {
 }
 
 #[test]
-fn redis_has_no_memory_left() {
+fn a_redis_out_of_memory_is_an_outage() {
     let redis = RedisServer::with("maxmemory-policy noeviction");
     let gateway = Process::spawn(&policies(&redis.url(), "lease"));
     assert_eq!(ask(&gateway, "/refuse", "before"), 200);
@@ -261,7 +261,7 @@ fn redis_has_no_memory_left() {
 }
 
 #[test]
-fn something_else_lies_under_a_key() {
+fn a_key_of_another_type_is_an_outage_of_its_counter() {
     let redis = RedisServer::start();
     let gateway = Process::spawn(&policies(&redis.url(), "exact"));
     assert_eq!(ask(&gateway, "/refuse", "alice"), 200);

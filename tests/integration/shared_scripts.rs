@@ -198,7 +198,7 @@ async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<
 }
 
 #[test]
-fn the_scripts_count_as_counters_in_memory_do() {
+fn the_scripts_agree_with_counters_in_memory() {
     let server = RedisServer::start();
     let client = redis::Client::open(("127.0.0.1", server.port)).unwrap();
     let mut connection = client.get_connection().unwrap();

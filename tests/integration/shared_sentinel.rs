@@ -6,7 +6,7 @@ use crate::support::redis::RedisServer;
 use crate::support::sentinel::{MASTER, Sentinels};
 
 #[test]
-fn the_replica_takes_over_and_counting_goes_on() {
+fn counting_continues_on_the_promoted_replica() {
     let mut master = RedisServer::start();
     let replica = RedisServer::replica_of(&master, "");
     let sentinels = Sentinels::start(&master);
@@ -38,7 +38,7 @@ fn the_replica_takes_over_and_counting_goes_on() {
 /// counted there after the promotion would be lost; `min-replicas-to-write` makes it refuse to count as soon as its replica
 /// has left.
 #[test]
-fn after_a_failover_by_hand_a_master_that_needs_its_replica_counts_no_more() {
+fn a_demoted_master_with_min_replicas_stops_counting() {
     const LIMIT: usize = 60;
     let master = RedisServer::with("min-replicas-to-write 1");
     let replica = RedisServer::replica_of(&master, "");

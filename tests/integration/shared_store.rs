@@ -21,7 +21,7 @@ use crate::support::redis::RedisServer;
 use crate::support::redis_client::{Tally, answered, floating, granted, grid, node, on_loop, plain, refused, single};
 
 #[test]
-fn a_plain_window_is_an_integer_that_ends_with_it() {
+fn a_plain_window_is_an_integer_that_expires_with_it() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -43,7 +43,7 @@ fn a_plain_window_is_an_integer_that_ends_with_it() {
 }
 
 #[test]
-fn slices_shrink_until_the_last_token() {
+fn leases_shrink_until_the_last_token() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -63,7 +63,7 @@ fn slices_shrink_until_the_last_token() {
 }
 
 #[test]
-fn the_servers_clock_decides_which_window_it_is() {
+fn the_servers_clock_selects_the_window() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -102,7 +102,7 @@ fn the_servers_clock_decides_which_window_it_is() {
 }
 
 #[test]
-fn what_others_write_counts_and_never_hands_out_more() {
+fn foreign_writes_count_and_grant_nothing() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -142,7 +142,7 @@ fn what_others_write_counts_and_never_hands_out_more() {
 }
 
 #[test]
-fn what_is_given_back_can_be_taken_again_and_nothing_else() {
+fn only_refunded_tokens_can_be_acquired_again() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -182,7 +182,7 @@ fn what_is_given_back_can_be_taken_again_and_nothing_else() {
 }
 
 #[test]
-fn calls_that_come_together_are_decided_one_by_one() {
+fn batched_calls_are_decided_one_by_one() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     redis.cli(&["SET", "t:{bad}:1", "many"]);
@@ -250,7 +250,7 @@ async fn more_granted(store: &RedisClient, base: &str) {
 }
 
 #[test]
-fn a_script_that_was_forgotten_is_sent_once_more_and_not_by_all() {
+fn a_flushed_script_is_loaded_once() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -272,7 +272,7 @@ fn a_script_that_was_forgotten_is_sent_once_more_and_not_by_all() {
 }
 
 #[test]
-fn calls_to_a_server_that_stands_still_end_and_it_is_found_again() {
+fn calls_to_a_hanging_server_time_out_and_it_is_found_again() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -296,7 +296,7 @@ fn calls_to_a_server_that_stands_still_end_and_it_is_found_again() {
 }
 
 #[test]
-fn who_goes_away_leaves_nothing_behind() {
+fn a_dropped_client_leaves_no_tasks() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -319,7 +319,7 @@ fn who_goes_away_leaves_nothing_behind() {
 }
 
 #[test]
-fn nobody_needs_to_wait_for_a_connection_to_be_found_dead() {
+fn a_dead_connection_is_detected_at_once() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -339,7 +339,7 @@ fn nobody_needs_to_wait_for_a_connection_to_be_found_dead() {
 }
 
 #[test]
-fn a_server_that_was_killed_is_found_when_it_returns() {
+fn a_restarted_server_is_found_again() {
     let mut redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -359,7 +359,7 @@ fn a_server_that_was_killed_is_found_when_it_returns() {
 }
 
 #[test]
-fn connections_that_are_cut_off_under_load_count_nothing_twice() {
+fn cut_connections_under_load_duplicate_no_count() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
@@ -403,7 +403,7 @@ fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
 }
 
 #[test]
-fn a_call_whose_answer_is_lost_is_not_sent_again() {
+fn a_call_with_a_lost_reply_is_not_resent() {
     let redis = RedisServer::start();
     let (port, loses) = lossy_way(&redis);
     let store = RedisClient::new(&Shared::at(Nodes::Single(node(port))));
@@ -422,7 +422,7 @@ fn a_call_whose_answer_is_lost_is_not_sent_again() {
 }
 
 #[test]
-fn a_server_that_can_not_serve_is_as_one_that_is_away() {
+fn a_server_that_cannot_serve_is_unreachable() {
     let redis = RedisServer::start();
     let replica = RedisServer::replica_of(&redis, "");
     let full = RedisServer::with("maxmemory 1\nmaxmemory-policy noeviction");
@@ -442,7 +442,7 @@ fn a_server_that_can_not_serve_is_as_one_that_is_away() {
 }
 
 #[test]
-fn who_the_gateway_is_decides_what_it_may() {
+fn acl_users_limit_the_gateway() {
     let redis = RedisServer::with(
         "requirepass sesame\n\
          user gate on >hunter2-hunter2 ~transom:* -@all +ping +select +eval +evalsha +time +mget +exists +set +get +decrby +hmget +hset +pexpireat",
@@ -477,7 +477,7 @@ fn who_the_gateway_is_decides_what_it_may() {
 }
 
 #[test]
-fn a_socket_in_the_file_system_is_as_good() {
+fn a_unix_socket_works() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.socket()))));
     on_loop(async {

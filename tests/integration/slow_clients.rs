@@ -87,17 +87,17 @@ fn connections(gateway: &Process) -> u64 {
 }
 
 #[test]
-fn slow_heads() {
+fn slow_heads_do_not_slow_other_clients() {
     slow_ones_are_cut_and_others_served(&["-H", "-i", "1", "-x", "24"], "/a.txt");
 }
 
 #[test]
-fn slow_bodies() {
+fn slow_bodies_do_not_slow_other_clients() {
     slow_ones_are_cut_and_others_served(&["-B", "-i", "1", "-x", "4", "-s", "100000"], "/upload");
 }
 
 #[test]
-fn slow_readers() {
+fn slow_readers_do_not_slow_other_clients() {
     // A small window, of which less is taken each second than has to be. The rest of it lies at the reader's own side,
     // who learns of the end behind that: he must get there before his minute is over.
     slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"], "/large.bin");

@@ -108,7 +108,7 @@ fn words(counters: &Counters) -> BTreeMap<usize, u128> {
 }
 
 #[test]
-fn counting_goes_on_when_the_file_is_gone_or_of_another_boot() {
+fn a_snapshot_replaces_a_missing_or_stale_file() {
     let place = Place::new();
     let first = Process::spawn(&place.toml(64));
     assert_eq!([left(&first), left(&first)], [[8, 7, 6], [7, 6, 5]]);
@@ -129,7 +129,7 @@ fn counting_goes_on_when_the_file_is_gone_or_of_another_boot() {
 }
 
 #[test]
-fn the_file_is_believed_before_the_snapshot() {
+fn the_file_precedes_the_snapshot() {
     let place = Place::new();
     let first = Process::spawn(&place.toml(64));
     left(&first);
@@ -185,7 +185,7 @@ impl Counted {
 }
 
 #[test]
-fn windows_that_hang_together_and_horizons_come_back() {
+fn rolling_windows_and_watermarks_are_restored() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let before = Counted::new(in_memory(64, None, &clock));
     for rule in 0..3 {
@@ -261,7 +261,7 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
 }
 
 #[test]
-fn a_snapshot_of_times_to_come_is_ignored() {
+fn a_snapshot_from_the_future_is_ignored() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let restored = |horizon_ms, spill_horizon_ms| {
         let counters = in_memory(64, None, &clock);
@@ -289,7 +289,7 @@ fn many(capacity: usize, clock: &Clock) -> Counters {
 }
 
 #[test]
-fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
+fn a_kill_while_restoring_leaves_no_partial_file() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
     write(&many(capacity, &clock), &place, &clock);
@@ -322,7 +322,7 @@ fn one_who_is_killed_while_restoring_leaves_no_half_restored_file() {
 }
 
 #[test]
-fn one_who_is_killed_while_writing_leaves_the_former_snapshot_whole() {
+fn a_kill_while_writing_keeps_the_former_snapshot() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
     let now_ms = clock.now().unix_ms;
@@ -355,7 +355,7 @@ fn told(process: &Process, outcome: &str) -> u64 {
 }
 
 #[test]
-fn what_can_not_be_written_is_told_once_and_tried_again() {
+fn a_failed_write_is_reported_once_and_retried() {
     let place = Place::new();
     let obstacle = place.scratch.path().join("snapshot.new");
     let process = Process::spawn(&place.toml(64));
@@ -372,7 +372,7 @@ fn what_can_not_be_written_is_told_once_and_tried_again() {
 }
 
 #[test]
-fn what_can_never_be_written_or_is_something_else_is_refused_at_start() {
+fn an_unwritable_or_foreign_path_is_refused_at_start() {
     for (name, says) in [
         ("letters", "it is no snapshot of counters"),
         ("folder", "it is no regular file"),
@@ -397,7 +397,7 @@ fn what_can_never_be_written_or_is_something_else_is_refused_at_start() {
 
 /// A limit on the size of files stands in for a file system that is full.
 #[test]
-fn a_snapshot_for_which_there_is_no_room_leaves_the_former_one() {
+fn a_full_file_system_keeps_the_former_snapshot() {
     let place = Place::new();
     let (capacity, clock) = (100_000, Clock::system());
     let counters = in_memory(capacity, None, &clock);
@@ -420,7 +420,7 @@ fn a_snapshot_for_which_there_is_no_room_leaves_the_former_one() {
 }
 
 #[test]
-fn two_gateways_write_one_snapshot() {
+fn two_gateways_can_write_one_snapshot() {
     let place = Place::new();
     let both = [Process::spawn(&place.toml(64)), Process::spawn(&place.toml(64))];
     assert_eq!([left(&both[0]), left(&both[1])], [[8, 7, 6], [7, 6, 5]]);
@@ -466,7 +466,7 @@ fn the_last_snapshot_waits_for_one_that_is_being_written() {
 }
 
 #[test]
-fn only_who_is_told_to_finish_writes_a_last_snapshot() {
+fn only_a_graceful_exit_writes_a_last_snapshot() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let config = settings(64, Some(&place.snapshot()));
     let counters = Arc::new(Counters::open(&config, None, 1, &clock).unwrap().0);

@@ -13,7 +13,7 @@ const LIMITS: &str = "[timeouts]\nbody = \"300ms\"\nresponse_head = \"300ms\"\n"
 const LIMIT: Duration = Duration::from_millis(300);
 
 #[test]
-fn an_answer_that_stands_still_is_given_up_on_both_sides() {
+fn a_stalled_response_is_aborted_on_both_sides() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc");
@@ -28,7 +28,7 @@ fn an_answer_that_stands_still_is_given_up_on_both_sides() {
 }
 
 #[test]
-fn an_answer_that_moves_may_take_longer_than_the_limit() {
+fn a_response_in_progress_may_exceed_the_idle_timeout() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
@@ -43,7 +43,7 @@ fn an_answer_that_moves_may_take_longer_than_the_limit() {
 }
 
 #[test]
-fn a_body_that_does_not_come_is_408() {
+fn a_missing_body_is_408() {
     let echo = Gateway::start(&format!("{}{LIMITS}", one_rule("key = \"ip\"\nwindows = [\"100/day\"]")));
     let upstream = Upstream::replying(200);
     let passing = Gateway::start(&format!("{}{LIMITS}", pass_all(&upstream)));
@@ -56,7 +56,7 @@ fn a_body_that_does_not_come_is_408() {
 }
 
 #[test]
-fn what_waits_for_a_reader_in_the_kernel_is_bounded() {
+fn unsent_bytes_in_the_kernel_are_bounded() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
@@ -91,7 +91,7 @@ fn unsent(from: u16, to: u16) -> u64 {
 }
 
 #[test]
-fn a_reader_that_does_not_read_is_let_go() {
+fn a_client_that_does_not_read_is_closed() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n");
@@ -113,7 +113,7 @@ fn a_reader_that_does_not_read_is_let_go() {
 }
 
 #[test]
-fn a_refused_upload_is_read_on_as_long_as_it_comes() {
+fn a_refused_upload_is_drained_while_it_arrives() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/day\"]"));
     gateway.get("/a").expect(200);
     let mut client = gateway.client();

@@ -10,7 +10,7 @@ use crate::support::{Scratch, one_rule};
 const GOOD: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
 #[test]
-fn a_bad_file_is_refused_with_its_place_and_a_fix() {
+fn a_bad_file_is_refused_with_position_and_fix() {
     let scratch = Scratch::new();
     let bad = GOOD.replace("upstream = \"u\"", "upstream = \"v\"\nrulez = []");
     let file = scratch.write("bad.toml", bad).display().to_string();
@@ -25,7 +25,7 @@ fn a_bad_file_is_refused_with_its_place_and_a_fix() {
 }
 
 #[test]
-fn a_file_that_can_not_be_read_is_a_bad_configuration() {
+fn an_unreadable_file_is_a_bad_configuration() {
     let scratch = Scratch::new();
     let nowhere = scratch.path().join("nowhere.toml").display().to_string();
     let directory = scratch.path().display().to_string();
@@ -41,7 +41,7 @@ fn a_file_that_can_not_be_read_is_a_bad_configuration() {
 }
 
 #[test]
-fn a_good_file_is_said_to_be_fine_and_nothing_is_started() {
+fn check_accepts_a_good_file_without_starting() {
     let scratch = Scratch::new();
     // The address is taken, which does not matter to `check`.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -53,7 +53,7 @@ fn a_good_file_is_said_to_be_fine_and_nothing_is_started() {
 }
 
 #[test]
-fn a_start_that_would_fail_here_is_remarked_on() {
+fn check_warns_of_a_start_that_would_fail_here() {
     let scratch = Scratch::new();
     let folder = scratch.path().display().to_string();
     let listen = "[listen]\nhttp = \"127.0.0.1:0\"\n";
@@ -96,7 +96,7 @@ fn a_start_that_would_fail_here_is_remarked_on() {
 }
 
 #[test]
-fn a_note_is_an_error_with_strict_alone() {
+fn a_note_is_an_error_only_with_strict() {
     let scratch = Scratch::new();
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"0.0.0.0:0\"\n{GOOD}");
     let file = scratch.write("gateway.toml", &text).display().to_string();
@@ -113,7 +113,7 @@ fn a_note_is_an_error_with_strict_alone() {
 }
 
 #[test]
-fn an_admin_address_that_others_reach_is_warned_of_at_the_start() {
+fn a_public_admin_address_is_warned_of() {
     let scratch = Scratch::new();
     for (address, is_warned_of) in [("0.0.0.0", true), ("127.0.0.1", false)] {
         let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"{address}:0\"\n{GOOD}");
@@ -136,7 +136,7 @@ fn an_admin_address_that_others_reach_is_warned_of_at_the_start() {
 }
 
 #[test]
-fn the_shipped_file_is_good_and_the_default() {
+fn the_shipped_file_is_valid_and_the_default() {
     let output = Command::new(BINARY).arg("check").current_dir(env!("CARGO_MANIFEST_DIR")).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(
@@ -152,7 +152,7 @@ fn the_shipped_file_is_good_and_the_default() {
 }
 
 #[test]
-fn an_address_that_is_taken_is_a_failure_to_start() {
+fn an_address_in_use_fails_the_start() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let holder = TcpListener::bind(taken).unwrap();
     let scratch = Scratch::new();
@@ -180,7 +180,7 @@ fn a_second_gateway_does_not_share_the_port_of_the_first() {
 }
 
 #[test]
-fn an_access_log_that_can_not_be_opened_is_a_failure_to_start() {
+fn an_access_log_that_cannot_be_opened_fails_the_start() {
     let scratch = Scratch::new();
     let text = format!(
         "[listen]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\n[access_log]\nfile = \"{}/no/such/dir\"\n{GOOD}",
@@ -193,7 +193,7 @@ fn an_access_log_that_can_not_be_opened_is_a_failure_to_start() {
 }
 
 #[test]
-fn usage_that_makes_no_sense_is_refused() {
+fn invalid_usage_is_refused() {
     for arguments in [&["--nonsense"][..], &["serve"], &["check", "--nonsense"], &["--config"], &["check", "run"]] {
         let (code, out, err) = run(arguments);
         assert_eq!((code, out.as_str()), (Some(2), ""), "{arguments:?}");
@@ -202,7 +202,7 @@ fn usage_that_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn version_and_help_are_told() {
+fn version_and_help_are_printed() {
     let (code, out, err) = run(&["--version"]);
     assert_eq!((code, out, err), (Some(0), format!("transom {}\n", env!("CARGO_PKG_VERSION")), String::new()));
     let (code, out, _) = run(&["--help"]);
@@ -232,7 +232,7 @@ fn every_address_is_printed_and_served() {
 }
 
 #[test]
-fn without_an_admin_address_none_is_opened() {
+fn no_admin_listener_is_opened_by_default() {
     let scratch = Scratch::new();
     let log = scratch.path().join("log");
     let text = format!("[listen]\nhttp = \"127.0.0.1:0\"\n{}", one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));

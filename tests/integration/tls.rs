@@ -36,7 +36,7 @@ fn refused(gateway: &Gateway, reason: &str) -> u64 {
 }
 
 #[test]
-fn requests_are_served_and_the_upstream_is_told_how_they_came() {
+fn requests_are_served_and_the_upstream_sees_the_scheme() {
     let (_scratch, authority, _, gateway) = world("");
     let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
     assert_eq!(client.stream.conn.alpn_protocol(), Some(&b"http/1.1"[..]));
@@ -55,7 +55,7 @@ fn requests_are_served_and_the_upstream_is_told_how_they_came() {
 }
 
 #[test]
-fn large_bodies_pass_both_ways() {
+fn large_bodies_are_forwarded_over_tls() {
     let upstream = Upstream::answering(|received| crate::support::upstream::reply(200, &[], &received.body));
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let gateway = Gateway::start(&(listen(&scratch, &authority.issue(&["a.test"]), "") + &pass_all(&upstream)));
@@ -82,7 +82,7 @@ fn curl(authority: &Authority, address: SocketAddr, arguments: &[&str]) -> (Opti
 }
 
 #[test]
-fn curl_speaks_both_versions_and_only_the_newer_where_that_is_asked_for() {
+fn curl_uses_both_tls_versions_and_min_version_applies() {
     const SSL_CONNECT_ERROR: Option<i32> = Some(35);
     let fine = (Some(0), "1.1 200".to_owned());
     let old = ["--http1.1", "--tls-max", "1.2"];
@@ -98,7 +98,7 @@ fn curl_speaks_both_versions_and_only_the_newer_where_that_is_asked_for() {
 }
 
 #[test]
-fn certificates_are_chosen_by_the_name_that_is_asked_for() {
+fn certificates_are_selected_by_server_name() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let main = authority.issue(&["a.test", "127.0.0.1"]);
     let all = [
@@ -133,7 +133,7 @@ fn certificates_are_chosen_by_the_name_that_is_asked_for() {
 }
 
 #[test]
-fn an_rsa_and_an_ecdsa_certificate_can_stand_for_one_name() {
+fn a_name_can_have_an_rsa_and_an_ecdsa_certificate() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let ecdsa = authority.issue(&["a.test"]);
     let rsa = authority.issue_by(&["a.test"], KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap(), |_| {});
@@ -146,7 +146,7 @@ fn an_rsa_and_an_ecdsa_certificate_can_stand_for_one_name() {
 }
 
 #[test]
-fn several_listeners_have_certificates_of_their_own() {
+fn listeners_have_separate_certificates() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let both = [authority.issue(&["a.test"]), authority.issue(&["a.test"])];
     let mut toml = String::from("[listen]\nadmin = \"127.0.0.1:0\"\nhttp = \"127.0.0.1:0\"\n");
@@ -190,7 +190,7 @@ fn sessions_are_resumed_until_the_certificates_change() {
 }
 
 #[test]
-fn a_handshake_that_stands_still_is_closed() {
+fn a_stalled_handshake_is_closed() {
     let (_scratch, authority, _, gateway) = world("[timeouts]\ntls_handshake = \"300ms\"");
     // The beginning of a ClientHello, and nothing at all.
     for sent in [&b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[..], b""] {
@@ -205,7 +205,7 @@ fn a_handshake_that_stands_still_is_closed() {
 }
 
 #[test]
-fn what_is_no_handshake_is_answered_with_an_alert() {
+fn a_malformed_handshake_gets_an_alert() {
     let (_scratch, _, _, gateway) = world("");
     let mut client = Client::connect(gateway.https()[0]);
     client.send(b"\x16\x03\x01\x00\x04\x01\x00\x00\x00");
@@ -219,7 +219,7 @@ fn what_is_no_handshake_is_answered_with_an_alert() {
 }
 
 #[test]
-fn http_in_the_clear_is_told_that_tls_is_spoken() {
+fn plain_http_on_a_tls_port_is_400() {
     let (_scratch, _, _, gateway) = world("");
     let mut client = Client::connect(gateway.https()[0]);
     let answer = client.ask("POST", "/a", &[], &[b'x'; 50_000]).expect(400);
@@ -231,7 +231,7 @@ fn http_in_the_clear_is_told_that_tls_is_spoken() {
 }
 
 #[test]
-fn a_client_that_leaves_cancels_the_request() {
+fn a_tls_disconnect_cancels_the_request() {
     let leave: [fn(Client<Secure>); 3] = [
         |mut client| {
             client.stream.conn.send_close_notify();
@@ -260,7 +260,7 @@ fn a_client_that_leaves_cancels_the_request() {
 }
 
 #[test]
-fn requests_that_come_ahead_of_their_turn_are_answered() {
+fn pipelined_requests_over_tls_are_answered() {
     let (_scratch, authority, _, gateway) = world("");
     let mut client = Tls::trusting(&authority).connect(gateway.https()[0], "a.test");
     for _ in 0..20 {
@@ -270,7 +270,7 @@ fn requests_that_come_ahead_of_their_turn_are_answered() {
 }
 
 #[test]
-fn hanging_up_at_every_step_of_a_handshake_does_no_harm() {
+fn a_disconnect_at_any_step_of_the_handshake_is_harmless() {
     let (_scratch, authority, _, gateway) = world("");
     for bytes in [1, 5, 6, 100, 200] {
         let mut socket = TcpStream::connect(gateway.https()[0]).unwrap();
@@ -289,7 +289,7 @@ fn hanging_up_at_every_step_of_a_handshake_does_no_harm() {
 }
 
 #[test]
-fn without_an_address_in_the_clear_none_is_opened() {
+fn no_plain_listener_is_opened_without_an_address() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
     let toml = listen(&scratch, &authority.issue(&["a.test"]), "").replace("http = \"127.0.0.1:0\"\n", "");
     let config = transom::config::read_with(&(toml + ECHO), &|path| std::fs::read(path)).unwrap();

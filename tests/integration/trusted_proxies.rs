@@ -32,7 +32,7 @@ fn by_list(gateway: &Gateway, lines: &[&str]) -> Answer {
 }
 
 #[test]
-fn the_first_hop_that_is_not_trusted_is_counted() {
+fn the_last_untrusted_hop_is_counted() {
     let gateway = Gateway::start(&counted_by_ip(TRUSTED, echo()));
     // However it is spelt, and whatever stands before it, this is one client.
     let spellings: [&[&str]; 7] = [
@@ -59,7 +59,7 @@ fn the_first_hop_that_is_not_trusted_is_counted() {
 }
 
 #[test]
-fn forwarded_is_believed_where_the_configuration_says_so() {
+fn forwarded_is_used_if_configured() {
     let gateway = Gateway::start(&counted_by_ip(&format!("{TRUSTED}\nforwarded = \"forwarded\""), echo()));
     let ask = |value: &str| gateway.get_with("/a", &[("Forwarded", value)]).expect(200);
     for (n, value) in [
@@ -80,7 +80,7 @@ fn forwarded_is_believed_where_the_configuration_says_so() {
 }
 
 #[test]
-fn nobody_is_believed_who_is_not_named() {
+fn untrusted_peers_are_not_believed() {
     for settings in ["", "trusted_proxies = \"10.0.0.0/8\""] {
         let gateway = Gateway::start(&counted_by_ip(settings, echo()));
         for (n, client) in ["192.0.2.1", "192.0.2.2", "198.51.100.3"].into_iter().enumerate() {
@@ -91,7 +91,7 @@ fn nobody_is_believed_who_is_not_named() {
 }
 
 #[test]
-fn the_upstream_is_told_the_whole_way() {
+fn the_upstream_receives_the_whole_chain() {
     let fields = [
         ("Host", "inner.test"),
         ("X-Forwarded-For", "6.6.6.6, 192.0.2.7"),
@@ -126,7 +126,7 @@ fn the_upstream_is_told_the_whole_way() {
 }
 
 #[test]
-fn whom_to_believe_is_read_again_with_the_configuration() {
+fn a_reload_changes_the_trusted_proxies() {
     let mut gateway = Gateway::start(&counted_by_ip("", echo()));
     assert_eq!(remaining(&by_list(&gateway, &["192.0.2.1"]), "r"), 99);
     gateway.reload(&counted_by_ip(TRUSTED, echo()));
@@ -135,7 +135,7 @@ fn whom_to_believe_is_read_again_with_the_configuration() {
 }
 
 #[test]
-fn the_access_log_tells_who_asked() {
+fn the_access_log_has_the_client_address() {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
     let log = format!("[access_log]\nfile = \"{}\"\n", file.display());

@@ -15,7 +15,7 @@ fn toml(path: &std::path::Path) -> String {
 }
 
 #[test]
-fn requests_pass_over_one_connection() {
+fn requests_share_one_connection() {
     let scratch = Scratch::new();
     let path = scratch.path().join("api.sock");
     let listener = UnixListener::bind(&path).unwrap();
@@ -48,7 +48,7 @@ fn requests_pass_over_one_connection() {
 }
 
 #[test]
-fn a_socket_where_nobody_listens_is_502() {
+fn a_socket_without_listener_is_502() {
     let scratch = Scratch::new();
     let path = scratch.path().join("api.sock");
     let gateway = Gateway::start(&toml(&path));

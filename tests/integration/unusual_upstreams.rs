@@ -16,7 +16,7 @@ fn gateway(upstream: &Upstream) -> Gateway {
 }
 
 #[test]
-fn bytes_behind_an_answer_are_never_taken_for_the_next() {
+fn bytes_after_a_response_are_never_taken_for_the_next() {
     // Else one client would get what was meant for another.
     for body in [&b"fine"[..], b""] {
         let upstream = Upstream::with(move |talk| {
@@ -37,7 +37,7 @@ fn bytes_behind_an_answer_are_never_taken_for_the_next() {
 }
 
 #[test]
-fn what_a_server_says_unasked_on_an_idle_connection_is_not_an_answer() {
+fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
     // Some servers say 408 before they close what has been idle.
     let said = Arc::new(Barrier::new(2));
     let upstream = Upstream::with({
@@ -61,7 +61,7 @@ fn what_a_server_says_unasked_on_an_idle_connection_is_not_an_answer() {
 }
 
 #[test]
-fn an_answer_to_head_may_announce_chunks() {
+fn a_response_to_head_may_announce_chunks() {
     let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec());
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
@@ -72,7 +72,7 @@ fn an_answer_to_head_may_announce_chunks() {
 }
 
 #[test]
-fn servers_have_names_as_well() {
+fn servers_may_be_named_by_host_name() {
     let upstream = Upstream::replying(200);
     let toml = pass_all(&upstream).replace("127.0.0.1", "localhost");
     Gateway::start(&toml).get("/a").expect(200);
@@ -81,7 +81,7 @@ fn servers_have_names_as_well() {
 }
 
 #[test]
-fn an_upload_that_is_not_wanted_does_not_bury_the_answer() {
+fn a_rejected_upload_still_receives_the_response() {
     let body = vec![b'x'; 200_000];
     // Refused by a rule, by no route, by a server that goes away.
     let refusing = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]").replace("/{*rest}", "/a"));
@@ -99,7 +99,7 @@ fn an_upload_that_is_not_wanted_does_not_bury_the_answer() {
 }
 
 #[test]
-fn curl_is_told_of_a_refusal_in_the_middle_of_a_large_upload() {
+fn curl_receives_a_refusal_during_a_large_upload() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1/hour\"]"));
     gateway.get("/a").expect(200);
     let scratch = Scratch::new();
@@ -123,7 +123,7 @@ fn curl_is_told_of_a_refusal_in_the_middle_of_a_large_upload() {
 }
 
 #[test]
-fn a_hundred_fields_are_not_too_many() {
+fn a_hundred_fields_are_accepted() {
     let upstream = Upstream::answering(|received| {
         let fields: Vec<(String, String)> =
             received.fields.iter().filter(|(name, _)| name.starts_with("x-n-")).cloned().collect();
@@ -138,7 +138,7 @@ fn a_hundred_fields_are_not_too_many() {
 }
 
 #[test]
-fn options_for_the_server_as_a_whole_is_answered_by_the_gateway() {
+fn options_asterisk_is_answered_by_the_gateway() {
     let upstream = Upstream::replying(200);
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
@@ -154,7 +154,7 @@ fn options_for_the_server_as_a_whole_is_answered_by_the_gateway() {
 }
 
 #[test]
-fn a_body_of_many_tiny_pieces_arrives_whole() {
+fn a_body_of_many_small_chunks_arrives_whole() {
     let upstream = Upstream::answering(|received| reply(200, &[], &received.body));
     let gateway = gateway(&upstream);
     let mut client = gateway.client();

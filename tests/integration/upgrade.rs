@@ -27,7 +27,7 @@ fn free() -> String {
 }
 
 #[test]
-fn the_new_one_goes_on_counting() {
+fn the_new_process_continues_counting() {
     let rule = one_rule("key = \"global\"\nwindows = [{ limit = 5, period = \"1d\", start = \"first-request\" }]");
     let scratch = Scratch::new();
     let file = format!("file = \"{}\"", scratch.path().join("counters").display());
@@ -47,7 +47,7 @@ fn the_new_one_goes_on_counting() {
 }
 
 #[test]
-fn what_is_under_way_is_finished_by_the_old_and_what_comes_is_taken_by_the_new() {
+fn the_old_process_finishes_requests_and_the_new_one_accepts() {
     // Whoever has not said anything yet may speak either, or only one.
     ["true", "false"].iter().for_each(|h2c| one_after_the_other(&format!("[http2]\nh2c = {h2c}\n")));
 }
@@ -105,7 +105,7 @@ fn one_after_the_other(settings: &str) {
 }
 
 #[test]
-fn one_that_lies_idle_for_too_long_is_let_go() {
+fn an_idle_connection_of_the_old_process_is_closed() {
     let mut dynasty = Dynasty::found(&format!("{}[timeouts]\ndrain = \"2500ms\"\n", echo()));
     let mut idle = dynasty.first.client();
     idle.get("/a").expect(200);
@@ -116,7 +116,7 @@ fn one_that_lies_idle_for_too_long_is_let_go() {
 }
 
 #[test]
-fn a_short_drain_leaves_time_for_requests_that_are_on_their_way() {
+fn a_short_drain_serves_requests_already_sent() {
     let dynasty = Dynasty::found(&format!("{}[timeouts]\ndrain = \"2s\"\n", echo()));
     let mut idle = dynasty.first.client();
     idle.get("/a").expect(200);
@@ -150,7 +150,7 @@ fn a_bad_configuration_leaves_the_old_process_serving() {
 }
 
 #[test]
-fn an_address_that_is_taken_leaves_the_old_process_serving() {
+fn an_address_in_use_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&echo());
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let listen = format!("[\"127.0.0.1:0\", \"{}\"]", taken.local_addr().unwrap());
@@ -181,7 +181,7 @@ fn expect_failure(dynasty: &Dynasty, script: &str, why: &str) {
 }
 
 #[test]
-fn a_program_that_ends_or_speaks_of_something_else_leaves_the_old_process_serving() {
+fn a_foreign_program_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&echo());
     expect_failure(&dynasty, "exit 7", "exit status: 7");
     expect_failure(&dynasty, "kill -KILL $$", "signal: 9");
@@ -198,7 +198,7 @@ fn a_program_that_ends_or_speaks_of_something_else_leaves_the_old_process_servin
 
 /// Any local process can bind names in the abstract namespace, and send to those of others.
 #[test]
-fn the_command_believes_the_gateway_only() {
+fn the_command_accepts_messages_of_the_gateway_only() {
     let dynasty = Dynasty::found(&echo());
     dynasty.usurp("exit 7");
     let name = format!("transom-upgrade-{}", dynasty.first.id());
@@ -226,7 +226,7 @@ fn the_command_believes_the_gateway_only() {
 }
 
 #[test]
-fn a_program_that_hangs_leaves_the_old_process_serving() {
+fn a_hanging_program_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"300ms\"\n", echo()));
     expect_failure(&dynasty, "exec sleep 600", "was not ready within 300ms");
 }
@@ -243,7 +243,7 @@ fn usurp_when_given(dynasty: &Dynasty, script: &str) -> PathBuf {
 }
 
 #[test]
-fn a_process_to_which_the_place_was_given_is_not_given_up() {
+fn a_process_that_took_over_is_not_killed() {
     let limit = Duration::from_secs(4);
     let mut dynasty = Dynasty::found(&format!("{}[timeouts]\nupgrade = \"{}s\"\n", echo(), limit.as_secs()));
     let go = dynasty.first.scratch.path().join("go");
@@ -266,7 +266,7 @@ fn a_process_to_which_the_place_was_given_is_not_given_up() {
 }
 
 #[test]
-fn a_process_that_ends_when_the_place_was_given_to_it_leaves_the_old_one_serving() {
+fn a_process_that_dies_while_taking_over_leaves_the_old_one_serving() {
     let dynasty = Dynasty::found(&echo());
     for script in ["exit 7", "echo nonsense >&0; exit 7"] {
         usurp_when_given(&dynasty, script);
@@ -280,7 +280,7 @@ fn a_process_that_ends_when_the_place_was_given_to_it_leaves_the_old_one_serving
 }
 
 #[test]
-fn whoever_waits_for_a_place_can_be_told_to_stop() {
+fn a_starting_process_can_be_stopped() {
     let dynasty = Dynasty::found(&echo());
     let (child, go) = (dynasty.first.scratch.path().join("child"), dynasty.first.scratch.path().join("go"));
     dynasty.usurp(&format!(
@@ -316,7 +316,7 @@ fn catches(pid: u32, signal: u32) -> bool {
 }
 
 #[test]
-fn the_file_of_the_program_may_be_replaced() {
+fn the_executable_may_be_replaced() {
     let scratch = Scratch::new();
     let program = scratch.path().join("transom");
     fs::copy(BINARY, &program).unwrap();
@@ -331,7 +331,7 @@ fn the_file_of_the_program_may_be_replaced() {
 }
 
 #[test]
-fn loops_may_become_fewer_or_more_and_no_queue_is_forgotten() {
+fn the_number_of_workers_may_change_without_losing_connections() {
     let dynasty = Dynasty::found(&format!("workers = 3\n{}", echo()));
     for workers in [1, 5, 2] {
         dynasty.rewrite(&format!("workers = {workers}\n{}", echo()));
@@ -347,7 +347,7 @@ fn loops_may_become_fewer_or_more_and_no_queue_is_forgotten() {
 }
 
 #[test]
-fn addresses_may_come_and_go() {
+fn addresses_can_be_added_and_removed() {
     let (stays, goes, comes) = (free(), free(), free());
     let listen = |addresses: &[&String]| {
         format!(
@@ -373,7 +373,7 @@ fn addresses_may_come_and_go() {
 }
 
 #[test]
-fn a_second_signal_is_ignored_and_the_end_is_the_end_of_both() {
+fn a_second_upgrade_signal_is_ignored() {
     let mut dynasty = Dynasty::found(&echo());
     let child = dynasty.first.scratch.path().join("child");
     dynasty.usurp(&format!("echo $$ > {0}.new; mv {0}.new {0}; exec sleep 600", child.display()));
@@ -391,7 +391,7 @@ fn a_second_signal_is_ignored_and_the_end_is_the_end_of_both() {
 }
 
 #[test]
-fn one_that_was_succeeded_is_quick_when_it_is_told_to_stop() {
+fn a_replaced_process_stops_quickly() {
     let mut dynasty = Dynasty::found(&format!("{}[timeouts]\ndrain = \"1h\"\n", echo()));
     let mut idle = dynasty.first.client();
     idle.get("/a").expect(200);
@@ -414,7 +414,7 @@ fn one_that_was_succeeded_is_quick_when_it_is_told_to_stop() {
 }
 
 #[test]
-fn the_command_says_whom_it_can_not_tell() {
+fn the_command_reports_an_unreachable_gateway() {
     let scratch = Scratch::new();
     let without = scratch.write("without.toml", echo()).display().to_string();
     let file = scratch.write("with.toml", format!("pid_file = \"pid\"\n{}", echo())).display().to_string();
@@ -434,7 +434,7 @@ fn the_command_says_whom_it_can_not_tell() {
 }
 
 #[test]
-fn a_service_manager_is_told_which_process_serves() {
+fn the_service_manager_is_notified_of_the_main_process() {
     let scratch = Scratch::new();
     std::os::unix::fs::symlink(BINARY, scratch.path().join("transom")).unwrap();
     let path = scratch.path().join("notify");
@@ -459,7 +459,7 @@ fn a_service_manager_is_told_which_process_serves() {
 }
 
 #[test]
-fn the_pid_file_is_there_while_the_gateway_serves() {
+fn the_pid_file_exists_while_the_gateway_serves() {
     let scratch = Scratch::new();
     let place = scratch.path().join("elsewhere");
     let mut dynasty = Dynasty::found(&echo());
@@ -483,7 +483,7 @@ fn the_pid_file_is_there_while_the_gateway_serves() {
 }
 
 #[test]
-fn a_variable_that_outlived_its_process_means_nothing() {
+fn a_stale_environment_variable_is_ignored() {
     let scratch = Scratch::new();
     let mut command = Command::new(BINARY);
     command.env("TRANSOM_HANDOVER", "1");

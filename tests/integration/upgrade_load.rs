@@ -161,7 +161,7 @@ fn is_untaken(error: &hyper::Error) -> bool {
 }
 
 #[test]
-fn nobody_notices_ten_upgrades_in_a_row() {
+fn ten_upgrades_under_load_fail_no_request() {
     let scratch = Scratch::new();
     let log = scratch.path().join("access.log");
     let toml = format!(

@@ -64,7 +64,7 @@ fn window(stream: u32, bytes: u32) -> Vec<u8> {
 }
 
 #[test]
-fn frames_on_closed_streams_and_beyond_windows_are_errors() {
+fn frames_on_closed_streams_and_beyond_the_window_are_errors() {
     let get = request("GET", "/a", &[], b"");
     let upload = UPLOAD.as_bytes().to_vec();
     let more_than_a_window = frame(DATA, 0, 1, &[b'x'; 16_384]).repeat(32);
@@ -106,7 +106,7 @@ fn frames_on_closed_streams_and_beyond_windows_are_errors() {
 
 /// RFC 9113, sections 8.1 and 8.3: malformed. h2 drops such fields and takes the rest, so nobody sees them.
 #[test]
-fn pseudo_header_fields_where_none_can_be_are_passed_on_to_nobody() {
+fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
     let trailers = block(&[(":status", "500"), ("x-end", "9")]);
     let cases = [
         [head(), frame(HEADERS, END_STREAM | END_HEADERS, 1, &trailers)].concat(),
@@ -127,7 +127,7 @@ fn pseudo_header_fields_where_none_can_be_are_passed_on_to_nobody() {
 
 /// The other way round, over the other version of HTTP.
 #[test]
-fn nor_are_those_of_a_request() {
+fn misplaced_pseudo_header_fields_of_a_request_are_not_forwarded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut raw = Raw::connect(gateway.http);

@@ -169,7 +169,7 @@ fn gets(address: SocketAddr, target: &'static str) -> Box<dyn FnMut() -> bool> {
 }
 
 #[test]
-fn of_nginx() {
+fn failover_between_nginx_servers_is_invisible() {
     let command = |home: &Path, address: SocketAddr| {
         let _ = fs::create_dir(home.join("files"));
         fs::write(home.join("files/a.txt"), "small\n").unwrap();
@@ -184,7 +184,7 @@ fn of_nginx() {
 }
 
 #[test]
-fn of_httpbin() {
+fn failover_between_httpbin_servers_is_invisible() {
     let command = |home: &Path, address: SocketAddr| external_servers::gunicorn(home, &address.to_string());
     // An answer of one piece: one that is broken off after its head can not be had again.
     let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/status/200"), settings: "" });
@@ -197,7 +197,7 @@ fn script(name: &str, address: SocketAddr) -> Command {
 }
 
 #[test]
-fn of_websocket_servers_for_new_connections() {
+fn failover_between_websocket_servers_is_invisible_to_new_connections() {
     const HANDSHAKE: [(&str, &str); 4] = [
         ("Connection", "Upgrade"),
         ("Upgrade", "websocket"),
@@ -218,7 +218,7 @@ fn of_websocket_servers_for_new_connections() {
 
 /// A call is a POST: one that was sent can not be tried again, and only such a one may fail.
 #[test]
-fn of_grpc_servers() {
+fn failover_between_grpc_servers_is_invisible() {
     /// Answers of which the head had come: what follows it was lost with the server.
     static BROKEN: AtomicUsize = AtomicUsize::new(0);
     let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {

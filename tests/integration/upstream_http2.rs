@@ -27,7 +27,7 @@ fn gateway(upstream: &Streams) -> Gateway {
 }
 
 #[test]
-fn a_request_becomes_a_stream_with_everything_in_its_place() {
+fn a_request_becomes_a_well_formed_stream() {
     let upstream = Streams::replying(Setup::default());
     let gateway = gateway(&upstream);
     let mut client = gateway.client();
@@ -63,7 +63,7 @@ fn requests_share_one_connection() {
 }
 
 #[test]
-fn a_server_that_allows_few_streams_gets_more_connections() {
+fn a_server_with_few_streams_gets_more_connections() {
     let together = Arc::new(tokio::sync::Barrier::new(12));
     let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
         let together = Arc::clone(&together);
@@ -85,7 +85,7 @@ fn a_server_that_allows_few_streams_gets_more_connections() {
 }
 
 #[test]
-fn where_connections_are_limited_requests_crowd_on_those_that_there_are() {
+fn requests_share_connections_if_those_are_limited() {
     let together = Arc::new(tokio::sync::Barrier::new(3));
     let upstream = Streams::with(Setup { streams_max: 3, ..Setup::default() }, move |mut stream| {
         let together = Arc::clone(&together);
@@ -104,7 +104,7 @@ fn where_connections_are_limited_requests_crowd_on_those_that_there_are() {
 }
 
 #[test]
-fn bodies_stream_both_ways_at_once() {
+fn bodies_stream_both_ways_concurrently() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let mut answer = stream.begin(Response::new(()));
         while let Some(Ok(piece)) = stream.piece().await {
@@ -126,7 +126,7 @@ fn bodies_stream_both_ways_at_once() {
 }
 
 #[test]
-fn the_answer_to_head_tells_a_length_and_has_no_body() {
+fn a_response_to_head_has_a_length_and_no_body() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let head = Response::builder().header("content-length", "100").body(()).unwrap();
         stream.respond.send_response(head, true).unwrap();
@@ -140,7 +140,7 @@ fn the_answer_to_head_tells_a_length_and_has_no_body() {
 }
 
 #[test]
-fn an_answer_with_an_empty_length_is_none() {
+fn an_empty_content_length_is_malformed() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let head = Response::builder().header("content-length", "").body(()).unwrap();
         stream.respond.send_response(head, true).unwrap();
@@ -158,7 +158,7 @@ fn a_response_with_two_lengths_is_502() {
 }
 
 #[test]
-fn large_bodies_pass_whole() {
+fn large_bodies_arrive_whole() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         let length = stream.whole_body().await;
         let mut answer = stream.begin(Response::new(()));
@@ -178,7 +178,7 @@ fn large_bodies_pass_whole() {
 }
 
 #[test]
-fn trailers_pass_both_ways_and_say_nothing_the_head_is_trusted_for() {
+fn trailers_are_forwarded_without_protected_fields() {
     let (tell, told) = mpsc::channel();
     let upstream = Streams::with(Setup::default(), move |mut stream| {
         let tell = tell.clone();
@@ -207,7 +207,7 @@ fn trailers_pass_both_ways_and_say_nothing_the_head_is_trusted_for() {
 }
 
 #[test]
-fn a_client_that_leaves_resets_its_stream_and_no_other() {
+fn a_disconnect_resets_its_stream_and_no_other() {
     let (tell, told) = mpsc::channel();
     let go = Arc::new(tokio::sync::Notify::new());
     let upstream = Streams::with(Setup::default(), {
@@ -267,7 +267,7 @@ fn a_client_that_leaves_resets_its_stream_and_no_other() {
 }
 
 #[test]
-fn a_server_that_leaves_politely_costs_no_request() {
+fn a_graceful_goaway_costs_no_request() {
     // Every connection takes five requests and says GOAWAY with the fifth.
     let setup = Setup { after: |_, nth| if nth == 4 { After::Leave } else { After::Go }, ..Setup::default() };
     let upstream = Streams::replying(setup);
@@ -287,7 +287,7 @@ fn a_server_that_leaves_politely_costs_no_request() {
 }
 
 #[test]
-fn a_refused_stream_is_sent_again_once_whatever_its_method() {
+fn a_refused_stream_is_resent_once_for_every_method() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         if stream.nth % 2 == 0 || stream.head.uri.ends_with("/never") {
             stream.refuse();
@@ -304,7 +304,7 @@ fn a_refused_stream_is_sent_again_once_whatever_its_method() {
 }
 
 #[test]
-fn a_stream_that_is_reset_otherwise_is_502_and_sent_once() {
+fn a_stream_reset_for_other_reasons_is_502_and_not_resent() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         if stream.head.uri.ends_with("/whole") {
             stream.reply("fine\n");
@@ -319,7 +319,7 @@ fn a_stream_that_is_reset_otherwise_is_502_and_sent_once() {
 }
 
 #[test]
-fn an_answer_that_breaks_off_is_seen_as_broken() {
+fn a_truncated_response_is_visible_to_the_client() {
     let arrived = Arc::new(tokio::sync::Notify::new());
     let upstream = Streams::with(Setup::default(), {
         let arrived = Arc::clone(&arrived);
@@ -344,7 +344,7 @@ fn an_answer_that_breaks_off_is_seen_as_broken() {
 
 /// A reset with NO_ERROR says that the request's body is not needed, and nothing about the response (RFC 9113, section 8.1).
 #[test]
-fn a_response_that_is_reset_with_no_error_before_its_end_is_broken_off() {
+fn a_response_reset_with_no_error_before_its_end_is_aborted() {
     let arrived = Arc::new(tokio::sync::Notify::new());
     let upstream = Streams::with(Setup::default(), {
         let arrived = Arc::clone(&arrived);
@@ -379,7 +379,7 @@ fn a_response_that_is_reset_with_no_error_before_its_end_is_broken_off() {
 }
 
 #[test]
-fn a_response_that_a_server_leaves_unfinished_politely_is_broken_off() {
+fn a_response_unfinished_at_goaway_is_aborted() {
     let upstream = Upstream::with(|talk| {
         let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
         raw.until(HEADERS);
@@ -397,7 +397,7 @@ fn a_response_that_a_server_leaves_unfinished_politely_is_broken_off() {
 }
 
 #[test]
-fn a_complete_response_and_a_reset_with_no_error_are_a_complete_response() {
+fn a_reset_with_no_error_after_a_complete_response_is_harmless() {
     let upstream = Upstream::with(|talk| {
         let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
         while let Some(request) = std::iter::from_fn(|| raw.next()).find(|frame| frame.kind == HEADERS) {
@@ -416,7 +416,7 @@ fn a_complete_response_and_a_reset_with_no_error_are_a_complete_response() {
 }
 
 #[test]
-fn a_stream_that_is_silent_is_504_and_reset() {
+fn a_silent_stream_is_504_and_reset() {
     let (tell, told) = mpsc::channel();
     let upstream = Streams::with(Setup::default(), move |mut stream| {
         let tell = tell.clone();
@@ -431,7 +431,7 @@ fn a_stream_that_is_silent_is_504_and_reset() {
 }
 
 #[test]
-fn a_server_of_http1_alone_is_502_and_is_sent_no_request() {
+fn a_server_without_http2_is_502_and_receives_no_request() {
     let upstream = crate::support::upstream::Upstream::with(|talk| {
         talk.send("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
         while !talk.closed() {}
@@ -444,7 +444,7 @@ fn a_server_of_http1_alone_is_502_and_is_sent_no_request() {
 }
 
 #[test]
-fn a_server_that_does_not_even_answer_a_ping_is_left() {
+fn a_connection_without_ping_acknowledgement_is_closed() {
     // It says what a server says at first, and then nothing for ever.
     let quiet = crate::support::upstream::Upstream::with(|talk| {
         talk.send([0, 0, 0, 4, 0, 0, 0, 0, 0]);
@@ -472,7 +472,7 @@ fn an_idle_connection_is_closed() {
 }
 
 #[test]
-fn the_host_is_what_the_configuration_says() {
+fn the_forwarded_host_is_configurable() {
     for (host, authority) in [("server", None), ("api.internal:8443", Some("api.internal:8443"))] {
         let upstream = Streams::replying(Setup::default());
         let toml = toml(&upstream).replace("protocol", &format!("host = \"{host}\"\nprotocol"));
@@ -484,7 +484,7 @@ fn the_host_is_what_the_configuration_says() {
 }
 
 #[test]
-fn over_http1_as_well() {
+fn the_forwarded_host_is_configurable_over_http1() {
     for (host, said) in [("keep", Some(HOST)), ("server", None), ("api.internal", Some("api.internal"))] {
         let upstream = crate::support::upstream::Upstream::replying(200);
         let toml =
@@ -496,7 +496,7 @@ fn over_http1_as_well() {
 }
 
 #[test]
-fn a_slow_reader_holds_up_nobody_else() {
+fn a_slow_reader_does_not_block_other_streams() {
     let upstream = Streams::with(Setup::default(), |mut stream| async move {
         if stream.head.uri.ends_with("/quick") {
             return stream.reply("fine\n");
@@ -527,7 +527,7 @@ fn a_slow_reader_holds_up_nobody_else() {
 }
 
 #[test]
-fn nobody_there_is_502_for_all_who_wait() {
+fn an_unreachable_server_is_502_for_all_waiting_requests() {
     let refusing = crate::support::upstream::Upstream::refusing();
     let toml = format!(
         "workers = 1\n{}protocol = \"http2\"\n[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",

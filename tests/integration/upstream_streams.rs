@@ -37,7 +37,7 @@ fn serve(raw: &mut Raw) {
 }
 
 #[test]
-fn a_connection_that_allows_no_more_streams_is_replaced_by_one_other() {
+fn a_full_connection_is_supplemented_by_one_other() {
     let upstream = Upstream::with(|talk| {
         let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
         if talk.number == 0 {
@@ -112,7 +112,7 @@ fn requests_wait_for_a_connection_to_allow_streams() {
 }
 
 #[test]
-fn a_connection_with_room_is_used_although_a_full_one_has_fewer_requests() {
+fn a_connection_with_free_streams_is_preferred_to_a_full_one() {
     let (tell, told): (Sender<usize>, _) = mpsc::channel();
     let tell = Arc::new(Mutex::new(tell));
     let upstream = Upstream::with(move |talk| {

@@ -32,7 +32,7 @@ fn trusting(notary: &Notary, more: &str) -> String {
 }
 
 #[test]
-fn a_server_that_the_authority_vouches_for_is_believed() {
+fn a_server_with_a_trusted_certificate_is_accepted() {
     let notary = Notary::new();
     let upstream = server(&notary, &notary.sign(&["localhost"]), false);
     let gateway = Gateway::start(&toml(&upstream, &trusting(&notary, "")));
@@ -44,7 +44,7 @@ fn a_server_that_the_authority_vouches_for_is_believed() {
 }
 
 #[test]
-fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
+fn an_untrusted_certificate_is_502_and_logged() {
     let (notary, other) = (Notary::new(), Notary::new());
     let expired = notary.sign_with(&["localhost"], |params| params.not_after = rcgen::date_time_ymd(2020, 1, 1));
     for (identity, why) in [
@@ -62,7 +62,7 @@ fn one_that_nobody_known_vouches_for_is_502_and_the_operator_is_told_why() {
 }
 
 #[test]
-fn a_certificate_that_nobody_signed_is_believed_if_it_is_named() {
+fn a_configured_self_signed_certificate_is_accepted() {
     let notary = Notary::new();
     let named = Notary::of_nobody(&["localhost"], |_| {});
     let other = Notary::of_nobody(&["localhost"], |_| {});
@@ -78,7 +78,7 @@ fn a_certificate_that_nobody_signed_is_believed_if_it_is_named() {
 }
 
 #[test]
-fn the_name_may_be_another_than_the_one_that_is_connected_to() {
+fn the_verified_name_is_configurable() {
     let notary = Notary::new();
     let upstream = server(&notary, &notary.sign(&["api.internal"]), false);
     let gateway = Gateway::start(&toml(&upstream, &trusting(&notary, ", server_name = \"api.internal\"")));
@@ -86,7 +86,7 @@ fn the_name_may_be_another_than_the_one_that_is_connected_to() {
 }
 
 #[test]
-fn an_address_is_verified_as_one() {
+fn an_ip_address_is_verified_as_an_address() {
     let notary = Notary::new();
     let upstream = server(&notary, &notary.sign(&["127.0.0.1"]), false);
     let toml = toml(&upstream, &trusting(&notary, "")).replace("localhost", "127.0.0.1");
@@ -94,7 +94,7 @@ fn an_address_is_verified_as_one() {
 }
 
 #[test]
-fn a_server_that_asks_is_shown_a_certificate() {
+fn a_client_certificate_is_sent_on_request() {
     let notary = Notary::new();
     let upstream = server(&notary, &notary.sign(&["localhost"]), true);
     let client = notary.sign(&["gateway"]);
@@ -134,7 +134,7 @@ fn a_server_without_tls_is_502() {
 }
 
 #[test]
-fn a_handshake_that_stands_still_is_504() {
+fn a_stalled_handshake_is_504() {
     // Connections are taken by the kernel, and by nobody else.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let toml = format!(
@@ -146,7 +146,7 @@ fn a_handshake_that_stands_still_is_504() {
 }
 
 #[test]
-fn http2_that_is_not_spoken_is_502() {
+fn missing_http2_support_is_502() {
     let notary = Notary::new();
     let tls = Some(notary.server(&notary.sign(&["localhost"]), &[], false));
     let upstream = Streams::replying(Setup { tls, ..Setup::default() });
@@ -157,7 +157,7 @@ fn http2_that_is_not_spoken_is_502() {
 }
 
 #[test]
-fn a_reload_takes_a_new_authority_and_keeps_connections_under_the_old() {
+fn a_reload_applies_a_new_authority_to_new_connections() {
     let (notary, other) = (Notary::new(), Notary::new());
     let upstream = server(&notary, &notary.sign(&["localhost"]), false);
     let mut gateway = Gateway::start(&toml(&upstream, &trusting(&other, "")));
@@ -170,7 +170,7 @@ fn a_reload_takes_a_new_authority_and_keeps_connections_under_the_old() {
 }
 
 #[test]
-fn nginx_is_reached_by_what_it_offers() {
+fn nginx_is_reached_with_every_protocol_it_offers() {
     let notary = Notary::new();
     let identity = notary.sign(&["localhost"]);
     let certificate = notary.scratch.write("server.pem", &identity.certificate);

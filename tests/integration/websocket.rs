@@ -54,7 +54,7 @@ fn opened(gateway: &Gateway) -> Client {
 }
 
 #[test]
-fn idle_connections_make_room_for_a_tunnel() {
+fn idle_connections_are_closed_for_a_tunnel() {
     let upstream = switching(echo);
     let upstreams = pass_all(&upstream).replacen("[[routes]]", "max_connections = 1\n[[routes]]", 1);
     // In less time than it takes until idle connections are looked through.
@@ -67,7 +67,7 @@ fn idle_connections_make_room_for_a_tunnel() {
 }
 
 #[test]
-fn a_handshake_passes_and_bytes_behind_it() {
+fn a_handshake_and_the_bytes_after_it_are_forwarded() {
     let upstream = switching(echo);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -86,7 +86,7 @@ fn a_handshake_passes_and_bytes_behind_it() {
 }
 
 #[test]
-fn what_comes_before_the_switch_waits_for_it() {
+fn bytes_before_the_101_wait_for_it() {
     let (tell, told) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
     let gone = std::sync::Mutex::new(gone);
@@ -110,7 +110,7 @@ fn what_comes_before_the_switch_waits_for_it() {
 }
 
 #[test]
-fn anything_but_a_switch_is_an_ordinary_answer() {
+fn a_response_other_than_101_is_ordinary() {
     let upstream = Upstream::with(|talk| while talk.request().is_some() && talk.reply(426, &[], b"no\n") {});
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -123,7 +123,7 @@ fn anything_but_a_switch_is_an_ordinary_answer() {
 }
 
 #[test]
-fn a_switch_to_something_else_is_502() {
+fn a_101_to_another_protocol_is_502() {
     for answer in [
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\n\r\n",
@@ -145,7 +145,7 @@ fn a_switch_to_something_else_is_502() {
 }
 
 #[test]
-fn other_protocols_stay_behind_and_their_requests_go_on() {
+fn other_upgrade_protocols_are_removed_and_the_request_forwarded() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let mut client = gateway.client();
@@ -174,7 +174,7 @@ fn a_handshake_with_a_body_is_refused() {
 }
 
 #[test]
-fn a_route_may_do_without() {
+fn a_route_can_disable_websockets() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!("{}websocket = false\n", pass_all(&upstream)));
     ask(&mut gateway.client()).expect(200);
@@ -182,14 +182,14 @@ fn a_route_may_do_without() {
 }
 
 #[test]
-fn an_upstream_of_http2_alone_is_asked_as_usual() {
+fn an_http2_upstream_receives_an_ordinary_request() {
     let upstream = Streams::replying(Setup::default());
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
     ask(&mut Gateway::start(&toml).client()).expect(200);
 }
 
 #[test]
-fn it_counts_as_one_request_and_a_refusal_opens_nothing() {
+fn a_websocket_counts_as_one_request() {
     let upstream = switching(echo);
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"2/minute\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -209,7 +209,7 @@ fn it_counts_as_one_request_and_a_refusal_opens_nothing() {
 }
 
 #[test]
-fn much_passes_both_ways_at_once() {
+fn large_amounts_are_forwarded_both_ways_at_once() {
     const LENGTH: usize = 64 * 1024 * 1024;
     let upstream = switching(|talk| {
         let mut stream = talk.stream().try_clone().unwrap();
@@ -227,7 +227,7 @@ fn much_passes_both_ways_at_once() {
 }
 
 #[test]
-fn either_side_may_end_first_and_still_be_answered() {
+fn half_closed_tunnels_are_supported() {
     let upstream = switching(|talk| {
         echo(talk);
         talk.send("goodbye");
@@ -251,7 +251,7 @@ fn either_side_may_end_first_and_still_be_answered() {
 }
 
 #[test]
-fn an_abrupt_end_on_one_side_is_one_on_the_other() {
+fn a_reset_on_one_side_resets_the_other() {
     let (tell, told) = mpsc::channel();
     let upstream = switching(move |talk| {
         tell.send(talk.closed()).unwrap();
@@ -271,7 +271,7 @@ fn an_abrupt_end_on_one_side_is_one_on_the_other() {
 }
 
 #[test]
-fn a_silent_tunnel_is_closed_and_one_that_speaks_is_not() {
+fn an_idle_tunnel_is_closed_and_an_active_one_is_not() {
     let upstream = switching(echo);
     let limits = "[timeouts]\ntunnel = \"400ms\"\nbody = \"100ms\"\nrequest_head = \"100ms\"\n";
     let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
@@ -293,7 +293,7 @@ fn fill(stream: &std::net::TcpStream) {
 }
 
 #[test]
-fn what_a_side_has_left_behind_waits_no_longer_than_silence_may_last() {
+fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
     let limits = "[timeouts]\ntunnel = \"1s\"\n";
     for is_reset in [false, true] {
         // The client goes away, and the upstream takes nothing.
@@ -328,7 +328,7 @@ fn what_a_side_has_left_behind_waits_no_longer_than_silence_may_last() {
 }
 
 #[test]
-fn it_is_told_of_at_its_end() {
+fn a_tunnel_is_logged_at_its_end() {
     let upstream = switching(|talk| {
         talk.exactly(5);
         talk.send("goodbye");
@@ -355,7 +355,7 @@ fn it_is_told_of_at_its_end() {
 }
 
 #[test]
-fn it_has_a_connection_of_its_own() {
+fn a_tunnel_has_its_own_upstream_connection() {
     let upstream = Upstream::with(|talk| {
         while let Some(head) = talk.head() {
             if head.field("upgrade").is_some() {
@@ -376,7 +376,7 @@ fn it_has_a_connection_of_its_own() {
 }
 
 #[test]
-fn a_drain_ends_at_its_deadline() {
+fn a_drain_closes_tunnels_at_its_deadline() {
     let upstream = switching(echo);
     let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"300ms\"\n", pass_all(&upstream)));
     let mut client = process.client();

@@ -11,7 +11,7 @@ fn upstream(server: &Script) -> String {
 
 /// What fails here as well is not the gateway's fault.
 #[test]
-fn the_checks_hold_without_a_gateway() {
+fn the_client_script_passes_without_a_gateway() {
     let theirs = Authority::new();
     let server = Script::start("websocket_server.py", &theirs.tls_arguments());
     let ca = theirs.ca.display().to_string();
@@ -19,7 +19,7 @@ fn the_checks_hold_without_a_gateway() {
 }
 
 #[test]
-fn everything_in_the_clear() {
+fn all_checks_pass_over_plain_http() {
     let server = Script::start("websocket_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), false));
     let [clear, _] = edge.ways();
@@ -27,7 +27,7 @@ fn everything_in_the_clear() {
 }
 
 #[test]
-fn everything_through_tls() {
+fn all_checks_pass_over_tls() {
     let server = Script::start("websocket_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), false));
     let [_, tls] = edge.ways();
@@ -35,7 +35,7 @@ fn everything_through_tls() {
 }
 
 #[test]
-fn everything_to_a_server_that_speaks_tls() {
+fn all_checks_pass_to_a_tls_upstream() {
     let theirs = Authority::new();
     let server = Script::start("websocket_server.py", &theirs.tls_arguments());
     let upstream =
@@ -46,7 +46,7 @@ fn everything_to_a_server_that_speaks_tls() {
 }
 
 #[test]
-fn a_handshake_is_a_request_that_counts() {
+fn a_handshake_is_counted() {
     let server = Script::start("websocket_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), true));
     let [clear, tls] = edge.ways();

@@ -94,7 +94,7 @@ fn filled(gateway: &Gateway) -> Raw {
 }
 
 #[test]
-fn everything_with_prior_knowledge() {
+fn all_checks_pass_with_prior_knowledge() {
     let server = Script::start("websocket_server.py", &[""; 0]);
     let edge = Edge::start(&all_to(&upstream(&server), false));
     external_scripts::check("stream_client.py", &edge.ways()[0]);
@@ -102,7 +102,7 @@ fn everything_with_prior_knowledge() {
 }
 
 #[test]
-fn everything_through_tls_on_both_sides() {
+fn all_checks_pass_over_tls_on_both_sides() {
     let theirs = Authority::new();
     let server = Script::start("websocket_server.py", &theirs.tls_arguments());
     let upstream =
@@ -112,7 +112,7 @@ fn everything_through_tls_on_both_sides() {
 }
 
 #[test]
-fn everything_through_two_gateways_of_http2() {
+fn all_checks_pass_through_two_http2_gateways() {
     let server = Script::start("websocket_server.py", &[""; 0]);
     let inner = Edge::start(&all_to(&upstream(&server), false));
     let outer = Edge::start(&all_to(
@@ -127,7 +127,7 @@ fn everything_through_two_gateways_of_http2() {
 }
 
 #[test]
-fn a_handshake_is_the_get_it_stands_for() {
+fn an_extended_connect_is_counted_as_a_get() {
     let upstream = switching(|talk| {
         talk.exactly(5);
         talk.send("goodbye");
@@ -163,7 +163,7 @@ fn a_handshake_is_the_get_it_stands_for() {
 }
 
 #[test]
-fn what_is_not_taken_is_told_as_any_request_is() {
+fn a_refused_extended_connect_gets_an_ordinary_response() {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&format!(
         "{}websocket = false\n\
@@ -192,7 +192,7 @@ fn what_is_not_taken_is_told_as_any_request_is() {
 }
 
 #[test]
-fn a_switch_that_is_no_answer_to_the_handshake_is_502() {
+fn an_invalid_handshake_response_is_502() {
     for answer in [
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
@@ -210,7 +210,7 @@ fn a_switch_that_is_no_answer_to_the_handshake_is_502() {
 }
 
 #[test]
-fn where_no_route_takes_one_nothing_is_offered() {
+fn extended_connect_is_not_offered_without_websocket_routes() {
     let upstream = Upstream::replying(200);
     let is_offered = |toml: String| {
         let gateway = Gateway::start(&toml);
@@ -223,7 +223,7 @@ fn where_no_route_takes_one_nothing_is_offered() {
 }
 
 #[test]
-fn an_upstream_that_resets_is_told_by_a_reset() {
+fn an_upstream_reset_becomes_a_stream_reset() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let upstream = thread::spawn(move || {
@@ -249,7 +249,7 @@ fn an_upstream_that_resets_is_told_by_a_reset() {
 }
 
 #[test]
-fn silence_ends_it() {
+fn an_idle_tunnel_is_closed() {
     let upstream = switching(|talk| while talk.exactly(1).is_some() {});
     let gateway = Gateway::start(&format!("[timeouts]\ntunnel = \"300ms\"\n{}", pass_all(&upstream)));
     let mut client = opened(&gateway);
@@ -259,7 +259,7 @@ fn silence_ends_it() {
 }
 
 #[test]
-fn a_tunnel_outlives_what_limits_requests_and_connections() {
+fn a_tunnel_outlives_request_and_connection_limits() {
     let upstream = switching(echo);
     let toml = "[timeouts]\nbody = \"200ms\"\nresponse_head = \"200ms\"\nrequest = \"400ms\"\n\
                 [http2]\nidle = \"200ms\"\n[limits]\nmax_body = \"1KiB\"\n";
@@ -278,7 +278,7 @@ fn a_tunnel_outlives_what_limits_requests_and_connections() {
 }
 
 #[test]
-fn a_drain_leaves_it_until_the_deadline() {
+fn a_drain_keeps_tunnels_until_the_deadline() {
     let upstream = switching(echo);
     let mut process = Process::spawn(&format!("{}[timeouts]\ndrain = \"1s\"\n", pass_all(&upstream)));
     let mut client = Raw::connect(process.http);
@@ -292,7 +292,7 @@ fn a_drain_leaves_it_until_the_deadline() {
 }
 
 #[test]
-fn a_server_of_http2_that_offers_none_is_asked_as_usual() {
+fn an_http2_server_without_extended_connect_receives_an_ordinary_request() {
     let upstream = Streams::replying(Setup::default());
     let toml = format!("{}[[routes]]\npath = \"/{{*rest}}\"\nupstream = \"u\"\n", upstream.toml("u"));
     let gateway = Gateway::start(&toml);
@@ -301,7 +301,7 @@ fn a_server_of_http2_that_offers_none_is_asked_as_usual() {
 }
 
 #[test]
-fn a_connection_that_changes_over_reaches_a_stream() {
+fn an_upgraded_connection_is_tunneled_to_a_stream() {
     let inner = switching(echo);
     let inner = (Gateway::start(&pass_all(&inner)), inner);
     let gateway = Gateway::start(&format!(
@@ -335,7 +335,7 @@ fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mps
 }
 
 #[test]
-fn a_reset_ends_it_even_if_the_upstream_stays() {
+fn a_client_reset_ends_the_tunnel() {
     for code in [CANCEL, 0, 2] {
         let (upstream, go) = staying(|talk| {
             talk.closed();
@@ -349,7 +349,7 @@ fn a_reset_ends_it_even_if_the_upstream_stays() {
 }
 
 #[test]
-fn a_client_that_is_gone_ends_it_even_if_the_upstream_takes_nothing() {
+fn a_disconnect_ends_the_tunnel_of_a_stalled_upstream() {
     for code in [Some(CANCEL), Some(0), Some(2), None] {
         let (upstream, go) = staying(|_| {});
         let gateway = Gateway::start(&pass_all(&upstream));
@@ -367,7 +367,7 @@ fn a_client_that_is_gone_ends_it_even_if_the_upstream_takes_nothing() {
 }
 
 #[test]
-fn what_a_client_does_not_take_waits_no_longer_than_silence_may_last() {
+fn undelivered_bytes_wait_for_the_idle_timeout_at_most() {
     let upstream = switching(|talk| {
         // Goes away as soon as nothing moves.
         talk.stream().set_write_timeout(Some(Duration::from_millis(100))).unwrap();
@@ -381,7 +381,7 @@ fn what_a_client_does_not_take_waits_no_longer_than_silence_may_last() {
 }
 
 #[test]
-fn a_client_may_send_on_when_the_upstream_has_ended() {
+fn a_client_may_keep_sending_after_the_upstream_ends() {
     let (tell, told) = mpsc::channel();
     let upstream = switching(move |talk| {
         talk.send("bye");

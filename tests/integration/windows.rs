@@ -28,7 +28,7 @@ fn t(answer: &Answer) -> u64 {
 }
 
 #[test]
-fn a_first_request_opens_a_window_and_nothing_moves_it() {
+fn a_first_request_opens_a_window_that_does_not_move() {
     let gateway = Gateway::start(&per_user("limit = 1, period = \"2s\", start = \"first-request\""));
     let mut now = 0;
     for (ms, user, status) in [
@@ -58,7 +58,7 @@ fn a_first_request_opens_a_window_and_nothing_moves_it() {
 }
 
 #[test]
-fn the_binary_opens_windows_by_a_first_request() {
+fn the_binary_supports_first_request_windows() {
     let process = Process::spawn(&per_user("limit = 1, period = \"2s\", start = \"first-request\""));
     let ask = |user: &str| process.client().get_with("/a", &[("X-User", user)]);
     let start = Instant::now();
@@ -70,7 +70,7 @@ fn the_binary_opens_windows_by_a_first_request() {
 /// Between the moment in which a request learns the time and that in which it is counted, another may open the window: by
 /// the older time that is yet to begin, and it is no debt. They meet so some times in many.
 #[test]
-fn a_request_that_was_slow_finds_the_window_that_another_opened() {
+fn a_late_request_uses_the_window_another_opened() {
     let window = "limit = 2, period = \"1d\", start = \"first-request\"";
     let process = Process::spawn(&format!("workers = 2\n{}", per_user(window)));
     let long = format!("/{}a", "./".repeat(7000));
@@ -133,7 +133,7 @@ fn unused_tokens_roll_over_up_to_the_capacity() {
 }
 
 #[test]
-fn however_long_a_key_was_idle_no_more_than_the_capacity_is_there() {
+fn an_idle_key_accumulates_at_most_the_capacity() {
     let gateway = Gateway::start_at(&priced("limit = 100, period = \"1h\", capacity = 120"), NEW_YEAR_S);
     let mut client = gateway.client();
     for (hours, value) in [(0, 120), (1, 100), (2, 120), (100, 120)] {
@@ -146,7 +146,7 @@ fn however_long_a_key_was_idle_no_more_than_the_capacity_is_there() {
 }
 
 #[test]
-fn windows_start_at_the_time_that_is_given() {
+fn windows_start_at_the_configured_time() {
     // 500 a day from nine in the morning, Pacific standard time.
     for start in ["2024-01-01T17:00:00Z", "\"2024-01-01T09:00:00-08:00\"", "2030-05-05 17:00:00Z"] {
         let window = format!("limit = 500, period = \"day\", start = {start}");
@@ -180,7 +180,7 @@ fn begins(zone: &str, period: &str, unix_s: u64, seconds: u64) {
 }
 
 #[test]
-fn days_weeks_and_months_are_those_of_their_place() {
+fn calendar_windows_follow_their_time_zone() {
     const DAY_S: u64 = 24 * HOUR_S;
     for (zone, period, unix_s, seconds) in [
         // In Paris, Sunday, 30 March 2025 has 23 hours, and Sunday, 26 October 25.
@@ -199,14 +199,14 @@ fn days_weeks_and_months_are_those_of_their_place() {
 }
 
 #[test]
-fn a_week_without_a_zone_begins_on_thursday() {
+fn a_week_without_a_time_zone_begins_on_thursday() {
     let gateway = Gateway::start_at(&one_rule("key = \"ip\"\nwindows = [\"5/week\"]"), NEW_YEAR_S);
     // New year's day of 2024 was a Monday.
     assert_eq!(t(&gateway.get("/a").expect(200)), 3 * 24 * HOUR_S);
 }
 
 #[test]
-fn random_starts_are_spread_and_equal_on_every_gateway() {
+fn random_starts_are_spread_and_equal_on_all_gateways() {
     let toml = per_user("limit = 5, period = \"hour\", start = \"random\"");
     let gateways = [Gateway::start(&toml), Gateway::start(&toml)];
     let users: Vec<String> = (0..64).map(|n| format!("user{n}")).collect();
@@ -235,7 +235,7 @@ fn split(limit: u32, shards: u32, cost: u32) -> String {
 }
 
 #[test]
-fn shards_together_admit_the_limit_and_nothing_else() {
+fn shards_together_admit_exactly_the_limit() {
     for (limit, shards, cost) in [(1000, 10, 1), (1000, 7, 3), (5, 4, 1)] {
         let gateway = Gateway::start(&split(limit, shards, cost));
         let address = gateway.http;
@@ -254,7 +254,7 @@ fn shards_together_admit_the_limit_and_nothing_else() {
 }
 
 #[test]
-fn one_loop_alone_gets_what_all_shards_have() {
+fn one_worker_alone_can_use_all_shards() {
     let gateway = Gateway::start(&split(25, 10, 1));
     let mut client = gateway.client();
     for left in (0..25).rev() {
@@ -266,7 +266,7 @@ fn one_loop_alone_gets_what_all_shards_have() {
 }
 
 #[test]
-fn a_limit_lowered_under_way_applies_to_what_all_shards_counted() {
+fn a_lowered_limit_applies_to_the_usage_of_all_shards() {
     // A rule that costs nothing shows, through its own limit, which configuration answered.
     let toml = |limit: u32, shards: u32| {
         format!(
