@@ -20,7 +20,7 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use governor::clock::{FakeRelativeClock, QuantaClock};
 use transom::clock::Clock;
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::decision_context::DecisionContext;
 
 use sides::{Governor, NOW_MS, Transom};
@@ -219,13 +219,14 @@ fn crowded(keys: &[IpAddr]) -> Transom {
 fn counting(side: &Transom, key: &IpAddr) -> f64 {
     let mut context = DecisionContext::default();
     assert!(side.admits(key, NOW_MS, &mut context), "nothing is refused here");
-    let ready: Vec<Charge> = context.charges.iter().map(|charge| Charge::new(charge.counter, charge.ask)).collect();
+    let ready: Vec<Charge> =
+        context.result.charges.iter().map(|charge| Charge::new(charge.counter, charge.request)).collect();
     on_threads(1, KEYS, |_| {
         let mut charges = ready.clone();
         for _ in 0..KEYS {
             charges.copy_from_slice(&ready);
             assert!(
-                decide(&*side.table, black_box(&mut charges), &mut Vec::new(), side.rule_set.time(NOW_MS))
+                acquire_all(&*side.table, black_box(&mut charges), &mut Vec::new(), side.rule_set.time(NOW_MS))
                     == AcquireResult::Admitted
             );
         }

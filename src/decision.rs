@@ -16,8 +16,8 @@ use crate::http::ratelimit_headers::seconds_until;
 use crate::http::store_key_text::{Digester, Spelling};
 use transom_limiter::acquire::Charge;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::{KeyHash, KeyHasher, Part, Seed};
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, Seed};
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, Decision, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 
@@ -76,13 +76,13 @@ impl DecisionService {
         digester: Option<Arc<Digester>>,
     ) -> DecisionService {
         let ready = |(rule, entry): (usize, &CompiledRule)| Ready {
-            charge_plan: rule_set.roster_alone(rule),
+            charge_plan: rule_set.single_rule_plan(rule),
             starts: Starts::new(entry, seed, None),
             spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
             exceptions: exceptions[rule].clone(),
         };
         DecisionService {
-            rules: rule_set.entries.iter().enumerate().map(ready).collect(),
+            rules: rule_set.rules.iter().enumerate().map(ready).collect(),
             rule_set: Arc::clone(rule_set),
             digester,
         }
@@ -112,39 +112,41 @@ impl DecisionService {
 
     /// Answers a question in JSON, by the counters of this machine.
     pub fn answer(&self, verb: Verb, heard: &DecisionQuery, table: &Table, clock: &dyn Fn() -> u64) -> Value {
-        let now = Now::by(clock);
+        let now = DecisionTime::read(clock);
         let charge_plan = &self.rules[heard.rule].charge_plan;
         let mut context = DecisionContext::default();
-        context.keyed_requests.push(Some(heard.keyed_request));
-        context.reserve = heard.reserve;
+        context.inputs.keyed_requests.push(Some(heard.keyed_request));
+        context.inputs.reserve = heard.reserve;
         let (allowed, again_ms) = match verb {
             Verb::Limit => {
-                let judgement = self.rule_set.judge(charge_plan, table, now, &mut context);
-                self.outcome(heard, &judgement, &context, context.decided_ms)
+                let judgement = self.rule_set.decide(charge_plan, table, now, &mut context);
+                self.outcome(heard, &judgement, &context, context.result.decided_ms)
             }
             // Whether there is a place in a window to come is found out by taking it.
-            Verb::Check if heard.reserve => match self.rule_set.judge(charge_plan, table, now, &mut context) {
-                Decision::Refused => (false, self.rule_set.again_ms(charge_plan, &context, context.decided_ms)),
+            Verb::Check if heard.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
+                Decision::Refused => {
+                    (false, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
+                }
                 taken => {
-                    let shares: Vec<_> = context.all_shares().collect();
-                    self.rule_set.give_back(&shares, u32::MAX, table, context.decided_ms);
-                    let outcome = self.outcome(heard, &taken, &context, context.decided_ms);
-                    self.rule_set.look(charge_plan, table, Now::by(clock), &mut context);
+                    let shares: Vec<_> = context.all_receipts().collect();
+                    self.rule_set.refund(&shares, u32::MAX, table, context.result.decided_ms);
+                    let outcome = self.outcome(heard, &taken, &context, context.result.decided_ms);
+                    self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
                     outcome
                 }
             },
             Verb::Check | Verb::Value => {
-                let room = self.rule_set.look(charge_plan, table, now, &mut context);
-                (room, self.rule_set.again_ms(charge_plan, &context, context.decided_ms))
+                let room = self.rule_set.peek(charge_plan, table, now, &mut context);
+                (room, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
             }
             Verb::Reset => {
-                self.rule_set.look(charge_plan, table, now, &mut context);
-                self.rule_set.forget(table, context.decided_ms, &context);
-                let room = self.rule_set.look(charge_plan, table, Now::by(clock), &mut context);
-                (room, Some(context.decided_ms))
+                self.rule_set.peek(charge_plan, table, now, &mut context);
+                self.rule_set.reset(table, context.result.decided_ms, &context);
+                let room = self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
+                (room, Some(context.result.decided_ms))
             }
         };
-        self.tell(heard, &context, allowed, again_ms, context.decided_ms)
+        self.tell(heard, &context, allowed, again_ms, context.result.decided_ms)
     }
 
     /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
@@ -164,7 +166,7 @@ impl DecisionService {
 
     /// When a question may be asked again that finds what lies on the desk.
     pub fn again_ms(&self, heard: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
-        self.rule_set.again_ms(&self.rules[heard.rule].charge_plan, context, now_ms)
+        self.rule_set.retry_at_ms(&self.rules[heard.rule].charge_plan, context, now_ms)
     }
 
     /// The answer in JSON.
@@ -176,7 +178,7 @@ impl DecisionService {
         again_ms: Option<u64>,
         now_ms: u64,
     ) -> Value {
-        told(&self.rule_set.entries[heard.rule], context, allowed, again_ms, now_ms)
+        told(&self.rule_set.rules[heard.rule], context, allowed, again_ms, now_ms)
     }
 
     fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
@@ -189,7 +191,7 @@ impl DecisionService {
             return Err(DecisionError::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
         }
         let Some(Value::String(name)) = question.get("rule") else { return Err(malformed("`rule` is not a text")) };
-        let rule = self.rule_set.entries.iter().position(|entry| entry.rule.name == *name);
+        let rule = self.rule_set.rules.iter().position(|entry| entry.rule.name == *name);
         let rule = rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))?;
         let text = |value: &Value| match value {
             Value::String(text) if !text.is_empty() => Some(text.clone()),
@@ -227,13 +229,13 @@ impl DecisionService {
     /// Adds the text of a key under a rule, as [`crate::http::caller::Identity::text`] does for requests that have it. Returns
     /// whether it is one; if not, nothing is added.
     pub(super) fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
-        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.entries.get(rule)) else { return false };
+        let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
         let start = out.len();
         ready.spelling.begin(out);
         for (position, part) in entry.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_str(),
-                (Part::Global, None) => "",
+                (KeyPart::Global, None) => "",
                 (_, None) => {
                     out.truncate(start);
                     return false;
@@ -241,10 +243,10 @@ impl DecisionService {
             };
             let mut take = |kind: u8, bytes: &[u8]| ready.spelling.part(position, kind, bytes, digester, out);
             match (part, value.parse()) {
-                (Part::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
+                (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
                     address(parsed, *v4_prefix, *v6_prefix, &mut take);
                 }
-                (Part::Ip { .. }, Err(_)) => {
+                (KeyPart::Ip { .. }, Err(_)) => {
                     out.truncate(start);
                     return false;
                 }
@@ -256,11 +258,11 @@ impl DecisionService {
 
     /// Who asks; `None` if the rule does not count that key.
     fn keyed_request(&self, question: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
-        let (ready, rule) = (&self.rules[question.rule], &self.rule_set.entries[question.rule].rule);
+        let (ready, rule) = (&self.rules[question.rule], &self.rule_set.rules[question.rule].rule);
         // One counter for all has no key, or any.
-        let parts: &[Part] = if rule.key == [Part::Global] { &[] } else { &rule.key };
+        let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
         if parts.len() != question.key.len() && !parts.is_empty() {
-            let names: Vec<String> = parts.iter().map(Part::to_string).collect();
+            let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
             return Err(DecisionError::Malformed(format!(
                 "the key of this rule has the parts `{}`",
                 names.join("`, `")
@@ -278,7 +280,7 @@ impl DecisionService {
         };
         let key = hash(&ready.starts.own, false)?;
         let offset = match &ready.starts.everywhere {
-            Some(start) => hash(start, false)?.place,
+            Some(start) => hash(start, false)?.bucket_hash,
             None => 0,
         };
         let mut variant = 0;
@@ -293,7 +295,7 @@ impl DecisionService {
                 None => {}
             }
         }
-        Ok(Some(KeyedRequest { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.usual()) }))
+        Ok(Some(KeyedRequest { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.default_cost()) }))
     }
 }
 
@@ -301,7 +303,7 @@ impl DecisionService {
 fn told(entry: &CompiledRule, context: &DecisionContext, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
     // In the order of the configuration, not in that of the charges.
-    let mut asked: Vec<_> = context.charges.iter().zip(&context.lines).collect();
+    let mut asked: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
     asked.sort_by_key(|(_, line)| line.layer);
     let remaining = |charge: &Charge, line: &LayerRef| {
         u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used)
@@ -309,7 +311,7 @@ fn told(entry: &CompiledRule, context: &DecisionContext, allowed: bool, again_ms
     let window = |(charge, line): &(&Charge, &LayerRef)| {
         let mut window = Map::new();
         window.insert("count".to_owned(), json!(charge.usage.used));
-        window.insert("limit".to_owned(), json!(charge.ask.limit));
+        window.insert("limit".to_owned(), json!(charge.request.limit));
         window.insert("remaining".to_owned(), json!(remaining(charge, line)));
         window.insert("ttl".to_owned(), json!(seconds(charge.usage.end_ms)));
         window

@@ -127,7 +127,7 @@ impl Gateway {
         if !(1..END_MAX_MS - PERIOD_MAX_MS).contains(&clock.now().unix_ms) {
             return Err(StartError::Clock);
         }
-        let layers = config.rules.iter().map(Rule::layers_most).sum();
+        let layers = config.rules.iter().map(Rule::max_layers).sum();
         let opened = Counters::open(&config.counters, counters, layers, &clock);
         let (counters, alone) = opened.map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
@@ -335,15 +335,15 @@ impl Gateway {
     fn ready_book(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
         let ledger = &self.counters.ledger;
         let mut rule_set = RuleSet::new(&config.rules, self.counters.seed, self.rule_set.as_deref());
-        let wanted = rule_set.ways();
-        if !ledger.ways().cover(&wanted) {
+        let wanted = rule_set.counter_formats();
+        if !ledger.formats().covers(&wanted) {
             let join = || ledger.join(&wanted);
             let joined = if alone { Some(join()) } else { self.counters.while_alone(join) };
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
-        let ways = ledger.ways();
-        rule_set.agree(&ways);
-        let is_held = rule_set.abide_by(&ways);
+        let ways = ledger.formats();
+        rule_set.adopt_formats(&ways);
+        let is_held = rule_set.restrict_to_formats(&ways);
         if is_held && !self.is_held {
             tracing::warn!(
                 "rules that are to roll over, wait, reserve or split otherwise than before have plain windows until no \

@@ -16,8 +16,8 @@ use transom::config::{
     AccessLog, Config, EncodedSlash, ForwardPath, HostField, PathParameters, PathReading, Protocol, QuotaFields,
     Refusal, Scheme, Segment, Target, TrailingSlash, read, read_in, read_with,
 };
-use transom_limiter::key::{OnMissing, Part};
-use transom_limiter::rule::{Cost, OnLimit, OnOutage, Sharing, Value};
+use transom_limiter::key::{KeyPart, OnMissing};
+use transom_limiter::rule::{Cost, KeyValue, OnLimit, OnOutage, Sharing};
 use transom_limiter::secret_digest::Digest;
 use transom_limiter::window::Windows;
 
@@ -232,9 +232,9 @@ fn everything_is_read_as_written() {
     let names: Vec<_> = config.rules.iter().map(|rule| rule.name.as_str()).collect();
     assert_eq!(names, ["per-client", "per-key", "per-user", "all"], "in the order of the file");
     assert_eq!(config.fields, [QuotaFields::Both, QuotaFields::Off, QuotaFields::Both, QuotaFields::Both]);
-    assert_eq!(config.rules[0].key, [Part::Ip { v4_prefix: 24, v6_prefix: 56 }]);
-    assert_eq!(config.rules[1].key, [Part::Header("x-api-key".into()), Part::Host]);
-    let fallback = OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }, Part::Method]);
+    assert_eq!(config.rules[0].key, [KeyPart::Ip { v4_prefix: 24, v6_prefix: 56 }]);
+    assert_eq!(config.rules[1].key, [KeyPart::Header("x-api-key".into()), KeyPart::Host]);
+    let fallback = OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }, KeyPart::Method]);
     assert_eq!((&config.rules[1].on_missing, &config.rules[2].on_missing), (&fallback, &OnMissing::Never));
     assert_eq!((&config.rules[3].cost, config.rules[3].on_limit), (&Cost::Fixed(u32::MAX), OnLimit::Shadow));
     let layers: Vec<_> = (0..2).map(|layer| config.rules[0].layer_name(&config.rules[0].layers, layer)).collect();
@@ -265,7 +265,7 @@ fn shared_counters_are_read_as_written() {
     let rules: Vec<_> = config.rules.iter().map(|rule| (rule.sharing, rule.on_outage)).collect();
     assert_eq!(
         rules,
-        [(Sharing::Exact, OnOutage::Refuse), (Sharing::Lease, OnOutage::Allow), (Sharing::Own, OnOutage::Refuse)]
+        [(Sharing::Exact, OnOutage::Refuse), (Sharing::Lease, OnOutage::Allow), (Sharing::Local, OnOutage::Refuse)]
     );
 
     let config = good("shared-cluster.toml");
@@ -374,8 +374,8 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     let rule = &config.rules[0];
     let plans: Vec<_> = rule.plans.iter().map(|plan| (plan.name.as_str(), plan.layers.len())).collect();
     assert_eq!(plans, [("gold", 2), ("silver", 1)]);
-    let clear = |text: &str| Value::Clear(text.to_owned());
-    let secret = Value::Digest(Digest::of(b"s3cret"));
+    let clear = |text: &str| KeyValue::Clear(text.to_owned());
+    let secret = KeyValue::Digest(Digest::of(b"s3cret"));
     let keys: Vec<_> = rule.overrides.iter().map(|other| (other.key.as_slice(), other.layers[0].tokens)).collect();
     assert_eq!(keys, [(&[clear("alice")][..], 5000), (&[secret][..], 1)]);
     let networks: Vec<_> = rule.exemptions.networks.iter().map(ToString::to_string).collect();
@@ -385,7 +385,7 @@ fn plans_overrides_and_exemptions_are_read_as_written() {
     assert_eq!(config.rules[1].overrides[0].key, [clear("192.0.2.0"), clear("GET")]);
 
     let clients = config.clients.unwrap();
-    assert_eq!(clients.api_key, Some(Part::Header("x-api-key".into())));
+    assert_eq!(clients.api_key, Some(KeyPart::Header("x-api-key".into())));
     let names: Vec<_> = clients.list.iter().map(|client| (client.name.as_str(), client.plan.as_str())).collect();
     assert_eq!(names, [("acme", "gold"), ("beta", "silver"), ("gamma.example", "gold")]);
     let acme = &clients.list[0];

@@ -15,8 +15,8 @@ use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
@@ -42,7 +42,7 @@ impl Transom {
     /// As `new`, counting in this table.
     pub fn on(windows: &[&str], table: Arc<Table>) -> Transom {
         let rule = {
-            let key = vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }];
+            let key = vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }];
             let layers = windows.iter().map(|text| Limit::parse(text).expect("a window")).collect();
             Rule::new("per-client", key, OnMissing::Never, layers)
         };
@@ -56,18 +56,21 @@ impl Transom {
     }
 
     pub fn hash(&self, address: &IpAddr) -> KeyHash {
-        let mut hasher = KeyHasher::new(SEED, self.rule_set.entries[0].identity);
+        let mut hasher = KeyHasher::new(SEED, self.rule_set.rules[0].hash_prefix);
         match address {
-            IpAddr::V4(v4) => hasher.part(1, &v4.octets()),
-            IpAddr::V6(v6) => hasher.part(1, &v6.octets()),
+            IpAddr::V4(v4) => hasher.add_part(1, &v4.octets()),
+            IpAddr::V6(v6) => hasher.add_part(1, &v6.octets()),
         }
         hasher.finish()
     }
 
     pub fn admits(&self, address: &IpAddr, now_ms: u64, context: &mut DecisionContext) -> bool {
-        context.keyed_requests.clear();
-        context.keyed_requests.push(Some(self.keyed_request(address)));
-        matches!(self.rule_set.judge(&self.charge_plan, &self.table, Now::by(&|| now_ms), context), Decision::Admitted)
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.push(Some(self.keyed_request(address)));
+        matches!(
+            self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&|| now_ms), context),
+            Decision::Admitted
+        )
     }
 }
 

@@ -12,7 +12,7 @@ use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
 use transom::persistence::{Counters, OpenError, snapshot};
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::rule_set::RuleSet;
@@ -79,7 +79,7 @@ impl Bench {
         let file = self.folder.join("whole");
         put(&file, bytes);
         match open(Some(&file), None) {
-            Ok(counters) => assert_eq!(counters.table.open(0).count(), 0),
+            Ok(counters) => assert_eq!(counters.table.live_counters(0).count(), 0),
             Err(error) => assert!(matches!(error, OpenError::Foreign { .. }), "{error}"),
         }
     }
@@ -97,26 +97,26 @@ impl Bench {
         let counters = open(Some(&path), None).expect("it is used or set aside");
         let mut rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
         // There may be no room for more layers.
-        let _ = counters.ledger.join(&rule_set.ways());
-        rule_set.agree(&counters.ledger.ways());
+        let _ = counters.ledger.join(&rule_set.counter_formats());
+        rule_set.adopt_formats(&counters.ledger.formats());
         let charge_plan = rule_set.charge_plan(&[0]);
         let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {
             for number in 0..3 {
-                let bits = Seed(1, 2).bits(&[&number.to_string()]);
-                let key = KeyHash { place: bits, tag: bits.rotate_left(32) };
-                context.keyed_requests = vec![Some(KeyedRequest { key, offset: bits, variant: 0, cost })];
-                context.reserve = number == 1;
-                rule_set.judge(&charge_plan, &counters.table, Now::by(&|| NOW_MS), &mut context);
+                let bits = Seed(1, 2).hash(&[&number.to_string()]);
+                let key = KeyHash { bucket_hash: bits, tag: bits.rotate_left(32) };
+                context.inputs.keyed_requests = vec![Some(KeyedRequest { key, offset: bits, variant: 0, cost })];
+                context.inputs.reserve = number == 1;
+                rule_set.decide(&charge_plan, &counters.table, DecisionTime::read(&|| NOW_MS), &mut context);
             }
         }
-        counters.table.census(NOW_MS);
+        counters.table.stats(NOW_MS);
     }
 
     /// As a snapshot, and as what stands behind the head of a good one: it is whole, or nothing of it is used.
     fn restores(&self, bytes: &[u8]) {
         let path = self.folder.join("snapshot");
-        let plan = Table::plan(CAPACITY);
+        let plan = Table::layout(CAPACITY);
         put(&path, bytes);
         snapshot::find(&path, plan);
         let before = open(None, None).expect("there is memory");
@@ -128,7 +128,7 @@ impl Bench {
         let is_same = fs::read(&path).expect("it is there") == good;
         assert_eq!(snapshot::find(&path, plan).is_some(), is_same);
         let after = open(None, Some(&path)).expect("there is memory");
-        assert!(after.table.open(0).count() == 0 && after.ledger.ways() == CounterFormats::default());
+        assert!(after.table.live_counters(0).count() == 0 && after.ledger.formats() == CounterFormats::default());
     }
 }
 

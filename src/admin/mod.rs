@@ -276,7 +276,7 @@ fn upstreams(office: &AdminState) -> serde_json::Value {
 fn metrics(office: &AdminState) -> String {
     let (counters, now_ms) = (&office.counters, office.clock.now().unix_ms);
     let census = counters.census(now_ms);
-    let overflow = counters.table.spilled_total() + counters.table.spill_refused_total();
+    let overflow = counters.table.overflow_charges_total() + counters.table.overflow_refused_total();
     office.registry.remove_unused();
     let readings = [
         Reading { name: &COUNTERS, labels: vec![("state", "live")], value: census.live as u64 },

@@ -19,7 +19,7 @@ use crate::config::clients::{Client, Clients};
 use crate::config::diagnostics::{listed, shown};
 use crate::config::toml_reader::nearest;
 use crate::file_watch::Watch;
-use transom_limiter::ip_prefix::{Network, NotANetwork};
+use transom_limiter::ip_prefix::{Network, NetworkError};
 use transom_limiter::secret_digest::Digest;
 
 /// A key of fewer characters is likely to be guessed, and then its digest protects nothing.
@@ -207,10 +207,10 @@ fn check_plan(config: &Config, add: &Add, known: Option<&Client>) -> Result<(), 
 fn check_network(text: &str) -> Result<(), Failure> {
     match text.parse::<Network>() {
         Ok(_) => Ok(()),
-        Err(NotANetwork::Form) => {
+        Err(NetworkError::Syntax) => {
             Err(Failure::usage(format!("{} is no network", shown(text)), "write such as `203.0.113.0/24`"))
         }
-        Err(NotANetwork::HostBits(network)) => {
+        Err(NetworkError::HostBits(network)) => {
             let message = format!("{} goes on behind its first `{}` bits", shown(text), network.prefix);
             Err(Failure::usage(message, format!("write `{network}`")))
         }

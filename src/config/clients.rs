@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use transom_limiter::ip_prefix::Network;
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 
 /// The clients that are known by name.
@@ -12,9 +12,9 @@ pub struct Clients {
     /// As configured.
     pub file: PathBuf,
     /// Where a request has its client's API key.
-    pub api_key: Option<Part>,
+    pub api_key: Option<KeyPart>,
     /// Where a request says on whose behalf it is.
-    pub subject: Option<Part>,
+    pub subject: Option<KeyPart>,
     /// In the order of the file.
     pub list: Vec<Client>,
 }

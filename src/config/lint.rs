@@ -14,7 +14,7 @@ use super::diagnostics::{listed, shown};
 use super::redis::is_secret;
 use super::{Config, PathParameters, Route, Segment, TrailingSlash};
 use transom_limiter::burst_bound;
-use transom_limiter::key::{OnMissing, Part};
+use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule, Sharing};
 
@@ -166,10 +166,10 @@ pub fn open_admin(config: &Config) -> Option<String> {
 fn guessable(config: &Config) -> Option<String> {
     config.counters.shared.as_ref().filter(|shared| shared.digest_key.is_none())?;
     let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
-    let is_digested = |part: &Part| is_secret(part) || Some(part) == api_key;
+    let is_digested = |part: &KeyPart| is_secret(part) || Some(part) == api_key;
     let rules = config.rules.iter().filter(|rule| {
         let fallback = if let OnMissing::Fallback(parts) = &rule.on_missing { parts.as_slice() } else { &[] };
-        rule.sharing != Sharing::Own && rule.key.iter().chain(fallback).any(is_digested)
+        rule.sharing != Sharing::Local && rule.key.iter().chain(fallback).any(is_digested)
     });
     let names: Vec<&str> = rules.map(|rule| rule.name.as_str()).collect();
     (!names.is_empty()).then(|| {
@@ -289,11 +289,11 @@ impl RuleLint {
         if rule.cost == Cost::Fixed(0) {
             return format!("{limits}: counts nothing, at a cost of 0");
         }
-        let most = |span_ms: u64| burst_bound::most_within(layers, span_ms, self.opener_stays);
+        let most = |span_ms: u64| burst_bound::max_within(layers, span_ms, self.opener_stays);
         let lengths =
             |limit: &&Limit| burst_bound::lengths_ms(&limit.windows).map_or(u64::MAX, |(shortest_ms, _)| shortest_ms);
         // The layer whose end matters is the one that then lets through least.
-        let alone = |limit: &&Limit| burst_bound::most_within(std::slice::from_ref(*limit), 2, self.opener_stays);
+        let alone = |limit: &&Limit| burst_bound::max_within(std::slice::from_ref(*limit), 2, self.opener_stays);
         let Some((narrow, burst)) = layers.iter().min_by_key(|limit| (alone(limit), lengths(limit))).zip(most(2))
         else {
             return limits;
@@ -330,7 +330,7 @@ fn idle(layers: &[Limit]) -> impl Iterator<Item = String> {
     layers.iter().filter_map(|limit| {
         let others = layers.iter().filter(|other| other.windows != limit.windows);
         let other = others.into_iter().find(|other| burst_bound::never_binds(limit, other))?;
-        let most = burst_bound::most_in_window(other, limit)?;
+        let most = burst_bound::max_in_window(other, limit)?;
         Some(format!(
             "{}/{} never refuses: {}/{} lets at most {most} through in that time",
             limit.tokens, limit.period_text, other.tokens, other.period_text

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::client_tls::ClientTls;
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 
 /// Unless the operator says otherwise.
 pub const PREFIX: &str = "transom";
@@ -65,24 +65,24 @@ impl Shared {
 
 /// Whether a part of a key is told by its digest alone, by what it is called. Claims of tokens are no secret, and
 /// neither is the fingerprint of a certificate.
-pub fn is_secret(part: &Part) -> bool {
+pub fn is_secret(part: &KeyPart) -> bool {
     let tells = |name: &str| {
         let name = name.to_ascii_lowercase();
         SECRET_WORDS.iter().any(|word| name.contains(word))
     };
     match part {
-        Part::Cookie(_) => true,
-        Part::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || tells(name),
-        Part::Query(name) => tells(name),
-        Part::Ip { .. }
-        | Part::Jwt(_)
-        | Part::Param(_)
-        | Part::ClientCert
-        | Part::Host
-        | Part::Method
-        | Part::Path
-        | Part::Route
-        | Part::Global => false,
+        KeyPart::Cookie(_) => true,
+        KeyPart::Header(name) => SECRET_FIELDS.contains(&name.as_str()) || tells(name),
+        KeyPart::Query(name) => tells(name),
+        KeyPart::Ip { .. }
+        | KeyPart::Jwt(_)
+        | KeyPart::Param(_)
+        | KeyPart::ClientCert
+        | KeyPart::Host
+        | KeyPart::Method
+        | KeyPart::Path
+        | KeyPart::Route
+        | KeyPart::Global => false,
     }
 }
 

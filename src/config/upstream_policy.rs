@@ -4,7 +4,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 
 /// All that an upstream says about its servers as a group.
 #[derive(Clone, PartialEq, Debug)]
@@ -26,7 +26,7 @@ pub enum Balance {
     LeastRequests,
     RoundRobin,
     /// One server for each value of these parts of the request, as long as it is there.
-    Hash(Vec<Part>),
+    Hash(Vec<KeyPart>),
 }
 
 /// Requests that the gateway makes by itself, to learn which servers work.

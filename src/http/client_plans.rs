@@ -11,7 +11,7 @@ use super::key_source::{KeyError, KeySource};
 use super::rate_limit_key::Caller;
 use crate::config::clients::{Client, Clients as Configured};
 use transom_limiter::ip_prefix::Networks;
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 
 /// No API key is longer, so what is longer need not be digested.
@@ -48,7 +48,7 @@ impl Clients {
         let id = |client: &Client| plans.binary_search(&client.plan).unwrap_or_default() as PlanId;
         let all = || configured.list.iter().map(|client| (client, id(client)));
         // A part that only some route has names no client.
-        let place = |part: &Option<Part>| {
+        let place = |part: &Option<KeyPart>| {
             part.as_ref().map(|part| ClientSource { source: KeySource::new(part, &[]), name: part.to_string() })
         };
         Clients {

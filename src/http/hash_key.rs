@@ -27,11 +27,11 @@ impl Affinity {
 
     /// The hash; `None` if the request lacks a part, or gives one twice.
     pub fn of(&self, caller: &Caller<'_>) -> Option<NonZeroU64> {
-        let mut hasher = KeyHasher::new(Seed::EVERYWHERE, 0);
+        let mut hasher = KeyHasher::new(Seed::SHARED, 0);
         for part in &self.0 {
-            part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)).ok()?;
+            part.feed(caller, &mut |kind, bytes| hasher.add_part(kind, bytes)).ok()?;
         }
         // One bit less, so that an absent hash takes no room in every request's future.
-        NonZeroU64::new(hasher.finish().place | 1)
+        NonZeroU64::new(hasher.finish().bucket_hash | 1)
     }
 }

@@ -13,8 +13,8 @@ use super::query::Given;
 use super::rate_limit_key::Caller;
 use super::{bearer, cookie, query};
 use crate::jwt::Invalid;
-use transom_limiter::ip_prefix::counted;
-use transom_limiter::key::Part;
+use transom_limiter::ip_prefix::canonical_address;
+use transom_limiter::key::KeyPart;
 
 /// Where a part is found.
 #[derive(Debug)]
@@ -52,24 +52,26 @@ pub enum KeyError {
 
 impl KeySource {
     /// `params` are the names of the route's parameters, in their order.
-    pub fn new(part: &Part, params: &[&str]) -> KeySource {
+    pub fn new(part: &KeyPart, params: &[&str]) -> KeySource {
         match part {
-            Part::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
+            KeyPart::Ip { v4_prefix, v6_prefix } => KeySource::Ip { v4_prefix: *v4_prefix, v6_prefix: *v6_prefix },
             // The configuration has been checked; what can be no name is in no request.
-            Part::Header(name) => HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Nowhere, KeySource::Header),
-            Part::Cookie(name) => KeySource::Cookie(name.clone()),
-            Part::Query(name) => KeySource::Query(name.clone()),
-            Part::Jwt(claim) => KeySource::Jwt(claim.clone()),
-            Part::Param(name) => {
+            KeyPart::Header(name) => {
+                HeaderName::from_bytes(name.as_bytes()).map_or(KeySource::Nowhere, KeySource::Header)
+            }
+            KeyPart::Cookie(name) => KeySource::Cookie(name.clone()),
+            KeyPart::Query(name) => KeySource::Query(name.clone()),
+            KeyPart::Jwt(claim) => KeySource::Jwt(claim.clone()),
+            KeyPart::Param(name) => {
                 let position = params.iter().position(|known| known == name);
                 position.map_or(KeySource::Nowhere, KeySource::Param)
             }
-            Part::ClientCert => KeySource::ClientCert,
-            Part::Host => KeySource::Host,
-            Part::Method => KeySource::Method,
-            Part::Path => KeySource::Path,
-            Part::Route => KeySource::Route,
-            Part::Global => KeySource::Global,
+            KeyPart::ClientCert => KeySource::ClientCert,
+            KeyPart::Host => KeySource::Host,
+            KeyPart::Method => KeySource::Method,
+            KeyPart::Path => KeySource::Path,
+            KeyPart::Route => KeySource::Route,
+            KeyPart::Global => KeySource::Global,
         }
     }
 
@@ -126,27 +128,27 @@ fn once(given: Given<'_>) -> Result<Cow<'_, [u8]>, KeyError> {
 /// Hands on as much of an address as is counted.
 #[inline]
 pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl FnMut(u8, &[u8])) {
-    match counted(address) {
+    match canonical_address(address) {
         IpAddr::V4(v4) => take(1, &prefix(v4.to_bits(), 32 - v4_prefix).to_be_bytes()),
         IpAddr::V6(v6) => take(2, &prefix(v6.to_bits(), 128 - v6_prefix).to_be_bytes()),
     }
 }
 
 /// The kind of a part, as [`Source::feed`] tells it; addresses are of two, and tell it themselves.
-pub fn kind(part: &Part) -> u8 {
+pub fn kind(part: &KeyPart) -> u8 {
     match part {
-        Part::Ip { .. } => 1,
-        Part::Header(_) => 3,
-        Part::Param(_) => 4,
-        Part::Host => 5,
-        Part::Method => 6,
-        Part::Path => 7,
-        Part::Route => 8,
-        Part::Global => 9,
-        Part::Cookie(_) => 10,
-        Part::Query(_) => 11,
-        Part::Jwt(_) => 12,
-        Part::ClientCert => 13,
+        KeyPart::Ip { .. } => 1,
+        KeyPart::Header(_) => 3,
+        KeyPart::Param(_) => 4,
+        KeyPart::Host => 5,
+        KeyPart::Method => 6,
+        KeyPart::Path => 7,
+        KeyPart::Route => 8,
+        KeyPart::Global => 9,
+        KeyPart::Cookie(_) => 10,
+        KeyPart::Query(_) => 11,
+        KeyPart::Jwt(_) => 12,
+        KeyPart::ClientCert => 13,
     }
 }
 

@@ -12,8 +12,8 @@ use foldhash::fast::RandomState;
 use super::client_plans::{Clients, PlanId, SECRET_MAX_BYTES};
 use super::key_source::{address, kind};
 use transom_limiter::ip_prefix::Networks;
-use transom_limiter::key::{KeyHash, KeyHasher, Part};
-use transom_limiter::rule::Value;
+use transom_limiter::key::{KeyHash, KeyHasher, KeyPart};
+use transom_limiter::rule::KeyValue;
 use transom_limiter::rule_set::CompiledRule;
 use transom_limiter::secret_digest::Digest;
 
@@ -49,7 +49,7 @@ impl Overrides {
             overridden.map(|(i, other)| (&other.key, RuleTreatment::Variant(entry.variant_of_override(i))));
         let exempt = rule.exemptions.keys.iter().map(|key| (key, RuleTreatment::Exempt));
         let keys: Vec<_> = overridden.chain(exempt).collect();
-        let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, Value::Digest(_))));
+        let digests = keys.iter().any(|(key, _)| key.iter().any(|value| matches!(value, KeyValue::Digest(_))));
         let exceptions = Overrides {
             networks: (!rule.exemptions.networks.is_empty())
                 .then(|| Networks::new(rule.exemptions.networks.iter().map(|network| (*network, ())))),
@@ -86,22 +86,22 @@ impl Overrides {
 }
 
 /// The hash that a request with these values has; as digests, if they are looked up so.
-fn hash(start: &KeyHasher, parts: &[Part], values: &[Value], digests: bool) -> KeyHash {
+fn hash(start: &KeyHasher, parts: &[KeyPart], values: &[KeyValue], digests: bool) -> KeyHash {
     let mut hasher = start.clone();
     for (part, value) in parts.iter().zip(values) {
         match value {
             // The configuration has been checked: what is no address never gets here.
-            Value::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
-            Value::Digest(digest) => hasher.part(kind(part), digest.bytes()),
+            KeyValue::Clear(text) => feed_text(&mut hasher, part, text, digests).unwrap_or_default(),
+            KeyValue::Digest(digest) => hasher.add_part(kind(part), digest.bytes()),
         }
     }
     hasher.finish()
 }
 
 /// Adds a part of a key that was given as a text; `None` if it is no address where there has to be one.
-pub fn feed_text(hasher: &mut KeyHasher, part: &Part, text: &str, digest: bool) -> Option<()> {
+pub fn feed_text(hasher: &mut KeyHasher, part: &KeyPart, text: &str, digest: bool) -> Option<()> {
     match part {
-        Part::Ip { v4_prefix, v6_prefix } => {
+        KeyPart::Ip { v4_prefix, v6_prefix } => {
             let parsed = text.parse().ok()?;
             address(parsed, *v4_prefix, *v6_prefix, &mut |kind, bytes| feed(hasher, kind, bytes, digest));
         }
@@ -114,8 +114,8 @@ pub fn feed_text(hasher: &mut KeyHasher, part: &Part, text: &str, digest: bool) 
 /// it need not be digested.
 pub fn feed(hasher: &mut KeyHasher, kind: u8, bytes: &[u8], digest: bool) {
     match digest && bytes.len() <= SECRET_MAX_BYTES {
-        true => hasher.part(kind, Digest::of(bytes).bytes()),
-        false => hasher.part(kind, bytes),
+        true => hasher.add_part(kind, Digest::of(bytes).bytes()),
+        false => hasher.add_part(kind, bytes),
     }
 }
 
@@ -133,27 +133,27 @@ mod tests {
     use transom_limiter::rule_set::RuleSet;
 
     /// A rule on every kind of part, and a request that has all of them.
-    fn parts() -> (Vec<Part>, HeaderMap, [&'static str; 7]) {
+    fn parts() -> (Vec<KeyPart>, HeaderMap, [&'static str; 7]) {
         let parts = [
-            Part::Ip { v4_prefix: 24, v6_prefix: 64 },
-            Part::Header("x-user".to_owned()),
-            Part::Param("id".to_owned()),
-            Part::Host,
-            Part::Method,
-            Part::Path,
-            Part::Route,
+            KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 },
+            KeyPart::Header("x-user".to_owned()),
+            KeyPart::Param("id".to_owned()),
+            KeyPart::Host,
+            KeyPart::Method,
+            KeyPart::Path,
+            KeyPart::Route,
         ];
         let mut headers = HeaderMap::new();
         headers.insert("x-user", "bob".parse().unwrap());
         (parts.to_vec(), headers, ["10.0.0.7", "bob", "77", "example.com", "GET", "/u/77", "route"])
     }
 
-    fn exempting(key: &[Part], keys: Vec<Vec<Value>>) -> RuleKey {
-        let mut rule = rule(key, OnMissing::Fallback(vec![Part::Global]));
+    fn exempting(key: &[KeyPart], keys: Vec<Vec<KeyValue>>) -> RuleKey {
+        let mut rule = rule(key, OnMissing::Fallback(vec![KeyPart::Global]));
         rule.exemptions = Exemptions { keys, networks: vec!["192.0.2.0/24".parse().unwrap()] };
         let rule_set = RuleSet::new(&[rule], SEED, None);
-        let exceptions = RuleKey::exceptions(&rule_set.entries[0], None, SEED).map(Arc::new);
-        RuleKey::new(&rule_set.entries[0], &route(), SEED).with(exceptions)
+        let exceptions = RuleKey::exceptions(&rule_set.rules[0], None, SEED).map(Arc::new);
+        RuleKey::new(&rule_set.rules[0], &route(), SEED).with(exceptions)
     }
 
     #[test]
@@ -162,10 +162,10 @@ mod tests {
         for digests in [false, true] {
             // An address is never a secret.
             let value = |(i, text): (usize, &&str)| match digests && i > 0 {
-                true => Value::Digest(Digest::of(text.as_bytes())),
-                false => Value::Clear((*text).to_owned()),
+                true => KeyValue::Digest(Digest::of(text.as_bytes())),
+                false => KeyValue::Clear((*text).to_owned()),
             };
-            let key: Vec<Value> = values.iter().enumerate().map(value).collect();
+            let key: Vec<KeyValue> = values.iter().enumerate().map(value).collect();
             let all = exempting(&parts, vec![key.clone()]);
             assert_eq!(of(&all, "10.0.0.99", &headers), Ok(None));
             assert!(of(&all, "10.0.1.7", &headers).unwrap().is_some());
@@ -173,7 +173,7 @@ mod tests {
             // Whichever part differs.
             for i in 0..parts.len() {
                 let mut other = key.clone();
-                other[i] = Value::Clear("10.9.9.9".to_owned());
+                other[i] = KeyValue::Clear("10.9.9.9".to_owned());
                 let other = exempting(&parts, vec![other]);
                 assert!(of(&other, "10.0.0.99", &headers).unwrap().is_some(), "{}", parts[i]);
             }
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_network_is_exempt_whatever_the_key() {
-        let rule = exempting(&[Part::Header("x-user".to_owned())], vec![]);
+        let rule = exempting(&[KeyPart::Header("x-user".to_owned())], vec![]);
         assert_eq!(of(&rule, "192.0.2.255", &HeaderMap::new()), Ok(None));
         assert_eq!(of(&rule, "::ffff:192.0.2.1", &HeaderMap::new()), Ok(None));
         assert!(of(&rule, "192.0.3.0", &HeaderMap::new()).unwrap().is_some());
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn a_rule_without_exceptions_looks_for_none() {
-        let rule_set = RuleSet::new(&[rule(&[Part::Host], OnMissing::Never)], SEED, None);
-        assert!(RuleKey::exceptions(&rule_set.entries[0], None, SEED).is_none());
+        let rule_set = RuleSet::new(&[rule(&[KeyPart::Host], OnMissing::Never)], SEED, None);
+        assert!(RuleKey::exceptions(&rule_set.rules[0], None, SEED).is_none());
     }
 }

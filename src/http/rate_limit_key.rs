@@ -20,7 +20,7 @@ use super::store_key_text::{Digester, Spelling};
 use crate::config::Route;
 use crate::jwt::cache::Checker;
 use transom_limiter::decision_context::KeyedRequest;
-use transom_limiter::key::{KeyHash, KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
 use transom_limiter::rule_set::CompiledRule;
 use transom_limiter::window::Windows;
@@ -106,7 +106,7 @@ struct Unknown {
 
 impl RuleKey {
     pub fn new(entry: &CompiledRule, route: &Route, seed: Seed) -> RuleKey {
-        let recipe = |fallback: bool, parts: &[Part]| {
+        let recipe = |fallback: bool, parts: &[KeyPart]| {
             let params = route.path.param_names();
             KeySpec {
                 starts: Starts::new(entry, seed, fallback.then_some(parts)),
@@ -134,7 +134,7 @@ impl RuleKey {
 
     /// The exceptions of a rule; for all its identities.
     pub fn exceptions(entry: &CompiledRule, clients: Option<&Clients>, seed: Seed) -> Option<Overrides> {
-        Overrides::new(entry, &start(seed, entry.identity, None), clients)
+        Overrides::new(entry, &start(seed, entry.hash_prefix, None), clients)
     }
 
     /// Who asks under this rule; `None` if the rule does not apply to the request.
@@ -230,21 +230,21 @@ pub struct Starts {
 }
 
 impl Starts {
-    pub fn new(entry: &CompiledRule, seed: Seed, fallback: Option<&[Part]>) -> Starts {
+    pub fn new(entry: &CompiledRule, seed: Seed, fallback: Option<&[KeyPart]>) -> Starts {
         let random = entry.rule.variants().flatten().any(|limit| matches!(limit.windows, Windows::Random { .. }));
-        let name = || Seed::EVERYWHERE.bits(&[&entry.rule.name]);
+        let name = || Seed::SHARED.hash(&[&entry.rule.name]);
         Starts {
-            own: start(seed, entry.identity, fallback),
-            everywhere: random.then(|| start(Seed::EVERYWHERE, name(), fallback)),
+            own: start(seed, entry.hash_prefix, fallback),
+            everywhere: random.then(|| start(Seed::SHARED, name(), fallback)),
         }
     }
 }
 
-fn start(seed: Seed, rule: u64, fallback: Option<&[Part]>) -> KeyHasher {
+fn start(seed: Seed, rule: u64, fallback: Option<&[KeyPart]>) -> KeyHasher {
     // Keeps the keys of a fallback apart from the rule's own, and from those of another.
     let own = fallback.map(|parts| format!("{parts:?}")).unwrap_or_default();
     let mut start = KeyHasher::new(seed, rule);
-    start.part(u8::from(fallback.is_some()), own.as_bytes());
+    start.add_part(u8::from(fallback.is_some()), own.as_bytes());
     start
 }
 
@@ -278,7 +278,7 @@ impl KeySpec {
     /// The key, and the offset of its windows if they start at random.
     fn hash(&self, caller: &Caller<'_>) -> Result<(KeyHash, u64), Unknown> {
         let offset = match &self.starts.everywhere {
-            Some(start) => self.hash_from(start, caller)?.place,
+            Some(start) => self.hash_from(start, caller)?.bucket_hash,
             None => 0,
         };
         Ok((self.hash_from(&self.starts.own, caller)?, offset))
@@ -288,7 +288,7 @@ impl KeySpec {
         let mut hasher = start.clone();
         let mut missing = None;
         for (position, part) in self.parts.iter().enumerate() {
-            match part.feed(caller, &mut |kind, bytes| hasher.part(kind, bytes)) {
+            match part.feed(caller, &mut |kind, bytes| hasher.add_part(kind, bytes)) {
                 Ok(()) => {}
                 // That one part is missing does not excuse another that is wrong: a token that is
                 // not valid is refused whatever else the key is made of.
@@ -355,11 +355,11 @@ pub mod tests {
 
     pub const SEED: Seed = Seed(1, 2);
 
-    fn identity(key: &[Part], on_missing: OnMissing) -> RuleKey {
-        RuleKey::new(&RuleSet::new(&[rule(key, on_missing)], SEED, None).entries[0], &route(), SEED)
+    fn identity(key: &[KeyPart], on_missing: OnMissing) -> RuleKey {
+        RuleKey::new(&RuleSet::new(&[rule(key, on_missing)], SEED, None).rules[0], &route(), SEED)
     }
 
-    pub fn rule(key: &[Part], on_missing: OnMissing) -> Rule {
+    pub fn rule(key: &[KeyPart], on_missing: OnMissing) -> Rule {
         Rule::new("r", key.to_vec(), on_missing, vec![Limit::parse("1/minute").unwrap()])
     }
 
@@ -408,13 +408,13 @@ pub mod tests {
     #[test]
     fn addresses_are_grouped_by_prefix_and_unwrapped() {
         let none = HeaderMap::new();
-        let ip = identity(&[Part::Ip { v4_prefix: 32, v6_prefix: 64 }], OnMissing::Never);
+        let ip = identity(&[KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }], OnMissing::Never);
         let key = |address| of(&ip, address, &none).unwrap();
         assert_eq!(key("2001:db8::1"), key("2001:db8::ffff:ffff:ffff:ffff"));
         assert_ne!(key("2001:db8::1"), key("2001:db8:0:1::1"));
         assert_eq!(key("::ffff:10.0.0.1"), key("10.0.0.1"));
         assert_ne!(key("10.0.0.1"), key("10.0.0.2"));
-        let wide = identity(&[Part::Ip { v4_prefix: 24, v6_prefix: 128 }], OnMissing::Never);
+        let wide = identity(&[KeyPart::Ip { v4_prefix: 24, v6_prefix: 128 }], OnMissing::Never);
         assert_eq!(of(&wide, "10.0.0.1", &none), of(&wide, "10.0.0.99", &none));
         assert_ne!(of(&wide, "2001:db8::1", &none), of(&wide, "2001:db8::2", &none));
     }
@@ -422,11 +422,11 @@ pub mod tests {
     #[test]
     fn a_missing_part_does_what_the_rule_says() {
         let none = HeaderMap::new();
-        let user = || [Part::Header("x-user".to_owned())];
+        let user = || [KeyPart::Header("x-user".to_owned())];
         let missing = RequestError::KeyMissing { rule: "r".to_owned(), part: "header:x-user".to_owned() };
         assert_eq!(of(&identity(&user(), OnMissing::Refuse), "10.0.0.1", &none), Err(missing));
         assert_eq!(of(&identity(&user(), OnMissing::Skip), "10.0.0.1", &none), Ok(None));
-        let fallback = identity(&user(), OnMissing::Fallback(vec![Part::Ip { v4_prefix: 32, v6_prefix: 64 }]));
+        let fallback = identity(&user(), OnMissing::Fallback(vec![KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 }]));
         assert_ne!(of(&fallback, "10.0.0.1", &none), of(&fallback, "10.0.0.2", &none));
         let mut named = HeaderMap::new();
         named.insert("x-user", "bob".parse().unwrap());
@@ -440,7 +440,7 @@ pub mod tests {
         let mut twice = HeaderMap::new();
         twice.append("x-user", "bob".parse().unwrap());
         twice.append("x-user", "eve".parse().unwrap());
-        let skip = identity(&[Part::Header("x-user".to_owned())], OnMissing::Skip);
+        let skip = identity(&[KeyPart::Header("x-user".to_owned())], OnMissing::Skip);
         assert!(matches!(of(&skip, "10.0.0.1", &twice), Err(RequestError::KeyAmbiguous { .. })));
     }
 
@@ -449,12 +449,12 @@ pub mod tests {
         let mut headers = HeaderMap::new();
         headers.insert("x-user", "bob".parse().unwrap());
         let parts = [
-            Part::Header("x-user".to_owned()),
-            Part::Param("id".to_owned()),
-            Part::Method,
-            Part::Host,
-            Part::Path,
-            Part::Route,
+            KeyPart::Header("x-user".to_owned()),
+            KeyPart::Param("id".to_owned()),
+            KeyPart::Method,
+            KeyPart::Host,
+            KeyPart::Path,
+            KeyPart::Route,
         ];
         let all = identity(&parts, OnMissing::Refuse);
         let fewer = identity(&parts[..5], OnMissing::Refuse);

@@ -58,7 +58,7 @@ impl RateLimitTemplate {
     pub fn new(rule_set: &RuleSet, charge_plan: &ChargePlan, fields: &[QuotaFields]) -> RateLimitTemplate {
         let (mut rules, mut rows) = (Vec::new(), Vec::new());
         for (position, &index) in charge_plan.rules.iter().enumerate() {
-            let entry = &rule_set.entries[index];
+            let entry = &rule_set.rules[index];
             let style = fields[index];
             if entry.rule.is_shadow() || style == QuotaFields::Off {
                 continue;
@@ -84,10 +84,10 @@ impl RateLimitTemplate {
     /// The rows of the windows that a request was counted in, and their answers.
     fn applied<'a>(&'a self, context: &'a DecisionContext) -> impl Iterator<Item = (&'a Row, &'a Charge)> {
         let rows = self.rules.iter().filter_map(|told| {
-            let keyed_request = context.keyed_requests.get(told.position).copied().flatten()?;
+            let keyed_request = context.inputs.keyed_requests.get(told.position).copied().flatten()?;
             Some(&self.rows[told.variants[keyed_request.variant].clone()])
         });
-        rows.flatten().filter_map(|row| context.answer(row.line).map(|charge| (row, charge)))
+        rows.flatten().filter_map(|row| context.charge_of(row.line).map(|charge| (row, charge)))
     }
 
     /// `RateLimit-Policy` for requests to which all rules apply, if it is the same for all of them:
@@ -111,7 +111,7 @@ impl RateLimitTemplate {
     ) -> RateLimitFields {
         let mut stamp = RateLimitFields::default();
         let usual = |told: &ReportedRule| {
-            context.keyed_requests.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0)
+            context.inputs.keyed_requests.get(told.position).copied().flatten().is_some_and(|a| a.variant == 0)
         };
         let all = self.rules.iter().all(usual);
         text.clear();

@@ -36,7 +36,7 @@ struct Fact {
 
 impl Fact {
     fn of((charge, line): (&Charge, &LayerRef)) -> Fact {
-        Fact { line: *line, ask: charge.ask, usage: charge.usage, full: charge.full }
+        Fact { line: *line, ask: charge.request, usage: charge.usage, full: charge.is_full }
     }
 }
 
@@ -75,7 +75,7 @@ impl RefusalCache {
         context: &DecisionContext,
         work_out: impl FnOnce() -> Refused,
     ) -> (&Reply, &mut Bytes) {
-        let facts = || context.charges.iter().zip(&context.lines).map(Fact::of);
+        let facts = || context.result.charges.iter().zip(&context.result.layers).map(Fact::of);
         let is_same = (self.slate, self.now_ms) == (slate, now_ms) && self.facts.iter().copied().eq(facts());
         // Where chance has a part in it, the next is told something else.
         if !is_same || self.refused.as_ref().is_none_or(|refused| refused.is_random) {

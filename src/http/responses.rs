@@ -99,18 +99,18 @@ pub fn refusal(
     text: &mut Vec<u8>,
     mut headers: HeaderMap,
 ) -> Refused {
-    let full = || context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full);
-    let entry = |line: &LayerRef| &rule_set.entries[charge_plan.rules[line.rule]];
+    let full = || context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
+    let entry = |line: &LayerRef| &rule_set.rules[charge_plan.rules[line.rule]];
     // `None`: it will never open for a request of this cost.
     let mut longest = (Some(0), 0);
     for (charge, line) in full() {
-        let opens_ms = rule_set.opens_ms(charge, entry(line), line.layer, now_ms);
+        let opens_ms = rule_set.available_at_ms(charge, entry(line), line.layer, now_ms);
         if longest.0.is_some_and(|longest_ms| opens_ms.is_none_or(|opens_ms| opens_ms > longest_ms)) {
             longest = (opens_ms, charge_plan.rules[line.rule]);
         }
     }
     let form = &forms[longest.1];
-    let again_ms = rule_set.again_ms(charge_plan, context, now_ms);
+    let again_ms = rule_set.retry_at_ms(charge_plan, context, now_ms);
     let jitter_s = if form.retry_jitter_s > 0 { fastrand::u64(..=form.retry_jitter_s) } else { 0 };
     let retry_after_s = again_ms.map(|again_ms| seconds_until(again_ms, now_ms).max(1) + jitter_s);
     let (content_type, body) = match &form.body {

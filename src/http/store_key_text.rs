@@ -11,8 +11,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use aws_lc_rs::hmac;
 
 use crate::config::redis::is_secret;
-use transom_limiter::key::Part;
-use transom_limiter::store_key::spell;
+use transom_limiter::key::KeyPart;
+use transom_limiter::store_key::percent_encode;
 
 /// What a digest begins with.
 const DIGEST: &str = "hmac-";
@@ -26,27 +26,27 @@ const PART_MAX_BYTES: usize = 256;
 pub struct Spelling {
     /// What all of them begin with.
     lead: Box<str>,
-    parts: Vec<Part>,
+    parts: Vec<KeyPart>,
     /// Which of the parts are secrets by what they are called.
     secret: Vec<bool>,
 }
 
 impl Spelling {
     /// Keys of a fallback have a part before their own that names it, with a `=` that no other has.
-    pub fn new(rule: &str, parts: &[Part], is_fallback: bool) -> Spelling {
+    pub fn new(rule: &str, parts: &[KeyPart], is_fallback: bool) -> Spelling {
         let mut lead = String::new();
-        spell(rule.as_bytes(), &mut lead);
+        percent_encode(rule.as_bytes(), &mut lead);
         if is_fallback {
             lead.push_str("|else=");
-            let names: Vec<String> = parts.iter().map(Part::to_string).collect();
-            spell(names.join(",").as_bytes(), &mut lead);
+            let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
+            percent_encode(names.join(",").as_bytes(), &mut lead);
         }
         Spelling { lead: lead.into(), parts: parts.to_vec(), secret: parts.iter().map(is_secret).collect() }
     }
 
     /// What a part is called.
     pub fn name(&self, position: usize) -> String {
-        self.parts.get(position).map(Part::to_string).unwrap_or_default()
+        self.parts.get(position).map(KeyPart::to_string).unwrap_or_default()
     }
 
     /// Begins the text of a key.
@@ -63,15 +63,15 @@ impl Spelling {
         }
         let start = out.len();
         match (part, kind, <[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
-            (Part::Global, ..) => {}
-            (Part::Ip { .. }, 1, Ok(v4), _) => spell(Ipv4Addr::from(v4).to_string().as_bytes(), out),
-            (Part::Ip { .. }, 2, _, Ok(v6)) => spell(Ipv6Addr::from(v6).to_string().as_bytes(), out),
+            (KeyPart::Global, ..) => {}
+            (KeyPart::Ip { .. }, 1, Ok(v4), _) => percent_encode(Ipv4Addr::from(v4).to_string().as_bytes(), out),
+            (KeyPart::Ip { .. }, 2, _, Ok(v6)) => percent_encode(Ipv6Addr::from(v6).to_string().as_bytes(), out),
             // What a client sends can not pass for a digest.
             _ if bytes.starts_with(DIGEST.as_bytes()) => {
                 out.push_str("%68");
-                spell(bytes.get(1..).unwrap_or_default(), out);
+                percent_encode(bytes.get(1..).unwrap_or_default(), out);
             }
-            _ => spell(bytes, out),
+            _ => percent_encode(bytes, out),
         }
         if out.len() - start > PART_MAX_BYTES {
             out.truncate(start);
@@ -84,12 +84,12 @@ impl Spelling {
 pub struct Digester {
     key: hmac::Key,
     /// The part that is a client's secret by the configuration.
-    api_key: Option<Part>,
+    api_key: Option<KeyPart>,
 }
 
 impl Digester {
     /// `key` is the same for all gateways that count together; `api_key` is where requests have their client's.
-    pub fn new(key: &[u8], api_key: Option<&Part>) -> Digester {
+    pub fn new(key: &[u8], api_key: Option<&KeyPart>) -> Digester {
         Digester { key: hmac::Key::new(hmac::HMAC_SHA256, key), api_key: api_key.cloned() }
     }
 
@@ -129,7 +129,7 @@ mod tests {
     use transom_limiter::rule_set::RuleSet;
 
     const SECRET: &[u8] = b"an example of a secret, long enough";
-    const V4: Part = Part::Ip { v4_prefix: 32, v6_prefix: 64 };
+    const V4: KeyPart = KeyPart::Ip { v4_prefix: 32, v6_prefix: 64 };
 
     fn digester() -> Digester {
         Digester::new(b"a key", None)
@@ -152,9 +152,15 @@ mod tests {
     }
 
     /// The text that a request has under a key.
-    fn text_by(digester: &Digester, key: &[Part], on_missing: OnMissing, address: &str, headers: &HeaderMap) -> String {
+    fn text_by(
+        digester: &Digester,
+        key: &[KeyPart],
+        on_missing: OnMissing,
+        address: &str,
+        headers: &HeaderMap,
+    ) -> String {
         let rule_set = RuleSet::new(&[rule(key, on_missing)], SEED, None);
-        let identity = RuleKey::new(&rule_set.entries[0], &route(), SEED);
+        let identity = RuleKey::new(&rule_set.rules[0], &route(), SEED);
         let mut text = String::from("transom:");
         let found = asked(address, headers, &tokens(), |caller| {
             assert_eq!(matches!(identity.of(caller), Ok(Some(_))), identity.text(caller, digester, &mut String::new()));
@@ -164,12 +170,12 @@ mod tests {
         text.split_off("transom:".len())
     }
 
-    fn text(key: &[Part], address: &str, headers: &HeaderMap) -> String {
+    fn text(key: &[KeyPart], address: &str, headers: &HeaderMap) -> String {
         text_by(&digester(), key, OnMissing::Refuse, address, headers)
     }
 
     /// The text that the decision API has for a key.
-    fn told(key: &[Part], values: &[&str]) -> Option<String> {
+    fn told(key: &[KeyPart], values: &[&str]) -> Option<String> {
         let rule_set = Arc::new(RuleSet::new(&[rule(key, OnMissing::Refuse)], SEED, None));
         let counsel = DecisionService::new(&rule_set, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
@@ -184,18 +190,18 @@ mod tests {
             headers(&[("x-user", b"bob|{1}"), ("cookie", b"id=c00kie"), ("authorization", bearer.as_bytes())]);
         let named = |name: &str| name.to_owned();
         let all = [
-            (Part::Ip { v4_prefix: 24, v6_prefix: 64 }, "10.0.0.7", "10.0.0.0"),
-            (Part::Header(named("x-user")), "bob|{1}", "bob%7C%7B1%7D"),
-            (Part::Cookie(named("id")), "c00kie", "hmac-f7e5ea46dcf22b0c2e8dd9bb4bf7dc5a"),
-            (Part::Query(named("token")), "a b", "hmac-"),
-            (Part::Jwt(named("sub")), "al ice", "al%20ice"),
-            (Part::Param(named("id")), "77", "77"),
-            (Part::ClientCert, "f00d", "f00d"),
-            (Part::Host, "example.com", "example.com"),
-            (Part::Method, "GET", "GET"),
-            (Part::Path, "/u/77", "%2Fu%2F77"),
-            (Part::Route, "route", "route"),
-            (Part::Global, "", ""),
+            (KeyPart::Ip { v4_prefix: 24, v6_prefix: 64 }, "10.0.0.7", "10.0.0.0"),
+            (KeyPart::Header(named("x-user")), "bob|{1}", "bob%7C%7B1%7D"),
+            (KeyPart::Cookie(named("id")), "c00kie", "hmac-f7e5ea46dcf22b0c2e8dd9bb4bf7dc5a"),
+            (KeyPart::Query(named("token")), "a b", "hmac-"),
+            (KeyPart::Jwt(named("sub")), "al ice", "al%20ice"),
+            (KeyPart::Param(named("id")), "77", "77"),
+            (KeyPart::ClientCert, "f00d", "f00d"),
+            (KeyPart::Host, "example.com", "example.com"),
+            (KeyPart::Method, "GET", "GET"),
+            (KeyPart::Path, "/u/77", "%2Fu%2F77"),
+            (KeyPart::Route, "route", "route"),
+            (KeyPart::Global, "", ""),
         ];
         for (part, value, spelt) in &all {
             let of_request = text(std::slice::from_ref(part), "10.0.0.7", &headers);
@@ -205,13 +211,13 @@ mod tests {
                 Some(_) => assert!(of_request.starts_with("r|hmac-") && of_request.len() == 39, "{part}"),
             }
         }
-        let parts: Vec<Part> = all.iter().map(|(part, ..)| part.clone()).collect();
+        let parts: Vec<KeyPart> = all.iter().map(|(part, ..)| part.clone()).collect();
         let values: Vec<&str> = all.iter().map(|(_, value, _)| *value).collect();
         assert_eq!(told(&parts, &values), Some(text(&parts, "10.0.0.7", &headers)));
-        assert_eq!(told(&[Part::Global], &[]), Some("r|".to_owned()));
-        assert_eq!(told(&[Part::Global], &["any"]), Some("r|".to_owned()));
+        assert_eq!(told(&[KeyPart::Global], &[]), Some("r|".to_owned()));
+        assert_eq!(told(&[KeyPart::Global], &["any"]), Some("r|".to_owned()));
         assert_eq!(told(&[V4], &["10.0.0"]), None);
-        assert_eq!(told(&[V4, Part::Host], &["10.0.0.1"]), None);
+        assert_eq!(told(&[V4, KeyPart::Host], &["10.0.0.1"]), None);
     }
 
     #[test]
@@ -237,12 +243,12 @@ mod tests {
 
     #[test]
     fn what_lets_somebody_in_is_told_by_its_digest() {
-        let header = |name: &str| Part::Header(name.to_owned());
+        let header = |name: &str| KeyPart::Header(name.to_owned());
         for name in ["authorization", "proxy-authorization", "x-api-key", "x-auth-token", "my-session-id"] {
             assert!(is_secret(&header(name)), "{name}");
         }
-        assert!(is_secret(&Part::Query("API_KEY".to_owned())) && is_secret(&Part::Cookie("theme".to_owned())));
-        assert!(!is_secret(&header("x-user")) && !is_secret(&Part::Jwt("sub".to_owned())));
+        assert!(is_secret(&KeyPart::Query("API_KEY".to_owned())) && is_secret(&KeyPart::Cookie("theme".to_owned())));
+        assert!(!is_secret(&header("x-user")) && !is_secret(&KeyPart::Jwt("sub".to_owned())));
         let user = headers(&[("x-user", b"bob")]);
         let configured = Digester::new(b"a key", Some(&header("x-user")));
         let known = |digester: &Digester| text_by(digester, &[header("x-user")], OnMissing::Refuse, "10.0.0.1", &user);
@@ -255,7 +261,7 @@ mod tests {
     #[test]
     fn keys_stay_bounded_and_nothing_passes_for_a_digest() {
         let user =
-            |value: &[u8]| text(&[Part::Header("x-user".to_owned())], "10.0.0.1", &headers(&[("x-user", value)]));
+            |value: &[u8]| text(&[KeyPart::Header("x-user".to_owned())], "10.0.0.1", &headers(&[("x-user", value)]));
         assert_eq!(user(&[b'a'; 256]).len(), 2 + 256);
         let long = user(&[b'a'; 257]);
         assert!(long.starts_with("r|hmac-") && long.len() == 39);
@@ -266,14 +272,14 @@ mod tests {
 
     #[test]
     fn keys_of_a_fallback_are_no_others() {
-        let key = [Part::Header("x-user".to_owned()), Part::Method];
-        let fallback = |parts: &[Part]| OnMissing::Fallback(parts.to_vec());
+        let key = [KeyPart::Header("x-user".to_owned()), KeyPart::Method];
+        let fallback = |parts: &[KeyPart]| OnMissing::Fallback(parts.to_vec());
         let spelt =
-            |parts: &[Part], headers: &HeaderMap| text_by(&digester(), &key, fallback(parts), "10.0.0.1", headers);
+            |parts: &[KeyPart], headers: &HeaderMap| text_by(&digester(), &key, fallback(parts), "10.0.0.1", headers);
         let none = HeaderMap::new();
         assert_eq!(spelt(&[V4], &none), "r|else=ip|10.0.0.1");
-        assert_eq!(spelt(&[V4, Part::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
-        assert_eq!(spelt(&[Part::Global], &none), "r|else=global|");
+        assert_eq!(spelt(&[V4, KeyPart::Host], &none), "r|else=ip%2Chost|10.0.0.1|example.com");
+        assert_eq!(spelt(&[KeyPart::Global], &none), "r|else=global|");
         assert_eq!(spelt(&[V4], &headers(&[("x-user", b"else=ip")])), "r|else%3Dip|GET");
         assert_eq!(text_by(&digester(), &key, OnMissing::Skip, "10.0.0.1", &none), "");
     }
@@ -284,7 +290,7 @@ mod tests {
             a in proptest::collection::vec(any::<u8>(), 0..40), b in proptest::collection::vec(any::<u8>(), 0..40),
             at in 0..40_usize,
         ) {
-            let spelling = Spelling::new("r", &[Part::Path, Part::Path], false);
+            let spelling = Spelling::new("r", &[KeyPart::Path, KeyPart::Path], false);
             let spelt = |key: [&[u8]; 2]| {
                 let mut text = String::new();
                 spelling.begin(&mut text);

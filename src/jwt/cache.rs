@@ -84,9 +84,9 @@ impl Checker {
 
     fn hash(&self, token: &[u8]) -> Hash {
         let mut hasher = self.start.clone();
-        hasher.part(0, token);
+        hasher.add_part(0, token);
         let hash = hasher.finish();
-        (hash.place, hash.tag)
+        (hash.bucket_hash, hash.tag)
     }
 
     fn read(&self, claims: &Claims, lifetime: Lifetime) -> Verified {

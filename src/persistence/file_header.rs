@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::PAGE_BYTES;
-use transom_limiter::table::{BUCKET_SLOTS, Plan};
+use transom_limiter::table::{BUCKET_SLOTS, TableLayout};
 
 /// Version of the layout, of the words, and of how keys are hashed: what is written under another means nothing.
 const VERSION: u64 = 1;
@@ -38,7 +38,7 @@ pub type Boot = [u8; 36];
 /// What the first page says.
 #[derive(Clone, Copy)]
 pub struct Header {
-    pub plan: Plan,
+    pub plan: TableLayout,
     /// Layers that the ledger has room for.
     pub layers: usize,
     pub seed: Seed,
@@ -93,7 +93,7 @@ impl Header {
         let mut page = [0; Header::BYTES];
         page[..12].copy_from_slice(&MAGIC);
         page[12..16].copy_from_slice(&ORDER.to_ne_bytes());
-        let Plan { own, spill, slots } = self.plan;
+        let TableLayout { counter_buckets: own, overflow_buckets: spill, bucket_slots: slots } = self.plan;
         let numbers = [VERSION, own as u64, spill as u64, slots as u64, self.layers as u64, self.seed.0, self.seed.1];
         for (bytes, number) in page[16..].chunks_exact_mut(8).zip(numbers) {
             bytes.copy_from_slice(&number.to_le_bytes());
@@ -131,7 +131,8 @@ impl Header {
         }
         let mut boot = [0; 36];
         boot.copy_from_slice(&page[BOOT_AT..BOOT_AT + 36]);
-        let plan = Plan { own: own as usize, spill: spill as usize, slots: BUCKET_SLOTS };
+        let plan =
+            TableLayout { counter_buckets: own as usize, overflow_buckets: spill as usize, bucket_slots: BUCKET_SLOTS };
         let header = Header { plan, layers: layers as usize, seed: Seed(place, tag), boot };
         if header.file_bytes() as u64 == file_bytes { Ok(header) } else { Err(Unfit::Damaged) }
     }
@@ -143,7 +144,7 @@ mod tests {
     use transom_limiter::table::Table;
 
     fn header() -> Header {
-        Header { plan: Table::plan(1000), layers: 100, seed: Seed(1, 2), boot: [b'x'; 36] }
+        Header { plan: Table::layout(1000), layers: 100, seed: Seed(1, 2), boot: [b'x'; 36] }
     }
 
     #[test]

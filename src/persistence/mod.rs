@@ -24,7 +24,7 @@ use transom_limiter::atomics::{AtomicU128, Ordering};
 use transom_limiter::counter::END_MAX_MS;
 use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
-use transom_limiter::memory::{Cells, Memory};
+use transom_limiter::memory::{AtomicSlice, Memory};
 use transom_limiter::table::{Table, TableStats};
 
 pub mod background;
@@ -55,7 +55,7 @@ pub struct Counters {
     /// Where the file is, if it has a name.
     path: Option<PathBuf>,
     /// The latest time that a process told, Unix milliseconds, and beside it all its bits turned over.
-    time: Cells<AtomicU128>,
+    time: AtomicSlice<AtomicU128>,
     /// What they lie in, with a shared lock on it.
     file: File,
 }
@@ -169,7 +169,7 @@ impl Counters {
         }
         let boot = boot();
         let layers = layers.saturating_mul(2).max(SPARE_LAYERS).next_power_of_two();
-        let fresh = Header { plan: Table::plan(config.capacity), layers, seed: fresh_seed(), boot };
+        let fresh = Header { plan: Table::layout(config.capacity), layers, seed: fresh_seed(), boot };
         let (counters, alone) = match (&config.file, handed) {
             (Some(path), handed) => {
                 let (counters, alone) = FileOpener { path, config, fresh, clock }.open()?;
@@ -202,7 +202,7 @@ impl Counters {
         let memory = Memory::mapped(file.as_fd(), header.file_bytes())?;
         let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
         let numbers = memory.numbers(Header::LEDGER_AT, FormatRegistry::numbers(header.layers)).ok_or_else(short)?;
-        let table = Table::within(header.plan, &memory, header.table_at()).ok_or_else(short)?;
+        let table = Table::in_memory(header.plan, &memory, header.table_at()).ok_or_else(short)?;
         let time = memory.words(Header::TIME_AT, 1).ok_or_else(short)?;
         let (table, ledger) = (Arc::new(table), FormatRegistry::new(numbers));
         Ok(Counters { table, ledger, seed: header.seed, shared, header, path: None, time, file })
@@ -217,7 +217,7 @@ impl Counters {
     pub fn census(&self, now_ms: u64) -> TableStats {
         let table_at = self.header.table_at();
         let within = |bytes: Range<usize>| bytes.start.saturating_sub(table_at)..bytes.end.saturating_sub(table_at);
-        self.table.census_of(written(&self.file, self.header.file_bytes()).map(within), now_ms)
+        self.table.stats_of(written(&self.file, self.header.file_bytes()).map(within), now_ms)
     }
 
     /// Whether the file is still where others look for it.

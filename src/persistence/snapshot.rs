@@ -32,7 +32,7 @@ use crate::clock::Clock;
 use transom_limiter::counter::{CounterWord, END_MAX_MS};
 use transom_limiter::format_registry::{CounterFormat, CounterFormats};
 use transom_limiter::key::Seed;
-use transom_limiter::table::{Plan, Watermarks};
+use transom_limiter::table::{TableLayout, Watermarks};
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
 /// As that of the counters file, of which it holds the words.
@@ -108,14 +108,14 @@ pub fn write(counters: &Counters, path: &Path, clock: &Clock, patience: Duration
     // How many there are is known only at the end, so the head is written last.
     (&file).write_all(&[0; HEAD_BYTES as usize])?;
     let mut target = BufWriter::new(Summed::new(&file));
-    let ways: Vec<(u64, CounterFormat)> = counters.ledger.ways().special().collect();
+    let ways: Vec<(u64, CounterFormat)> = counters.ledger.formats().non_plain().collect();
     for (bits, way) in &ways {
         let grants = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
-        let (rolls, shards) = (u64::from(way.rolls), u64::from(way.shards));
-        put(&mut target, &[*bits, rolls, shards, way.ahead_most, grants, u64::from(way.differ)])?;
+        let (rolls, shards) = (u64::from(way.accumulates), u64::from(way.shards));
+        put(&mut target, &[*bits, rolls, shards, way.max_ahead, grants, u64::from(way.limits_differ)])?;
     }
     let mut written = 0;
-    for (place, word) in counters.table.open(clock.now().unix_ms) {
+    for (place, word) in counters.table.live_counters(clock.now().unix_ms) {
         let bits = word.bits();
         put(&mut target, &[place as u64, bits as u64, (bits >> 64) as u64])?;
         written += 1;
@@ -159,21 +159,21 @@ fn lies_at(file: &File, path: &Path) -> io::Result<bool> {
 }
 
 fn head(counters: &Counters, clock: &Clock, ways: u64, written: u64) -> Vec<u8> {
-    let (plan, seed, marks) = (counters.header.plan, counters.seed, counters.table.marks());
+    let (plan, seed, marks) = (counters.header.plan, counters.seed, counters.table.watermarks());
     // Read behind the marks, which may have been raised while the rest was written: none of them is later.
     let now_ms = clock.now().unix_ms;
     let mut head = MAGIC.to_vec();
     let numbers: [u64; HEAD_NUMBERS] = [
         VERSION,
-        plan.own as u64,
-        plan.spill as u64,
-        plan.slots as u64,
+        plan.counter_buckets as u64,
+        plan.overflow_buckets as u64,
+        plan.bucket_slots as u64,
         seed.0,
         seed.1,
         now_ms,
         marks.horizon_ms,
-        marks.spill_horizon_ms,
-        marks.spill_end_ms,
+        marks.overflow_horizon_ms,
+        marks.overflow_end_ms,
         ways,
         written,
     ];
@@ -207,7 +207,7 @@ pub fn prepare(path: &Path) -> io::Result<()> {
 }
 
 /// The snapshot that lies there, if it is whole and fits a table of this plan. What does not is set aside, and reported.
-pub fn find(path: &Path, plan: Plan) -> Option<Saved> {
+pub fn find(path: &Path, plan: TableLayout) -> Option<Saved> {
     match read(path, plan) {
         Ok(saved) => Some(saved),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -223,7 +223,7 @@ pub fn find(path: &Path, plan: Plan) -> Option<Saved> {
     }
 }
 
-fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
+fn read(path: &Path, plan: TableLayout) -> io::Result<Saved> {
     let damaged = || io::Error::other("it is damaged");
     let file = options().open(path)?;
     let bytes = file.metadata()?.len();
@@ -242,7 +242,7 @@ fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
     if version != VERSION {
         return Err(io::Error::other(format!("its layout is version {version}, and this is version {VERSION}")));
     }
-    if (own, spill, slots) != (plan.own as u64, plan.spill as u64, plan.slots as u64) {
+    if (own, spill, slots) != (plan.counter_buckets as u64, plan.overflow_buckets as u64, plan.bucket_slots as u64) {
         return Err(io::Error::other("it is for another `counters.capacity`"));
     }
     let body = ways.checked_mul(WAY_BYTES).zip(counters.checked_mul(COUNTER_BYTES));
@@ -255,7 +255,7 @@ fn read(path: &Path, plan: Plan) -> io::Result<Saved> {
     source.sum.update(head);
     let mut sum = [0; CHECKSUM_BYTES as usize];
     (&file).read_exact(&mut sum)?;
-    let marks = Watermarks { horizon_ms, spill_horizon_ms, spill_end_ms };
+    let marks = Watermarks { horizon_ms, overflow_horizon_ms: spill_horizon_ms, overflow_end_ms: spill_end_ms };
     // Horizons are times that have passed. With later ones, windows that are open would be taken for ended.
     let passed_ms = horizon_ms.max(spill_horizon_ms);
     let has_passed = passed_ms <= time_ms.saturating_add(AHEAD_MAX_MS);
@@ -276,11 +276,17 @@ impl Saved {
             let grants = ((grants >> 32) as u32, grants as u32);
             ways.join(
                 bits,
-                CounterFormat { rolls: rolls != 0, shards: shards as u32, ahead_most, grants, differ: differ != 0 },
+                CounterFormat {
+                    accumulates: rolls != 0,
+                    shards: shards as u32,
+                    max_ahead: ahead_most,
+                    grants,
+                    limits_differ: differ != 0,
+                },
             );
         }
         counters.ledger.join(&ways).map_err(|_full| io::Error::other("it is of more layers than there is room for"))?;
-        counters.table.restore_marks(self.marks);
+        counters.table.restore_watermarks(self.marks);
         let mut restored = 0;
         for _ in 0..self.counters {
             let [place, low, high] = get(&mut source)?;

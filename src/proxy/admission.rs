@@ -15,7 +15,7 @@ use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::Reply;
 use crate::redis_store::decision::{Begun, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::Decision;
 
 /// What is asked, and by whose rules.
@@ -79,8 +79,8 @@ pub fn judge(
     let RouteRules { charge_plan, .. } = &snapshot.slates[slate];
     let Some(shared) = worker.shared.as_ref().filter(|_| charge_plan.is_shared) else {
         let clock = || worker.clock.now().unix_ms;
-        let now = Now::since(now_ms, &clock);
-        return Ok(Judged::Now(snapshot.rule_set.judge(charge_plan, &worker.table, now, context)));
+        let now = DecisionTime::starting_at(now_ms, &clock);
+        return Ok(Judged::Now(snapshot.rule_set.decide(charge_plan, &worker.table, now, context)));
     };
     let text = |position| snapshot.text_of(&snapshot.slates[slate], position, caller);
     match shared.begin(&snapshot.rule_set, charge_plan, context, text) {

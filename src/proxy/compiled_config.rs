@@ -25,7 +25,7 @@ use crate::http::router::Router;
 use crate::http::store_key_text::Digester;
 use crate::jwt::cache::Checker;
 use crate::upstream::server_health::UpstreamHealth;
-use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::{Cost, Sharing};
 use transom_limiter::rule_set::{ChargePlan, RuleSet};
 
@@ -99,7 +99,7 @@ impl CompiledConfig {
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(Clients::new);
         let exceptions = |entry| RuleKey::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
-        let exceptions: Vec<_> = rule_set.entries.iter().map(exceptions).collect();
+        let exceptions: Vec<_> = rule_set.rules.iter().map(exceptions).collect();
         let (mut slates, mut actions) = (Vec::new(), Vec::new());
         let mut known: BTreeMap<_, usize> = BTreeMap::new();
         let mut lanes = Vec::with_capacity(config.routes.len());
@@ -160,8 +160,8 @@ impl CompiledConfig {
 
     /// What the key of a request is in the store, under a rule of a slate; `None` if the rule is not shared or does not apply.
     pub fn text_of(&self, slate: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
-        let rule = &self.rule_set.entries[slate.charge_plan.rules[position]].rule;
-        let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Own)?;
+        let rule = &self.rule_set.rules[slate.charge_plan.rules[position]].rule;
+        let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
         slate.identities[position].text(caller, digester, &mut text).then(|| text.into())
     }
@@ -186,11 +186,10 @@ impl RouteRules {
         seed: Seed,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(&route.rules);
-        let identity =
-            |rule: &usize| RuleKey::new(&rule_set.entries[*rule], route, seed).with(exceptions[*rule].clone());
+        let identity = |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with(exceptions[*rule].clone());
         let identities = route.rules.iter().map(identity).collect();
         let terms = ResponseCostRule::of(config, &route.rules);
-        let is_repeatable = charge_plan.is_plain() && charge_plan.shadows().is_empty() && config.jwt.is_none();
+        let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();
         RouteRules {
             identities,
             sheet: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
@@ -202,7 +201,7 @@ impl RouteRules {
 }
 
 fn key_fields(config: &Config) -> Vec<HeaderName> {
-    let keys = parts(config).filter_map(|part| if let Part::Header(name) = part { Some(name) } else { None });
+    let keys = parts(config).filter_map(|part| if let KeyPart::Header(name) = part { Some(name) } else { None });
     let costs = config.rules.iter().filter_map(|rule| match &rule.cost {
         Cost::Request { header, .. } => Some(header),
         Cost::Fixed(_) | Cost::Response { .. } => None,
@@ -214,17 +213,17 @@ fn key_fields(config: &Config) -> Vec<HeaderName> {
 
 fn claims(config: &Config) -> Vec<String> {
     let names = parts(config).filter_map(|part| match part {
-        Part::Jwt(claim) => Some(claim.clone()),
+        KeyPart::Jwt(claim) => Some(claim.clone()),
         _ => None,
     });
     names.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// All that some rule counts by, or that names a client.
-fn parts(config: &Config) -> impl Iterator<Item = &Part> {
+fn parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
     let keys = config.rules.iter().flat_map(|rule| {
-        let fallback: &[Part] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
+        let fallback: &[KeyPart] = if let OnMissing::Fallback(parts) = &rule.on_missing { parts } else { &[] };
         rule.key.iter().chain(fallback)
     });
     keys.chain(clients)

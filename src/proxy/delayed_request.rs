@@ -20,7 +20,7 @@ use crate::http::responses;
 use crate::redis_store::decision::Unavailable;
 use crate::redis_store::scripts::Refund;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{Decision, LayerRef};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::waiter_limit::WaiterSlot;
@@ -68,19 +68,19 @@ impl DelayedRequest {
         context: &DecisionContext,
         placed: Placed,
     ) -> Option<Box<DelayedRequest>> {
-        let Decision::Delayed { until_ms, wait, again } = judgement else { return None };
+        let Decision::Delayed { until_ms, waiter: wait, recharge: again } = judgement else { return None };
         let (snapshot, now_ms) = (&view.snapshot, worker.clock.now().unix_ms);
         Some(Box::new(DelayedRequest {
             until_ms,
             slate,
-            keyed_requests: context.keyed_requests.clone(),
+            keyed_requests: context.inputs.keyed_requests.clone(),
             again,
-            shares: context.all_shares().collect(),
+            shares: context.all_receipts().collect(),
             placed,
             worker: Rc::clone(worker),
             view: Rc::clone(view),
-            _place: wait.map(|wait| wait.place),
-            latest_ms: now_ms + snapshot.rule_set.most_delay_ms(&snapshot.slates[slate].charge_plan),
+            _place: wait.map(|wait| wait.slot),
+            latest_ms: now_ms + snapshot.rule_set.max_delay_ms(&snapshot.slates[slate].charge_plan),
             waits: Rc::clone(&peer.waits),
         }))
     }
@@ -98,7 +98,12 @@ impl DelayedRequest {
                 self.shares.clear();
                 self.placed.gifts.clear();
                 let clock = || self.worker.clock.now().unix_ms;
-                return Ok(self.view.stamp(self.slate, &self.keyed_requests, &self.worker.table, Now::by(&clock)));
+                return Ok(self.view.stamp(
+                    self.slate,
+                    &self.keyed_requests,
+                    &self.worker.table,
+                    DecisionTime::read(&clock),
+                ));
             }
             self.charge_again(record, settlement).await?;
         }
@@ -127,13 +132,13 @@ impl DelayedRequest {
         let snapshot = Arc::clone(&self.view.snapshot);
         let (rule_set, slate) = (&snapshot.rule_set, &snapshot.slates[self.slate]);
         let mut context = self.view.scratch().context.clone();
-        context.keyed_requests.clone_from(&self.keyed_requests);
+        context.inputs.keyed_requests.clone_from(&self.keyed_requests);
         let again = std::mem::take(&mut self.again);
         let clock = || self.worker.clock.now().unix_ms;
         let (judgement, gifts) = match self.worker.shared.as_ref().filter(|_| slate.charge_plan.is_shared) {
             None => {
-                let now = Now::by(&clock);
-                (rule_set.charge_again(&slate.charge_plan, &again, &self.worker.table, now, &mut context), Vec::new())
+                let now = DecisionTime::read(&clock);
+                (rule_set.recharge(&slate.charge_plan, &again, &self.worker.table, now, &mut context), Vec::new())
             }
             Some(shared) => {
                 let inquiry =
@@ -144,23 +149,23 @@ impl DelayedRequest {
                 (ruling.judgement, ruling.gifts)
             }
         };
-        let now = Now::by(&clock);
+        let now = DecisionTime::read(&clock);
         let now_ms = now.unix_ms;
         match judgement {
             Decision::Admitted => {}
-            Decision::Delayed { until_ms, again, .. } if until_ms <= self.latest_ms => {
+            Decision::Delayed { until_ms, recharge: again, .. } if until_ms <= self.latest_ms => {
                 (self.until_ms, self.again) = (until_ms, again);
             }
             Decision::Delayed { .. } | Decision::Refused => {
-                self.shares.extend(context.all_shares());
-                rule_set.give_back(&self.shares, u32::MAX, &self.worker.table, now_ms);
+                self.shares.extend(context.all_receipts());
+                rule_set.refund(&self.shares, u32::MAX, &self.worker.table, now_ms);
                 self.shares.clear();
                 self.placed.gifts.extend(gifts);
                 // The answer tells of all layers, as they are now.
-                rule_set.look(&slate.charge_plan, &self.worker.table, now, &mut context);
+                rule_set.peek(&slate.charge_plan, &self.worker.table, now, &mut context);
                 record.decision(self.slate, &context, &Decision::Refused);
                 let mut text = Vec::new();
-                let stamp = slate.sheet.render(&context, None, context.decided_ms, &mut text);
+                let stamp = slate.sheet.render(&context, None, context.result.decided_ms, &mut text);
                 let (charge_plan, forms) = (&slate.charge_plan, &snapshot.forms);
                 let headers = HeaderMap::new();
                 let refused = responses::refusal(
@@ -168,7 +173,7 @@ impl DelayedRequest {
                     charge_plan,
                     &context,
                     forms,
-                    context.decided_ms,
+                    context.result.decided_ms,
                     stamp,
                     &mut text,
                     headers,
@@ -176,8 +181,8 @@ impl DelayedRequest {
                 return Err(Rejection::Refused(refused.reply));
             }
         }
-        self.shares.retain(|share| share.paid.end_ms() > now_ms);
-        self.shares.extend(context.all_shares());
+        self.shares.retain(|share| share.receipt.end_ms() > now_ms);
+        self.shares.extend(context.all_receipts());
         if let Some(settlement) = settlement {
             settlement.charged_again(slate, &context, &gifts, now_ms);
         }
@@ -192,7 +197,7 @@ impl Drop for DelayedRequest {
         if !self.shares.is_empty() {
             let (worker, rule_set) = (&self.worker, &self.view.snapshot.rule_set);
             let now_ms = worker.clock.now().unix_ms;
-            worker.abandoned.give_up(self.shares.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
+            worker.abandoned.refund(self.shares.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
         }
         if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.placed.gifts.is_empty()) {
             shared.give_later(self.placed.gifts.drain(..).map(|(_, gift)| gift).collect());

@@ -223,7 +223,7 @@ fn decide(
     };
     let fault = match identify(view, lane_index, &caller, context) {
         // No rule has a key to charge.
-        Some(fault) if context.keyed_requests.iter().all(Option::is_none) => return Err(fault),
+        Some(fault) if context.inputs.keyed_requests.iter().all(Option::is_none) => return Err(fault),
         fault => fault.map(Box::new),
     };
     let action = snapshot.action_of(lane).filter(|_| fault.is_none());
@@ -240,11 +240,17 @@ fn decide(
                     visitor.peer.again.replace(again);
                     let headers = std::mem::take(&mut parts.headers);
                     let slate = lane.slate as usize;
-                    let work_out = || view.refusal(slate, context, context.decided_ms, worker.date(), text, headers);
-                    return Ok(RequestOutcome::Answer(last.refusal(slate, context.decided_ms, context, work_out)));
+                    let work_out =
+                        || view.refusal(slate, context, context.result.decided_ms, worker.date(), text, headers);
+                    return Ok(RequestOutcome::Answer(last.refusal(
+                        slate,
+                        context.result.decided_ms,
+                        context,
+                        work_out,
+                    )));
                 }
                 let policy = view.policies[lane.slate as usize].as_ref();
-                let stamp = slate.sheet.render(context, policy, context.decided_ms, text);
+                let stamp = slate.sheet.render(context, policy, context.result.decided_ms, text);
                 let texts = || snapshot.texts_of(slate, &caller);
                 (Admission::of(judgement, stamp, worker, view, visitor.peer, lane.slate as usize, context, texts), None)
             }
@@ -330,9 +336,9 @@ fn identify(
     let snapshot = &*view.snapshot;
     let slate = snapshot.slate_of(&snapshot.lanes[lane]);
     let mut first_fault = None;
-    context.keyed_requests.clear();
+    context.inputs.keyed_requests.clear();
     for (position, identity) in slate.identities.iter().enumerate() {
-        context.keyed_requests.push(match identity.of(caller) {
+        context.inputs.keyed_requests.push(match identity.of(caller) {
             Ok(keyed_request) => keyed_request,
             // A rule that is only tried out refuses nobody, for whatever reason.
             Err(_) if snapshot.rule_set.is_shadow(&slate.charge_plan, position) => {

@@ -16,7 +16,7 @@ use super::request_record;
 use super::worker_state::{Peer, Scratch, WorkerConfig, WorkerState};
 use crate::http::headers::SpecialFields;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 
 /// Of such a request, all that its decision needs.
 pub struct Again {
@@ -54,7 +54,7 @@ impl Again {
         is_usual.then(|| Again {
             view: Rc::clone(view),
             lane,
-            keyed_requests: context.keyed_requests.as_slice().into(),
+            keyed_requests: context.inputs.keyed_requests.as_slice().into(),
         })
     }
 
@@ -77,17 +77,23 @@ impl Again {
         let now = worker.clock.now();
         let mut scratch = view.scratch();
         let Scratch { context, text, last, .. } = &mut *scratch;
-        context.keyed_requests.clear();
-        context.keyed_requests.extend_from_slice(&self.keyed_requests);
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.extend_from_slice(&self.keyed_requests);
         let clock = || worker.clock.now().unix_ms;
-        if snapshot.rule_set.look(&slate.charge_plan, &worker.table, Now::since(now.unix_ms, &clock), context) {
+        if snapshot.rule_set.peek(
+            &slate.charge_plan,
+            &worker.table,
+            DecisionTime::starting_at(now.unix_ms, &clock),
+            context,
+        ) {
             return None;
         }
         let took = worker.clock.instant().duration_since(now.instant);
         worker.meter.decided(took);
         request_record::refused(view, Some(self.lane), position, context);
-        let work_out = || view.refusal(position, context, context.decided_ms, worker.date(), text, HeaderMap::new());
-        let (status, answer) = last.written(position, context.decided_ms, context, work_out);
+        let work_out =
+            || view.refusal(position, context, context.result.decided_ms, worker.date(), text, HeaderMap::new());
+        let (status, answer) = last.written(position, context.result.decided_ms, context, work_out);
         view.meters[self.lane].answered(status.as_u16(), took);
         Some(answer)
     }

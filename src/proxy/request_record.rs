@@ -55,12 +55,18 @@ impl Record {
         let meter = self.meter();
         match judgement {
             Decision::Admitted | Decision::Delayed { .. } => {
-                for (position, _) in
-                    context.keyed_requests.iter().enumerate().filter(|(_, keyed_request)| keyed_request.is_some())
+                for (position, _) in context
+                    .inputs
+                    .keyed_requests
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, keyed_request)| keyed_request.is_some())
                 {
                     match judgement {
-                        _ if context.shadowed.contains(&position) => meter.shadowed(position),
-                        Decision::Delayed { wait: Some(wait), .. } if wait.rule == position => meter.delayed(position),
+                        _ if context.result.shadowed.contains(&position) => meter.shadowed(position),
+                        Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position => {
+                            meter.delayed(position)
+                        }
                         _ => meter.admitted(position),
                     }
                 }
@@ -69,14 +75,15 @@ impl Record {
         }
         if self.line.is_some() {
             let rules = &self.view.snapshot.slates[slate].charge_plan.rules;
-            let name = |position: &usize| json!(self.view.snapshot.rule_set.entries[rules[*position]].rule.name);
+            let name = |position: &usize| json!(self.view.snapshot.rule_set.rules[rules[*position]].rule.name);
             let full = context
+                .result
                 .charges
                 .iter()
-                .zip(&context.lines)
-                .filter(|(charge, _)| charge.full && matches!(judgement, Decision::Refused));
+                .zip(&context.result.layers)
+                .filter(|(charge, _)| charge.is_full && matches!(judgement, Decision::Refused));
             let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
-            let shadowed: Vec<Value> = context.shadowed.iter().map(name).collect();
+            let shadowed: Vec<Value> = context.result.shadowed.iter().map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
                 if !rules.is_empty() {
                     self.note(name, Value::Array(rules));
@@ -188,7 +195,7 @@ fn meter(view: &WorkerConfig, lane: Option<usize>) -> &RouteMeter {
 /// Tells the meters which windows of a slate have refused a request.
 pub fn refused(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: &DecisionContext) {
     let mut told = None;
-    for (_, line) in context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full) {
+    for (_, line) in context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full) {
         view.windows[slate].refused_by(line.rule, line.layer);
         if told != Some(line.rule) {
             meter(view, lane).refused(line.rule);

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::scripts::Refund;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::Cost;
 use transom_limiter::sharded_counter::ShardReceipt;
 
@@ -78,10 +78,10 @@ impl PendingCost {
         if slate.terms.is_empty() {
             return None;
         }
-        let reserved = slate.terms.iter().map(|term| context.shares_of(term.position).collect());
+        let reserved = slate.terms.iter().map(|term| context.receipts_of_rule(term.position).collect());
         Some(Box::new(PendingCost {
             slate: position,
-            keyed_requests: context.keyed_requests.clone(),
+            keyed_requests: context.inputs.keyed_requests.clone(),
             reserved: reserved.collect(),
             gifts: gifts.to_vec(),
             texts: texts(),
@@ -98,8 +98,8 @@ impl PendingCost {
     ) {
         self.gifts.extend_from_slice(gifts);
         for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
-            reserved.retain(|share| share.paid.end_ms() > now_ms);
-            reserved.extend(context.shares_of(term.position));
+            reserved.retain(|share| share.receipt.end_ms() > now_ms);
+            reserved.extend(context.receipts_of_rule(term.position));
         }
     }
 
@@ -120,10 +120,10 @@ impl PendingCost {
                 let (rule, text) = (slate.charge_plan.rules[term.position], self.texts.get(term.position));
                 match (&worker.shared, text.and_then(Option::as_ref)) {
                     (Some(shared), Some(text)) => shared.overdraw(rule_set, rule, keyed_request, text),
-                    _ => rule_set.overdraw(rule, keyed_request, &worker.table, now_ms),
+                    _ => rule_set.charge_excess(rule, keyed_request, &worker.table, now_ms),
                 }
             } else {
-                rule_set.give_back(reserved, term.reserve - cost, &worker.table, now_ms);
+                rule_set.refund(reserved, term.reserve - cost, &worker.table, now_ms);
                 let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);
                 let less = |(_, gift): &(usize, Refund)| Refund {
                     tokens: gift.tokens.min(u64::from(term.reserve - cost)),
@@ -132,6 +132,8 @@ impl PendingCost {
                 worker.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(less).collect()));
             }
         }
-        settled.then(|| view.stamp(self.slate, &self.keyed_requests, &worker.table, Now::since(now_ms, &clock)))
+        settled.then(|| {
+            view.stamp(self.slate, &self.keyed_requests, &worker.table, DecisionTime::starting_at(now_ms, &clock))
+        })
     }
 }

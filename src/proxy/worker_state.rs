@@ -39,7 +39,7 @@ use crate::upstream::request_body::BodyDrain;
 use crate::upstream::server_health::UpstreamHealth;
 use crate::upstream::server_pool::ServerPool;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;
 
@@ -274,7 +274,7 @@ impl WorkerConfig {
         known: &Places,
     ) -> WorkerConfig {
         let rules = |slate: &RouteRules| {
-            slate.charge_plan.rules.iter().map(|rule| &snapshot.rule_set.entries[*rule]).collect::<Vec<_>>()
+            slate.charge_plan.rules.iter().map(|rule| &snapshot.rule_set.rules[*rule]).collect::<Vec<_>>()
         };
         let meter = |(lane, ready): (usize, &CompiledRoute)| {
             let names: Vec<&str> =
@@ -319,7 +319,7 @@ impl WorkerConfig {
                 Target::Servers(Servers::new(Arc::clone(upstream_health), places, meter, retries, clock.clone()))
             }
         };
-        let context = DecisionContext::of_loop(owner as u32);
+        let context = DecisionContext::for_worker(owner as u32);
         WorkerConfig {
             meters: snapshot.lanes.iter().enumerate().map(meter).collect(),
             windows: snapshot.slates.iter().map(windows).collect(),
@@ -340,15 +340,15 @@ impl WorkerConfig {
         slate: usize,
         keyed_requests: &[Option<KeyedRequest>],
         table: &Table,
-        now: Now<'_>,
+        now: DecisionTime<'_>,
     ) -> RateLimitFields {
         let RouteRules { charge_plan, sheet, .. } = &self.snapshot.slates[slate];
         let mut scratch = self.scratch();
         let Scratch { context, text, .. } = &mut *scratch;
-        context.keyed_requests.clear();
-        context.keyed_requests.extend_from_slice(keyed_requests);
-        self.snapshot.rule_set.look(charge_plan, table, now, context);
-        sheet.render(context, self.policies[slate].as_ref(), context.decided_ms, text)
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.extend_from_slice(keyed_requests);
+        self.snapshot.rule_set.peek(charge_plan, table, now, context);
+        sheet.render(context, self.policies[slate].as_ref(), context.result.decided_ms, text)
     }
 
     /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.

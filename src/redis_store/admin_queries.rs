@@ -12,7 +12,7 @@ use super::decision::{DecisionProgress, SharedDecision, SharedOutcome, Unavailab
 use super::exact_mode::Sent;
 use super::scripts::{Answer, CounterRequest, Refund, TOKENS_MAX};
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
 use transom_limiter::shared_counting::CountingMode;
 
@@ -36,9 +36,9 @@ pub struct KeyState {
 
 impl Shared {
     fn inquire(self: &Rc<Self>, subject: &Subject<'_>) -> Box<SharedDecision> {
-        let mut context = DecisionContext::of_loop(self.own_shard);
-        context.reserve = subject.reserve;
-        context.keyed_requests.push(Some(subject.keyed_request));
+        let mut context = DecisionContext::for_worker(self.own_shard);
+        context.inputs.reserve = subject.reserve;
+        context.inputs.keyed_requests.push(Some(subject.keyed_request));
         let mut progress = DecisionProgress::new(1);
         progress.asks = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
@@ -58,8 +58,8 @@ impl Shared {
         if let Decision::Refused = judgement {
             return Ok((judgement, KeyState { context, room: false }));
         }
-        let shares: Vec<_> = context.all_shares().collect();
-        subject.rule_set.give_back(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        let shares: Vec<_> = context.all_receipts().collect();
+        subject.rule_set.refund(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
         self.give(gifts.into_iter().map(|(_, gift)| gift).collect()).await;
         let standing = self.value(subject).await?;
         Ok((judgement, standing))
@@ -72,17 +72,18 @@ impl Shared {
             let Subject { rule_set, charge_plan, .. } = subject;
             let context = &mut inquiry.context;
             let clock = || self.clock.now().unix_ms;
-            rule_set.look(charge_plan, &self.table, Now::by(&clock), context);
+            rule_set.peek(charge_plan, &self.table, DecisionTime::read(&clock), context);
             // What is known of the others, and beside it what was counted here.
-            let lines = context.lines.clone();
-            rule_set.stands(charge_plan, |_beyond| true, &mut context.stands);
-            if context.stands.contains(&CountingMode::Aside) {
+            let lines = context.result.layers.clone();
+            rule_set.set_counting_modes(charge_plan, |_beyond| true, &mut context.sharing.counting_modes);
+            if context.sharing.counting_modes.contains(&CountingMode::Remote) {
                 return Err(Unavailable);
             }
-            let room = rule_set.look_alone(charge_plan, &lines, &self.table, Now::by(&clock), context);
+            let room =
+                rule_set.peek_local_fallback(charge_plan, &lines, &self.table, DecisionTime::read(&clock), context);
             return Ok(KeyState { context: take(&mut inquiry.context), room });
         }
-        let room = inquiry.context.charges.iter().all(|charge| charge.usage.admits(charge.ask));
+        let room = inquiry.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
         Ok(KeyState { context: take(&mut inquiry.context), room })
     }
 
@@ -98,12 +99,12 @@ impl Shared {
         gifts.iter_mut().for_each(|gift| gift.forgets = true);
         self.give(gifts).await;
         let now_ms = self.clock.now().unix_ms;
-        rule_set.forget(&self.table, now_ms, &inquiry.context);
-        for line in &inquiry.context.lines {
+        rule_set.reset(&self.table, now_ms, &inquiry.context);
+        for line in &inquiry.context.result.layers {
             let counter = rule_set.layer_of(charge_plan, *line).counter(*keyed_request);
-            if let Some((end_ms, _)) = self.table.tally(counter, now_ms) {
+            if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.withdraw(counter, end_ms, u32::MAX);
-                self.table.note(counter, end_ms, 0, now_ms);
+                self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }
         }
         self.value(subject).await
@@ -114,13 +115,13 @@ impl Shared {
     async fn add_shards(self: &Rc<Self>, subject: &Subject<'_>, inquiry: &mut SharedDecision, gifts: &mut Vec<Refund>) {
         let Subject { rule_set, charge_plan, keyed_request, text, .. } = subject;
         let now_ms = self.clock.now().unix_ms;
-        for (charge, line) in inquiry.context.charges.iter_mut().zip(&inquiry.context.lines) {
+        for (charge, line) in inquiry.context.result.charges.iter_mut().zip(&inquiry.context.result.layers) {
             let layer = rule_set.layer_of(charge_plan, *line);
-            let suffix = rule_set.entries[charge_plan.rules[line.rule]].suffix(line.layer);
-            if layer.shards_elsewhere == 1 || inquiry.progress.beyond.contains(&true) {
+            let suffix = rule_set.rules[charge_plan.rules[line.rule]].suffix(line.layer);
+            if layer.store_shards == 1 || inquiry.progress.beyond.contains(&true) {
                 continue;
             }
-            for shard in 1..layer.shards_elsewhere {
+            for shard in 1..layer.store_shards {
                 let blank = self.want(rule_set, charge_plan, *line, *keyed_request, text, now_ms);
                 let want = CounterRequest { base: self.base(text, suffix, shard), least: 0, ..blank };
                 match self.take(std::slice::from_ref(&want)).await {
@@ -134,7 +135,7 @@ impl Shared {
                     }
                 }
             }
-            let fetched = u64::from(self.table.purse(layer.counter(*keyed_request), now_ms));
+            let fetched = u64::from(self.table.leased_tokens(layer.counter(*keyed_request), now_ms));
             charge.usage.used = charge.usage.used.saturating_sub(fetched);
         }
     }
@@ -143,10 +144,10 @@ impl Shared {
     async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
         let Subject { rule_set, charge_plan, keyed_request, .. } = subject;
         let mut inquiry = self.inquire(subject);
-        let lines: Vec<LayerRef> = rule_set.enforced(charge_plan, &mut inquiry.context);
-        rule_set.lay_aside(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.context);
+        let lines: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut inquiry.context);
+        rule_set.add_prepared_charges(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.context);
         let cost = keyed_request.cost;
-        inquiry.context.charges.iter_mut().for_each(|charge| charge.ask.cost = 0);
+        inquiry.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = 0);
         let mut gifts: Vec<Refund> = match inquiry.send(rule_set, charge_plan, 0).await {
             Sent::Granted(gifts) => gifts.into_iter().map(|(_, gift)| Refund { tokens: TOKENS_MAX, ..gift }).collect(),
             Sent::Refused | Sent::OtherWindow | Sent::Failed => {
@@ -154,7 +155,7 @@ impl Shared {
                 Vec::new()
             }
         };
-        inquiry.context.charges.iter_mut().for_each(|charge| charge.ask.cost = cost);
+        inquiry.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = cost);
         self.add_shards(subject, &mut inquiry, &mut gifts).await;
         (inquiry, gifts)
     }

@@ -22,9 +22,9 @@ use super::reconnecting::Server;
 use super::scripts::{Answer, CounterRequest, Refund};
 use crate::metrics::redis::Outcome;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, RuleSet};
-use transom_limiter::sharded_counter::part;
+use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::shared_counting::CountingMode;
 use transom_limiter::table::Counter;
 
@@ -140,7 +140,7 @@ struct Debt {
 
 impl Debt {
     fn counter(&self) -> Counter {
-        self.rule_set.entries[self.rule].layer(self.layer).counter(self.keyed_request)
+        self.rule_set.rules[self.rule].layer(self.layer).counter(self.keyed_request)
     }
 }
 
@@ -273,11 +273,15 @@ impl Shared {
         first: usize,
         texts: &[Option<Rc<str>>],
     ) {
-        for line in
-            context.lines.iter().skip(first).filter(|line| context.stands.get(line.rule) == Some(&CountingMode::Alone))
+        for line in context
+            .result
+            .layers
+            .iter()
+            .skip(first)
+            .filter(|line| context.sharing.counting_modes.get(line.rule) == Some(&CountingMode::LocalFallback))
         {
             let text = texts.get(line.rule).and_then(Option::as_ref);
-            let (Some(text), Some(keyed_request)) = (text, context.keyed_requests[line.rule]) else { continue };
+            let (Some(text), Some(keyed_request)) = (text, context.inputs.keyed_requests[line.rule]) else { continue };
             self.owe_by(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text);
         }
     }
@@ -357,9 +361,9 @@ impl Shared {
     /// alone: an answer that sounds like less is then one from before.
     pub(super) fn hear(&self, counter: Counter, end_ms: u64, used: u64, now_ms: u64) {
         let is_calm = self.breaker.is_calm(self.clock.instant());
-        let before = self.table.tally(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_calm);
+        let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_calm);
         let used = used.max(before.map_or(0, |(_, used)| u64::from(used)));
-        self.table.note(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+        self.table.set_known_usage(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
     }
 
     /// Many calls can meet a server anew at the same moment, and all want the same to be told.
@@ -377,9 +381,9 @@ impl Shared {
     /// The counters of a debt that can be told: without those of shards whose server is away, whose part the others take.
     /// Empty if the server that is being told is away itself.
     async fn shards_there(self: &Rc<Self>, debt: &Debt, server: Server) -> Vec<Rc<str>> {
-        let (entry, layer) = (&debt.rule_set.entries[debt.rule], debt.layer);
+        let (entry, layer) = (&debt.rule_set.rules[debt.rule], debt.layer);
         let (mut there, mut away) = (Vec::new(), Vec::new());
-        for shard in 0..entry.layer(layer).shards_elsewhere {
+        for shard in 0..entry.layer(layer).store_shards {
             let base = self.base(&debt.text, entry.suffix(layer), shard);
             let at = self.store.server_of(&base);
             if at != server && (self.breaker.is_open(at) || away.contains(&at)) {
@@ -405,7 +409,7 @@ impl Shared {
         let Some(debt) = self.debts.counted.borrow().get(&id).cloned() else { return true };
         let Debt { rule_set, rule, layer, keyed_request, text } = &debt;
         let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
-        let shards = rule_set.entries[rule].layer(layer).shards_elsewhere;
+        let shards = rule_set.rules[rule].layer(layer).store_shards;
         let began = self.clock.instant();
         // It stays a debt until somebody is there.
         let there = self.shards_there(&debt, server).await;
@@ -429,14 +433,14 @@ impl Shared {
         // used elsewhere, and that is announced before the counter is empty. The tokens are added to what is known, because
         // several loops may report one counter at once.
         let announce = |tokens: u64| {
-            self.table.note_more(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
+            self.table.add_known_usage(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
         };
-        let tokens = rule_set.forget_here(
+        let tokens = rule_set.reset_local(
             rule,
             layer,
             keyed_request,
             &self.table,
-            Now::by(&|| self.clock.now().unix_ms),
+            DecisionTime::read(&|| self.clock.now().unix_ms),
             announce,
         );
         if tokens == 0 {
@@ -445,7 +449,7 @@ impl Shared {
         let mut arrives = true;
         let parts = there.len() as u32;
         for (base, shard) in there.into_iter().zip(0..) {
-            let part = part(tokens, parts, shard);
+            let part = part_of_shard(tokens, parts, shard);
             if part == 0 {
                 break;
             }

@@ -18,10 +18,10 @@ use super::exact_mode::Sent;
 use super::scripts::Refund;
 use crate::metrics::redis::Without;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::{OnOutage, Sharing};
 use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
-use transom_limiter::shared_counting::{CountingMode, Step};
+use transom_limiter::shared_counting::{CountingMode, LocalDecision};
 
 /// So often a request asks in vain, as when others take the tokens that it fetches before it can.
 pub(super) const ROUNDS_MAX: u32 = 64;
@@ -109,10 +109,10 @@ impl DecisionProgress {
 
     /// Puts down how each rule of the roster is counted in the next step.
     fn settle_stands(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, context: &mut DecisionContext) {
-        rule_set.stands(charge_plan, |position| self.beyond[position], &mut context.stands);
-        for (stand, rule) in context.stands.iter_mut().zip(&charge_plan.rules).filter(|_| self.asks) {
-            if *stand == CountingMode::Leased && !rule_set.entries[*rule].is_split() {
-                *stand = CountingMode::Aside;
+        rule_set.set_counting_modes(charge_plan, |position| self.beyond[position], &mut context.sharing.counting_modes);
+        for (stand, rule) in context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.asks) {
+            if *stand == CountingMode::Leased && !rule_set.rules[*rule].is_sharded() {
+                *stand = CountingMode::Remote;
             }
         }
     }
@@ -140,8 +140,8 @@ impl Shared {
             Next::Unavailable => Begun::Unavailable,
             next => {
                 let is_shared = |position: usize| {
-                    rule_set.entries[charge_plan.rules[position]].rule.sharing != Sharing::Own
-                        && context.keyed_requests[position].is_some()
+                    rule_set.rules[charge_plan.rules[position]].rule.sharing != Sharing::Local
+                        && context.inputs.keyed_requests[position].is_some()
                 };
                 let text = |position| if is_shared(position) { text(position) } else { None };
                 Begun::Waits(Box::new(SharedDecision {
@@ -183,15 +183,15 @@ impl Shared {
         progress: &mut DecisionProgress,
     ) -> Next {
         loop {
-            let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadows().get(nth).copied());
+            let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadow_rules().get(nth).copied());
             let lines = match shadow {
-                None => progress.again.clone().unwrap_or_else(|| rule_set.enforced(charge_plan, context)),
+                None => progress.again.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, context)),
                 Some(_) if progress.again.is_some() => {
                     return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused));
                 }
                 Some(None) => return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused)),
-                Some(Some(position)) => match context.keyed_requests[position] {
-                    Some(keyed_request) => rule_set.of_shadow(charge_plan, position, keyed_request),
+                Some(Some(position)) => match context.inputs.keyed_requests[position] {
+                    Some(keyed_request) => rule_set.shadow_layers(charge_plan, position, keyed_request),
                     None => Vec::new(),
                 },
             };
@@ -200,29 +200,37 @@ impl Shared {
                 self.meter.did_without(Without::Refused);
                 return Next::Unavailable;
             }
-            let first = context.charges.len();
-            context.first_share = context.shares.len();
+            let first = context.result.charges.len();
+            context.sharing.first_shard_receipt = context.result.shard_receipts.len();
             let clock = || self.clock.now().unix_ms;
-            let step = rule_set.step(charge_plan, &lines, &self.table, Now::by(&clock), context, shadow.is_none());
+            let step = rule_set.decide_locally(
+                charge_plan,
+                &lines,
+                &self.table,
+                DecisionTime::read(&clock),
+                context,
+                shadow.is_none(),
+            );
             let judgement = match step {
-                Step::Lacking => {
-                    context.put_back(lines);
+                LocalDecision::MissingTokens => {
+                    context.return_layer_buffer(lines);
                     return Next::Fetch { first };
                 }
-                Step::Decided(judgement) => judgement,
+                LocalDecision::Decided(judgement) => judgement,
             };
             if shadow.is_none() {
                 self.count_without(rule_set, charge_plan, context, progress);
             }
             match (judgement, shadow.flatten()) {
-                (Decision::Refused, Some(position)) => context.shadowed.push(position),
+                (Decision::Refused, Some(position)) => context.result.shadowed.push(position),
                 (Decision::Refused, None)
-                    if rule_set.may_wait(charge_plan, context) && context.stands.contains(&CountingMode::Leased) =>
+                    if rule_set.may_be_delayed(charge_plan, context)
+                        && context.sharing.counting_modes.contains(&CountingMode::Leased) =>
                 {
                     return Next::Place { first, lines };
                 }
                 (Decision::Refused, None) => {
-                    context.put_back(lines);
+                    context.return_layer_buffer(lines);
                     return Next::Done(Decision::Refused);
                 }
                 (passes, shadow) => {
@@ -237,7 +245,7 @@ impl Shared {
                     }
                 }
             }
-            context.put_back(lines);
+            context.return_layer_buffer(lines);
             progress.group += 1;
         }
     }
@@ -252,10 +260,10 @@ impl Shared {
         progress: &DecisionProgress,
     ) -> bool {
         lines.iter().filter(|line| progress.beyond[line.rule]).any(|line| {
-            let rule = &rule_set.entries[charge_plan.rules[line.rule]].rule;
+            let rule = &rule_set.rules[charge_plan.rules[line.rule]].rule;
             rule.on_outage == OnOutage::Refuse
-                && rule.sharing != Sharing::Own
-                && context.keyed_requests[line.rule].is_some()
+                && rule.sharing != Sharing::Local
+                && context.inputs.keyed_requests[line.rule].is_some()
         })
     }
 
@@ -269,8 +277,8 @@ impl Shared {
     ) {
         for (position, rule) in charge_plan.rules.iter().enumerate().filter(|(position, _)| progress.beyond[*position])
         {
-            let rule = &rule_set.entries[*rule].rule;
-            if rule.sharing != Sharing::Own && context.keyed_requests[position].is_some() {
+            let rule = &rule_set.rules[*rule].rule;
+            if rule.sharing != Sharing::Local && context.inputs.keyed_requests[position].is_some() {
                 match rule.on_outage {
                     OnOutage::Local => self.meter.did_without(Without::Local),
                     OnOutage::Allow => self.meter.did_without(Without::Allowed),
@@ -283,8 +291,8 @@ impl Shared {
     /// The lines that the store decides itself.
     fn to_ask(&self, lines: &[LayerRef], context: &DecisionContext, progress: &DecisionProgress) -> Vec<LayerRef> {
         let is_asked = |line: &&LayerRef| {
-            let is_aside = context.stands[line.rule] == CountingMode::Aside;
-            is_aside && !progress.beyond[line.rule] && context.keyed_requests[line.rule].is_some()
+            let is_aside = context.sharing.counting_modes[line.rule] == CountingMode::Remote;
+            is_aside && !progress.beyond[line.rule] && context.inputs.keyed_requests[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
     }
@@ -332,17 +340,18 @@ impl SharedDecision {
 
     /// Refuses what lies on the desk behind `first`, of which nothing is charged any more. `None`: it was only tried out.
     pub(super) fn refuse(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) -> Option<Next> {
-        let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadows().get(nth).copied());
+        let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadow_rules().get(nth).copied());
         if let Some(position) = shadow {
-            self.context.shadowed.push(position);
+            self.context.result.shadowed.push(position);
             self.progress.group += 1;
             return None;
         }
-        if !rule_set.may_wait(charge_plan, &self.context) {
+        if !rule_set.may_be_delayed(charge_plan, &self.context) {
             return Some(Next::Done(Decision::Refused));
         }
-        let lines = self.progress.again.clone().unwrap_or_else(|| rule_set.enforced(charge_plan, &mut self.context));
-        self.context.decided_ms = self.shared.clock.now().unix_ms;
+        let lines =
+            self.progress.again.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
+        self.context.result.decided_ms = self.shared.clock.now().unix_ms;
         Some(Next::Place { first, lines })
     }
 
@@ -410,7 +419,7 @@ impl SharedDecision {
         lines: &[LayerRef],
     ) -> Option<Option<Next>> {
         let now_ms = self.shared.clock.now().unix_ms;
-        let behind = rule_set.lay_aside(charge_plan, lines, &self.shared.table, now_ms, &mut self.context);
+        let behind = rule_set.add_prepared_charges(charge_plan, lines, &self.shared.table, now_ms, &mut self.context);
         let refuses = match self.send(rule_set, charge_plan, behind).await {
             Sent::Granted(gifts) => {
                 self.progress.gifts.extend(gifts);
@@ -426,10 +435,10 @@ impl SharedDecision {
         let shared = Rc::clone(&self.shared);
         shared.undo(rule_set, &mut self.context, first, Vec::new());
         if !refuses {
-            self.context.rewind(first);
+            self.context.truncate(first);
             return Some(None);
         }
-        self.context.take_off_costs(first, behind);
+        self.context.subtract_costs(first, behind);
         Some(self.refuse(rule_set, charge_plan, first))
     }
 }

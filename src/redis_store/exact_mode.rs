@@ -12,11 +12,11 @@ use super::circuit_breaker::UNLIMITED;
 use super::decision::{Next, SharedDecision, within};
 use super::lease_sizing::Record;
 use super::scripts::{Answer, CounterReply, CounterRequest, Refund, gifts};
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_context::{DecisionContext, DecisionResult, KeyedRequest};
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet, Wait};
-use transom_limiter::shared_counting::{CountingMode, Step};
+use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet, Waiter};
+use transom_limiter::shared_counting::{CountingMode, LocalDecision};
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;
@@ -116,8 +116,8 @@ impl Shared {
         gifts: Vec<Refund>,
     ) {
         let now_ms = self.clock.now().unix_ms;
-        for share in context.take_back(first).into_iter().rev() {
-            self.abandoned.give_up([share], share.paid.end_ms(), rule_set, &self.table, now_ms);
+        for share in context.take_receipts(first).into_iter().rev() {
+            self.abandoned.refund([share], share.receipt.end_ms(), rule_set, &self.table, now_ms);
         }
         self.give_later(gifts);
     }
@@ -169,13 +169,13 @@ impl Shared {
             let blank = self.want_of(rule_set, rule, layer, keyed_request, text, now_ms);
             CounterRequest { need: cost, want: cost, ceiling: UNLIMITED, ..blank }
         };
-        rule_set.entries[rule].variant(keyed_request.variant).map(want).collect()
+        rule_set.rules[rule].variant(keyed_request.variant).map(want).collect()
     }
 
     fn overdraw_alone(&self, rule_set: &Arc<RuleSet>, rule: usize, keyed_request: KeyedRequest, text: &Rc<str>) {
-        let entry = &rule_set.entries[rule];
+        let entry = &rule_set.rules[rule];
         if entry.rule.on_outage == OnOutage::Local {
-            rule_set.overdraw(rule, keyed_request, &self.table, self.clock.now().unix_ms);
+            rule_set.charge_excess(rule, keyed_request, &self.table, self.clock.now().unix_ms);
             entry
                 .variant(keyed_request.variant)
                 .for_each(|layer| self.owe_by(rule_set, rule, layer, keyed_request, text));
@@ -187,32 +187,33 @@ impl SharedDecision {
     /// Sends what lies on the desk behind `first`, and puts down there what the store says.
     pub(super) async fn send(&mut self, rule_set: &Arc<RuleSet>, charge_plan: &ChargePlan, first: usize) -> Sent {
         let shared = Rc::clone(&self.shared);
-        let rules: Vec<usize> = self.context.lines[first..].iter().map(|line| line.rule).collect();
+        let rules: Vec<usize> = self.context.result.layers[first..].iter().map(|line| line.rule).collect();
         if self.gives_up_on(&rules) {
             return Sent::Failed;
         }
         let now_ms = shared.clock.now().unix_ms;
         let (mut wants, mut known, mut here) = (Vec::new(), Vec::new(), Vec::new());
         let SharedDecision { context, texts, .. } = self;
-        for (charge, line) in context.charges.iter_mut().zip(&context.lines).skip(first) {
-            let (Some(keyed_request), Some(Some(text))) = (context.keyed_requests[line.rule], texts.get(line.rule))
+        for (charge, line) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
+            let (Some(keyed_request), Some(Some(text))) =
+                (context.inputs.keyed_requests[line.rule], texts.get(line.rule))
             else {
                 continue;
             };
             if charge.usage.end_ms == 0 {
                 // Nothing is known of it, unless the store answers: a window of which nothing is used.
-                charge.usage.end_ms = charge.ask.end_ms;
+                charge.usage.end_ms = charge.request.end_ms;
             }
             let blank = shared.want(rule_set, charge_plan, *line, keyed_request, text, now_ms);
             known.push(blank.least);
             let alone = u64::from(rule_set.layer_of(charge_plan, *line).capacity).saturating_sub(blank.ceiling);
             here.push(alone);
-            let (cost, ceiling) = (u64::from(charge.ask.cost), charge.ask.ceiling.saturating_sub(alone));
+            let (cost, ceiling) = (u64::from(charge.request.cost), charge.request.ceiling.saturating_sub(alone));
             wants.push(CounterRequest {
                 need: cost,
                 want: cost,
                 ceiling,
-                least: blank.least.max(charge.ask.floor),
+                least: blank.least.max(charge.request.floor),
                 ..blank
             });
         }
@@ -242,10 +243,10 @@ impl SharedDecision {
         };
         let gifts = rules.iter().copied().zip(gifts(&wants, &took)).collect();
         for (i, took) in took.iter().enumerate() {
-            let Some(charge) = self.context.charges.get_mut(first + i) else { break };
+            let Some(charge) = self.context.result.charges.get_mut(first + i) else { break };
             let used = if refused { took.used.saturating_sub(took.granted) } else { took.used };
-            let line = self.context.lines[first + i];
-            let counter = self.context.keyed_requests[line.rule]
+            let line = self.context.result.layers[first + i];
+            let counter = self.context.inputs.keyed_requests[line.rule]
                 .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request));
             // Where nothing was taken, the store says what it knows.
             let least = known.get(i).copied().unwrap_or(0);
@@ -253,8 +254,9 @@ impl SharedDecision {
             let used = used.max(known);
             charge.usage.used = used.saturating_add(here.get(i).copied().unwrap_or(0));
             charge.usage.end_ms = took.end_ms;
-            charge.full =
-                refused && charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
+            charge.is_full = refused
+                && charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost)
+                    > charge.request.ceiling;
             if let Some(counter) = counter {
                 shared.hear(counter, took.end_ms, used, now_ms);
             }
@@ -268,17 +270,19 @@ impl SharedDecision {
         let shared = Rc::clone(&self.shared);
         let now = shared.clock.instant();
         let mut is_full = false;
-        let DecisionContext { charges, lines, keyed_requests, .. } = &mut self.context;
+        let keyed_requests = &self.context.inputs.keyed_requests;
+        let DecisionResult { charges, layers: lines, .. } = &mut self.context.result;
         for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
             let Some(keyed_request) = keyed_requests[line.rule] else { continue };
             let layer = rule_set.layer_of(charge_plan, *line);
-            let tally = shared.table.tally(layer.counter(keyed_request), now_ms);
+            let tally = shared.table.known_usage(layer.counter(keyed_request), now_ms);
             let here = shared.used_here(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request).used;
             charge.usage.used = tally.map_or(0, |(_, used)| u64::from(used)).saturating_add(here);
             charge.usage.end_ms = tally.map_or(charge.usage.end_ms, |(end_ms, _)| end_ms);
-            charge.full = charge.usage.used.max(charge.ask.floor) + u64::from(charge.ask.cost) > charge.ask.ceiling;
-            if charge.full {
-                let period_ms = rule_set.timelines[layer.timeline].usual_ms();
+            charge.is_full =
+                charge.usage.used.max(charge.request.floor) + u64::from(charge.request.cost) > charge.request.ceiling;
+            if charge.is_full {
+                let period_ms = rule_set.windows[layer.windows_index].typical_ms();
                 let due = |record: &mut Record| record.is_recheck_due(now, period_ms);
                 if shared.leases.with(layer.counter(keyed_request), shared.own_shard, now, due) != Some(false) {
                     return false;
@@ -299,39 +303,43 @@ impl SharedDecision {
         lines: &[LayerRef],
     ) -> Next {
         let shared = Rc::clone(&self.shared);
-        let mut wait: Option<Wait> = None;
+        let mut wait: Option<Waiter> = None;
         let Parts { placed, here, kept } = self.parts(rule_set, charge_plan, first, lines);
         let clock = || shared.clock.now().unix_ms;
         // Places are counted from the windows that were open when it was found that there is no room.
-        let mut now = Now::since(self.context.decided_ms, &clock);
+        let mut now = DecisionTime::starting_at(self.context.result.decided_ms, &clock);
         for _ in 0..TRIES {
             let now_ms = now.unix_ms;
             let time = rule_set.time(now_ms);
-            let Some(turns) = rule_set.turns(charge_plan, time, &self.context) else { break };
+            let Some(turns) = rule_set.admission_times(charge_plan, time, &self.context) else { break };
             if wait.is_none() {
-                match rule_set.enter(charge_plan, &self.context) {
+                match rule_set.reserve_waiter(charge_plan, &self.context) {
                     Some(entered) => wait = entered,
                     None => break,
                 }
             }
             let told: Vec<_> = self
                 .context
+                .result
                 .charges
                 .iter()
-                .zip(&self.context.lines)
+                .zip(&self.context.result.layers)
                 .map(|(charge, line)| (*line, charge.usage))
                 .collect();
-            self.context.rewind(first);
-            match rule_set.step(charge_plan, &kept, &shared.table, now, &mut self.context, false) {
-                Step::Decided(Decision::Admitted) => {}
-                Step::Decided(Decision::Refused | Decision::Delayed { .. }) => return Next::Done(Decision::Refused),
-                Step::Lacking => return Next::Fetch { first },
+            self.context.truncate(first);
+            match rule_set.decide_locally(charge_plan, &kept, &shared.table, now, &mut self.context, false) {
+                LocalDecision::Decided(Decision::Admitted) => {}
+                LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => {
+                    return Next::Done(Decision::Refused);
+                }
+                LocalDecision::MissingTokens => return Next::Fetch { first },
             }
-            let behind = rule_set.lay_aside(charge_plan, &placed, &shared.table, now_ms, &mut self.context);
+            let behind = rule_set.add_prepared_charges(charge_plan, &placed, &shared.table, now_ms, &mut self.context);
             let until_ms = turns.iter().copied().max().unwrap_or(now_ms);
-            let again = rule_set.ask_for_turns(charge_plan, &turns, &told, time, &mut self.context, first, behind);
+            let again =
+                rule_set.request_future_windows(charge_plan, &turns, &told, time, &mut self.context, first, behind);
             let mid = behind + here;
-            let sent = match rule_set.take(&shared.table, now_ms, &mut self.context, behind, mid) {
+            let sent = match rule_set.acquire_prepared(&shared.table, now_ms, &mut self.context, behind, mid) {
                 false => Sent::Refused,
                 true if placed[here..].is_empty() => Sent::Granted(Vec::new()),
                 true => self.send(rule_set, charge_plan, mid).await,
@@ -343,17 +351,17 @@ impl SharedDecision {
                 Sent::Granted(gifts) => {
                     shared.owe(rule_set, charge_plan, &self.context, first, &self.texts);
                     self.keep_places(gifts, &turns, now_ms, mid);
-                    self.progress.judgement = Some(Decision::Delayed { until_ms, wait, again });
+                    self.progress.judgement = Some(Decision::Delayed { until_ms, waiter: wait, recharge: again });
                     self.charge_again_what_ends(mid, |line| turns[line.rule] <= now_ms);
                     self.progress.group = 1;
                     return self.go_on(rule_set, charge_plan);
                 }
                 Sent::Refused => {
-                    now = Now::by(&clock);
-                    rule_set.measure(charge_plan, &shared.table, now.unix_ms, &mut self.context, behind);
+                    now = DecisionTime::read(&clock);
+                    rule_set.refresh_usage(charge_plan, &shared.table, now.unix_ms, &mut self.context, behind);
                 }
                 Sent::OtherWindow | Sent::Failed => {
-                    self.context.rewind(first);
+                    self.context.truncate(first);
                     return self.go_on(rule_set, charge_plan);
                 }
             }
@@ -365,19 +373,25 @@ impl SharedDecision {
     fn parts(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize, lines: &[LayerRef]) -> Parts {
         let full = self.full_rules(first);
         let SharedDecision { context, progress, .. } = self;
-        rule_set.stands(charge_plan, |position| progress.beyond[position], &mut context.stands);
-        let lines =
-            lines.iter().filter(|line| context.keyed_requests[line.rule].is_some() && !context.in_hand.contains(line));
+        rule_set.set_counting_modes(
+            charge_plan,
+            |position| progress.beyond[position],
+            &mut context.sharing.counting_modes,
+        );
+        let lines = lines.iter().filter(|line| {
+            context.inputs.keyed_requests[line.rule].is_some() && !context.sharing.prepaid.contains(line)
+        });
         let (mut placed, mut asked, mut kept) = (Vec::new(), Vec::new(), Vec::new());
         for line in lines {
-            match (context.stands[line.rule], full.contains(&line.rule)) {
-                (CountingMode::Own | CountingMode::Alone, true) => placed.push(*line),
+            match (context.sharing.counting_modes[line.rule], full.contains(&line.rule)) {
+                (CountingMode::Local | CountingMode::LocalFallback, true) => placed.push(*line),
                 (CountingMode::Leased, true) => asked.push(*line),
                 // What the store decides itself it decides in the same call.
-                (CountingMode::Aside, _) if !progress.beyond[line.rule] => asked.push(*line),
-                (CountingMode::Own | CountingMode::Alone | CountingMode::Leased | CountingMode::Aside, _) => {
-                    kept.push(*line)
-                }
+                (CountingMode::Remote, _) if !progress.beyond[line.rule] => asked.push(*line),
+                (
+                    CountingMode::Local | CountingMode::LocalFallback | CountingMode::Leased | CountingMode::Remote,
+                    _,
+                ) => kept.push(*line),
             }
         }
         let here = placed.len();
@@ -387,8 +401,8 @@ impl SharedDecision {
 
     /// Remembers what gives back what the store has charged from `mid` on.
     fn keep_places(&mut self, gifts: Vec<(usize, Refund)>, turns: &[u64], now_ms: u64, mid: usize) {
-        self.context.charges.iter_mut().for_each(|charge| charge.full = false);
-        let used = self.context.charges[mid..].iter().map(|charge| charge.usage.used);
+        self.context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
+        let used = self.context.result.charges[mid..].iter().map(|charge| charge.usage.used);
         let places = gifts.into_iter().zip(used);
         // Nobody who has a place may be moved by whoever gives up his.
         let last = |((rule, gift), used): ((usize, Refund), u64)| {
@@ -401,8 +415,8 @@ impl SharedDecision {
     /// Of what the store has charged from `mid` on, for the windows that are open, remembers which windows are over by the
     /// time that the request passes.
     pub(super) fn charge_again_what_ends(&mut self, mid: usize, is_charged_now: impl Fn(&LayerRef) -> bool) {
-        let Some(Decision::Delayed { until_ms, again, .. }) = &mut self.progress.judgement else { return };
-        let charged = self.context.charges[mid..].iter().zip(&self.context.lines[mid..]);
+        let Some(Decision::Delayed { until_ms, recharge: again, .. }) = &mut self.progress.judgement else { return };
+        let charged = self.context.result.charges[mid..].iter().zip(&self.context.result.layers[mid..]);
         let ends = charged.filter(|(charge, line)| is_charged_now(line) && charge.usage.end_ms <= *until_ms);
         again.extend(ends.map(|(_, line)| *line));
     }
@@ -413,7 +427,14 @@ impl SharedDecision {
     }
 
     fn full_rules(&self, first: usize) -> Vec<usize> {
-        let full = self.context.charges.iter().zip(&self.context.lines).skip(first).filter(|(charge, _)| charge.full);
+        let full = self
+            .context
+            .result
+            .charges
+            .iter()
+            .zip(&self.context.result.layers)
+            .skip(first)
+            .filter(|(charge, _)| charge.is_full);
         let mut rules: Vec<usize> = full.map(|(_, line)| line.rule).collect();
         rules.sort_unstable();
         rules.dedup();

@@ -9,11 +9,11 @@ use super::scripts::{At, CounterRequest};
 use super::token_fetch::TokenFetch;
 use transom_limiter::counter::Usage;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::Sharing;
 use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet, StoreFormat};
 use transom_limiter::shared_counting::CountingMode;
-use transom_limiter::store_key::{Span, span};
+use transom_limiter::store_key::{NumberedWindow, numbered_window};
 use transom_limiter::table::Counter;
 
 impl Shared {
@@ -24,18 +24,18 @@ impl Shared {
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
     ) {
-        if context.low.is_empty() {
+        if context.sharing.low_leases.is_empty() {
             return;
         }
         let now = self.clock.instant();
         let mut errands = Vec::new();
-        for i in std::mem::take(&mut context.low) {
-            let (charge, line) = (&context.charges[i], context.lines[i]);
-            let Some(keyed_request) = context.keyed_requests[line.rule] else { continue };
+        for i in std::mem::take(&mut context.sharing.low_leases) {
+            let (charge, line) = (&context.result.charges[i], context.result.layers[i]);
+            let Some(keyed_request) = context.inputs.keyed_requests[line.rule] else { continue };
             let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
             let now_ms = self.clock.now().unix_ms;
-            let left = u64::from(self.table.purse(counter, now_ms));
-            let cost = u64::from(charge.ask.cost);
+            let left = u64::from(self.table.leased_tokens(counter, now_ms));
+            let cost = u64::from(charge.request.cost);
             let low = self.leases.known(id(counter), |record| {
                 let text = record.text.clone().filter(|_| record.is_low(left, now_ms))?;
                 Some((text, record.slice(cost, now)))
@@ -60,17 +60,19 @@ impl Shared {
     ) {
         let now = self.clock.instant();
         let mut errands = Vec::new();
-        for (charge, line) in context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full) {
-            let Some(keyed_request) = context.keyed_requests[line.rule]
-                .filter(|_| context.stands.get(line.rule) == Some(&CountingMode::Leased))
+        for (charge, line) in
+            context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full)
+        {
+            let Some(keyed_request) = context.inputs.keyed_requests[line.rule]
+                .filter(|_| context.sharing.counting_modes.get(line.rule) == Some(&CountingMode::Leased))
             else {
                 continue;
             };
             let layer = rule_set.layer_of(charge_plan, *line);
-            if u64::from(charge.ask.cost) > u64::from(layer.capacity) {
+            if u64::from(charge.request.cost) > u64::from(layer.capacity) {
                 continue;
             }
-            let period_ms = rule_set.timelines[layer.timeline].usual_ms();
+            let period_ms = rule_set.windows[layer.windows_index].typical_ms();
             let due = self.leases.with(layer.counter(keyed_request), self.own_shard, now, |record| {
                 record.is_recheck_due(now, period_ms)
             });
@@ -85,7 +87,7 @@ impl Shared {
                     keyed_request,
                     text,
                     0,
-                    u64::from(charge.ask.cost),
+                    u64::from(charge.request.cost),
                 ));
             }
         }
@@ -108,13 +110,13 @@ impl Shared {
         }
         let now_ms = self.clock.now().unix_ms;
         let mut wants = Vec::new();
-        for (charge, line) in context.charges.iter().zip(&context.lines) {
-            let rule = &rule_set.entries[charge_plan.rules[line.rule]].rule;
-            let is_elsewhere = rule.count_refused && rule.sharing != Sharing::Own && !progress.beyond[line.rule];
+        for (charge, line) in context.result.charges.iter().zip(&context.result.layers) {
+            let rule = &rule_set.rules[charge_plan.rules[line.rule]].rule;
+            let is_elsewhere = rule.count_refused && rule.sharing != Sharing::Local && !progress.beyond[line.rule];
             let capacity = u64::from(rule_set.layer_of(charge_plan, *line).capacity);
-            let tokens = u64::from(charge.ask.cost).min(capacity.saturating_sub(charge.usage.used));
+            let tokens = u64::from(charge.request.cost).min(capacity.saturating_sub(charge.usage.used));
             let (true, Some(keyed_request), Some(text)) =
-                (is_elsewhere && tokens > 0, context.keyed_requests[line.rule], text(line.rule))
+                (is_elsewhere && tokens > 0, context.inputs.keyed_requests[line.rule], text(line.rule))
             else {
                 continue;
             };
@@ -151,23 +153,23 @@ impl Shared {
         text: &str,
         now_ms: u64,
     ) -> CounterRequest {
-        let entry = &rule_set.entries[rule];
+        let entry = &rule_set.rules[rule];
         // What was counted here alone and is not told yet is not to be handed out.
         let here = self.used_here(rule_set, rule, layer, keyed_request).used;
         let (suffix, layer) = (entry.suffix(layer), entry.layer(layer));
-        let windows = &rule_set.timelines[layer.timeline];
-        let at = match (layer.form, span(windows, now_ms, keyed_request.offset)) {
-            (StoreFormat::Plain, Some(Span { number, end_ms, next_end_ms })) => {
+        let windows = &rule_set.windows[layer.windows_index];
+        let at = match (layer.store_format, numbered_window(windows, now_ms, keyed_request.offset)) {
+            (StoreFormat::Plain, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
                 At::Plain { number, end_ms, next_end_ms }
             }
-            (StoreFormat::Account, Some(Span { number, end_ms, next_end_ms })) => {
+            (StoreFormat::Account, Some(NumberedWindow { number, end_ms, next_end_ms })) => {
                 At::Grid { number, end_ms, next_end_ms }
             }
-            (StoreFormat::Floating, _) | (_, None) => At::Floating { period_ms: windows.usual_ms() },
+            (StoreFormat::Floating, _) | (_, None) => At::Floating { period_ms: windows.typical_ms() },
         };
         let base = self.base(text, suffix, 0);
         let ceiling = u64::from(layer.capacity).saturating_sub(here);
-        let least = self.least(layer.counter(keyed_request), windows.usual_ms(), now_ms);
+        let least = self.least(layer.counter(keyed_request), windows.typical_ms(), now_ms);
         CounterRequest { base, at, limit: layer.limit, ceiling, need: 0, want: 0, least, asked_ms: now_ms }
     }
 
@@ -179,13 +181,13 @@ impl Shared {
         layer: usize,
         keyed_request: KeyedRequest,
     ) -> Usage {
-        rule_set.used_here(rule, layer, keyed_request, &self.table, Now::by(&|| self.clock.now().unix_ms))
+        rule_set.local_usage(rule, layer, keyed_request, &self.table, DecisionTime::read(&|| self.clock.now().unix_ms))
     }
 
     /// What is certainly used of a counter, if the store may not know it any more.
     fn least(&self, counter: Counter, period_ms: u64, now_ms: u64) -> u64 {
         self.met(self.clock.instant());
-        let Some((end_ms, used)) = self.table.tally(counter, now_ms) else { return 0 };
+        let Some((end_ms, used)) = self.table.known_usage(counter, now_ms) else { return 0 };
         let is_confirmed = self.leases.known(id(counter), |record| record.generation == self.generation.get());
         let is_doubtful = self.doubtful_ms.get() > end_ms.saturating_sub(period_ms);
         if is_doubtful && is_confirmed != Some(true) { u64::from(used) } else { 0 }
@@ -197,7 +199,7 @@ impl Shared {
         if generation == self.generation.get() {
             return least;
         }
-        let tally = self.table.tally(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
+        let tally = self.table.known_usage(counter, self.clock.now().unix_ms).filter(|(end, _)| *end == end_ms);
         least.max(tally.map_or(0, |(_, used)| u64::from(used)))
     }
 
@@ -212,14 +214,14 @@ impl Shared {
         need: u64,
         want: u64,
     ) -> TokenFetch {
-        let entry = &rule_set.entries[charge_plan.rules[line.rule]];
+        let entry = &rule_set.rules[charge_plan.rules[line.rule]];
         let layer = entry.layer(line.layer);
         let blank = self.want(rule_set, charge_plan, line, keyed_request, &text, self.clock.now().unix_ms);
         TokenFetch {
             counter: layer.counter(keyed_request),
             suffix: entry.suffix(line.layer).into(),
             text,
-            shards: layer.shards_elsewhere,
+            shards: layer.store_shards,
             generation: self.generation.get(),
             want: CounterRequest { need, want, ..blank },
         }

@@ -38,7 +38,7 @@ pub type Id = (u64, u64);
 
 /// The id of a layer's ordinary counter.
 pub fn id(counter: Counter) -> Id {
-    (counter.key.place, counter.key.tag)
+    (counter.key.bucket_hash, counter.key.tag)
 }
 
 /// The counters that this loop has fetched tokens for lately.

@@ -24,7 +24,7 @@ use circuit_breaker::{Breaker, UnreportedUsage};
 use client::RedisClient;
 use lease_sizing::Leases;
 use transom_limiter::deferred_refunds::DeferredRefunds;
-use transom_limiter::store_key::base;
+use transom_limiter::store_key::counter_name;
 use transom_limiter::table::Table;
 
 pub mod admin_queries;
@@ -126,6 +126,6 @@ impl Shared {
 
     /// The counter in the store for a key, in one of its shards.
     fn base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
-        base(&self.prefix, text, shard, suffix).into()
+        counter_name(&self.prefix, text, shard, suffix).into()
     }
 }

@@ -31,7 +31,7 @@ impl Server {
 
     /// One of several.
     pub fn of(node: &Node) -> Server {
-        Server(Seed::EVERYWHERE.bits(&[&node.to_string()]) | 1)
+        Server(Seed::SHARED.hash(&[&node.to_string()]) | 1)
     }
 }
 

@@ -18,8 +18,8 @@ use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
 use super::scripts::{Answer, CounterReply, CounterRequest, Kind, Refund, RefundTarget};
 use crate::metrics::redis::Outcome;
-use transom_limiter::leased_tokens::Deposit;
-use transom_limiter::sharded_counter::part;
+use transom_limiter::leased_tokens::DepositResult;
+use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::table::Counter;
 
 /// Fetches tokens for one counter.
@@ -143,7 +143,7 @@ impl Shared {
         let (mut missing, mut used_most) = (errand.want.need.max(1), 0);
         for i in 0..shards {
             let shard = (first + i) % shards;
-            let part = part(whole, shards, shard);
+            let part = part_of_shard(whole, shards, shard);
             let base = self.base(&errand.text, &errand.suffix, shard);
             // What a shard lacks, the next may have.
             let (limit, mut need) = (part as u32, missing.min(part));
@@ -179,7 +179,7 @@ impl Shared {
                 return true;
             }
             if i + 1 == shards {
-                self.table.note(errand.counter, took.end_ms, errand.want.limit, self.clock.now().unix_ms);
+                self.table.set_known_usage(errand.counter, took.end_ms, errand.want.limit, self.clock.now().unix_ms);
                 let all = CounterReply { used: whole, ..took };
                 flight.refused.borrow_mut().push((id(errand.counter), all));
             }
@@ -215,8 +215,8 @@ impl Shared {
         }
         self.meter.fetched(took.granted);
         match self.table.deposit(errand.counter, took.end_ms, tokens, now_ms) {
-            Deposit::Kept => {}
-            Deposit::Full | Deposit::Over => {
+            DepositResult::Stored => {}
+            DepositResult::Full | DepositResult::Expired => {
                 flight.unkept.borrow_mut().push(Unkept { id, tokens: took.granted, origin });
             }
         }
@@ -321,7 +321,7 @@ impl Shared {
     /// Returns what was fetched and is not used, or all.
     pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
         let now_ms = self.clock.now().unix_ms;
-        let left = |counter| self.table.purse(counter, now_ms);
+        let left = |counter| self.table.leased_tokens(counter, now_ms);
         // What can not be returned now may still be spent.
         let withdraw = |counter, origin: &RefundTarget| match self.is_beyond(&origin.base) {
             true => None,

@@ -24,11 +24,11 @@ impl SharedDecision {
         charge_plan: &ChargePlan,
         first: usize,
     ) -> Option<Next> {
-        let lacking = std::mem::take(&mut self.context.lacking);
+        let lacking = std::mem::take(&mut self.context.sharing.missing_tokens);
         self.progress.rounds += 1;
         let rules = self.rules_of(&lacking);
         if self.go_beyond(&rules) {
-            self.context.rewind(first);
+            self.context.truncate(first);
             return None;
         }
         // The store answers: others have taken what there was.
@@ -37,13 +37,13 @@ impl SharedDecision {
         }
         if self.is_late() {
             self.do_without(&rules);
-            self.context.rewind(first);
+            self.context.truncate(first);
             return None;
         }
         let (flights, are_own) = self.set_out(rule_set, charge_plan, &lacking);
         let began = Instant::from_std(self.shared.clock.instant());
         // It is not known yet which of them refuse.
-        lacking.iter().for_each(|i| self.context.charges[*i].full = false);
+        lacking.iter().for_each(|i| self.context.result.charges[*i].is_full = false);
         let mut is_refused = false;
         for flight in &flights {
             let is_brought =
@@ -61,20 +61,20 @@ impl SharedDecision {
         if is_refused {
             return self.refuse(rule_set, charge_plan, first);
         }
-        self.context.rewind(first);
+        self.context.truncate(first);
         None
     }
 
     fn rules_of(&self, charges: &[usize]) -> Vec<usize> {
-        let mut rules: Vec<usize> = charges.iter().map(|i| self.context.lines[*i].rule).collect();
+        let mut rules: Vec<usize> = charges.iter().map(|i| self.context.result.layers[*i].rule).collect();
         rules.dedup();
         rules
     }
 
     /// The ordinary counter beside which a charge on the desk is.
     fn counter(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, charge: usize) -> Option<Counter> {
-        let line = self.context.lines[charge];
-        self.context.keyed_requests[line.rule]
+        let line = self.context.result.layers[charge];
+        self.context.inputs.keyed_requests[line.rule]
             .map(|keyed_request| rule_set.layer_of(charge_plan, line).counter(keyed_request))
     }
 
@@ -90,13 +90,14 @@ impl SharedDecision {
         let now = shared.clock.instant();
         let (mut errands, mut under_way) = (Vec::new(), Vec::<Rc<InFlightFetch>>::new());
         for i in lacking {
-            let (charge, line) = (&self.context.charges[*i], self.context.lines[*i]);
-            let (Some(keyed_request), Some(text)) = (self.context.keyed_requests[line.rule], self.text(line.rule))
+            let (charge, line) = (&self.context.result.charges[*i], self.context.result.layers[*i]);
+            let (Some(keyed_request), Some(text)) =
+                (self.context.inputs.keyed_requests[line.rule], self.text(line.rule))
             else {
                 continue;
             };
-            let cost = u64::from(charge.ask.cost);
-            let need = cost.saturating_sub(charge.ask.ceiling.saturating_sub(charge.usage.used));
+            let cost = u64::from(charge.request.cost);
+            let need = cost.saturating_sub(charge.request.ceiling.saturating_sub(charge.usage.used));
             let counter = rule_set.layer_of(charge_plan, line).counter(keyed_request);
             let slice = shared.leases.with(counter, shared.own_shard, now, |record| {
                 record.text = Some(Rc::clone(&text));
@@ -127,13 +128,14 @@ impl SharedDecision {
         let mut unkept = flight.unkept.borrow_mut();
         for i in brought {
             let Some(counter) = self.counter(rule_set, charge_plan, *i) else { continue };
-            let (line, cost) = (self.context.lines[*i], u64::from(self.context.charges[*i].ask.cost));
+            let (line, cost) =
+                (self.context.result.layers[*i], u64::from(self.context.result.charges[*i].request.cost));
             let found = unkept.iter_mut().find(|unkept| unkept.id == id(counter) && unkept.tokens >= cost);
             if let Some(Unkept { tokens, origin, .. }) = found
-                && !self.context.in_hand.contains(&line)
+                && !self.context.sharing.prepaid.contains(&line)
             {
                 *tokens -= cost;
-                self.context.in_hand.push(line);
+                self.context.sharing.prepaid.push(line);
                 self.progress.gifts.push((line.rule, origin.gift(cost)));
             }
         }
@@ -152,9 +154,9 @@ impl SharedDecision {
         for i in brought {
             let Some(counter) = self.counter(rule_set, charge_plan, *i) else { continue };
             let took = refused.iter().find(|(id_, _)| *id_ == id(counter)).map(|(_, took)| took);
-            let charge = &mut self.context.charges[*i];
-            charge.full = took.is_some();
-            if let Some(took) = took.filter(|_| self.shared.table.tally(counter, now_ms).is_none()) {
+            let charge = &mut self.context.result.charges[*i];
+            charge.is_full = took.is_some();
+            if let Some(took) = took.filter(|_| self.shared.table.known_usage(counter, now_ms).is_none()) {
                 (charge.usage.used, charge.usage.end_ms) = (took.used, took.end_ms);
                 is_refused = true;
             }

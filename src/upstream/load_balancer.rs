@@ -93,7 +93,7 @@ impl Balancer {
         let count = places.len();
         Balancer {
             places,
-            names: upstream_health.servers.iter().map(|server| Seed::EVERYWHERE.bits(&[&server.url])).collect(),
+            names: upstream_health.servers.iter().map(|server| Seed::SHARED.hash(&[&server.url])).collect(),
             view: RefCell::new(Sight {
                 weights: vec![0; count],
                 states: vec![State::Down; count],

@@ -11,7 +11,7 @@ use transom::persistence::file_header::Header;
 use transom_limiter::atomics::Ordering;
 use transom_limiter::counter::{CounterWord, END_MAX_MS};
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::{KeyHash, Seed};
 use transom_limiter::memory::Memory;
@@ -88,7 +88,7 @@ fn scribble(table: &Table, tags: &[u64], rng: &mut Rng) {
 
 /// The tags of all that are counted there, spill counters included.
 fn tags(table: &Table) -> Vec<u64> {
-    let mut tags: Vec<u64> = table.open(0).map(|(_, word)| word.tag()).collect();
+    let mut tags: Vec<u64> = table.live_counters(0).map(|(_, word)| word.tag()).collect();
     tags.sort_unstable();
     tags.dedup();
     assert!(tags.len() > CAPACITY);
@@ -96,8 +96,8 @@ fn tags(table: &Table) -> Vec<u64> {
 }
 
 fn key(number: u64) -> KeyHash {
-    let bits = Seed(3, 4).bits(&[&number.to_string()]);
-    KeyHash { place: bits, tag: bits.rotate_left(32) }
+    let bits = Seed(3, 4).hash(&[&number.to_string()]);
+    KeyHash { bucket_hash: bits, tag: bits.rotate_left(32) }
 }
 
 /// All that can be asked of a counter, for one key under one rule.
@@ -111,29 +111,29 @@ fn ask_everything(
 ) {
     let cost = [0, 1, 1, 2, 30, u32::MAX][rng.usize(..6)];
     let keyed_request = KeyedRequest { key: key(number), offset: rng.u64(..), variant: 0, cost };
-    let mut context = DecisionContext::of_loop(rng.u32(..9));
-    context.keyed_requests = vec![Some(keyed_request)];
-    context.reserve = rng.bool();
+    let mut context = DecisionContext::for_worker(rng.u32(..9));
+    context.inputs.keyed_requests = vec![Some(keyed_request)];
+    context.inputs.reserve = rng.bool();
     let later_ms = NOW_MS + rng.u64(..5000);
-    match rule_set.judge(charge_plan, table, Now::by(&|| NOW_MS), &mut context) {
+    match rule_set.decide(charge_plan, table, DecisionTime::read(&|| NOW_MS), &mut context) {
         Decision::Admitted => {}
-        Decision::Delayed { until_ms, again, .. } => {
+        Decision::Delayed { until_ms, recharge: again, .. } => {
             assert!(until_ms >= NOW_MS);
-            rule_set.charge_again(charge_plan, &again, table, Now::by(&|| until_ms), &mut context);
+            rule_set.recharge(charge_plan, &again, table, DecisionTime::read(&|| until_ms), &mut context);
         }
         Decision::Refused => {
-            assert!(rule_set.again_ms(charge_plan, &context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
+            assert!(rule_set.retry_at_ms(charge_plan, &context, NOW_MS).is_none_or(|again_ms| again_ms >= NOW_MS))
         }
     }
-    let shares: Vec<_> = context.charges.iter().filter_map(|charge| charge.share()).collect();
+    let shares: Vec<_> = context.result.charges.iter().filter_map(|charge| charge.receipt()).collect();
     match rng.u8(..5) {
-        0 => rule_set.give_back(&shares, rng.u32(1..4), table, later_ms),
+        0 => rule_set.refund(&shares, rng.u32(1..4), table, later_ms),
         1 => shares.iter().for_each(|share| {
-            table.give_up(share.paid, rng.bool(), share.ask, rule_set.time(later_ms));
+            table.refund_with_rest(share.receipt, rng.bool(), share.request, rule_set.time(later_ms));
         }),
-        2 => rule_set.overdraw(position, keyed_request, table, later_ms),
-        3 => rule_set.forget(table, later_ms, &context),
-        _ => _ = rule_set.look(charge_plan, table, Now::by(&|| later_ms), &mut context),
+        2 => rule_set.charge_excess(position, keyed_request, table, later_ms),
+        3 => rule_set.reset(table, later_ms, &context),
+        _ => _ = rule_set.peek(charge_plan, table, DecisionTime::read(&|| later_ms), &mut context),
     }
 }
 
@@ -158,7 +158,11 @@ fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
         // As late as a file's may be that is not set aside.
         let horizon = |rng: &mut Rng| [0, NOW_MS - 1, NOW_MS, NOW_MS + 60_000][rng.usize(..4)];
         let (horizon_ms, spill_horizon_ms) = (horizon(&mut rng), horizon(&mut rng));
-        table.restore_marks(Watermarks { horizon_ms, spill_horizon_ms, spill_end_ms: odd_number(&mut rng) });
+        table.restore_watermarks(Watermarks {
+            horizon_ms,
+            overflow_horizon_ms: spill_horizon_ms,
+            overflow_end_ms: odd_number(&mut rng),
+        });
         all(&table, &mut rng);
     }
 }
@@ -172,7 +176,7 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
         let numbers = FormatRegistry::numbers(32);
         let memory = Memory::heap(8 * numbers).unwrap();
         let ledger = FormatRegistry::new(memory.numbers(0, numbers).unwrap());
-        ledger.join(&rule_set.ways()).unwrap();
+        ledger.join(&rule_set.counter_formats()).unwrap();
         let cells = memory.numbers(0, numbers).unwrap();
         for (at, cell) in cells.iter().enumerate() {
             // Whose an entry is stays in half of them, so that what it says is believed.
@@ -181,8 +185,8 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
             }
         }
         // There may be no room any more; then it says so.
-        let _ = ledger.join(&rule_set.ways());
-        rule_set.agree(&ledger.ways());
+        let _ = ledger.join(&rule_set.counter_formats());
+        rule_set.adopt_formats(&ledger.formats());
         let table = Table::with_capacity(CAPACITY).unwrap();
         for position in 0..rules.len() {
             let charge_plan = rule_set.charge_plan(&[position]);
@@ -204,7 +208,7 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     std::os::unix::fs::FileExt::read_exact_at(&file, &mut page, 0).unwrap();
     let header = Header::decode(&page, file.metadata().unwrap().len()).unwrap_or_else(|why| panic!("{why}"));
     let memory = Memory::mapped(file.as_fd(), header.file_bytes()).unwrap();
-    let table: Table = Table::within(header.plan, &memory, header.table_at()).unwrap();
+    let table: Table = Table::in_memory(header.plan, &memory, header.table_at()).unwrap();
     let mut client = gateway.client();
     let mut ask_all = |keys: u64| {
         for (name, _) in &RULES[..RULES.len() - 1] {

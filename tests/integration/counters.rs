@@ -194,7 +194,7 @@ fn the_next_version_finds_the_counters_of_this_one() {
     let scratch = Scratch::new();
     let path = scratch.path().join("counters");
     let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap()[..36].try_into().unwrap();
-    let header = Header { plan: Table::plan(64), layers: 8, seed: Seed(1, 2), boot };
+    let header = Header { plan: Table::layout(64), layers: 8, seed: Seed(1, 2), boot };
     let file = File::create_new(&path).unwrap();
     file.set_permissions(fs::Permissions::from_mode(0o600)).unwrap();
     file.set_len(header.file_bytes() as u64).unwrap();
@@ -230,7 +230,7 @@ fn the_next_version_finds_the_counters_of_this_one() {
     gateway.client().send(request).answer().expect(200);
     gateway.stop();
     let bytes = fs::read(&path).unwrap();
-    let at = header.table_at() + Table::plan(64).bytes() - 16 * (64 * 2 + 128 * 8);
+    let at = header.table_at() + Table::layout(64).bytes() - 16 * (64 * 2 + 128 * 8);
     let words = bytes[at..].chunks_exact(16).map(|word| u128::from_ne_bytes(word.try_into().unwrap()));
     let found: Vec<_> = words.enumerate().filter(|(_, word)| *word != 0).collect();
     assert_eq!(found, FOUND, "{found:#x?}");

@@ -14,7 +14,7 @@ use transom::http::rate_limit_key::Starts;
 use transom::persistence::file_header::Header;
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
 
@@ -143,10 +143,10 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     let bytes = fs::read(file).unwrap();
     let Ok(header) = Header::decode(&bytes, bytes.len() as u64) else { panic!("the header is damaged") };
-    assert_eq!(header.plan, Table::plan(CAPACITY));
+    assert_eq!(header.plan, Table::layout(CAPACITY));
     let tags = tags(&header, toml);
-    let words_at =
-        header.table_at() + header.plan.bytes() - (header.plan.own + header.plan.spill) * header.plan.slots * 16;
+    let words_at = header.table_at() + header.plan.bytes()
+        - (header.plan.counter_buckets + header.plan.overflow_buckets) * header.plan.bucket_slots * 16;
     let words = bytes[words_at..header.table_at() + header.plan.bytes()].as_chunks::<16>().0;
     let used = words.iter().map(|word| u128::from_le_bytes(*word)).filter(|bits| *bits != 0);
     let latest_ms = now_ms() + LAYERS[1].period_ms;
@@ -168,15 +168,21 @@ fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
     let rule_set = RuleSet::new(&rules, header.seed, None);
     let (charge_plan, table) = (rule_set.charge_plan(&[0]), Table::with_capacity(64).unwrap());
     let mut context = DecisionContext::default();
-    let start = Starts::new(&rule_set.entries[0], header.seed, None);
+    let start = Starts::new(&rule_set.rules[0], header.seed, None);
     let mut tags = Vec::new();
     for key in 0..KEYS {
         let mut hasher = start.own.clone();
-        hasher.part(HEADER_PART, key.to_string().as_bytes());
-        context.keyed_requests = vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];
-        rule_set.look(&charge_plan, &table, Now::by(&now_ms), &mut context);
+        hasher.add_part(HEADER_PART, key.to_string().as_bytes());
+        context.inputs.keyed_requests =
+            vec![Some(KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 })];
+        rule_set.peek(&charge_plan, &table, DecisionTime::read(&now_ms), &mut context);
         tags.extend(
-            context.charges.iter().zip(&context.lines).map(|(charge, line)| (charge.counter.key.tag, line.layer)),
+            context
+                .result
+                .charges
+                .iter()
+                .zip(&context.result.layers)
+                .map(|(charge, line)| (charge.counter.key.tag, line.layer)),
         );
     }
     tags.sort_unstable();

@@ -20,7 +20,7 @@ use transom::persistence::file_header::Header;
 use transom::persistence::snapshot::{self, Written};
 use transom_limiter::counter::CounterWord;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::KeyHash;
 use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
@@ -104,7 +104,7 @@ fn write(counters: &Counters, place: &Place, clock: &Clock) -> Written {
 
 /// What stands in a table: the words by their places.
 fn words(counters: &Counters) -> BTreeMap<usize, u128> {
-    counters.table.open(0).map(|(place, word)| (place, word.bits())).collect()
+    counters.table.live_counters(0).map(|(place, word)| (place, word.bits())).collect()
 }
 
 #[test]
@@ -166,20 +166,24 @@ impl Counted {
     fn new(counters: Counters) -> Counted {
         let rules = config::read(&with_listen(TWO)).unwrap().rules;
         let mut rule_set = RuleSet::new(&rules, counters.seed, None);
-        counters.ledger.join(&rule_set.ways()).unwrap();
-        rule_set.agree(&counters.ledger.ways());
+        counters.ledger.join(&rule_set.counter_formats()).unwrap();
+        rule_set.adopt_formats(&counters.ledger.formats());
         let charge_plans = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
         Counted { rule_set, charge_plans, counters }
     }
 
     /// Whether one more token is there for a key under a rule; from windows to come if need be.
     fn takes(&self, rule: usize, key: u64, now_ms: u64) -> bool {
-        let key = KeyHash { place: key << 40, tag: key << 50 | 1 << 20 };
+        let key = KeyHash { bucket_hash: key << 40, tag: key << 50 | 1 << 20 };
         let mut context = DecisionContext::default();
-        context.reserve = true;
-        context.keyed_requests = vec![Some(KeyedRequest { key, offset: 0, variant: 0, cost: 1 })];
-        let judgement =
-            self.rule_set.judge(&self.charge_plans[rule], &self.counters.table, Now::by(&|| now_ms), &mut context);
+        context.inputs.reserve = true;
+        context.inputs.keyed_requests = vec![Some(KeyedRequest { key, offset: 0, variant: 0, cost: 1 })];
+        let judgement = self.rule_set.decide(
+            &self.charge_plans[rule],
+            &self.counters.table,
+            DecisionTime::read(&|| now_ms),
+            &mut context,
+        );
         !matches!(judgement, Decision::Refused)
     }
 }
@@ -191,16 +195,16 @@ fn rolling_windows_and_watermarks_are_restored() {
     for rule in 0..3 {
         assert!((0..6).all(|_| before.takes(rule, 1, NOW_MS) || rule == 1), "rule {rule}");
     }
-    let marks = Watermarks { horizon_ms: NOW_MS - 5, spill_horizon_ms: NOW_MS - 7, spill_end_ms: NOW_MS + 9 };
-    before.counters.table.restore_marks(marks);
+    let marks = Watermarks { horizon_ms: NOW_MS - 5, overflow_horizon_ms: NOW_MS - 7, overflow_end_ms: NOW_MS + 9 };
+    before.counters.table.restore_watermarks(marks);
     let written = write(&before.counters, &place, &clock);
     assert_eq!(written, Written::Counters(3));
     // A clock that is behind goes on from the time of the snapshot.
     let behind = Clock::manual(NOW_MS - 3_600_000);
     let after = Counted::new(in_memory(64, Some(&place.snapshot()), &behind));
     assert_eq!(behind.now().unix_ms, NOW_MS);
-    assert_eq!(after.counters.table.marks(), marks);
-    assert_eq!(after.counters.ledger.ways(), before.counters.ledger.ways());
+    assert_eq!(after.counters.table.watermarks(), marks);
+    assert_eq!(after.counters.ledger.formats(), before.counters.ledger.formats());
     assert_eq!(words(&after.counters), words(&before.counters));
     let last = |counted: &Counted, rule| (0..20).take_while(|_| counted.takes(rule, 1, NOW_MS)).count();
     for rule in 0..3 {
@@ -242,10 +246,12 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
         let clock = Clock::manual(NOW_MS - 1000);
         let counters = in_memory(64, Some(&place.snapshot()), &clock);
         let is_whole = words(&counters) == words(&before.counters);
-        let ledger = counters.ledger.ways();
+        let ledger = counters.ledger.formats();
         let is_fresh = words(&counters).is_empty() && ledger == CounterFormats::default();
         let time_ms = clock.now().unix_ms;
-        assert!(is_whole || (is_fresh && counters.table.marks() == Watermarks::default() && time_ms == NOW_MS - 1000));
+        assert!(
+            is_whole || (is_fresh && counters.table.watermarks() == Watermarks::default() && time_ms == NOW_MS - 1000)
+        );
         is_whole
     };
     assert!(restored(&good));
@@ -265,9 +271,13 @@ fn a_snapshot_from_the_future_is_ignored() {
     let (place, clock) = (Place::new(), Clock::manual(NOW_MS));
     let restored = |horizon_ms, spill_horizon_ms| {
         let counters = in_memory(64, None, &clock);
-        counters.table.restore_marks(Watermarks { horizon_ms, spill_horizon_ms, spill_end_ms: 0 });
+        counters.table.restore_watermarks(Watermarks {
+            horizon_ms,
+            overflow_horizon_ms: spill_horizon_ms,
+            overflow_end_ms: 0,
+        });
         assert_eq!(write(&counters, &place, &clock), Written::Counters(0));
-        snapshot::find(&place.snapshot(), Table::plan(64)).is_some()
+        snapshot::find(&place.snapshot(), Table::layout(64)).is_some()
     };
     // Processes do not read the clock at the same moment.
     let most_ms = NOW_MS + 60_000;
@@ -340,11 +350,11 @@ fn a_kill_while_writing_keeps_the_former_snapshot() {
         thread::sleep(Duration::from_micros(rng.u64(..200_000)));
         drop(process);
         within += u64::from(new.exists());
-        let saved = snapshot::find(&place.snapshot(), Table::plan(capacity)).expect("there is always a whole one");
+        let saved = snapshot::find(&place.snapshot(), Table::layout(capacity)).expect("there is always a whole one");
         assert!(saved.time_ms >= latest_ms);
         latest_ms = saved.time_ms;
         let restored = in_memory(capacity, Some(&place.snapshot()), &clock);
-        assert_eq!(restored.table.open(now_ms).count(), capacity);
+        assert_eq!(restored.table.live_counters(now_ms).count(), capacity);
         // What is there is written to again; what is not yet moved is nobody's.
         let _ = fs::remove_file(&new);
     }
@@ -406,7 +416,7 @@ fn a_full_file_system_keeps_the_former_snapshot() {
     (0..2 * capacity).for_each(|key| assert!(counters.table.restore(key, CounterWord::new(1 + key as u64, end_ms, 1))));
     write(&counters, &place, &clock);
     let former = fs::read(place.snapshot()).unwrap();
-    let table = Table::plan(capacity).bytes();
+    let table = Table::layout(capacity).bytes();
     let limit = (table + former.len()) / 2 / 512;
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' XFSZ; ulimit -f $0; exec \"$@\"", &limit.to_string(), BINARY]);

@@ -8,23 +8,23 @@
 
 use crate::atomics::{Ordering, fence};
 use crate::counter::{AcquireRequest, Usage, WindowKind};
-use crate::sharded_counter::{ShardReceipt, Split, Taking};
-use crate::table::{Charged, Counter, Receipt, Seen, Slot, Table};
+use crate::sharded_counter::{ShardReceipt, Sharding, ShardsResult};
+use crate::table::{Counter, CounterResult, PeekedSlot, Receipt, Slot, Table};
 use crate::window_sequence::Time;
 
 /// One counter of a request: what is asked of it, and what it answered.
 #[derive(Clone, Copy, Debug)]
 pub struct Charge {
     pub counter: Counter,
-    pub ask: AcquireRequest,
-    pub split: Split,
+    pub request: AcquireRequest,
+    pub sharding: Sharding,
     /// After [`decide`]: what is used, this request included if it was admitted.
     pub usage: Usage,
     /// After [`decide`] refused: whether this counter had no room.
-    pub full: bool,
+    pub is_full: bool,
     /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
-    beyond: bool,
-    hint: Option<Seen>,
+    is_shard_over_part: bool,
+    hint: Option<PeekedSlot>,
     /// Where it was charged, if it was, and by how much that raised what is used. Small, because it
     /// is written for every counter of every request and read for hardly any.
     slot: Option<Slot>,
@@ -32,14 +32,14 @@ pub struct Charge {
 }
 
 impl Charge {
-    pub fn new(counter: Counter, ask: AcquireRequest) -> Charge {
+    pub fn new(counter: Counter, request: AcquireRequest) -> Charge {
         Charge {
             counter,
-            ask,
-            split: Split::WHOLE,
+            request,
+            sharding: Sharding::NONE,
             usage: Usage::default(),
-            full: false,
-            beyond: false,
+            is_full: false,
+            is_shard_over_part: false,
             hint: None,
             slot: None,
             tokens: 0,
@@ -48,25 +48,27 @@ impl Charge {
 
     /// Whether it is a request that opens the window.
     pub fn is_floating(&self) -> bool {
-        matches!(self.ask.course, WindowKind::Floating(_))
+        matches!(self.request.kind, WindowKind::Floating(_))
     }
 
     /// Whether what is used there may be owed by windows to come.
-    pub fn may_owe(&self) -> bool {
-        matches!(self.ask.course, WindowKind::Grid(_) | WindowKind::Floating(_))
+    pub fn may_carry_debt(&self) -> bool {
+        matches!(self.request.kind, WindowKind::Grid(_) | WindowKind::Floating(_))
     }
 
     /// As [`Charge::share`], for whoever is about to give it back: from then on it counts as not charged.
-    pub fn take_share(&mut self) -> Option<ShardReceipt> {
-        let share = self.share();
+    pub fn take_receipt(&mut self) -> Option<ShardReceipt> {
+        let receipt = self.receipt();
         self.slot = None;
-        share
+        receipt
     }
 
     /// What was charged here, if the counter is not split.
-    pub fn share(&self) -> Option<ShardReceipt> {
-        self.slot
-            .map(|slot| ShardReceipt { ask: self.ask, paid: Receipt::at(slot, self.counter, self.usage, self.tokens) })
+    pub fn receipt(&self) -> Option<ShardReceipt> {
+        self.slot.map(|slot| ShardReceipt {
+            request: self.request,
+            receipt: Receipt::at(slot, self.counter, self.usage, self.tokens),
+        })
     }
 }
 
@@ -83,51 +85,56 @@ pub enum AcquireResult {
 /// Decides one request on all its counters, which stand in the order in which they are charged.
 /// `shares` is added to where a counter is split.
 #[inline(always)]
-pub fn decide<const W: usize, const PLAIN: bool>(
+pub fn acquire_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
-    shares: &mut Vec<ShardReceipt>,
+    shard_receipts: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
 ) -> AcquireResult {
-    if look(table, charges, time) { take(table, charges, shares, time) } else { AcquireResult::Refused }
+    if peek_all(table, charges, time) {
+        acquire_peeked(table, charges, shard_receipts, time)
+    } else {
+        AcquireResult::Refused
+    }
 }
 
 /// Fills in what is used of each counter; `true` if all have room. Nothing is charged.
 #[inline(always)]
-pub fn look<const W: usize, const PLAIN: bool>(
+pub fn peek_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
     time: Time<'_, PLAIN>,
 ) -> bool {
     let mut room = true;
     for charge in charges {
-        if !PLAIN && charge.split.shards > 1 {
-            (charge.usage, charge.beyond) = charge.split.look(table, charge.counter, charge.ask, time);
+        if !PLAIN && charge.sharding.shards > 1 {
+            (charge.usage, charge.is_shard_over_part) =
+                charge.sharding.peek(table, charge.counter, charge.request, time);
         } else {
-            (charge.usage, charge.hint) = table.look(charge.counter, charge.ask, time);
+            (charge.usage, charge.hint) = table.peek(charge.counter, charge.request, time);
         }
-        charge.full = !charge.usage.admits(charge.ask);
-        room &= !charge.full;
+        charge.is_full = !charge.usage.admits(charge.request);
+        room &= !charge.is_full;
     }
     room
 }
 
 /// Charges all counters that [`look`] has seen, or none.
 #[inline(always)]
-pub fn take<const W: usize, const PLAIN: bool>(
+pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charges: &mut [Charge],
-    shares: &mut Vec<ShardReceipt>,
+    shard_receipts: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
 ) -> AcquireResult {
-    let first = shares.len();
+    let first = shard_receipts.len();
     for i in 0..charges.len() {
         let charge = &mut charges[i];
-        if charge.ask.cost == 0 {
+        if charge.request.cost == 0 {
             continue;
         }
         if let Some(seen) = charge.hint
-            && let Some((slot, after)) = table.charge_seen(seen, charge.usage, charge.ask, time)
+            && let Some((slot, after)) = table.acquire_unchanged(seen, charge.usage, charge.request, time)
         {
             charge.tokens = after.used - charge.usage.used;
             charge.usage.used = after.used;
@@ -135,69 +142,74 @@ pub fn take<const W: usize, const PLAIN: bool>(
             charge.slot = Some(slot);
             continue;
         }
-        let answer = if !PLAIN && charge.split.shards > 1 {
-            take_shares(table, charge, shares, time)
+        let outcome = if !PLAIN && charge.sharding.shards > 1 {
+            acquire_shards(table, charge, shard_receipts, time)
         } else {
-            table.charge(charge.counter, charge.ask, time, charge.hint)
+            table.acquire(charge.counter, charge.request, time, charge.hint)
         };
-        let verdict = match answer {
-            Charged::Paid(paid, usage) => {
+        let outcome = match outcome {
+            CounterResult::Acquired(receipt, usage) => {
                 charge.usage = usage;
-                charge.slot = (PLAIN || charge.split.shards == 1).then_some(paid.slot());
-                charge.tokens = paid.tokens();
+                charge.slot = (PLAIN || charge.sharding.shards == 1).then_some(receipt.slot());
+                charge.tokens = receipt.tokens();
                 continue;
             }
-            Charged::Full(usage) => {
+            CounterResult::Full(usage) => {
                 charge.usage = usage;
-                charge.full = true;
+                charge.is_full = true;
                 AcquireResult::Refused
             }
-            Charged::Late => AcquireResult::Late,
+            CounterResult::Late => AcquireResult::Late,
         };
-        give_back(table, &mut charges[..i], time);
-        for share in shares.drain(first..) {
-            table.refund(share.paid, share.ask, time);
+        refund_all(table, &mut charges[..i], time);
+        for receipt in shard_receipts.drain(first..) {
+            table.refund(receipt.receipt, receipt.request, time);
         }
-        return verdict;
+        return outcome;
     }
     AcquireResult::Admitted
 }
 
 /// Charges a split counter. What it answers with as paid is only the last share of it.
 #[cold]
-fn take_shares<const W: usize, const PLAIN: bool>(
+fn acquire_shards<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
     charge: &Charge,
-    shares: &mut Vec<ShardReceipt>,
+    shard_receipts: &mut Vec<ShardReceipt>,
     time: Time<'_, PLAIN>,
-) -> Charged {
-    let Charge { ask, split, counter, usage, .. } = *charge;
-    match (split.charge(table, counter, ask, time, shares), shares.last()) {
-        (Taking::Enough, Some(share)) => {
-            if charge.beyond {
+) -> CounterResult {
+    let Charge { request, sharding: split, counter, usage, .. } = *charge;
+    match (split.acquire(table, counter, request, time, shard_receipts), shard_receipts.last()) {
+        (ShardsResult::Acquired, Some(receipt)) => {
+            if charge.is_shard_over_part {
                 // Ordering: the charge stands before, the look after, for every thread that takes what
                 // is left; so of two that take the same at least one sees both, and steps back.
                 fence(Ordering::SeqCst);
-                let (after, _) = split.look(table, counter, ask, time);
-                if after.used > ask.ceiling {
-                    return Charged::Full(Usage { used: after.used.saturating_sub(u64::from(ask.cost)), ..after });
+                let (after, _) = split.peek(table, counter, request, time);
+                if after.used > request.ceiling {
+                    return CounterResult::Full(Usage {
+                        used: after.used.saturating_sub(u64::from(request.cost)),
+                        ..after
+                    });
                 }
             }
-            Charged::Paid(share.paid, Usage { used: usage.used + u64::from(ask.cost), ..usage })
+            CounterResult::Acquired(receipt.receipt, Usage { used: usage.used + u64::from(request.cost), ..usage })
         }
-        (Taking::Late, _) => Charged::Late,
-        (Taking::Enough | Taking::TooLittle, _) => Charged::Full(split.look(table, counter, ask, time).0),
+        (ShardsResult::Late, _) => CounterResult::Late,
+        (ShardsResult::Acquired | ShardsResult::TooFew, _) => {
+            CounterResult::Full(split.peek(table, counter, request, time).0)
+        }
     }
 }
 
 #[cold]
-fn give_back<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut [Charge], time: Time<'_, PLAIN>) {
+fn refund_all<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut [Charge], time: Time<'_, PLAIN>) {
     for charge in charges.iter_mut().rev() {
-        if let Some(share) = charge.share() {
-            table.refund(share.paid, share.ask, time);
+        if let Some(receipt) = charge.receipt() {
+            table.refund(receipt.receipt, receipt.request, time);
             charge.slot = None;
         }
         // Looked at again only for the answer; a split counter's shares are given back by the caller.
-        charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.ask.cost));
+        charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
     }
 }

@@ -24,17 +24,17 @@ use std::ops::Range;
 
 use crate::atomics::{AtomicU64, AtomicU128, Ordering, fence};
 use crate::counter::{CounterWord, TAG_BITS};
-use crate::memory::{Cells, LINE_BYTES};
+use crate::memory::{AtomicSlice, LINE_BYTES};
 
 /// How often a thread tries to seat a key before it gives up and treats the region as full.
 /// Every failed try means that another thread moved on in the same two buckets.
-const SEAT_TRIES: u32 = 64;
+const INSERT_TRIES: u32 = 64;
 
 /// Where a counter lives and whose it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Key {
     /// Evenly spread bits that choose the two buckets.
-    pub place: u64,
+    pub bucket_hash: u64,
     /// [`TAG_BITS`] bits, independent of `place`, not 0, that tell keys of one bucket apart.
     pub tag: u64,
 }
@@ -42,12 +42,12 @@ pub struct Key {
 impl Key {
     /// A key from 64 bits of `place` and 64 of which the upper [`TAG_BITS`] become the tag.
     pub fn new(place: u64, tag_source: u64) -> Key {
-        Key { place, tag: (tag_source >> (64 - TAG_BITS)).max(1) }
+        Key { bucket_hash: place, tag: (tag_source >> (64 - TAG_BITS)).max(1) }
     }
 }
 
 /// What a search for a key came upon.
-pub enum Found {
+pub enum FindResult {
     /// Its counter, at this index, and the word read there.
     Counter(usize, CounterWord),
     /// No counter, but a claim of somebody who is about to make one.
@@ -76,26 +76,26 @@ pub enum InsertResult {
 /// What became of an attempt to confirm a claim.
 enum Confirm {
     /// The slots changed, for better or worse: search again.
-    LookAgain,
-    Vetoed,
+    Retry,
+    Blocked,
     Late,
 }
 
-pub struct Region<const W: usize> {
+pub struct SlotArray<const W: usize> {
     /// In buckets of `W`; of eight, one is two neighbouring cache lines.
-    words: Cells<AtomicU128>,
-    marks: Cells<AtomicU64>,
+    words: AtomicSlice<AtomicU128>,
+    watermarks: AtomicSlice<AtomicU64>,
 }
 
 /// Numbers that a region needs beside its slots, where each lies alone in its cache lines.
-pub const MARKS: usize = 2 * MARK_CELLS;
-const MARK_CELLS: usize = LINE_BYTES / size_of::<u64>();
+pub const WATERMARKS: usize = 2 * WATERMARK_STRIDE;
+const WATERMARK_STRIDE: usize = LINE_BYTES / size_of::<u64>();
 
-impl<const W: usize> Region<W> {
+impl<const W: usize> SlotArray<W> {
     /// A region in these words, of which there are whole buckets and at least one, with [`MARKS`] numbers.
-    pub fn new(words: Cells<AtomicU128>, marks: Cells<AtomicU64>) -> Region<W> {
+    pub fn new(words: AtomicSlice<AtomicU128>, marks: AtomicSlice<AtomicU64>) -> SlotArray<W> {
         const { assert!(W.is_power_of_two(), "slots are told apart by their bits") }
-        Region { words, marks }
+        SlotArray { words, watermarks: marks }
     }
 
     pub fn slots(&self) -> usize {
@@ -110,13 +110,13 @@ impl<const W: usize> Region<W> {
     /// The latest end of a window whose slot was given to another key, Unix milliseconds.
     #[inline(always)]
     fn horizon(&self) -> &AtomicU64 {
-        &self.marks[0]
+        &self.watermarks[0]
     }
 
     /// Counts claims.
     #[inline(always)]
     fn nonce(&self) -> &AtomicU64 {
-        &self.marks[MARK_CELLS]
+        &self.watermarks[WATERMARK_STRIDE]
     }
 
     /// Every word, for a census. Words change while this goes on.
@@ -154,23 +154,23 @@ impl<const W: usize> Region<W> {
     }
 
     /// The two buckets of a key; one and the same where the region has only one.
-    fn pair(&self, key: Key) -> [usize; 2] {
-        let first = self.first(key);
-        [first, self.second(key, first)]
+    fn buckets_of(&self, key: Key) -> [usize; 2] {
+        let first = self.first_bucket(key);
+        [first, self.second_bucket(key, first)]
     }
 
     #[inline]
-    fn first(&self, key: Key) -> usize {
-        spread(key.place, self.buckets().len() as u64) as usize
+    fn first_bucket(&self, key: Key) -> usize {
+        scale_to(key.bucket_hash, self.buckets().len() as u64) as usize
     }
 
     #[inline]
-    fn second(&self, key: Key, first: usize) -> usize {
+    fn second_bucket(&self, key: Key, first: usize) -> usize {
         let n = self.buckets().len();
         if n == 1 {
             return first;
         }
-        let step = 1 + spread(key.place.wrapping_mul(0x9E37_79B9_7F4A_7C15), n as u64 - 1) as usize;
+        let step = 1 + scale_to(key.bucket_hash.wrapping_mul(0x9E37_79B9_7F4A_7C15), n as u64 - 1) as usize;
         let second = first + step;
         if second >= n { second - n } else { second }
     }
@@ -178,15 +178,15 @@ impl<const W: usize> Region<W> {
     /// The half of a bucket in which a key's slots are looked at first: all counters of a key agree
     /// on it, so that they tend to share a cache line. Slot `i` comes at turn `i ^ half`.
     #[inline]
-    fn half(key: Key) -> usize {
-        if key.place & 1 == 1 { W / 2 } else { 0 }
+    fn slot_mask(key: Key) -> usize {
+        if key.bucket_hash & 1 == 1 { W / 2 } else { 0 }
     }
 
     /// The indices of all slots a key may lie in, in the order in which they are searched.
-    fn places(&self, key: Key) -> impl Iterator<Item = usize> {
-        let [first, second] = self.pair(key);
+    fn slots_of(&self, key: Key) -> impl Iterator<Item = usize> {
+        let [first, second] = self.buckets_of(key);
         let buckets = if first == second { 1 } else { 2 };
-        let slots = move |bucket| (0..W).map(move |i| bucket * W + (i ^ Self::half(key)));
+        let slots = move |bucket| (0..W).map(move |i| bucket * W + (i ^ Self::slot_mask(key)));
         [first, second].into_iter().take(buckets).flat_map(slots)
     }
 
@@ -214,25 +214,25 @@ impl<const W: usize> Region<W> {
     // Inlined, because a result of this size goes through memory otherwise, and is read back in
     // other pieces than it was written in: a stall on every decision.
     #[inline(always)]
-    pub fn find(&self, key: Key) -> Found {
-        let mut claim = Found::Nothing;
-        let mut bucket = self.first(key);
+    pub fn find(&self, key: Key) -> FindResult {
+        let mut claim = FindResult::Nothing;
+        let mut bucket = self.first_bucket(key);
         for nth in 0..2 {
             for i in 0..W {
-                let i = i ^ Self::half(key);
+                let i = i ^ Self::slot_mask(key);
                 // Ordering: as in `load`.
                 let word = CounterWord::from_bits(self.buckets()[bucket][i].load(Ordering::Acquire));
                 if word.tag() == key.tag {
                     if !word.is_claim() {
-                        return Found::Counter(bucket * W + i, word);
+                        return FindResult::Counter(bucket * W + i, word);
                     }
-                    if matches!(claim, Found::Nothing) {
-                        claim = Found::Claim(bucket * W + i, word);
+                    if matches!(claim, FindResult::Nothing) {
+                        claim = FindResult::Claim(bucket * W + i, word);
                     }
                 }
             }
             if nth == 0 {
-                bucket = self.second(key, bucket);
+                bucket = self.second_bucket(key, bucket);
             }
         }
         claim
@@ -241,26 +241,26 @@ impl<const W: usize> Region<W> {
     /// Finds or makes the counter of `key`.
     ///
     /// `vetoed` is asked after the claim is visible to everyone and before it is confirmed.
-    pub fn seat(&self, key: Key, window: OpenWindow, now_ms: u64, vetoed: impl Fn() -> bool) -> InsertResult {
+    pub fn insert(&self, key: Key, window: OpenWindow, now_ms: u64, vetoed: impl Fn() -> bool) -> InsertResult {
         let mut mine = None;
-        for _ in 0..SEAT_TRIES {
+        for _ in 0..INSERT_TRIES {
             match self.find(key) {
-                Found::Counter(index, word) => {
+                FindResult::Counter(index, word) => {
                     // Another claim of the key was faster: this thread's own would hold a slot for nobody.
                     if let Some((claimed, claim)) = mine.filter(|&(claimed, _)| claimed != index) {
                         self.revoke(claimed, claim);
                     }
                     return InsertResult::At(index, word);
                 }
-                Found::Claim(index, claim) => match self.confirm(key, index, claim, window, &vetoed) {
-                    Confirm::LookAgain => {}
-                    Confirm::Vetoed => return InsertResult::Full,
+                FindResult::Claim(index, claim) => match self.confirm(key, index, claim, window, &vetoed) {
+                    Confirm::Retry => {}
+                    Confirm::Blocked => return InsertResult::Full,
                     Confirm::Late => return InsertResult::Late,
                 },
-                Found::Nothing => {
-                    let Some((index, old)) = self.vacancy(key, now_ms) else {
+                FindResult::Nothing => {
+                    let Some((index, old)) = self.free_slot(key, now_ms) else {
                         // The last free slot may just have become this key's own counter.
-                        if matches!(self.find(key), Found::Nothing) {
+                        if matches!(self.find(key), FindResult::Nothing) {
                             return InsertResult::Full;
                         }
                         continue;
@@ -296,18 +296,18 @@ impl<const W: usize> Region<W> {
         // threads that confirm two claims of one key, the one whose fence comes second sees the
         // claim of the other. The same holds between a veto's charge and this look at it.
         fence(Ordering::SeqCst);
-        for (order, other) in self.places(key).enumerate() {
+        for (order, other) in self.slots_of(key).enumerate() {
             let word = self.load(other);
             if other == index || word.tag() != key.tag {
                 continue;
             }
-            let mine = self.places(key).position(|place| place == index);
+            let mine = self.slots_of(key).position(|place| place == index);
             if !word.is_claim() || Some(order) < mine {
                 self.revoke(index, claim);
-                return Confirm::LookAgain;
+                return Confirm::Retry;
             }
             if !self.revoke(other, word) {
-                return Confirm::LookAgain;
+                return Confirm::Retry;
             }
         }
         // Ordering: read after the slots. If the key had a counter for this window and lost it to
@@ -318,10 +318,10 @@ impl<const W: usize> Region<W> {
         }
         if vetoed() {
             self.revoke(index, claim);
-            return Confirm::Vetoed;
+            return Confirm::Blocked;
         }
         let _ = self.swap(index, claim, CounterWord::new(key.tag, window.end_ms, 0));
-        Confirm::LookAgain
+        Confirm::Retry
     }
 
     /// Removes a claim that must not become a counter; `false` if it already changed.
@@ -331,14 +331,14 @@ impl<const W: usize> Region<W> {
 
     /// A slot that no open window occupies: in the first bucket while that is at most half full,
     /// otherwise in the emptier of the two. Claims of others are taken only as a last resort.
-    fn vacancy(&self, key: Key, now_ms: u64) -> Option<(usize, CounterWord)> {
+    fn free_slot(&self, key: Key, now_ms: u64) -> Option<(usize, CounterWord)> {
         let mut best: Option<(usize, usize, CounterWord)> = None;
         let mut claim = None;
-        for bucket in self.pair(key) {
+        for bucket in self.buckets_of(key) {
             let mut taken = 0;
             let mut free = None;
             for i in 0..W {
-                let index = bucket * W + (i ^ Self::half(key));
+                let index = bucket * W + (i ^ Self::slot_mask(key));
                 let word = self.load(index);
                 if word.is_live(now_ms) {
                     taken += 1;
@@ -364,6 +364,6 @@ impl<const W: usize> Region<W> {
 
 /// Maps 64 evenly spread bits evenly to `0..n` (Lemire, "Fast Random Integer Generation in an
 /// Interval", 2019).
-fn spread(bits: u64, n: u64) -> u64 {
+fn scale_to(bits: u64, n: u64) -> u64 {
     ((u128::from(bits) * u128::from(n)) >> 64) as u64
 }

@@ -9,13 +9,13 @@ use crate::window::Windows;
 
 /// The most that all layers together let through in any `span_ms` milliseconds; `None` where nothing
 /// can be said. `opener_stays`: a charge that opened a window is never given back.
-pub fn most_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<u64> {
-    layers.iter().filter_map(|limit| most_of_layer(limit, span_ms, opener_stays)).min()
+pub fn max_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<u64> {
+    layers.iter().filter_map(|limit| max_of_layer(limit, span_ms, opener_stays)).min()
 }
 
-fn most_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64> {
+fn max_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64> {
     let (shortest_ms, _) = lengths_ms(&limit.windows)?;
-    let most = granted(limit, touched(span_ms, shortest_ms));
+    let most = granted(limit, windows_touched(span_ms, shortest_ms));
     // Where a request opens its window, the first of several windows was opened before the stretch
     // begins, unless it holds whole windows and one moment more.
     let floats = matches!(limit.windows, Windows::FirstRequest { .. });
@@ -24,14 +24,14 @@ fn most_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64>
 }
 
 /// The most that one layer lets through in any one window of another.
-pub fn most_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
+pub fn max_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
     windows_in_window(&limit.windows, &of.windows).map(|windows| granted(limit, windows))
 }
 
 /// Whether a layer can never be the one that refuses: another lets no more through in any of its
 /// windows than it grants for one.
 pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
-    most_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
+    max_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
 }
 
 /// What a layer grants in so many windows in a row, after it was idle for long.
@@ -41,7 +41,7 @@ fn granted(limit: &Limit, windows: u64) -> u64 {
 }
 
 /// How many windows, none of them shorter than this, a stretch of time can touch.
-fn touched(span_ms: u64, shortest_ms: u64) -> u64 {
+fn windows_touched(span_ms: u64, shortest_ms: u64) -> u64 {
     span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1
 }
 
@@ -57,7 +57,7 @@ pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
 fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     let (_, longest_ms) = lengths_ms(outer)?;
     let (shortest_ms, _) = lengths_ms(inner)?;
-    let anywhere = touched(longest_ms, shortest_ms);
+    let anywhere = windows_touched(longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
             // The outer window starts somewhere in an inner one: at any place that lies on both grids'
@@ -67,7 +67,7 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             Some((p - step + shift + q - 1) / p + 1)
         }
         (_, Windows::Calendar(calendar)) if inner.are_shared() => {
-            let touched = |two: &[u64]| between(inner, two[0], two[1]);
+            let touched = |two: &[u64]| windows_overlapping(inner, two[0], two[1]);
             calendar.ends.windows(2).map(touched).max()
         }
         (Windows::Calendar(calendar), Windows::Even { .. }) => {
@@ -86,7 +86,7 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
 }
 
 /// How many windows of a grid or calendar lie in a stretch, in part or whole.
-fn between(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
+fn windows_overlapping(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
     match windows {
         Windows::Calendar(calendar) => {
             let position = |ms: u64| calendar.ends.partition_point(|end| *end <= ms) as u64;
@@ -96,7 +96,9 @@ fn between(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
             let first_ms = windows.window_at(start_ms, 0).end_ms;
             end_ms.saturating_sub(first_ms).div_ceil(*period_ms) + 1
         }
-        Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => touched(end_ms - start_ms, *period_ms),
+        Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
+            windows_touched(end_ms - start_ms, *period_ms)
+        }
     }
 }
 
@@ -201,7 +203,7 @@ mod tests {
             ] {
                 let layers = [limit];
                 assert_eq!(
-                    most_within(&layers, span_ms, true),
+                    max_within(&layers, span_ms, true),
                     Some(worst(&layers, span_ms, lead_ms)),
                     "{span_ms}: {layers:?}"
                 );
@@ -218,7 +220,7 @@ mod tests {
             [limit(1, 3, Windows::Even { period_ms: 2, offset_ms: 0 }), even(2, 4, 0)],
         ] {
             for span_ms in 1..=6 {
-                let (most, worst) = (most_within(&layers, span_ms, true).unwrap(), worst(&layers, span_ms, 4));
+                let (most, worst) = (max_within(&layers, span_ms, true).unwrap(), worst(&layers, span_ms, 4));
                 assert!(worst <= most, "{worst} in {span_ms} ms: {layers:?}");
                 // Around a moment at which windows of both layers end, it is exact.
                 if span_ms == 2
@@ -233,10 +235,10 @@ mod tests {
     #[test]
     fn the_shipped_limits_admit_what_the_documentation_says() {
         let layers = [Limit::parse("2000/hour").unwrap(), Limit::parse("33/minute").unwrap()];
-        assert_eq!(most_within(&layers, 2000, true), Some(66));
-        assert_eq!(most_within(&layers, 60_000, true), Some(66));
-        assert_eq!(most_within(&layers, 3_600_000, true), Some(2013));
-        assert_eq!(most_in_window(&layers[1], &layers[0]), Some(1980));
+        assert_eq!(max_within(&layers, 2000, true), Some(66));
+        assert_eq!(max_within(&layers, 60_000, true), Some(66));
+        assert_eq!(max_within(&layers, 3_600_000, true), Some(2013));
+        assert_eq!(max_in_window(&layers[1], &layers[0]), Some(1980));
         assert!(never_binds(&layers[0], &layers[1]) && !never_binds(&layers[1], &layers[0]));
     }
 

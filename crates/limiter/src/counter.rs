@@ -19,7 +19,7 @@ use std::ops::RangeInclusive;
 use crate::window_sequence::{Time, WindowSequence};
 
 /// So far the times of two threads are never apart, not even if one was put to sleep in between.
-const SKEW_MAX_MS: u64 = 60_000;
+const MAX_CLOCK_SKEW_MS: u64 = 60_000;
 const COUNT_BITS: u32 = 32;
 const END_BITS: u32 = 42;
 /// Bits of a tag: what is left of the word beside the window's end and the count.
@@ -109,20 +109,20 @@ pub struct AcquireRequest {
     pub limit: u32,
     /// Tokens asked for; 0 asks nothing and is always admitted where the ceiling is not passed.
     pub cost: u32,
-    pub course: WindowKind,
+    pub kind: WindowKind,
 }
 
 impl AcquireRequest {
     /// `cost` tokens out of `limit`, in a plain window ending at `end_ms`.
     pub fn plain(end_ms: u64, limit: u32, cost: u32) -> AcquireRequest {
-        AcquireRequest { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, course: WindowKind::Plain }
+        AcquireRequest { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, kind: WindowKind::Plain }
     }
 
     /// The moment from which on the window of this request is certainly over, so that a counter must
     /// not be opened for it any more, Unix milliseconds.
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
-        match self.course_in(time) {
+        match self.kind_in(time) {
             WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => self.end_ms,
             WindowKind::Floating(_) => time.now_ms + 1,
         }
@@ -130,14 +130,14 @@ impl AcquireRequest {
 
     /// Its course in a decision that may know that all are plain.
     #[inline]
-    pub fn course_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> WindowKind {
-        debug_assert!(!PLAIN || self.course == WindowKind::Plain);
-        if PLAIN { WindowKind::Plain } else { self.course }
+    pub fn kind_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> WindowKind {
+        debug_assert!(!PLAIN || self.kind == WindowKind::Plain);
+        if PLAIN { WindowKind::Plain } else { self.kind }
     }
 
     /// Whether charges of its counter stand in line, each with its place in a window.
-    pub fn is_in_line(&self) -> bool {
-        match self.course {
+    pub fn is_queued(&self) -> bool {
+        match self.kind {
             WindowKind::Grid(_) | WindowKind::Floating(_) => true,
             WindowKind::Plain | WindowKind::Leased => false,
         }
@@ -145,7 +145,7 @@ impl AcquireRequest {
 
     /// What was used, or is counted as used.
     #[inline]
-    fn start<const PLAIN: bool>(&self, used: u64) -> u64 {
+    fn used_before<const PLAIN: bool>(&self, used: u64) -> u64 {
         if PLAIN { used } else { used.max(self.floor) }
     }
 }
@@ -161,8 +161,8 @@ pub struct Usage {
 impl Usage {
     /// Whether `ask` still fits beside what is used.
     #[inline]
-    pub fn admits(self, ask: AcquireRequest) -> bool {
-        self.used.max(ask.floor) + u64::from(ask.cost) <= ask.ceiling
+    pub fn admits(self, request: AcquireRequest) -> bool {
+        self.used.max(request.floor) + u64::from(request.cost) <= request.ceiling
     }
 }
 
@@ -171,39 +171,39 @@ impl Usage {
 /// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
 /// the request counts in that later window. Rolling the word back would hand out the later window twice.
 #[inline]
-pub fn usage<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
-    if ask.course_in(time) != WindowKind::Plain {
-        return rolled(word, ask, time);
+pub fn usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    if request.kind_in(time) != WindowKind::Plain {
+        return accumulated_usage(word, request, time);
     }
-    if word.end_ms() >= ask.end_ms {
+    if word.end_ms() >= request.end_ms {
         Usage { used: u64::from(word.count()), end_ms: word.end_ms() }
     } else {
-        Usage { used: 0, end_ms: ask.end_ms }
+        Usage { used: 0, end_ms: request.end_ms }
     }
 }
 
 /// What so many windows grant. Under another limit than they were owed at they may come to any number; it is
 /// cut off where a cost beside it still fits a `u64`.
-pub fn granted(windows: u64, limit: u32) -> u64 {
+pub fn tokens_granted(windows: u64, limit: u32) -> u64 {
     windows.saturating_mul(u64::from(limit)).min(u64::MAX >> 1)
 }
 
 /// As [`usage`], where windows hang together: a word that ends some windows from now says that
 /// those windows' grants are owed, and its count besides.
 #[inline(never)]
-fn rolled<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
-    let fresh = Usage { used: 0, end_ms: ask.end_ms };
-    let owed = |windows: u64| u64::from(word.count()) + granted(windows, ask.limit);
-    match ask.course {
+fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    let fresh = Usage { used: 0, end_ms: request.end_ms };
+    let owed = |windows: u64| u64::from(word.count()) + tokens_granted(windows, request.limit);
+    match request.kind {
         WindowKind::Plain => fresh,
-        WindowKind::Grid(_) if word.end_ms() < ask.end_ms => fresh,
-        WindowKind::Grid(pace) => {
-            let windows = time.paces[pace as usize].between(ask.end_ms, word.end_ms());
-            Usage { used: owed(windows), end_ms: ask.end_ms }
+        WindowKind::Grid(_) if word.end_ms() < request.end_ms => fresh,
+        WindowKind::Grid(sequence) => {
+            let windows = time.sequences[sequence as usize].windows_between(request.end_ms, word.end_ms());
+            Usage { used: owed(windows), end_ms: request.end_ms }
         }
         WindowKind::Floating(_) if word.end_ms() <= time.now_ms => fresh,
-        WindowKind::Floating(pace) => {
-            let period_ms = match &time.paces[pace as usize] {
+        WindowKind::Floating(sequence) => {
+            let period_ms = match &time.sequences[sequence as usize] {
                 WindowSequence::Even { period_ms } => *period_ms,
                 // Listed windows stand in the calendar and do not float.
                 WindowSequence::Listed(_) => return fresh,
@@ -216,21 +216,21 @@ fn rolled<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<
             }
         }
         WindowKind::Leased if word.is_live(time.now_ms) => {
-            Usage { used: ask.ceiling.saturating_sub(u64::from(word.count())), end_ms: word.end_ms() }
+            Usage { used: request.ceiling.saturating_sub(u64::from(word.count())), end_ms: word.end_ms() }
         }
-        WindowKind::Leased => ask.nothing_left(),
+        WindowKind::Leased => request.nothing_leased(),
     }
 }
 
 /// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
 /// one of them used is counted until nobody's window is open any more.
-pub fn usage_of_many<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
-    match ask.course_in(time) {
-        WindowKind::Plain | WindowKind::Grid(_) if word.end_ms() < ask.end_ms && word.is_live(time.now_ms) => {
-            Usage { used: u64::from(word.count()), end_ms: ask.end_ms }
+pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    match request.kind_in(time) {
+        WindowKind::Plain | WindowKind::Grid(_) if word.end_ms() < request.end_ms && word.is_live(time.now_ms) => {
+            Usage { used: u64::from(word.count()), end_ms: request.end_ms }
         }
         WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Floating(_) | WindowKind::Leased => {
-            usage(word, ask, time)
+            usage(word, request, time)
         }
     }
 }
@@ -238,48 +238,49 @@ pub fn usage_of_many<const PLAIN: bool>(word: CounterWord, ask: AcquireRequest, 
 /// What is used of a counter that several keys share, as the next charge is to find it. A key's window floats
 /// from its own request on, so each charge holds the window open for as long as that of the key charged: a
 /// window that another key opened, or a charge that was taken back, would end too early for it.
-pub fn held_open<const PLAIN: bool>(before: Usage, ask: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
-    match ask.course_in(time) {
+pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
+    match request.kind_in(time) {
         WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => before,
-        WindowKind::Floating(_) => Usage { end_ms: before.end_ms.max(ask.end_ms), ..before },
+        WindowKind::Floating(_) => Usage { end_ms: before.end_ms.max(request.end_ms), ..before },
     }
 }
 
 /// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
 /// does not fit. Plain words only ever roll forward.
 #[inline]
-pub fn charged<const PLAIN: bool>(
+pub fn acquired<const PLAIN: bool>(
     tag: u64,
     before: Usage,
-    ask: AcquireRequest,
+    request: AcquireRequest,
     time: Time<'_, PLAIN>,
 ) -> Option<(CounterWord, Usage)> {
-    let used = ask.start::<PLAIN>(before.used) + u64::from(ask.cost);
+    let used = request.used_before::<PLAIN>(before.used) + u64::from(request.cost);
     let after = Usage { used, end_ms: before.end_ms };
-    (used <= ask.ceiling).then(|| (owing(tag, after, ask, time), after))
+    (used <= request.ceiling).then(|| (with_usage(tag, after, request, time), after))
 }
 
 /// The word of a counter with so much used or owed: it ends when all but the last window's part is
 /// paid, and counts that part.
 #[inline]
-fn owing<const PLAIN: bool>(
+fn with_usage<const PLAIN: bool>(
     tag: u64,
     Usage { used, end_ms }: Usage,
-    ask: AcquireRequest,
+    request: AcquireRequest,
     time: Time<'_, PLAIN>,
 ) -> CounterWord {
-    match ask.course_in(time) {
+    match request.kind_in(time) {
         // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
         WindowKind::Plain => CounterWord::new(tag, end_ms, used as u32),
         // No more than was in it.
-        WindowKind::Leased => CounterWord::new(tag, end_ms, ask.ceiling.saturating_sub(used) as u32),
-        WindowKind::Grid(pace) | WindowKind::Floating(pace) => {
-            let limit = u64::from(ask.limit);
-            let pace = &time.paces[pace as usize];
+        WindowKind::Leased => CounterWord::new(tag, end_ms, request.ceiling.saturating_sub(used) as u32),
+        WindowKind::Grid(sequence) | WindowKind::Floating(sequence) => {
+            let limit = u64::from(request.limit);
+            let sequence = &time.sequences[sequence as usize];
             // A debt that reaches beyond what a word can name is cut off there.
-            let windows = (used.saturating_sub(1) / limit).min(pace.between(end_ms, END_MAX_MS).saturating_sub(1));
+            let windows =
+                (used.saturating_sub(1) / limit).min(sequence.windows_between(end_ms, END_MAX_MS).saturating_sub(1));
             let count = (used - windows * limit).min(limit);
-            CounterWord::new(tag, pace.after(end_ms, windows), count as u32)
+            CounterWord::new(tag, sequence.end_after(end_ms, windows), count as u32)
         }
     }
 }
@@ -287,25 +288,26 @@ fn owing<const PLAIN: bool>(
 /// The word of the same counter with `most` used or owed, if it owes windows and they come to more. What
 /// is used of the window that is open is read in one way under all limits, and stays as it is. So does a
 /// word that may only look so to a thread whose clock is behind.
-pub fn amended(word: CounterWord, ask: AcquireRequest, most: u64, time: Time<'_>) -> Option<CounterWord> {
-    let now = usage(word, ask, time);
-    let (WindowKind::Grid(pace) | WindowKind::Floating(pace)) = ask.course else { return None };
-    let pace = &time.paces[pace as usize];
-    let owes = pace.between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > SKEW_MAX_MS;
+pub fn capped(word: CounterWord, request: AcquireRequest, most: u64, time: Time<'_>) -> Option<CounterWord> {
+    let now = usage(word, request, time);
+    let (WindowKind::Grid(sequence) | WindowKind::Floating(sequence)) = request.kind else { return None };
+    let sequence = &time.sequences[sequence as usize];
+    let owes =
+        sequence.windows_between(now.end_ms, word.end_ms()) >= 2 && word.end_ms() - now.end_ms > MAX_CLOCK_SKEW_MS;
     let used = most.max(u64::from(word.count()));
-    (owes && now.used > used).then(|| owing(word.tag(), Usage { used, ..now }, ask, time))
+    (owes && now.used > used).then(|| with_usage(word.tag(), Usage { used, ..now }, request, time))
 }
 
 /// The word of the same counter with nothing used or owed; of a purse, with nothing left.
-pub fn forgotten(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> CounterWord {
-    let now = usage(word, ask, time);
-    let used = if ask.course == WindowKind::Leased { ask.ceiling } else { 0 };
-    owing(word.tag(), Usage { used, ..now }, ask, time)
+pub fn reset(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> CounterWord {
+    let now = usage(word, request, time);
+    let used = if request.kind == WindowKind::Leased { request.ceiling } else { 0 };
+    with_usage(word.tag(), Usage { used, ..now }, request, time)
 }
 
 /// What was taken from a counter: enough to give it back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Taken {
+pub struct Acquired {
     pub tag: u64,
     /// End of the window in which it was taken, Unix milliseconds.
     pub end_ms: u64,
@@ -322,61 +324,61 @@ pub struct Taken {
 /// unless nobody came after it, only what was taken of the last window with places comes back.
 pub fn refunded<const PLAIN: bool>(
     word: CounterWord,
-    taken: Taken,
-    ask: AcquireRequest,
+    taken: Acquired,
+    request: AcquireRequest,
     time: Time<'_, PLAIN>,
 ) -> Option<CounterWord> {
-    given_up(word, taken, false, ask, time).map(|(word, _)| word)
+    refunded_with_rest(word, taken, false, request, time).map(|(word, _)| word)
 }
 
 /// As [`refunded`]. The second value is the rest: what cannot be given back before the charges behind it are. The
 /// charge that opened the last window with places has one, even if it holds no tokens: the word may step back to the
 /// window before that charge once the window is empty. Only that charge knows how much was used there.
 /// `is_rest`: `taken` is such a rest.
-pub fn given_up<const PLAIN: bool>(
+pub fn refunded_with_rest<const PLAIN: bool>(
     word: CounterWord,
-    taken: Taken,
+    taken: Acquired,
     is_rest: bool,
-    ask: AcquireRequest,
+    request: AcquireRequest,
     time: Time<'_, PLAIN>,
-) -> Option<(CounterWord, Option<Taken>)> {
+) -> Option<(CounterWord, Option<Acquired>)> {
     if word.tag() != taken.tag || word.is_claim() {
         return None;
     }
     let less = |tokens: u64| {
         CounterWord::new(word.tag(), word.end_ms(), u64::from(word.count()).saturating_sub(tokens) as u32)
     };
-    let pace = match ask.course_in(time) {
+    let sequence = match request.kind_in(time) {
         WindowKind::Plain => return (word.end_ms() == taken.end_ms).then(|| (less(taken.tokens), None)),
-        WindowKind::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.and(taken.tokens), None)),
-        WindowKind::Grid(pace) | WindowKind::Floating(pace) => &time.paces[pace as usize],
+        WindowKind::Leased => return (word.end_ms() == taken.end_ms).then(|| (word.plus(taken.tokens), None)),
+        WindowKind::Grid(sequence) | WindowKind::Floating(sequence) => &time.sequences[sequence as usize],
     };
     if !word.is_live(time.now_ms) {
         return None;
     }
-    let at = |used: u64| owing(word.tag(), Usage { used, end_ms: taken.end_ms }, ask, time);
-    let windows = pace.between(taken.end_ms, word.end_ms());
+    let at = |used: u64| with_usage(word.tag(), Usage { used, end_ms: taken.end_ms }, request, time);
+    let windows = sequence.windows_between(taken.end_ms, word.end_ms());
     // Windows that were opened anew do not stand where they stood when it was taken.
-    let aligned = pace.after(taken.end_ms, windows) == word.end_ms();
-    let before_last = granted(windows, ask.limit);
+    let aligned = sequence.end_after(taken.end_ms, windows) == word.end_ms();
+    let before_last = tokens_granted(windows, request.limit);
     let is_empty_behind = is_rest && word.count() == 0 && aligned && before_last == taken.used;
     if word == at(taken.used) || is_empty_behind {
         return Some((at(taken.used.saturating_sub(taken.tokens)), None));
     }
     let of_last = taken.used.saturating_sub(before_last).min(taken.tokens);
-    let rest = Taken { used: taken.used - of_last, tokens: taken.tokens - of_last, ..taken };
+    let rest = Acquired { used: taken.used - of_last, tokens: taken.tokens - of_last, ..taken };
     (aligned && of_last > 0).then(|| (less(of_last), (windows > 0 && rest.used == before_last).then_some(rest)))
 }
 
 /// Where a charge stands in the line of those of its counter: later ones have greater numbers. The rest of a charge
 /// stands between the windows.
-pub fn position(taken: Taken, is_rest: bool, ask: AcquireRequest, time: Time<'_>) -> u128 {
+pub fn queue_position(taken: Acquired, is_rest: bool, request: AcquireRequest, time: Time<'_>) -> u128 {
     let used = Usage { used: taken.used, end_ms: taken.end_ms };
-    owing(taken.tag, used, ask, time).bits() + u128::from(is_rest)
+    with_usage(taken.tag, used, request, time).bits() + u128::from(is_rest)
 }
 
 /// The positions in the line of one counter.
-pub fn positions(tag: u64) -> RangeInclusive<u128> {
+pub fn queue_positions(tag: u64) -> RangeInclusive<u128> {
     let lowest = u128::from(tag) << (COUNT_BITS + END_BITS);
     lowest..=(lowest | ((1 << (COUNT_BITS + END_BITS)) - 1))
 }
@@ -385,12 +387,12 @@ pub fn positions(tag: u64) -> RangeInclusive<u128> {
 mod tests {
     use super::*;
 
-    fn charge(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
-        charged(word.tag(), usage(word, ask, time), ask, time).map(|(word, _)| word)
+    fn charge(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> Option<CounterWord> {
+        acquired(word.tag(), usage(word, request, time), request, time).map(|(word, _)| word)
     }
 
-    fn plainly(word: CounterWord, ask: AcquireRequest) -> Option<CounterWord> {
-        charge(word, ask, Time::plain(0))
+    fn plainly(word: CounterWord, request: AcquireRequest) -> Option<CounterWord> {
+        charge(word, request, Time::plain(0))
     }
 
     #[test]
@@ -407,11 +409,11 @@ mod tests {
 
     #[test]
     fn the_largest_limit_is_used_to_the_last_token() {
-        let ask = AcquireRequest::plain(60_000, u32::MAX, u32::MAX);
-        let full = plainly(CounterWord::new(1, 60_000, 0), ask).expect("fits exactly");
+        let request = AcquireRequest::plain(60_000, u32::MAX, u32::MAX);
+        let full = plainly(CounterWord::new(1, 60_000, 0), request).expect("fits exactly");
         assert_eq!(full.count(), u32::MAX);
-        assert_eq!(plainly(full, AcquireRequest { cost: 1, ..ask }), None);
-        assert!(plainly(full, AcquireRequest { cost: 0, ..ask }).is_some());
+        assert_eq!(plainly(full, AcquireRequest { cost: 1, ..request }), None);
+        assert!(plainly(full, AcquireRequest { cost: 0, ..request }).is_some());
     }
 
     #[test]
@@ -431,8 +433,9 @@ mod tests {
 
     #[test]
     fn a_refund_never_crosses_a_window() {
-        let (word, ask) = (CounterWord::new(1, 120_000, 3), AcquireRequest::plain(120_000, 5, 1));
-        let refund = |tag, end_ms| refunded(word, Taken { tag, end_ms, used: 3, tokens: 1 }, ask, Time::plain(0));
+        let (word, request) = (CounterWord::new(1, 120_000, 3), AcquireRequest::plain(120_000, 5, 1));
+        let refund =
+            |tag, end_ms| refunded(word, Acquired { tag, end_ms, used: 3, tokens: 1 }, request, Time::plain(0));
         assert_eq!(refund(1, 60_000), None);
         assert_eq!(refund(2, 120_000), None);
         assert_eq!(refund(1, 120_000), Some(CounterWord::new(1, 120_000, 2)));
@@ -440,20 +443,20 @@ mod tests {
 
     #[test]
     fn a_limit_lowered_under_what_is_used_admits_nothing() {
-        let ask = AcquireRequest::plain(60_000, 3, 1);
-        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), ask), None);
-        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), AcquireRequest { cost: 0, ..ask }), None);
+        let request = AcquireRequest::plain(60_000, 3, 1);
+        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), request), None);
+        assert_eq!(plainly(CounterWord::new(1, 60_000, 80), AcquireRequest { cost: 0, ..request }), None);
     }
 
     const PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
     /// 100 in each window of 100 ms, of which 150 may accumulate.
     fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
-        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, course: WindowKind::Grid(0) }
+        AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, kind: WindowKind::Grid(0) }
     }
 
     fn time(now_ms: u64) -> Time<'static> {
-        Time { now_ms, paces: &PACES }
+        Time { now_ms, sequences: &PACES }
     }
 
     #[test]
@@ -469,45 +472,50 @@ mod tests {
     }
 
     /// A charge, and what is needed to give it back.
-    fn taken(word: CounterWord, ask: AcquireRequest, time: Time<'_>) -> (CounterWord, Taken) {
-        let before = usage(word, ask, time);
-        let (word, after) = charged(1, before, ask, time).expect("fits");
-        (word, Taken { tag: 1, end_ms: after.end_ms, used: after.used, tokens: after.used - before.used })
+    fn taken(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> (CounterWord, Acquired) {
+        let before = usage(word, request, time);
+        let (word, after) = acquired(1, before, request, time).expect("fits");
+        (word, Acquired { tag: 1, end_ms: after.end_ms, used: after.used, tokens: after.used - before.used })
     }
 
     #[test]
     fn a_refund_reaches_the_windows_to_come_and_no_other() {
-        let ask = AcquireRequest { ceiling: 350, ..rolling(100, 120) };
-        let first = charge(CounterWord::new(1, 100, 0), AcquireRequest { cost: 100, ..ask }, time(50)).expect("fits");
-        let (word, taken) = taken(first, ask, time(50));
+        let request = AcquireRequest { ceiling: 350, ..rolling(100, 120) };
+        let first =
+            charge(CounterWord::new(1, 100, 0), AcquireRequest { cost: 100, ..request }, time(50)).expect("fits");
+        let (word, taken) = taken(first, request, time(50));
         assert_eq!((word, taken.used), (CounterWord::new(1, 300, 20), 220));
         // Nobody came after it: as if it had never been.
         for now_ms in [60, 160, 260] {
-            assert_eq!(refunded(word, taken, ask, time(now_ms)), Some(first));
+            assert_eq!(refunded(word, taken, request, time(now_ms)), Some(first));
         }
         // Somebody holds a place behind it, which must stay in its window.
-        assert_eq!(refunded(CounterWord::new(1, 300, 30), taken, ask, time(60)), Some(CounterWord::new(1, 300, 10)));
-        assert_eq!(refunded(CounterWord::new(1, 400, 30), taken, ask, time(60)), None);
-        assert_eq!(refunded(word, taken, ask, time(300)), None);
+        assert_eq!(
+            refunded(CounterWord::new(1, 300, 30), taken, request, time(60)),
+            Some(CounterWord::new(1, 300, 10))
+        );
+        assert_eq!(refunded(CounterWord::new(1, 400, 30), taken, request, time(60)), None);
+        assert_eq!(refunded(word, taken, request, time(300)), None);
         // Windows that were opened anew stand elsewhere.
-        assert_eq!(refunded(CounterWord::new(1, 290, 30), taken, ask, time(60)), None);
+        assert_eq!(refunded(CounterWord::new(1, 290, 30), taken, request, time(60)), None);
     }
 
     #[test]
     fn a_refund_never_frees_a_place_in_the_window_of_another() {
         // Two places in the two windows to come; the first is given up, and the second stays where it is.
-        let place = |granted| AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
-        let full = charge(CounterWord::new(1, 100, 0), place(0), time(50)).expect("fits");
-        let (word, first) = taken(full, place(100), time(50));
-        let (word, second) = taken(word, place(200), time(50));
+        let request_after = |granted| AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
+        let full = charge(CounterWord::new(1, 100, 0), request_after(0), time(50)).expect("fits");
+        let (word, first) = taken(full, request_after(100), time(50));
+        let (word, second) = taken(word, request_after(200), time(50));
         assert_eq!(word, CounterWord::new(1, 300, 100));
-        assert_eq!(refunded(word, first, place(100), time(60)), None);
-        let word = refunded(word, second, place(200), time(60)).expect("is the last");
-        assert_eq!(usage(word, place(0), time(60)), Usage { used: 200, end_ms: 100 });
+        assert_eq!(refunded(word, first, request_after(100), time(60)), None);
+        let word = refunded(word, second, request_after(200), time(60)).expect("is the last");
+        assert_eq!(usage(word, request_after(0), time(60)), Usage { used: 200, end_ms: 100 });
         // What had to be given up for a place is there again when the place is given up, if nobody came after.
-        let (word, lifted) = taken(CounterWord::new(1, 100, 60), AcquireRequest { cost: 10, ..place(100) }, time(50));
+        let (word, lifted) =
+            taken(CounterWord::new(1, 100, 60), AcquireRequest { cost: 10, ..request_after(100) }, time(50));
         assert_eq!((word, lifted.tokens), (CounterWord::new(1, 200, 10), 50));
-        assert_eq!(refunded(word, lifted, place(100), time(60)), Some(CounterWord::new(1, 100, 60)));
+        assert_eq!(refunded(word, lifted, request_after(100), time(60)), Some(CounterWord::new(1, 100, 60)));
     }
 
     #[test]
@@ -517,23 +525,23 @@ mod tests {
         for order in permutations {
             // 60 of 100 are used; four charges of 50 follow in two windows, the first of which gives up the 40 left.
             let start = CounterWord::new(1, 100, 60);
-            let (mut word, mut line) = (start, Vec::new());
+            let (mut word, mut layer_ref) = (start, Vec::new());
             for granted in [100, 100, 200, 200] {
-                let ask = AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
-                let (next, taken) = taken(word, ask, time(50));
+                let request = AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 50) };
+                let (next, taken) = taken(word, request, time(50));
                 word = next;
-                line.push((taken, false, ask));
+                layer_ref.push((taken, false, request));
             }
             assert_eq!(word, CounterWord::new(1, 300, 100));
             let mut left = Vec::new();
             for nth in order {
-                left.push(line[nth]);
+                left.push(layer_ref[nth]);
                 loop {
-                    left.sort_by_key(|(taken, is_rest, ask)| position(*taken, *is_rest, *ask, time(60)));
-                    let Some((taken, is_rest, ask)) = left.last().copied() else { break };
-                    let Some((next, rest)) = given_up(word, taken, is_rest, ask, time(60)) else { break };
+                    left.sort_by_key(|(taken, is_rest, request)| queue_position(*taken, *is_rest, *request, time(60)));
+                    let Some((taken, is_rest, request)) = left.last().copied() else { break };
+                    let Some((next, rest)) = refunded_with_rest(word, taken, is_rest, request, time(60)) else { break };
                     left.pop();
-                    left.extend(rest.map(|rest| (rest, true, ask)));
+                    left.extend(rest.map(|rest| (rest, true, request)));
                     word = next;
                 }
             }
@@ -552,30 +560,30 @@ mod tests {
 
     #[test]
     fn a_window_floats_from_its_first_request_on() {
-        let ask = |now_ms: u64| AcquireRequest {
+        let request = |now_ms: u64| AcquireRequest {
             end_ms: now_ms + 100,
             ceiling: 1,
             floor: 0,
             limit: 1,
             cost: 1,
-            course: WindowKind::Floating(0),
+            kind: WindowKind::Floating(0),
         };
-        let word = charge(CounterWord::new(1, 130, 0), ask(30), time(30)).expect("opens a window");
+        let word = charge(CounterWord::new(1, 130, 0), request(30), time(30)).expect("opens a window");
         assert_eq!(word, CounterWord::new(1, 130, 1));
-        assert_eq!(charge(word, ask(129), time(129)), None);
-        assert_eq!(charge(word, ask(131), time(131)), Some(CounterWord::new(1, 231, 1)));
+        assert_eq!(charge(word, request(129), time(129)), None);
+        assert_eq!(charge(word, request(131), time(131)), Some(CounterWord::new(1, 231, 1)));
         // Given back, the window is closed: the next request opens its own.
-        let taken = Taken { tag: 1, end_ms: 130, used: 1, tokens: 1 };
-        let empty = refunded(word, taken, ask(30), time(40)).expect("is open");
-        assert_eq!(charge(empty, ask(40), time(40)), Some(CounterWord::new(1, 140, 1)));
+        let taken = Acquired { tag: 1, end_ms: 130, used: 1, tokens: 1 };
+        let empty = refunded(word, taken, request(30), time(40)).expect("is open");
+        assert_eq!(charge(empty, request(40), time(40)), Some(CounterWord::new(1, 140, 1)));
     }
 
     #[test]
     fn a_debt_ends_where_words_end() {
-        let ask = AcquireRequest { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
+        let request = AcquireRequest { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
         let mut word = CounterWord::new(1, 100, 0);
         for _ in 0..200 {
-            word = charge(word, ask, time(50)).expect("a debt has no ceiling");
+            word = charge(word, request, time(50)).expect("a debt has no ceiling");
         }
         assert!(word.end_ms() <= END_MAX_MS);
     }

@@ -6,25 +6,25 @@
 
 use crate::counter::WindowKind;
 use crate::format_registry::{CounterFormat, CounterFormats};
-use crate::rule_set::{Layer, RuleSet, StoreFormat};
+use crate::rule_set::{CompiledLayer, RuleSet, StoreFormat};
 
-impl Layer {
-    fn way(&self) -> CounterFormat {
+impl CompiledLayer {
+    fn counter_format(&self) -> CounterFormat {
         CounterFormat {
-            rolls: self.course != WindowKind::Plain,
+            accumulates: self.kind != WindowKind::Plain,
             shards: self.shards,
-            ahead_most: self.ahead_most,
+            max_ahead: self.max_ahead,
             grants: (self.limit, self.capacity),
-            differ: self.differs,
+            limits_differ: self.limit_differs,
         }
     }
 }
 
 impl RuleSet {
-    pub(super) fn settle_forms(&mut self) {
-        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            layer.shards_elsewhere = layer.shards;
-            layer.form = match layer.course {
+    pub(super) fn set_store_formats(&mut self) {
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            layer.store_shards = layer.shards;
+            layer.store_format = match layer.kind {
                 WindowKind::Plain | WindowKind::Leased => StoreFormat::Plain,
                 WindowKind::Grid(_) => StoreFormat::Account,
                 WindowKind::Floating(_) => StoreFormat::Floating,
@@ -34,47 +34,47 @@ impl RuleSet {
 
     /// How the layers write their counters. Those of one counter, such as those of a rule's plans, do it in one way:
     /// as tokens that roll over if they do in one of them, and in as many shards as the most of them have.
-    pub fn ways(&self) -> CounterFormats {
-        let mut ways = CounterFormats::default();
-        for layer in self.entries.iter().flat_map(|entry| &entry.layers) {
-            ways.join(layer.bits, layer.way());
+    pub fn counter_formats(&self) -> CounterFormats {
+        let mut formats = CounterFormats::default();
+        for layer in self.rules.iter().flat_map(|entry| &entry.layers) {
+            formats.join(layer.id, layer.counter_format());
         }
-        ways
+        formats
     }
 
     /// Reads counters as they were written, in one of these ways or another.
-    pub fn agree(&mut self, ways: &CounterFormats) {
-        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            let Some(way) = ways.get(layer.bits).map(|known| layer.way().join(known)) else { continue };
-            if way.rolls && layer.course == WindowKind::Plain {
-                layer.course = WindowKind::Grid(layer.timeline as u32);
+    pub fn adopt_formats(&mut self, formats: &CounterFormats) {
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
+            if format.accumulates && layer.kind == WindowKind::Plain {
+                layer.kind = WindowKind::Grid(layer.windows_index as u32);
             }
-            layer.shards = if way.rolls { 1 } else { way.shards };
-            layer.differs = way.differ;
-            layer.ahead_most = way.ahead_most;
+            layer.shards = if format.accumulates { 1 } else { format.shards };
+            layer.limit_differs = format.limits_differ;
+            layer.max_ahead = format.max_ahead;
         }
     }
 
     /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
     /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
     /// `true` if there is one that would do otherwise.
-    pub fn abide_by(&mut self, ways: &CounterFormats) -> bool {
+    pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
         let mut holds = false;
-        for layer in self.entries.iter_mut().flat_map(|entry| &mut entry.layers) {
-            let (own, known) = (layer.way(), ways.get(layer.bits).unwrap_or(CounterFormat::PLAIN));
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
             holds |= layer.shards > known.shards;
             layer.shards = layer.shards.min(known.shards);
             // Windows that requests open are never read otherwise.
-            let rolls = own.rolls && !known.rolls && !matches!(layer.course, WindowKind::Floating(_));
-            if rolls || own.ahead_most > known.ahead_most {
+            let rolls = own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
+            if rolls || own.max_ahead > known.max_ahead {
                 holds = true;
-                layer.is_held = true;
+                layer.is_constrained = true;
                 layer.capacity = layer.limit;
                 layer.reserve = 0;
-                layer.ahead_most = known.ahead_most;
+                layer.max_ahead = known.max_ahead;
             }
             if rolls {
-                layer.course = WindowKind::Plain;
+                layer.kind = WindowKind::Plain;
             }
         }
         holds

@@ -19,127 +19,166 @@ pub struct KeyedRequest {
     pub cost: u32,
 }
 
+/// The inputs, the result and the reusable memory of one decision.
+///
+/// The parts differ by who writes them: the caller fills [`inputs`](Self::inputs), a decision writes
+/// [`result`](Self::result), and the gateway's shared counting uses [`sharing`](Self::sharing). A context belongs to
+/// one rule set, and is reused from request to request so that decisions do not allocate.
 #[derive(Clone, Debug, Default)]
 pub struct DecisionContext {
-    /// Per rule of the roster, who asks; `None` where the rule does not apply. Filled by the caller.
+    /// The request. Filled in by the caller before each decision.
+    pub inputs: DecisionInputs,
+    /// The outcome of the last decision.
+    pub result: DecisionResult,
+    /// State of rules whose counters several gateways share. Empty for local rules.
+    pub sharing: SharingState,
+    pub(super) scratch: Scratch,
+}
+
+/// The request to decide.
+#[derive(Clone, Debug, Default)]
+pub struct DecisionInputs {
+    /// The request under each rule of the charge plan; `None` where the rule does not apply.
     pub keyed_requests: Vec<Option<KeyedRequest>>,
-    /// Whether tokens may be taken from windows to come, where a layer has some in reserve.
+    /// Whether the request may take tokens of later windows, in layers that have a reserve.
     pub reserve: bool,
-    /// The shard that is asked first, where a counter is split: the event loop's number.
+    /// The shard to charge first where a counter is sharded: the number of the worker.
     pub own_shard: u32,
-    /// The counters asked, and their answers, in the order in which they were charged: first those
-    /// of enforced rules, then those of shadow rules.
+}
+
+/// The outcome of a decision, layer by layer.
+#[derive(Clone, Debug, Default)]
+pub struct DecisionResult {
+    /// The counters in the order in which they were charged: first those of the enforced rules, then those of shadow rules.
     pub charges: Vec<Charge>,
-    /// Which layer each of `charges` belongs to.
-    pub lines: Vec<LayerRef>,
-    /// The time of what `charges` say, Unix milliseconds.
+    /// The layer of each of `charges`.
+    pub layers: Vec<LayerRef>,
+    /// The time to which `charges` refer, Unix milliseconds.
     pub decided_ms: u64,
-    /// What was charged of counters that are split.
-    pub shares: Vec<ShardReceipt>,
-    /// Where in `shares` those begin that belong to the rules which are decided on just now.
-    pub first_share: usize,
+    /// Receipts of charges in sharded counters.
+    pub shard_receipts: Vec<ShardReceipt>,
     /// Positions of the shadow rules that would have refused the request.
     pub shadowed: Vec<usize>,
-    /// How each rule of the roster is counted, where several gateways share counters.
-    pub stands: Vec<CountingMode>,
-    /// Positions in `charges` for which too few tokens were fetched, after a step that lacked some.
-    pub lacking: Vec<usize>,
-    /// Positions in `charges` whose fetched tokens have become few, after a step that admitted.
-    pub low: Vec<usize>,
-    /// Layers that are paid for already.
-    pub in_hand: Vec<LayerRef>,
-    /// The window last found on each timeline: most requests fall into the same.
-    windows: Vec<Window>,
-    /// The lines of a request whose windows are not everyone's.
-    pub(super) own_lines: Vec<LayerRef>,
+}
+
+/// State of a decision on rules whose counters several gateways share.
+#[derive(Clone, Debug, Default)]
+pub struct SharingState {
+    /// How each rule of the charge plan is counted.
+    pub counting_modes: Vec<CountingMode>,
+    /// Positions in the charges whose leases hold too few tokens, after a decision that lacked tokens.
+    pub missing_tokens: Vec<usize>,
+    /// Positions in the charges whose leases run low, after a decision that admitted.
+    pub low_leases: Vec<usize>,
+    /// Layers that the store has charged already.
+    pub prepaid: Vec<LayerRef>,
+    /// Where the shard receipts of the rules being decided begin.
+    pub first_shard_receipt: usize,
+}
+
+/// Memory that decisions reuse.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Scratch {
+    /// The window found last, for each of [`RuleSet::windows`]: most requests fall into the same one.
+    pub windows: Vec<Window>,
+    /// The layers of a request that does not have the default windows.
+    pub layer_buffer: Vec<LayerRef>,
 }
 
 impl DecisionContext {
-    /// A desk for one of several event loops; each asks another shard first.
-    pub fn of_loop(own_shard: u32) -> DecisionContext {
-        DecisionContext { own_shard, ..DecisionContext::default() }
+    /// A context for one of several workers. Each worker charges another shard first.
+    pub fn for_worker(own_shard: u32) -> DecisionContext {
+        DecisionContext {
+            inputs: DecisionInputs { own_shard, ..DecisionInputs::default() },
+            ..DecisionContext::default()
+        }
     }
 
     pub fn clear(&mut self) {
-        self.decided_ms = 0;
-        self.shadowed.clear();
-        self.charges.clear();
-        self.lines.clear();
-        self.shares.clear();
-        self.low.clear();
-        self.in_hand.clear();
+        self.result.decided_ms = 0;
+        self.result.shadowed.clear();
+        self.result.charges.clear();
+        self.result.layers.clear();
+        self.result.shard_receipts.clear();
+        self.sharing.low_leases.clear();
+        self.sharing.prepaid.clear();
     }
 
     /// Whether a counter behind `first` has no room because of what may be owed there.
     #[cold]
-    pub(super) fn meets_debts(&self, first: usize) -> bool {
-        self.charges[first..].iter().any(|charge| charge.full && charge.may_owe())
+    pub(super) fn is_full_by_debt(&self, first: usize) -> bool {
+        self.result.charges[first..].iter().any(|charge| charge.is_full && charge.may_carry_debt())
     }
 
     /// Whether all who ask have the windows of everyone.
-    pub(super) fn are_usual(&self) -> bool {
-        self.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == 0)
+    pub(super) fn use_default_windows(&self) -> bool {
+        self.inputs.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == 0)
     }
 
     /// The answer of one layer, or `None` if it does not apply to the request.
-    pub fn answer(&self, line: LayerRef) -> Option<&Charge> {
-        self.lines.iter().position(|other| *other == line).map(|i| &self.charges[i])
+    pub fn charge_of(&self, layer_ref: LayerRef) -> Option<&Charge> {
+        self.result.layers.iter().position(|other| *other == layer_ref).map(|i| &self.result.charges[i])
     }
 
     /// What was charged for the request in the layers of one rule, so that it can be taken back.
-    pub fn shares_of(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
-        let of_rule = self.charges.iter().zip(&self.lines).filter(move |(_, line)| line.rule == position);
-        of_rule.filter_map(|(charge, _)| charge.share())
+    pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
+        let of_rule = self
+            .result
+            .charges
+            .iter()
+            .zip(&self.result.layers)
+            .filter(move |(_, layer_ref)| layer_ref.rule == position);
+        of_rule.filter_map(|(charge, _)| charge.receipt())
     }
 
     /// All that was charged for the request, so that it can be taken back.
-    pub fn all_shares(&self) -> impl Iterator<Item = ShardReceipt> + '_ {
-        self.charges.iter().filter_map(Charge::share).chain(self.shares.iter().copied())
+    pub fn all_receipts(&self) -> impl Iterator<Item = ShardReceipt> + '_ {
+        self.result.charges.iter().filter_map(Charge::receipt).chain(self.result.shard_receipts.iter().copied())
     }
 
     /// Puts down what the request asks of each of `lines`, from place `first` on.
     #[inline]
-    pub(super) fn put_down(
+    pub(super) fn add_charges(
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         now_ms: u64,
         first: usize,
     ) {
-        self.charges.truncate(first);
-        self.lines.truncate(first);
-        for line in lines {
-            if let Some(keyed_request) = self.keyed_requests[line.rule] {
-                let charge = self.charge(rule_set, charge_plan, *line, keyed_request, now_ms);
-                self.charges.push(charge);
-                self.lines.push(*line);
+        self.result.charges.truncate(first);
+        self.result.layers.truncate(first);
+        for layer_ref in layers {
+            if let Some(keyed_request) = self.inputs.keyed_requests[layer_ref.rule] {
+                let charge = self.new_charge(rule_set, charge_plan, *layer_ref, keyed_request, now_ms);
+                self.result.charges.push(charge);
+                self.result.layers.push(*layer_ref);
             }
         }
     }
 
     /// What a request asks of one layer in the window that is open.
     #[inline(always)]
-    pub(super) fn charge(
+    pub(super) fn new_charge(
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
-        line: LayerRef,
+        layer_ref: LayerRef,
         keyed_request: KeyedRequest,
         now_ms: u64,
     ) -> Charge {
-        let layer = rule_set.layer_of(charge_plan, line);
-        let end_ms = match rule_set.timelines[layer.timeline].are_shared() {
-            true => self.window_end_ms(rule_set, layer.timeline, now_ms),
-            false => rule_set.timelines[layer.timeline].window_at(now_ms, keyed_request.offset).end_ms,
+        let layer = rule_set.layer_of(charge_plan, layer_ref);
+        let end_ms = match rule_set.windows[layer.windows_index].are_shared() {
+            true => self.window_end_ms(rule_set, layer.windows_index, now_ms),
+            false => rule_set.windows[layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms,
         };
-        layer.charge(keyed_request, end_ms, self.own_shard)
+        layer.new_charge(keyed_request, end_ms, self.inputs.own_shard)
     }
 
     /// The end of the window that is open on a timeline which is the same for all keys.
     #[inline]
     fn window_end_ms(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
-        match self.windows.get(timeline) {
+        match self.scratch.windows.get(timeline) {
             Some(window) if window.contains(now_ms) => window.end_ms,
             _ => self.find_window(rule_set, timeline, now_ms),
         }
@@ -147,10 +186,10 @@ impl DecisionContext {
 
     #[inline(never)]
     fn find_window(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
-        if self.windows.len() < rule_set.timelines.len() {
-            self.windows.resize(rule_set.timelines.len(), Window::default());
+        if self.scratch.windows.len() < rule_set.windows.len() {
+            self.scratch.windows.resize(rule_set.windows.len(), Window::default());
         }
-        self.windows[timeline] = rule_set.timelines[timeline].window_at(now_ms, 0);
-        self.windows[timeline].end_ms
+        self.scratch.windows[timeline] = rule_set.windows[timeline].window_at(now_ms, 0);
+        self.scratch.windows[timeline].end_ms
     }
 }

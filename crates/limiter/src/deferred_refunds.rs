@@ -9,22 +9,22 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use crate::rule_set::RuleSet;
 use crate::sharded_counter::ShardReceipt;
-use crate::table::{GivenUp, Slot, Table};
+use crate::table::{RefundResult, Slot, Table};
 
 /// How many charges are kept; 16 MiB of memory. Those that do not fit stay charged until their window is over.
-const MOST: usize = 65_536;
+const MAX_PENDING: usize = 65_536;
 
 /// The charges that cannot be given back yet, of all workers.
 #[derive(Default)]
-pub struct DeferredRefunds(Mutex<Lines>);
+pub struct DeferredRefunds(Mutex<PendingRefunds>);
 
 /// By counter and place in its line. Two charges never have one place, but for what others wrote into the same memory:
 /// then the former is forgotten.
-type Lines = BTreeMap<(Slot, u128), Charge>;
+type PendingRefunds = BTreeMap<(Slot, u128), PendingRefund>;
 
 #[derive(Clone)]
-struct Charge {
-    share: ShardReceipt,
+struct PendingRefund {
+    shard_receipt: ShardReceipt,
     /// Whether only a rest of it is left.
     is_rest: bool,
     /// When its turn would have come, Unix milliseconds.
@@ -35,31 +35,36 @@ struct Charge {
 
 impl DeferredRefunds {
     /// Gives charges back: now, or when those behind them have been given back. They are forgotten at `until_ms`.
-    pub fn give_up<const W: usize>(
+    pub fn refund<const W: usize>(
         &self,
-        shares: impl IntoIterator<Item = ShardReceipt>,
+        shard_receipts: impl IntoIterator<Item = ShardReceipt>,
         until_ms: u64,
         rule_set: &Arc<RuleSet>,
         table: &Table<W>,
         now_ms: u64,
     ) {
-        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for share in shares {
-            let charge = Charge { share, is_rest: false, until_ms, rule_set: Arc::clone(rule_set) };
-            let positions = share.paid.positions();
-            match charge.give_up(table, now_ms) {
-                GivenUp::All => {}
-                GivenUp::AllBut(_) | GivenUp::Nothing if until_ms <= now_ms || !share.ask.is_in_line() => continue,
-                GivenUp::AllBut(paid) => {
-                    let rest = Charge { share: ShardReceipt { paid, ..share }, is_rest: true, ..charge };
-                    lines.insert(rest.position(now_ms), rest);
+        let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for shard_receipt in shard_receipts {
+            let refund = PendingRefund { shard_receipt, is_rest: false, until_ms, rule_set: Arc::clone(rule_set) };
+            let positions = shard_receipt.receipt.queue_positions();
+            match refund.try_refund(table, now_ms) {
+                RefundResult::All => {}
+                RefundResult::AllExcept(_) | RefundResult::Nothing
+                    if until_ms <= now_ms || !shard_receipt.request.is_queued() =>
+                {
+                    continue;
                 }
-                GivenUp::Nothing => drop(lines.insert(charge.position(now_ms), charge)),
+                RefundResult::AllExcept(receipt) => {
+                    let shard_receipt = ShardReceipt { receipt, ..shard_receipt };
+                    let rest = PendingRefund { shard_receipt, is_rest: true, ..refund };
+                    pending.insert(rest.queue_position(now_ms), rest);
+                }
+                RefundResult::Nothing => drop(pending.insert(refund.queue_position(now_ms), refund)),
             }
-            shorten(&mut lines, positions, table, now_ms);
-            if lines.len() > MOST {
-                // The first in a line: it is over first, and no other charge has to wait for it.
-                lines.pop_first();
+            refund_tail(&mut pending, positions, table, now_ms);
+            if pending.len() > MAX_PENDING {
+                // The first of a queue: its window ends first, and no other charge of the queue waits for it.
+                pending.pop_first();
             }
         }
     }
@@ -67,43 +72,57 @@ impl DeferredRefunds {
     /// Gives back what can be by now, and forgets the charges whose time has come. That takes some 30 ms for `MOST`
     /// charges, so one worker does it at a time, and the others do not wait.
     pub fn sweep<const W: usize>(&self, table: &Table<W>, now_ms: u64) {
-        let mut lines = match self.0.try_lock() {
-            Ok(lines) => lines,
+        let mut pending = match self.0.try_lock() {
+            Ok(pending) => pending,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        lines.retain(|_, charge| charge.until_ms > now_ms);
-        let mut next = lines.last_key_value().map(|(_, last)| last.share.paid.positions());
+        pending.retain(|_, charge| charge.until_ms > now_ms);
+        let mut next = pending.last_key_value().map(|(_, last)| last.shard_receipt.receipt.queue_positions());
         while let Some(positions) = next {
             let first = *positions.start();
-            shorten(&mut lines, positions, table, now_ms);
-            next = lines.range(..first).next_back().map(|(_, charge)| charge.share.paid.positions());
+            refund_tail(&mut pending, positions, table, now_ms);
+            next = pending.range(..first).next_back().map(|(_, charge)| charge.shard_receipt.receipt.queue_positions());
         }
     }
 }
 
 /// Gives back the charges at the end of one line, as far as possible.
-fn shorten<const W: usize>(lines: &mut Lines, positions: RangeInclusive<(Slot, u128)>, table: &Table<W>, now_ms: u64) {
-    while let Some((position, charge)) = lines.range(positions.clone()).next_back() {
-        let (position, given_up) = (*position, charge.give_up(table, now_ms));
-        if given_up == GivenUp::Nothing {
+fn refund_tail<const W: usize>(
+    pending: &mut PendingRefunds,
+    positions: RangeInclusive<(Slot, u128)>,
+    table: &Table<W>,
+    now_ms: u64,
+) {
+    while let Some((position, charge)) = pending.range(positions.clone()).next_back() {
+        let (position, given_up) = (*position, charge.try_refund(table, now_ms));
+        if given_up == RefundResult::Nothing {
             return;
         }
-        let charge = lines.remove(&position);
-        if let (Some(charge), GivenUp::AllBut(paid)) = (charge, given_up) {
-            let rest = Charge { share: ShardReceipt { paid, ..charge.share }, is_rest: true, ..charge };
-            lines.insert(rest.position(now_ms), rest);
+        let charge = pending.remove(&position);
+        if let (Some(charge), RefundResult::AllExcept(receipt)) = (charge, given_up) {
+            let rest = PendingRefund {
+                shard_receipt: ShardReceipt { receipt, ..charge.shard_receipt },
+                is_rest: true,
+                ..charge
+            };
+            pending.insert(rest.queue_position(now_ms), rest);
         }
     }
 }
 
-impl Charge {
-    fn give_up<const W: usize>(&self, table: &Table<W>, now_ms: u64) -> GivenUp {
-        table.give_up(self.share.paid, self.is_rest, self.share.ask, self.rule_set.time(now_ms))
+impl PendingRefund {
+    fn try_refund<const W: usize>(&self, table: &Table<W>, now_ms: u64) -> RefundResult {
+        table.refund_with_rest(
+            self.shard_receipt.receipt,
+            self.is_rest,
+            self.shard_receipt.request,
+            self.rule_set.time(now_ms),
+        )
     }
 
-    fn position(&self, now_ms: u64) -> (Slot, u128) {
-        self.share.paid.position(self.is_rest, self.share.ask, self.rule_set.time(now_ms))
+    fn queue_position(&self, now_ms: u64) -> (Slot, u128) {
+        self.shard_receipt.receipt.queue_position(self.is_rest, self.shard_receipt.request, self.rule_set.time(now_ms))
     }
 }
 

@@ -10,45 +10,45 @@
 use std::collections::HashMap;
 
 use crate::atomics::{AtomicU64, Ordering};
-use crate::memory::{Cells, LINE_BYTES};
+use crate::memory::{AtomicSlice, LINE_BYTES};
 use crate::sharded_counter::SHARDS_MAX;
 
 /// Numbers of an entry.
-const ENTRY: usize = LINE_BYTES / 2 / size_of::<u64>();
+const ENTRY_NUMBERS: usize = LINE_BYTES / 2 / size_of::<u64>();
 
 /// How the counters of a layer are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CounterFormat {
     /// Windows hang together in them.
-    pub rolls: bool,
+    pub accumulates: bool,
     /// Into how many each is split; at least 1.
     pub shards: u32,
     /// The most that was promised of windows to come.
-    pub ahead_most: u64,
+    pub max_ahead: u64,
     /// The limit and the capacity of one who wrote them.
     pub grants: (u32, u32),
     /// Whether another who wrote them had others.
-    pub differ: bool,
+    pub limits_differ: bool,
 }
 
 impl CounterFormat {
     /// That of a layer without an entry.
     pub const PLAIN: CounterFormat =
-        CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (0, 0), differ: false };
+        CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (0, 0), limits_differ: false };
 
     /// Whether a word written so tells all.
     pub fn is_plain(&self) -> bool {
-        !self.rolls && self.shards == 1 && self.ahead_most == 0
+        !self.accumulates && self.shards == 1 && self.max_ahead == 0
     }
 
     /// The way that serves for both.
     pub fn join(self, other: CounterFormat) -> CounterFormat {
         CounterFormat {
-            rolls: self.rolls | other.rolls,
+            accumulates: self.accumulates | other.accumulates,
             shards: self.shards.max(other.shards),
-            ahead_most: self.ahead_most.max(other.ahead_most),
+            max_ahead: self.max_ahead.max(other.max_ahead),
             grants: self.grants,
-            differ: self.differ | other.differ | (self.grants != other.grants),
+            limits_differ: self.limits_differ | other.limits_differ | (self.grants != other.grants),
         }
     }
 }
@@ -62,42 +62,42 @@ impl CounterFormats {
         self.0.get(&bits).copied()
     }
 
-    pub fn join(&mut self, bits: u64, way: CounterFormat) {
-        self.0.entry(bits).and_modify(|known| *known = known.join(way)).or_insert(way);
+    pub fn join(&mut self, bits: u64, format: CounterFormat) {
+        self.0.entry(bits).and_modify(|known| *known = known.join(format)).or_insert(format);
     }
 
     /// Whether whoever knows these reads what is written in those.
-    pub fn cover(&self, those: &CounterFormats) -> bool {
-        those.special().all(|(bits, way)| self.get(bits).is_some_and(|known| known.join(way) == known))
+    pub fn covers(&self, those: &CounterFormats) -> bool {
+        those.non_plain().all(|(bits, format)| self.get(bits).is_some_and(|known| known.join(format) == known))
     }
 
     /// Those that are not to be told from a word alone.
-    pub fn special(&self) -> impl Iterator<Item = (u64, CounterFormat)> {
-        self.0.iter().filter(|(_, way)| !way.is_plain()).map(|(bits, way)| (*bits, *way))
+    pub fn non_plain(&self) -> impl Iterator<Item = (u64, CounterFormat)> {
+        self.0.iter().filter(|(_, format)| !format.is_plain()).map(|(bits, format)| (*bits, *format))
     }
 }
 
 /// There is no room for the ways of so many layers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Full;
+pub struct RegistryFull;
 
 /// The ways of layers in memory that is shared.
 pub struct FormatRegistry {
     /// The entries, each in half a line.
-    cells: Cells<AtomicU64>,
+    cells: AtomicSlice<AtomicU64>,
 }
 
 /// An entry: whose it is, or 0, and then the parts of the way.
-struct RegistryEntry<'l>(&'l [AtomicU64; ENTRY]);
+struct RegistryEntry<'l>(&'l [AtomicU64; ENTRY_NUMBERS]);
 
 impl FormatRegistry {
     /// How many numbers a ledger for so many layers takes.
     pub const fn numbers(layers: usize) -> usize {
-        layers.saturating_mul(ENTRY)
+        layers.saturating_mul(ENTRY_NUMBERS)
     }
 
     /// In these cells, all 0 or written by a ledger before; any others are taken for layers that nobody asks for.
-    pub fn new(cells: Cells<AtomicU64>) -> FormatRegistry {
+    pub fn new(cells: AtomicSlice<AtomicU64>) -> FormatRegistry {
         FormatRegistry { cells }
     }
 
@@ -107,59 +107,59 @@ impl FormatRegistry {
 
     /// Adds ways to those that are there. To be done before a counter is written so, and while nobody counts who would
     /// not know of it.
-    pub fn join(&self, ways: &CounterFormats) -> Result<(), Full> {
-        for (bits, way) in ways.special() {
-            self.entries().find(|entry| entry.is_of(bits)).ok_or(Full)?.join(way);
+    pub fn join(&self, formats: &CounterFormats) -> Result<(), RegistryFull> {
+        for (bits, format) in formats.non_plain() {
+            self.entries().find(|entry| entry.claim_for(bits)).ok_or(RegistryFull)?.join(format);
         }
         Ok(())
     }
 
     /// All that are there.
-    pub fn ways(&self) -> CounterFormats {
-        let mut ways = CounterFormats::default();
+    pub fn formats(&self) -> CounterFormats {
+        let mut formats = CounterFormats::default();
         // Entries are never taken away, so behind one that is nobody's there is none.
-        for (bits, way) in self.entries().map_while(|entry| entry.read()) {
-            ways.join(bits, way);
+        for (bits, format) in self.entries().map_while(|entry| entry.read()) {
+            formats.join(bits, format);
         }
-        ways
+        formats
     }
 }
 
 impl RegistryEntry<'_> {
     /// Whether it belongs to this layer, after it was claimed for it if it was nobody's.
-    fn is_of(&self, bits: u64) -> bool {
+    fn claim_for(&self, bits: u64) -> bool {
         // Ordering: the parts are read and changed one by one, and each only grows.
         let claimed = self.0[0].compare_exchange(0, bits, Ordering::AcqRel, Ordering::Acquire);
         claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
     }
 
-    fn join(&self, way: CounterFormat) {
+    fn join(&self, format: CounterFormat) {
         let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
-        let own = u64::from(way.grants.0) << 32 | u64::from(way.grants.1);
+        let own = u64::from(format.grants.0) << 32 | u64::from(format.grants.1);
         // Ordering: relaxed; each number means something by itself.
         let known = match grants.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_none) => own,
             Err(known) => known,
         };
         let raise = |number: &AtomicU64, least: u64| _ = number.fetch_max(least, Ordering::Relaxed);
-        raise(rolls, u64::from(way.rolls));
-        raise(shards, u64::from(way.shards));
-        raise(ahead_most, way.ahead_most);
-        raise(differ, u64::from(way.differ || known != own));
+        raise(rolls, u64::from(format.accumulates));
+        raise(shards, u64::from(format.shards));
+        raise(ahead_most, format.max_ahead);
+        raise(differ, u64::from(format.limits_differ || known != own));
     }
 
     fn read(&self) -> Option<(u64, CounterFormat)> {
         // Ordering: relaxed; whoever has to know of a way was started, or handed the rules, after it was joined.
         let [bits, rolls, shards, ahead_most, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
-        let way = CounterFormat {
-            rolls: rolls != 0,
+        let format = CounterFormat {
+            accumulates: rolls != 0,
             shards: shards.clamp(1, u64::from(SHARDS_MAX)) as u32,
-            ahead_most,
+            max_ahead: ahead_most,
             grants: ((grants >> 32) as u32, grants as u32),
-            differ: differ != 0,
+            limits_differ: differ != 0,
         };
-        (bits != 0).then_some((bits, way))
+        (bits != 0).then_some((bits, format))
     }
 }
 
@@ -169,7 +169,7 @@ mod tests {
     use crate::memory::Memory;
 
     const PLAIN: CounterFormat =
-        CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
+        CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
 
     fn ledger(layers: usize) -> FormatRegistry {
         let numbers = FormatRegistry::numbers(layers);
@@ -177,32 +177,32 @@ mod tests {
     }
 
     fn ways(all: &[(u64, CounterFormat)]) -> CounterFormats {
-        let mut ways = CounterFormats::default();
-        all.iter().for_each(|(bits, way)| ways.join(*bits, *way));
-        ways
+        let mut formats = CounterFormats::default();
+        all.iter().for_each(|(bits, format)| formats.join(*bits, *format));
+        formats
     }
 
     #[test]
     fn what_was_written_is_read_and_joined() {
         let ledger = ledger(2);
-        assert_eq!(ledger.ways(), CounterFormats::default());
-        let rolling = CounterFormat { rolls: true, ..PLAIN };
+        assert_eq!(ledger.formats(), CounterFormats::default());
+        let rolling = CounterFormat { accumulates: true, ..PLAIN };
         assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
-        assert_eq!(ledger.ways(), ways(&[(2, rolling)]));
-        assert!(ledger.ways().cover(&ways(&[(1, PLAIN), (2, rolling)])));
+        assert_eq!(ledger.formats(), ways(&[(2, rolling)]));
+        assert!(ledger.formats().covers(&ways(&[(1, PLAIN), (2, rolling)])));
         let split = CounterFormat { shards: 4, grants: (6, 6), ..PLAIN };
-        assert!(!ledger.ways().cover(&ways(&[(2, split)])));
+        assert!(!ledger.formats().covers(&ways(&[(2, split)])));
         assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
-        assert!(ledger.ways().cover(&ways(&[(2, split)])));
-        assert_eq!(ledger.ways().get(2), Some(CounterFormat { shards: 4, differ: true, ..rolling }));
+        assert!(ledger.formats().covers(&ways(&[(2, split)])));
+        assert_eq!(ledger.formats().get(2), Some(CounterFormat { shards: 4, limits_differ: true, ..rolling }));
     }
 
     #[test]
     fn a_full_ledger_says_so() {
         let ledger = ledger(1);
-        let rolling = CounterFormat { rolls: true, ..PLAIN };
+        let rolling = CounterFormat { accumulates: true, ..PLAIN };
         assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(()));
-        assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(Full));
+        assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(RegistryFull));
     }
 
     #[test]
@@ -210,7 +210,7 @@ mod tests {
         let numbers = FormatRegistry::numbers(1);
         let cells = Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap();
         cells.iter().for_each(|cell| cell.store(u64::MAX, Ordering::Relaxed));
-        let way = FormatRegistry::new(cells).ways().get(u64::MAX).unwrap();
-        assert_eq!((way.shards, way.rolls, way.differ), (SHARDS_MAX, true, true));
+        let format = FormatRegistry::new(cells).formats().get(u64::MAX).unwrap();
+        assert_eq!((format.shards, format.accumulates, format.limits_differ), (SHARDS_MAX, true, true));
     }
 }

@@ -18,8 +18,8 @@ pub struct Network {
 
 /// Why a text is no network.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NotANetwork {
-    Form,
+pub enum NetworkError {
+    Syntax,
     /// The address goes on behind the prefix; this network was likely meant.
     HostBits(Network),
 }
@@ -51,22 +51,22 @@ impl Network {
 }
 
 impl FromStr for Network {
-    type Err = NotANetwork;
+    type Err = NetworkError;
 
     /// Reads `ADDRESS/BITS`, or an address alone.
-    fn from_str(text: &str) -> Result<Network, NotANetwork> {
+    fn from_str(text: &str) -> Result<Network, NetworkError> {
         let (address, prefix) = text.split_once('/').map_or((text, None), |(address, prefix)| (address, Some(prefix)));
-        let address: IpAddr = address.parse().map_err(|_| NotANetwork::Form)?;
+        let address: IpAddr = address.parse().map_err(|_| NetworkError::Syntax)?;
         let most = if address.is_ipv4() { 32 } else { 128 };
         let prefix = match prefix {
             Some(digits) if digits.bytes().all(|byte| byte.is_ascii_digit()) => digits.parse().ok(),
             Some(_) => None,
             None => Some(most),
         };
-        let prefix = prefix.filter(|prefix| *prefix <= most).ok_or(NotANetwork::Form)?;
+        let prefix = prefix.filter(|prefix| *prefix <= most).ok_or(NetworkError::Syntax)?;
         let network = Network::of(address, prefix);
         let whole = Network::of(address, most);
-        if network.address == whole.address { Ok(network) } else { Err(NotANetwork::HostBits(network)) }
+        if network.address == whole.address { Ok(network) } else { Err(NetworkError::HostBits(network)) }
     }
 }
 
@@ -79,7 +79,7 @@ impl std::fmt::Display for Network {
 /// The address that is counted: that of IPv4 which is within one of IPv6, whatever put it there. An IPv4
 /// address as such (RFC 4291, 2.5.5.2), one behind NAT64 (RFC 6052), of 6to4 (RFC 3056) and of Teredo
 /// (RFC 4380, where it is inverted) is one client, who would otherwise have as many counters as spellings.
-pub fn counted(address: IpAddr) -> IpAddr {
+pub fn canonical_address(address: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = address else { return address };
     let v4 = match v6.segments() {
         [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] | [0x2002, high, low, ..] => {
@@ -175,9 +175,9 @@ mod tests {
         assert_eq!(network("192.0.2.7").to_string(), "192.0.2.7/32");
         assert_eq!(network("::ffff:10.0.0.0/104"), network("10.0.0.0/8"));
         for text in ["", "10.0.0.0/", "10.0.0.0/33", "10.0.0.0/+8", "10.0.0/8", "::/129", "a/8", "10.0.0.0/8/8"] {
-            assert_eq!(text.parse::<Network>(), Err(NotANetwork::Form), "{text}");
+            assert_eq!(text.parse::<Network>(), Err(NetworkError::Syntax), "{text}");
         }
-        assert_eq!("10.1.2.3/8".parse::<Network>(), Err(NotANetwork::HostBits(network("10.0.0.0/8"))));
+        assert_eq!("10.1.2.3/8".parse::<Network>(), Err(NetworkError::HostBits(network("10.0.0.0/8"))));
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
             ("::1", "::1"),
         ] {
             let expected: IpAddr = expected.parse().unwrap();
-            assert_eq!(counted(address.parse().unwrap()), expected, "{address}");
+            assert_eq!(canonical_address(address.parse().unwrap()), expected, "{address}");
         }
     }
 

@@ -12,7 +12,7 @@ use siphasher::sip128::{Hasher128, SipHasher13};
 
 /// One part of a key, as configured.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-pub enum Part {
+pub enum KeyPart {
     /// The client's address; prefixes group neighbours (bits, at most 32 and 128).
     Ip {
         v4_prefix: u8,
@@ -40,21 +40,21 @@ pub enum Part {
     Global,
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Part::Ip { .. } => f.write_str("ip"),
-            Part::Header(name) => write!(f, "header:{name}"),
-            Part::Cookie(name) => write!(f, "cookie:{name}"),
-            Part::Query(name) => write!(f, "query:{name}"),
-            Part::Jwt(claim) => write!(f, "jwt:{claim}"),
-            Part::Param(name) => write!(f, "param:{name}"),
-            Part::ClientCert => f.write_str("client-cert"),
-            Part::Host => f.write_str("host"),
-            Part::Method => f.write_str("method"),
-            Part::Path => f.write_str("path"),
-            Part::Route => f.write_str("route"),
-            Part::Global => f.write_str("global"),
+            KeyPart::Ip { .. } => f.write_str("ip"),
+            KeyPart::Header(name) => write!(f, "header:{name}"),
+            KeyPart::Cookie(name) => write!(f, "cookie:{name}"),
+            KeyPart::Query(name) => write!(f, "query:{name}"),
+            KeyPart::Jwt(claim) => write!(f, "jwt:{claim}"),
+            KeyPart::Param(name) => write!(f, "param:{name}"),
+            KeyPart::ClientCert => f.write_str("client-cert"),
+            KeyPart::Host => f.write_str("host"),
+            KeyPart::Method => f.write_str("method"),
+            KeyPart::Path => f.write_str("path"),
+            KeyPart::Route => f.write_str("route"),
+            KeyPart::Global => f.write_str("global"),
         }
     }
 }
@@ -68,7 +68,7 @@ pub enum OnMissing {
     /// The rule does not apply to the request.
     Skip,
     /// Count it under this key instead.
-    Fallback(Vec<Part>),
+    Fallback(Vec<KeyPart>),
 }
 
 /// The secret that keys the hash. Equal seeds find equal counters.
@@ -77,22 +77,22 @@ pub struct Seed(pub u64, pub u64);
 
 impl Seed {
     /// The seed for what all gateways have to agree on, and nobody has to be kept from knowing.
-    pub const EVERYWHERE: Seed = Seed(0, 0);
+    pub const SHARED: Seed = Seed(0, 0);
 
     /// Bits that stand for a text, in this seed.
-    pub fn bits(self, texts: &[&str]) -> u64 {
+    pub fn hash(self, texts: &[&str]) -> u64 {
         let mut hasher = KeyHasher::new(self, 0);
         for text in texts {
-            hasher.part(0, text.as_bytes());
+            hasher.add_part(0, text.as_bytes());
         }
-        hasher.finish().place
+        hasher.finish().bucket_hash
     }
 }
 
 /// The hash of a key under one rule: it names one counter in each of the rule's layers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyHash {
-    pub place: u64,
+    pub bucket_hash: u64,
     pub tag: u64,
 }
 
@@ -109,14 +109,14 @@ impl KeyHasher {
     }
 
     /// Adds a part; `kind` tells parts of different sources with equal bytes apart.
-    pub fn part(&mut self, kind: u8, bytes: &[u8]) {
+    pub fn add_part(&mut self, kind: u8, bytes: &[u8]) {
         self.0.write_u64(u64::from(kind) << 56 | bytes.len() as u64);
         self.0.write(bytes);
     }
 
     pub fn finish(self) -> KeyHash {
         let hash = self.0.finish128();
-        KeyHash { place: hash.h1, tag: hash.h2 }
+        KeyHash { bucket_hash: hash.h1, tag: hash.h2 }
     }
 }
 
@@ -127,7 +127,7 @@ mod tests {
     fn hash(rule: u64, parts: &[(u8, &[u8])]) -> KeyHash {
         let mut hasher = KeyHasher::new(Seed(1, 2), rule);
         for (kind, bytes) in parts {
-            hasher.part(*kind, bytes);
+            hasher.add_part(*kind, bytes);
         }
         hasher.finish()
     }
@@ -144,7 +144,7 @@ mod tests {
         ];
         for (i, a) in all.iter().enumerate() {
             for b in &all[i + 1..] {
-                assert!(a.place != b.place && a.tag != b.tag);
+                assert!(a.bucket_hash != b.bucket_hash && a.tag != b.tag);
             }
         }
     }

@@ -27,12 +27,12 @@ pub struct Limit {
 impl Limit {
     /// Reads `LIMIT/PERIOD`, such as `2000/hour` or `100/5m`.
     pub fn parse(text: &str) -> Result<Limit, LimitError> {
-        let (tokens, period) = text.split_once('/').ok_or(LimitError::Form)?;
-        Limit::of(parse_tokens(tokens)?, period)
+        let (tokens, period) = text.split_once('/').ok_or(LimitError::Syntax)?;
+        Limit::new(parse_tokens(tokens)?, period)
     }
 
     /// A plain limit: windows are aligned to the epoch, and each stands for itself.
-    pub fn of(tokens: u32, period: &str) -> Result<Limit, LimitError> {
+    pub fn new(tokens: u32, period: &str) -> Result<Limit, LimitError> {
         let windows = Period::parse(period).map_err(LimitError::Period)?.windows();
         let period_text = period.to_owned();
         Ok(Limit { tokens, windows, period_text, capacity: tokens, reserve: 0, shards: 1 })
@@ -42,7 +42,7 @@ impl Limit {
 fn parse_tokens(text: &str) -> Result<u32, LimitError> {
     let digits = text.replace('_', "");
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(LimitError::Form);
+        return Err(LimitError::Syntax);
     }
     match digits.parse::<u32>() {
         Ok(0) => Err(LimitError::Zero),
@@ -54,7 +54,7 @@ fn parse_tokens(text: &str) -> Result<u32, LimitError> {
 /// Why a text is no limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LimitError {
-    Form,
+    Syntax,
     Zero,
     TooLarge,
     Period(PeriodError),
@@ -63,7 +63,7 @@ pub enum LimitError {
 impl fmt::Display for LimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            LimitError::Form => f.write_str("write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
+            LimitError::Syntax => f.write_str("write it as `LIMIT/PERIOD`, such as `33/minute` or `100/5m`"),
             LimitError::Zero => f.write_str("a limit is at least `1`"),
             LimitError::TooLarge => write!(f, "a limit is at most `{}`", u32::MAX),
             LimitError::Period(error) => error.fmt(f),
@@ -89,14 +89,14 @@ mod tests {
     #[test]
     fn what_is_no_limit_says_why() {
         for (text, error) in [
-            ("2000", LimitError::Form),
-            ("/hour", LimitError::Form),
-            ("-1/hour", LimitError::Form),
-            ("1.5/hour", LimitError::Form),
+            ("2000", LimitError::Syntax),
+            ("/hour", LimitError::Syntax),
+            ("-1/hour", LimitError::Syntax),
+            ("1.5/hour", LimitError::Syntax),
             ("0/hour", LimitError::Zero),
-            ("_/hour", LimitError::Form),
+            ("_/hour", LimitError::Syntax),
             ("4294967296/hour", LimitError::TooLarge),
-            ("5/hours", LimitError::Period(PeriodError::Form)),
+            ("5/hours", LimitError::Period(PeriodError::Syntax)),
             ("5/1ms", LimitError::Period(PeriodError::TooShort)),
         ] {
             assert_eq!(Limit::parse(text), Err(error), "{text}");

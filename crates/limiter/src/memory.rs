@@ -66,24 +66,24 @@ impl Memory {
     }
 
     /// `count` words, from byte `at` on, which is a multiple of 16; `None` if they are not all within.
-    pub fn words(self: &Arc<Self>, at: usize, count: usize) -> Option<Cells<AtomicU128>> {
-        self.cells(at, count)
+    pub fn words(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<AtomicU128>> {
+        self.slice(at, count)
     }
 
     /// `count` numbers, from byte `at` on, which is a multiple of 8; `None` if they are not all within.
-    pub fn numbers(self: &Arc<Self>, at: usize, count: usize) -> Option<Cells<AtomicU64>> {
-        self.cells(at, count)
+    pub fn numbers(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<AtomicU64>> {
+        self.slice(at, count)
     }
 
     /// Of atomics only: see above.
-    fn cells<T>(self: &Arc<Self>, at: usize, count: usize) -> Option<Cells<T>> {
+    fn slice<T>(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<T>> {
         let end = count.checked_mul(size_of::<T>())?.checked_add(at)?;
         if end > self.bytes || !at.is_multiple_of(align_of::<T>()) {
             return None;
         }
         // SAFETY: `at` is within the block.
         let first = unsafe { self.base.add(at) }.cast();
-        Some(Cells { first, count, _memory: Arc::clone(self), _of: PhantomData })
+        Some(AtomicSlice { first, count, _memory: Arc::clone(self), _of: PhantomData })
     }
 }
 
@@ -100,7 +100,7 @@ impl Drop for Memory {
 }
 
 /// Some atomics in a block of memory.
-pub struct Cells<T> {
+pub struct AtomicSlice<T> {
     first: NonNull<T>,
     count: usize,
     _memory: Arc<Memory>,
@@ -108,11 +108,11 @@ pub struct Cells<T> {
 }
 
 // SAFETY: it is a part of a block, which is shared by threads, and of atomics.
-unsafe impl<T: Sync> Send for Cells<T> {}
+unsafe impl<T: Sync> Send for AtomicSlice<T> {}
 // SAFETY: as above.
-unsafe impl<T: Sync> Sync for Cells<T> {}
+unsafe impl<T: Sync> Sync for AtomicSlice<T> {}
 
-impl<T> Deref for Cells<T> {
+impl<T> Deref for AtomicSlice<T> {
     type Target = [T];
 
     #[inline(always)]

@@ -9,23 +9,23 @@ pub const LINE_BYTES: usize = 128;
 
 pub struct Memory;
 
-pub struct Cells<T>(Box<[T]>);
+pub struct AtomicSlice<T>(Box<[T]>);
 
 impl Memory {
     pub fn heap(_bytes: usize) -> Option<Arc<Memory>> {
         Some(Arc::new(Memory))
     }
 
-    pub fn words(self: &Arc<Self>, _at: usize, count: usize) -> Option<Cells<AtomicU128>> {
-        Some(Cells((0..count).map(|_| AtomicU128::new(0)).collect()))
+    pub fn words(self: &Arc<Self>, _at: usize, count: usize) -> Option<AtomicSlice<AtomicU128>> {
+        Some(AtomicSlice((0..count).map(|_| AtomicU128::new(0)).collect()))
     }
 
-    pub fn numbers(self: &Arc<Self>, _at: usize, count: usize) -> Option<Cells<AtomicU64>> {
-        Some(Cells((0..count).map(|_| AtomicU64::new(0)).collect()))
+    pub fn numbers(self: &Arc<Self>, _at: usize, count: usize) -> Option<AtomicSlice<AtomicU64>> {
+        Some(AtomicSlice((0..count).map(|_| AtomicU64::new(0)).collect()))
     }
 }
 
-impl<T> Deref for Cells<T> {
+impl<T> Deref for AtomicSlice<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {

@@ -3,7 +3,7 @@
 //! Plain data. What it means for a counter is worked out in `book`.
 
 use crate::ip_prefix::Network;
-use crate::key::{OnMissing, Part};
+use crate::key::{KeyPart, OnMissing};
 use crate::limit::Limit;
 use crate::secret_digest::Digest;
 
@@ -11,7 +11,7 @@ use crate::secret_digest::Digest;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
     pub name: String,
-    pub key: Vec<Part>,
+    pub key: Vec<KeyPart>,
     pub on_missing: OnMissing,
     pub layers: Vec<Limit>,
     /// Other windows for the clients of a plan.
@@ -39,7 +39,7 @@ pub struct Plan {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Override {
     /// The values of the key's parts, in their order.
-    pub key: Vec<Value>,
+    pub key: Vec<KeyValue>,
     pub layers: Vec<Limit>,
 }
 
@@ -49,22 +49,22 @@ pub struct Exemptions {
     /// By the client's address.
     pub networks: Vec<Network>,
     /// Values of the key's parts, in their order.
-    pub keys: Vec<Vec<Value>>,
+    pub keys: Vec<Vec<KeyValue>>,
 }
 
 /// The value of one part of a key, as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Value {
+pub enum KeyValue {
     Clear(String),
     /// Of a value that is a secret.
     Digest(Digest),
 }
 
-impl Value {
+impl KeyValue {
     pub fn digest(&self) -> Digest {
         match self {
-            Value::Clear(text) => Digest::of(text.as_bytes()),
-            Value::Digest(digest) => *digest,
+            KeyValue::Clear(text) => Digest::of(text.as_bytes()),
+            KeyValue::Digest(digest) => *digest,
         }
     }
 }
@@ -106,7 +106,7 @@ pub enum OnLimit {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sharing {
     /// This gateway counts for itself.
-    Own,
+    Local,
     /// Tokens are fetched in slices and spent without asking.
     Lease,
     /// Each request is counted in the store before it passes.
@@ -126,7 +126,7 @@ pub enum OnOutage {
 
 impl Rule {
     /// A rule that says no more than it has to: every request costs one token, and is refused at the limit.
-    pub fn new(name: &str, key: Vec<Part>, on_missing: OnMissing, layers: Vec<Limit>) -> Rule {
+    pub fn new(name: &str, key: Vec<KeyPart>, on_missing: OnMissing, layers: Vec<Limit>) -> Rule {
         Rule {
             name: name.to_owned(),
             key,
@@ -138,7 +138,7 @@ impl Rule {
             cost: Cost::Fixed(1),
             on_limit: OnLimit::Refuse,
             count_refused: false,
-            sharing: Sharing::Own,
+            sharing: Sharing::Local,
             on_outage: OnOutage::Local,
         }
     }
@@ -159,7 +159,7 @@ impl Rule {
     }
 
     /// Of how many layers its counters can be.
-    pub fn layers_most(&self) -> usize {
+    pub fn max_layers(&self) -> usize {
         self.variants().map(<[Limit]>::len).sum()
     }
 
@@ -179,7 +179,7 @@ impl Rule {
 
 impl Cost {
     /// What is charged before the answer, where no request says otherwise.
-    pub fn usual(&self) -> u32 {
+    pub fn default_cost(&self) -> u32 {
         match self {
             Cost::Fixed(cost) => *cost,
             Cost::Request { default, .. } => *default,

@@ -7,17 +7,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::acquire::{AcquireResult, Charge, decide};
+use crate::acquire::{AcquireResult, Charge, acquire_all};
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, WindowKind};
 use crate::decision_context::{DecisionContext, KeyedRequest};
-use crate::decision_time::Now;
-use crate::key::{Part, Seed};
+use crate::decision_time::DecisionTime;
+use crate::key::{KeyPart, Seed};
 use crate::limit::Limit;
 use crate::rule::{Cost, OnLimit, Rule, Sharing};
-use crate::sharded_counter::Split;
+use crate::sharded_counter::Sharding;
 use crate::shared_counting::CountingMode;
-use crate::store_key::Segments;
+use crate::store_key::WindowSegments;
 use crate::table::{Counter, Table};
 use crate::waiter_limit::{WaiterLimit, WaiterSlot};
 use crate::window::Windows;
@@ -25,13 +25,13 @@ use crate::window_sequence::{Time, WindowSequence};
 
 /// One layer made ready: what its counters are known by, and what is asked of them.
 #[derive(Debug)]
-pub struct Layer {
-    pub(super) bits: u64,
+pub struct CompiledLayer {
+    pub(super) id: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
-    nearby: u64,
+    bucket_offset: u64,
     /// Position in [`Book::timelines`].
-    pub timeline: usize,
-    pub course: WindowKind,
+    pub windows_index: usize,
+    pub kind: WindowKind,
     pub limit: u32,
     /// What may accumulate.
     pub capacity: u32,
@@ -39,14 +39,14 @@ pub struct Layer {
     pub reserve: u32,
     pub shards: u32,
     /// The most that can be owed beside what may accumulate or be reserved: places that were promised.
-    pub(super) ahead_most: u64,
+    pub(super) max_ahead: u64,
     /// Whether the counters may have been written under another limit.
-    pub(super) differs: bool,
+    pub(super) limit_differs: bool,
     /// Whether others count here who would not know what it writes: then its windows stand for themselves.
-    pub(super) is_held: bool,
+    pub(super) is_constrained: bool,
     /// How the store has its counters, and in how many shards, where gateways share them.
-    pub form: StoreFormat,
-    pub shards_elsewhere: u32,
+    pub store_format: StoreFormat,
+    pub store_shards: u32,
     /// The narrow are charged before the wide.
     rank: (bool, u32, u64),
 }
@@ -68,15 +68,15 @@ pub enum StoreFormat {
 pub struct CompiledRule {
     pub rule: Rule,
     /// Hash prefix of every key of this rule.
-    pub identity: u64,
+    pub hash_prefix: u64,
     /// The layers of everyone, then those of each plan and of each override.
-    pub(super) layers: Vec<Layer>,
+    pub(super) layers: Vec<CompiledLayer>,
     names: Vec<String>,
     /// What the names of its counters end in, where gateways share them; one for each layer.
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
     /// Who waits because of this rule.
-    pub queue: Arc<WaiterLimit>,
+    pub waiters: Arc<WaiterLimit>,
 }
 
 /// A layer of a roster: the rule's position in the route's list, and the layer's in the entry.
@@ -94,16 +94,16 @@ pub struct ChargePlan {
     /// Layers that everyone has of the enforced rules, from the narrowest to the widest.
     enforced: Vec<LayerRef>,
     /// Positions of the shadow rules.
-    shadows: Vec<usize>,
+    shadow_rules: Vec<usize>,
     /// Whether several gateways share counters of any of its rules.
     pub is_shared: bool,
     /// How each rule is counted as long as the store can be asked.
-    pub(super) stands: Vec<CountingMode>,
-    pub(super) delays: bool,
+    pub(super) counting_modes: Vec<CountingMode>,
+    pub(super) may_delay: bool,
     counts_refused: bool,
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
     /// for a refused request: all that such a decision needs is known when the code is compiled.
-    plain: bool,
+    is_plain: bool,
 }
 
 /// What the rules say to a request.
@@ -113,61 +113,55 @@ pub enum Decision {
     /// It has been charged, and may pass from this moment on.
     Delayed {
         until_ms: u64,
-        wait: Option<Wait>,
+        waiter: Option<Waiter>,
         /// The layers that it has to be charged in again then: see [`Book::charge_again`].
-        again: Vec<LayerRef>,
+        recharge: Vec<LayerRef>,
     },
     Refused,
 }
 
 /// A place among those who wait because of a rule.
 #[derive(Debug)]
-pub struct Wait {
+pub struct Waiter {
     /// The rule's position in the roster.
     pub rule: usize,
-    pub place: WaiterSlot,
+    pub slot: WaiterSlot,
 }
 
 /// All rules, made ready.
 #[derive(Debug, Default)]
 pub struct RuleSet {
-    pub entries: Vec<CompiledRule>,
+    pub rules: Vec<CompiledRule>,
     /// The ways in which the layers divide time, each once.
-    pub timelines: Vec<Windows>,
+    pub windows: Vec<Windows>,
     /// The pace of each timeline.
-    paces: Vec<WindowSequence>,
+    sequences: Vec<WindowSequence>,
 }
 
-impl Layer {
+impl CompiledLayer {
     /// What one request asks of this layer, in the window ending at `end_ms`.
     #[inline]
-    pub(super) fn charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
-        let place = keyed_request.key.place.wrapping_add(self.nearby);
-        let counter = Counter { key: Key::new(place, keyed_request.key.tag ^ self.bits), layer: self.bits };
+    pub(super) fn new_charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
+        let bucket_hash = keyed_request.key.bucket_hash.wrapping_add(self.bucket_offset);
+        let counter = Counter { key: Key::new(bucket_hash, keyed_request.key.tag ^ self.id), layer: self.id };
         let ceiling = u64::from(self.capacity);
-        let ask = AcquireRequest {
-            end_ms,
-            ceiling,
-            floor: 0,
-            limit: self.limit,
-            cost: keyed_request.cost,
-            course: self.course,
-        };
-        let mut charge = Charge::new(counter, ask);
+        let request =
+            AcquireRequest { end_ms, ceiling, floor: 0, limit: self.limit, cost: keyed_request.cost, kind: self.kind };
+        let mut charge = Charge::new(counter, request);
         if self.shards > 1 {
-            charge.split = Split { shards: self.shards, own: own_shard % self.shards };
+            charge.sharding = Sharding { shards: self.shards, first_shard: own_shard % self.shards };
         }
         charge
     }
 
     /// The most that can be used or owed here.
-    pub(super) fn most(&self) -> u64 {
-        self.ahead_most.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
+    pub(super) fn max_usage(&self) -> u64 {
+        self.max_ahead.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
     }
 }
 
 impl CompiledRule {
-    pub fn layer(&self, layer: usize) -> &Layer {
+    pub fn layer(&self, layer: usize) -> &CompiledLayer {
         &self.layers[layer]
     }
 
@@ -202,7 +196,7 @@ impl CompiledRule {
 
 /// Layers of similar periods share a bucket, and so a cache line; all of a rule's would crowd it. It
 /// depends on the period alone: where a layer stands among others must not move its counters.
-fn neighbourhood(usual_ms: u64) -> u64 {
+fn bucket_group(usual_ms: u64) -> u64 {
     match usual_ms {
         0..=10_000 => 0,
         10_001..=3_600_000 => 1,
@@ -224,12 +218,12 @@ impl ChargePlan {
 
     /// Whether a refused request has asked plain counters, leaves no trace in any, and waits for nothing.
     pub fn is_plain(&self) -> bool {
-        self.plain
+        self.is_plain
     }
 
     /// Positions of the shadow rules.
-    pub fn shadows(&self) -> &[usize] {
-        &self.shadows
+    pub fn shadow_rules(&self) -> &[usize] {
+        &self.shadow_rules
     }
 }
 
@@ -243,32 +237,32 @@ impl RuleSet {
         let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut rule_set = RuleSet::default();
         for rule in rules {
-            let mut entry = rule_set.make_ready(rule, owes(rule), seed);
-            let known = former.and_then(|former| former.entries.iter().find(|known| known.rule.name == rule.name));
+            let mut entry = rule_set.compile_rule(rule, owes(rule), seed);
+            let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
-                entry.queue = Arc::clone(&known.queue);
+                entry.waiters = Arc::clone(&known.waiters);
             }
-            rule_set.entries.push(entry);
+            rule_set.rules.push(entry);
         }
-        let ways = rule_set.ways();
-        rule_set.agree(&ways);
-        rule_set.settle_forms();
+        let formats = rule_set.counter_formats();
+        rule_set.adopt_formats(&formats);
+        rule_set.set_store_formats();
         if let Some(former) = former {
-            rule_set.agree(&former.ways());
+            rule_set.adopt_formats(&former.counter_formats());
         }
         rule_set
     }
 
-    fn make_ready(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
+    fn compile_rule(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
         // A rule's counters are known by its name and its key; a layer adds its windows. The limit
         // is not part of it, so a changed limit applies to what was already counted.
-        let identity = seed.bits(&["rule", &rule.name, &format!("{:?}", rule.key)]);
+        let identity = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
         let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
         for variant in rule.variants() {
             let first = layers.len();
             for (i, limit) in variant.iter().enumerate() {
                 names.push(rule.layer_name(variant, i));
-                layers.push(self.layer(rule, limit, identity, ahead, seed));
+                layers.push(self.compile_layer(rule, limit, identity, ahead, seed));
             }
             variants.push(first..layers.len());
         }
@@ -276,225 +270,235 @@ impl RuleSet {
             OnLimit::Delay { max_waiting, .. } => u64::from(max_waiting),
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
-        let segments = Segments::of(rule);
+        let segments = WindowSegments::of(rule);
         let suffixes = rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
-        CompiledRule { identity, layers, names, suffixes, variants, queue: WaiterLimit::new(most), rule: rule.clone() }
+        CompiledRule {
+            hash_prefix: identity,
+            layers,
+            names,
+            suffixes,
+            variants,
+            waiters: WaiterLimit::new(most),
+            rule: rule.clone(),
+        }
     }
 
-    fn layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> Layer {
-        let timeline = self.timelines.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
-            self.timelines.push(limit.windows.clone());
-            self.paces.push(limit.windows.pace());
-            self.timelines.len() - 1
+    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> CompiledLayer {
+        let timeline = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
+            self.windows.push(limit.windows.clone());
+            self.sequences.push(limit.windows.sequence());
+            self.windows.len() - 1
         });
         let floating = matches!(limit.windows, Windows::FirstRequest { .. });
-        let pace = timeline as u32;
+        let sequence = timeline as u32;
         let ahead_most = match rule.on_limit {
             // What the answer tells may be any number.
             _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
             OnLimit::Delay { max_delay_ms, .. } => {
-                (max_delay_ms / limit.windows.usual_ms().max(1) + 2).saturating_mul(u64::from(limit.tokens))
+                (max_delay_ms / limit.windows.typical_ms().max(1) + 2).saturating_mul(u64::from(limit.tokens))
             }
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
         let course = match floating {
-            true => WindowKind::Floating(pace),
-            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(pace),
+            true => WindowKind::Floating(sequence),
+            false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(sequence),
             false => WindowKind::Plain,
         };
-        let usual_ms = limit.windows.usual_ms();
-        Layer {
-            bits: seed.bits(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
-            nearby: neighbourhood(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
-            timeline,
-            course,
-            ahead_most,
-            differs: false,
-            is_held: false,
-            form: StoreFormat::Plain,
-            shards_elsewhere: 1,
+        let usual_ms = limit.windows.typical_ms();
+        CompiledLayer {
+            id: seed.hash(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
+            bucket_offset: bucket_group(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            windows_index: timeline,
+            kind: course,
+            max_ahead: ahead_most,
+            limit_differs: false,
+            is_constrained: false,
+            store_format: StoreFormat::Plain,
+            store_shards: 1,
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
             shards: if course == WindowKind::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
-            rank: (rule.key.contains(&Part::Global), limit.tokens, usual_ms),
+            rank: (rule.key.contains(&KeyPart::Global), limit.tokens, usual_ms),
         }
     }
 
     /// The time of a decision by this book.
     pub fn time(&self, now_ms: u64) -> Time<'_> {
-        Time { now_ms, paces: &self.paces }
+        Time { now_ms, sequences: &self.sequences }
     }
 
     /// The roster for a route that names these rules (positions in the book).
     pub fn charge_plan(&self, rules: &[usize]) -> ChargePlan {
-        let rule = |position: usize| &self.entries[rules[position]].rule;
+        let rule = |position: usize| &self.rules[rules[position]].rule;
         let mut charge_plan = ChargePlan {
             rules: rules.to_vec(),
             enforced: Vec::new(),
-            shadows: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
-            delays: (0..rules.len()).any(|position| rule(position).delays()),
+            shadow_rules: (0..rules.len()).filter(|position| rule(*position).is_shadow()).collect(),
+            may_delay: (0..rules.len()).any(|position| rule(position).delays()),
             counts_refused: (0..rules.len()).any(|position| rule(position).count_refused),
-            stands: rules.iter().map(|rule| self.entries[*rule].stand()).collect(),
-            is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Own),
-            plain: false,
+            counting_modes: rules.iter().map(|rule| self.rules[*rule].counting_mode()).collect(),
+            is_shared: (0..rules.len()).any(|position| rule(position).sharing != Sharing::Local),
+            is_plain: false,
         };
         let enforced = (0..rules.len()).filter(|position| !rule(*position).is_shadow());
-        let mut lines: Vec<LayerRef> = enforced.flat_map(|position| self.lines(&charge_plan, position, 0)).collect();
-        self.sort(&charge_plan, &mut lines);
-        charge_plan.enforced = lines;
-        let layers = || rules.iter().flat_map(|rule| &self.entries[*rule].layers);
-        charge_plan.plain = !charge_plan.counts_refused
+        let mut layers: Vec<LayerRef> =
+            enforced.flat_map(|position| self.layers_of_rule(&charge_plan, position, 0)).collect();
+        self.sort_layers(&charge_plan, &mut layers);
+        charge_plan.enforced = layers;
+        let layers = || rules.iter().flat_map(|rule| &self.rules[*rule].layers);
+        charge_plan.is_plain = !charge_plan.counts_refused
             && !charge_plan.is_shared
-            && layers().all(|layer| layer.course == WindowKind::Plain && layer.shards == 1);
+            && layers().all(|layer| layer.kind == WindowKind::Plain && layer.shards == 1);
         charge_plan
     }
 
     /// A roster of one rule, for those who ask it without a request: it decides also if it is a shadow
     /// rule, and nobody waits.
-    pub fn roster_alone(&self, rule: usize) -> ChargePlan {
+    pub fn single_rule_plan(&self, rule: usize) -> ChargePlan {
         let mut charge_plan = self.charge_plan(&[rule]);
-        charge_plan.shadows.clear();
-        charge_plan.delays = false;
-        let mut lines: Vec<LayerRef> = self.lines(&charge_plan, 0, 0).collect();
-        self.sort(&charge_plan, &mut lines);
-        charge_plan.enforced = lines;
+        charge_plan.shadow_rules.clear();
+        charge_plan.may_delay = false;
+        let mut layers: Vec<LayerRef> = self.layers_of_rule(&charge_plan, 0, 0).collect();
+        self.sort_layers(&charge_plan, &mut layers);
+        charge_plan.enforced = layers;
         charge_plan
     }
 
     /// The layers of one rule, as one of its variants has them.
-    pub(super) fn lines(
+    pub(super) fn layers_of_rule(
         &self,
         charge_plan: &ChargePlan,
         position: usize,
         variant: usize,
     ) -> impl Iterator<Item = LayerRef> + use<> {
-        self.entries[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
+        self.rules[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
     }
 
     /// Narrow before wide: a counter of one client before the counter of all, a small limit before a
     /// large one. The narrow is likelier to be full, and a charge that must be given back is then
     /// one that few share.
-    fn sort(&self, charge_plan: &ChargePlan, lines: &mut [LayerRef]) {
-        lines.sort_by_key(|line| self.layer_of(charge_plan, *line).rank);
+    fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
+        layers.sort_by_key(|layer_ref| self.layer_of(charge_plan, *layer_ref).rank);
     }
 
-    pub fn layer_of(&self, charge_plan: &ChargePlan, line: LayerRef) -> &Layer {
-        self.entries[charge_plan.rules[line.rule]].layer(line.layer)
+    pub fn layer_of(&self, charge_plan: &ChargePlan, layer_ref: LayerRef) -> &CompiledLayer {
+        self.rules[charge_plan.rules[layer_ref.rule]].layer(layer_ref.layer)
     }
 
     /// Whether the rule at a position of the roster is only tried out.
     pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
-        self.entries[charge_plan.rules[position]].rule.is_shadow()
+        self.rules[charge_plan.rules[position]].rule.is_shadow()
     }
 
     /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
     /// `None` where the rule does not apply.
-    pub fn judge<const W: usize>(
+    pub fn decide<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
-        now: Now<'_>,
+        now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) -> Decision {
         context.clear();
-        let judgement = if context.are_usual() {
-            self.decide(charge_plan, &charge_plan.enforced, table, now, context, true)
+        let decision = if context.use_default_windows() {
+            self.acquire_layers(charge_plan, &charge_plan.enforced, table, now, context, true)
         } else {
-            let lines = self.lines_of(charge_plan, context);
-            let judgement = self.decide(charge_plan, &lines, table, now, context, true);
-            context.own_lines = lines;
-            judgement
+            let layers = self.layers_of_request(charge_plan, context);
+            let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
+            context.scratch.layer_buffer = layers;
+            decision
         };
-        if !matches!(judgement, Decision::Refused) {
-            self.try_out(charge_plan, table, now, context);
+        if !matches!(decision, Decision::Refused) {
+            self.decide_shadow_rules(charge_plan, table, now, context);
         }
-        judgement
+        decision
     }
 
     /// The lines of a request whose windows are not everyone's, in the desk's own list.
-    pub(super) fn lines_of(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
-        let mut lines = std::mem::take(&mut context.own_lines);
-        lines.clear();
-        for (position, keyed_request) in context.keyed_requests.iter().enumerate() {
-            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadows.contains(&position)) {
-                lines.extend(self.lines(charge_plan, position, keyed_request.variant));
+    pub(super) fn layers_of_request(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+        let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
+        layers.clear();
+        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadow_rules.contains(&position)) {
+                layers.extend(self.layers_of_rule(charge_plan, position, keyed_request.variant));
             }
         }
-        self.sort(charge_plan, &mut lines);
-        lines
+        self.sort_layers(charge_plan, &mut layers);
+        layers
     }
 
     /// Lets the shadow rules decide as well.
-    fn try_out<const W: usize>(
+    fn decide_shadow_rules<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
-        now: Now<'_>,
+        now: DecisionTime<'_>,
         context: &mut DecisionContext,
     ) {
-        for position in &charge_plan.shadows {
-            let Some(keyed_request) = context.keyed_requests[*position] else { continue };
-            let mut lines = std::mem::take(&mut context.own_lines);
-            lines.clear();
-            lines.extend(self.lines(charge_plan, *position, keyed_request.variant));
-            if let Decision::Refused = self.decide(charge_plan, &lines, table, now, context, false) {
-                context.shadowed.push(*position);
+        for position in &charge_plan.shadow_rules {
+            let Some(keyed_request) = context.inputs.keyed_requests[*position] else { continue };
+            let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
+            layers.clear();
+            layers.extend(self.layers_of_rule(charge_plan, *position, keyed_request.variant));
+            if let Decision::Refused = self.acquire_layers(charge_plan, &layers, table, now, context, false) {
+                context.result.shadowed.push(*position);
             }
-            context.own_lines = lines;
+            context.scratch.layer_buffer = layers;
         }
     }
 
     /// Charges the given lines, all or none, behind what is on the desk already.
-    pub(super) fn decide<const W: usize>(
+    pub(super) fn acquire_layers<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         table: &Table<W>,
-        mut now: Now<'_>,
+        mut now: DecisionTime<'_>,
         context: &mut DecisionContext,
         may_wait: bool,
     ) -> Decision {
-        let first = context.charges.len();
-        let waits = may_wait && (charge_plan.delays || context.reserve);
+        let first = context.result.charges.len();
+        let waits = may_wait && (charge_plan.may_delay || context.inputs.reserve);
         loop {
             let now_ms = now.unix_ms;
-            context.decided_ms = context.decided_ms.max(now_ms);
+            context.result.decided_ms = context.result.decided_ms.max(now_ms);
             match charge_plan.is_shared {
-                true => context.put_down_shared(self, charge_plan, table, lines, now_ms, first),
-                false => context.put_down(self, charge_plan, lines, now_ms, first),
+                true => context.add_shared_charges(self, charge_plan, table, layers, now_ms, first),
+                false => context.add_charges(self, charge_plan, layers, now_ms, first),
             }
-            let charges = &mut context.charges[first..];
-            let verdict = match charge_plan.plain {
-                true => decide(table, charges, &mut context.shares, Time::all_plain(now_ms)),
-                false => decide(table, charges, &mut context.shares, self.time(now_ms)),
+            let charges = &mut context.result.charges[first..];
+            let outcome = match charge_plan.is_plain {
+                true => acquire_all(table, charges, &mut context.result.shard_receipts, Time::all_plain(now_ms)),
+                false => acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)),
             };
-            match verdict {
+            match outcome {
                 AcquireResult::Admitted
-                    if charge_plan.is_shared && self.was_overtaken(charge_plan, table, now_ms, context, first) =>
+                    if charge_plan.is_shared
+                        && self.exceeds_known_usage(charge_plan, table, now_ms, context, first) =>
                 {
-                    for share in context.take_back(first) {
-                        table.refund(share.paid, share.ask, self.time(now_ms));
+                    for receipt in context.take_receipts(first) {
+                        table.refund(receipt.receipt, receipt.request, self.time(now_ms));
                     }
                 }
                 AcquireResult::Admitted => return Decision::Admitted,
                 // This thread's time is behind one that another thread already acted upon.
-                AcquireResult::Late if now.not_before(table.horizon_ms()) => {}
+                AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
                 // There is no later time than the last that a counter can name.
                 AcquireResult::Late => return Decision::Refused,
-                AcquireResult::Refused if charge_plan.plain => return Decision::Refused,
-                AcquireResult::Refused if context.meets_debts(first) && now.goes_on() => {}
-                AcquireResult::Refused if self.amend(charge_plan, table, self.time(now_ms), context, first) => {}
+                AcquireResult::Refused if charge_plan.is_plain => return Decision::Refused,
+                AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
+                AcquireResult::Refused if self.cap_debt(charge_plan, table, self.time(now_ms), context, first) => {}
                 AcquireResult::Refused => {
-                    if waits && let Some(delayed) = self.postpone(charge_plan, table, self.time(now_ms), context) {
+                    if waits && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
                         return delayed;
                     }
                     // Whoever looks for a place looks at the counters again, and may have found one full that was not.
-                    if waits && context.meets_debts(first) && now.goes_on() {
+                    if waits && context.is_full_by_debt(first) && now.advance() {
                         continue;
                     }
                     if charge_plan.counts_refused && !charge_plan.is_shared {
-                        self.count_refusal(charge_plan, table, self.time(now_ms), context, first);
+                        self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
                     }
                     return Decision::Refused;
                 }

@@ -11,7 +11,7 @@ use std::fmt;
 use sha2::{Digest as _, Sha256};
 
 /// How many characters of a digest tell it from others where it is only shown.
-const SHOWN_CHARS: usize = 8;
+const BRIEF_CHARS: usize = 8;
 
 /// The SHA-256 of a secret.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,7 +46,7 @@ impl Digest {
     /// The beginning of it, for lists that people read.
     pub fn brief(&self) -> String {
         let mut text = self.to_string();
-        text.truncate(Digest::PREFIX.len() + SHOWN_CHARS);
+        text.truncate(Digest::PREFIX.len() + BRIEF_CHARS);
         text.push('…');
         text
     }

@@ -6,7 +6,7 @@
 
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, Usage, WindowKind};
-use crate::table::{Charged, Counter, Receipt, Table};
+use crate::table::{Counter, CounterResult, Receipt, Table};
 use crate::window_sequence::Time;
 
 /// Into how many shards a counter may be split.
@@ -15,120 +15,120 @@ pub const SHARDS_MAX: u32 = 1024;
 /// A charge that was made in one shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShardReceipt {
-    pub ask: AcquireRequest,
-    pub paid: Receipt,
+    pub request: AcquireRequest,
+    pub receipt: Receipt,
 }
 
 /// What one of several shards has of a whole; the parts add up to it.
-pub fn part(whole: u64, shards: u32, shard: u32) -> u64 {
+pub fn part_of_shard(whole: u64, shards: u32, shard: u32) -> u64 {
     let (shards, shard) = (u64::from(shards), u64::from(shard));
     whole / shards + u64::from(shard < whole % shards)
 }
 
 /// How a counter is split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Split {
+pub struct Sharding {
     pub shards: u32,
     /// The shard that is asked first.
-    pub own: u32,
+    pub first_shard: u32,
 }
 
-impl Split {
+impl Sharding {
     /// Not split at all.
-    pub const WHOLE: Split = Split { shards: 1, own: 0 };
+    pub const NONE: Sharding = Sharding { shards: 1, first_shard: 0 };
 
     /// All shards, the own one first.
-    fn order(self) -> impl Iterator<Item = u32> {
-        (0..self.shards).map(move |i| (self.own + i) % self.shards)
+    fn shards_in_order(self) -> impl Iterator<Item = u32> {
+        (0..self.shards).map(move |i| (self.first_shard + i) % self.shards)
     }
 
     /// All counters, where the whole is `whole`.
     pub fn counters(self, whole: Counter) -> impl Iterator<Item = Counter> {
-        (0..self.shards).map(move |shard| Split::counter(shard, whole))
+        (0..self.shards).map(move |shard| Sharding::shard_counter(shard, whole))
     }
 
     /// What a shard grants of what is asked of all.
-    fn part(self, shard: u32, ask: AcquireRequest) -> AcquireRequest {
-        debug_assert!(ask.course != WindowKind::Leased, "a purse is not split");
-        let ceiling = part(u64::from(ask.limit), self.shards, shard);
-        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, course: WindowKind::Plain, cost: 0, ..ask }
+    fn shard_request(self, shard: u32, request: AcquireRequest) -> AcquireRequest {
+        debug_assert!(request.kind != WindowKind::Leased, "a purse is not split");
+        let ceiling = part_of_shard(u64::from(request.limit), self.shards, shard);
+        AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, kind: WindowKind::Plain, cost: 0, ..request }
     }
 
     /// The counter of a shard; that of the first is the whole's own.
-    fn counter(shard: u32, whole: Counter) -> Counter {
+    fn shard_counter(shard: u32, whole: Counter) -> Counter {
         let bits = u64::from(shard).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let key = Key::new(whole.key.place.wrapping_add(bits), whole.key.tag << 10 ^ bits << 10);
+        let key = Key::new(whole.key.bucket_hash.wrapping_add(bits), whole.key.tag << 10 ^ bits << 10);
         let key = if shard == 0 { whole.key } else { key };
         Counter { key, layer: whole.layer ^ bits }
     }
 
     /// What is used of all shards together, and when their window ends; and whether one is used beyond
     /// its part, as it may be where the limit was lowered: the others have that much less to give.
-    pub fn look<const W: usize, const PLAIN: bool>(
+    pub fn peek<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
-        ask: AcquireRequest,
+        request: AcquireRequest,
         time: Time<'_, PLAIN>,
     ) -> (Usage, bool) {
-        let mut sum = Usage { used: 0, end_ms: ask.end_ms };
-        let mut beyond = false;
-        for shard in self.order() {
-            let part = self.part(shard, ask);
-            let (usage, _) = table.look(Split::counter(shard, whole), part, time);
-            beyond |= usage.used > part.ceiling;
+        let mut sum = Usage { used: 0, end_ms: request.end_ms };
+        let mut is_over_part = false;
+        for shard in self.shards_in_order() {
+            let shard_request = self.shard_request(shard, request);
+            let (usage, _) = table.peek(Sharding::shard_counter(shard, whole), shard_request, time);
+            is_over_part |= usage.used > shard_request.ceiling;
             sum.used += usage.used;
             sum.end_ms = sum.end_ms.max(usage.end_ms);
         }
-        (sum, beyond)
+        (sum, is_over_part)
     }
 
     /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
     /// was charged where, even if it is not enough.
-    pub fn charge<const W: usize, const PLAIN: bool>(
+    pub fn acquire<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
         whole: Counter,
-        ask: AcquireRequest,
+        request: AcquireRequest,
         time: Time<'_, PLAIN>,
-        shares: &mut Vec<ShardReceipt>,
-    ) -> Taking {
-        let mut left = ask.cost;
-        for shard in self.order() {
-            let counter = Split::counter(shard, whole);
-            let mut part = self.part(shard, ask);
+        shard_receipts: &mut Vec<ShardReceipt>,
+    ) -> ShardsResult {
+        let mut left = request.cost;
+        for shard in self.shards_in_order() {
+            let counter = Sharding::shard_counter(shard, whole);
+            let mut shard_request = self.shard_request(shard, request);
             loop {
-                let (usage, hint) = table.look(counter, part, time);
-                let room = part.ceiling.saturating_sub(usage.used);
-                part.cost = left.min(u32::try_from(room).unwrap_or(u32::MAX));
-                if part.cost == 0 {
+                let (usage, hint) = table.peek(counter, shard_request, time);
+                let room = shard_request.ceiling.saturating_sub(usage.used);
+                shard_request.cost = left.min(u32::try_from(room).unwrap_or(u32::MAX));
+                if shard_request.cost == 0 {
                     break;
                 }
-                match table.charge(counter, part, time, hint) {
-                    Charged::Paid(paid, _) => {
-                        shares.push(ShardReceipt { ask: part, paid });
-                        left -= part.cost;
+                match table.acquire(counter, shard_request, time, hint) {
+                    CounterResult::Acquired(receipt, _) => {
+                        shard_receipts.push(ShardReceipt { request: shard_request, receipt });
+                        left -= shard_request.cost;
                         break;
                     }
                     // Others took from this shard in between: what do they leave?
-                    Charged::Full(usage) if usage.used < part.ceiling => part.cost = 0,
-                    Charged::Full(_) => break,
-                    Charged::Late => return Taking::Late,
+                    CounterResult::Full(usage) if usage.used < shard_request.ceiling => shard_request.cost = 0,
+                    CounterResult::Full(_) => break,
+                    CounterResult::Late => return ShardsResult::Late,
                 }
             }
             if left == 0 {
-                return Taking::Enough;
+                return ShardsResult::Acquired;
             }
         }
-        Taking::TooLittle
+        ShardsResult::TooFew
     }
 }
 
 /// What came of charging the shards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Taking {
-    Enough,
-    TooLittle,
+pub enum ShardsResult {
+    Acquired,
+    TooFew,
     /// The window asked for is over.
     Late,
 }

@@ -4,13 +4,13 @@
 //! Nothing is waited for here, and no store is known. Whoever asks is told that tokens lack, fetches some, and asks
 //! again; everything else of the request is charged with them, or nothing is.
 
-use crate::acquire::{AcquireResult, Charge, look, take};
+use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::counter::{Usage, usage};
-use crate::decision_context::{DecisionContext, KeyedRequest};
-use crate::decision_time::Now;
+use crate::decision_context::{DecisionContext, DecisionResult, KeyedRequest, SharingState};
+use crate::decision_time::DecisionTime;
 use crate::rule::{OnLimit, OnOutage, Sharing};
-use crate::rule_set::{ChargePlan, CompiledRule, Decision, Layer, LayerRef, RuleSet};
-use crate::sharded_counter::{ShardReceipt, Split};
+use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, Decision, LayerRef, RuleSet};
+use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::table::{Counter, Table};
 use crate::window_sequence::Time;
 
@@ -18,48 +18,53 @@ use crate::window_sequence::Time;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CountingMode {
     /// In ordinary counters.
-    Own,
+    Local,
     /// With tokens that were fetched beforehand.
     Leased,
     /// In ordinary counters, beside what is known to be used elsewhere.
-    Alone,
+    LocalFallback,
     /// Not here.
-    Aside,
+    Remote,
 }
 
 /// What came of deciding some lines.
 #[derive(Debug)]
-pub enum Step {
+pub enum LocalDecision {
     Decided(Decision),
     /// Nothing was charged: the counters at `desk.lacking` need more tokens than were fetched for them.
-    Lacking,
+    MissingTokens,
 }
 
-impl Layer {
+impl CompiledLayer {
     /// The counter of one key, as it is where it is not shared.
     pub fn counter(&self, keyed_request: KeyedRequest) -> Counter {
-        self.charge(keyed_request, 0, 0).counter
+        self.new_charge(keyed_request, 0, 0).counter
     }
 
     /// Makes a charge one of tokens that were fetched.
-    fn lease(&self, charge: &mut Charge) {
-        charge.counter = charge.counter.purse();
-        charge.ask = charge.ask.leased();
-        charge.split = Split::WHOLE;
+    fn use_lease(&self, charge: &mut Charge) {
+        charge.counter = charge.counter.lease();
+        charge.request = charge.request.leased();
+        charge.sharding = Sharding::NONE;
     }
 }
 
 impl RuleSet {
     /// The stand of each rule of a roster.
-    /// `beyond`: whether a rule does what it does in an outage.
-    pub fn stands(&self, charge_plan: &ChargePlan, beyond: impl Fn(usize) -> bool, stands: &mut Vec<CountingMode>) {
-        stands.clear();
-        stands.extend_from_slice(&charge_plan.stands);
-        for (position, stand) in stands.iter_mut().enumerate() {
-            if *stand != CountingMode::Own && beyond(position) {
-                *stand = match self.entries[charge_plan.rules[position]].rule.on_outage {
-                    OnOutage::Local => CountingMode::Alone,
-                    OnOutage::Allow | OnOutage::Refuse => CountingMode::Aside,
+    /// `in_outage`: whether a rule does what it does in an outage.
+    pub fn set_counting_modes(
+        &self,
+        charge_plan: &ChargePlan,
+        in_outage: impl Fn(usize) -> bool,
+        counting_modes: &mut Vec<CountingMode>,
+    ) {
+        counting_modes.clear();
+        counting_modes.extend_from_slice(&charge_plan.counting_modes);
+        for (position, counting_mode) in counting_modes.iter_mut().enumerate() {
+            if *counting_mode != CountingMode::Local && in_outage(position) {
+                *counting_mode = match self.rules[charge_plan.rules[position]].rule.on_outage {
+                    OnOutage::Local => CountingMode::LocalFallback,
+                    OnOutage::Allow | OnOutage::Refuse => CountingMode::Remote,
                 };
             }
         }
@@ -67,69 +72,75 @@ impl RuleSet {
 
     /// The enforced lines of a request in the order in which they are charged.
     /// They are in the desk's own list: see [`Desk::put_back`].
-    pub fn enforced(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
-        if context.keyed_requests.iter().flatten().any(|keyed_request| keyed_request.variant != 0) {
-            return self.lines_of(charge_plan, context);
+    pub fn enforced_layers(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+        if context.inputs.keyed_requests.iter().flatten().any(|keyed_request| keyed_request.variant != 0) {
+            return self.layers_of_request(charge_plan, context);
         }
-        let mut lines = std::mem::take(&mut context.own_lines);
-        lines.clear();
-        lines.extend_from_slice(charge_plan.enforced());
-        lines
+        let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
+        layers.clear();
+        layers.extend_from_slice(charge_plan.enforced());
+        layers
     }
 
     /// The lines of a shadow rule, by its position.
-    pub fn of_shadow(&self, charge_plan: &ChargePlan, position: usize, keyed_request: KeyedRequest) -> Vec<LayerRef> {
-        self.lines(charge_plan, position, keyed_request.variant).collect()
+    pub fn shadow_layers(
+        &self,
+        charge_plan: &ChargePlan,
+        position: usize,
+        keyed_request: KeyedRequest,
+    ) -> Vec<LayerRef> {
+        self.layers_of_rule(charge_plan, position, keyed_request.variant).collect()
     }
 
     /// Charges lines as `desk.stands` says, all or none, behind what is on the desk already.
-    pub fn step<const W: usize>(
+    pub fn decide_locally<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         table: &Table<W>,
-        now: Now<'_>,
+        now: DecisionTime<'_>,
         context: &mut DecisionContext,
         may_wait: bool,
-    ) -> Step {
-        let first = context.charges.len();
-        context.lacking.clear();
-        context.decided_ms = 0;
+    ) -> LocalDecision {
+        let first = context.result.charges.len();
+        context.sharing.missing_tokens.clear();
+        context.result.decided_ms = 0;
         // Who waits for windows to come asks the store for his place; here he can not have it.
-        let leases = |line: &LayerRef| {
-            context.stands[line.rule] == CountingMode::Leased && context.keyed_requests[line.rule].is_some()
+        let leases = |layer_ref: &LayerRef| {
+            context.sharing.counting_modes[layer_ref.rule] == CountingMode::Leased
+                && context.inputs.keyed_requests[layer_ref.rule].is_some()
         };
-        let may_wait = may_wait && !lines.iter().any(leases);
-        let judgement = self.decide(charge_plan, lines, table, now, context, may_wait);
-        let now_ms = context.decided_ms;
-        match judgement {
+        let may_wait = may_wait && !layers.iter().any(leases);
+        let decision = self.acquire_layers(charge_plan, layers, table, now, context, may_wait);
+        let now_ms = context.result.decided_ms;
+        match decision {
             Decision::Refused => {
-                if self.only_lacks(charge_plan, table, now, context, first) {
-                    return Step::Lacking;
+                if self.lacks_only_tokens(charge_plan, table, now, context, first) {
+                    return LocalDecision::MissingTokens;
                 }
                 if charge_plan.counts_refused() {
-                    self.count_refusal(charge_plan, table, self.time(now_ms), context, first);
+                    self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
                 }
             }
-            Decision::Admitted | Decision::Delayed { .. } => context.find_low(first),
+            Decision::Admitted | Decision::Delayed { .. } => context.find_low_leases(first),
         }
-        self.tell(charge_plan, table, now_ms, context, first);
-        Step::Decided(judgement)
+        self.report_total_usage(charge_plan, table, now_ms, context, first);
+        LocalDecision::Decided(decision)
     }
 
     /// What a key has used of a layer by the counters of this machine; `rule` is a position in the book.
-    pub fn used_here<const W: usize>(
+    pub fn local_usage<const W: usize>(
         &self,
         rule: usize,
         layer: usize,
         keyed_request: KeyedRequest,
         table: &Table<W>,
-        mut now: Now<'_>,
+        mut now: DecisionTime<'_>,
     ) -> Usage {
         loop {
-            let mut charge = self.charge_here(rule, layer, keyed_request, now.unix_ms);
-            look(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
-            if charge.usage.used == 0 || !charge.may_owe() || !now.goes_on() {
+            let mut charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
+            peek_all(table, std::slice::from_mut(&mut charge), self.time(now.unix_ms));
+            if charge.usage.used == 0 || !charge.may_carry_debt() || !now.advance() {
                 return charge.usage;
             }
         }
@@ -138,82 +149,85 @@ impl RuleSet {
     /// Forgets what a key has used of a layer by the counters of this machine; returns how much it was. Before a counter
     /// becomes empty, `announce` is told the tokens in it. What is announced is never less than what is forgotten; it is more
     /// if another thread empties the same counter.
-    pub fn forget_here<const W: usize>(
+    pub fn reset_local<const W: usize>(
         &self,
         rule: usize,
         layer: usize,
         keyed_request: KeyedRequest,
         table: &Table<W>,
-        mut now: Now<'_>,
+        mut now: DecisionTime<'_>,
         mut announce: impl FnMut(u64),
     ) -> u64 {
-        let charge = self.charge_here(rule, layer, keyed_request, now.unix_ms);
+        let charge = self.local_charge(rule, layer, keyed_request, now.unix_ms);
         let time = self.time(now.unix_ms);
         let mut forgotten = Vec::new();
-        for counter in charge.split.counters(charge.counter) {
+        for counter in charge.sharding.counters(charge.counter) {
             let mut announced = 0;
-            forgotten.push(table.forget_after(counter, charge.ask, time, |word| {
-                let used = usage(word, charge.ask, time).used;
+            forgotten.push(table.reset_announced(counter, charge.request, time, |word| {
+                let used = usage(word, charge.request, time).used;
                 announce(used.saturating_sub(announced));
                 announced = used.max(announced);
             }));
         }
-        now.goes_on();
-        let ask = self.charge_here(rule, layer, keyed_request, now.unix_ms).ask;
-        forgotten.into_iter().map(|word| usage(word, ask, self.time(now.unix_ms)).used).sum()
+        now.advance();
+        let request = self.local_charge(rule, layer, keyed_request, now.unix_ms).request;
+        forgotten.into_iter().map(|word| usage(word, request, self.time(now.unix_ms)).used).sum()
     }
 
-    fn charge_here(&self, rule: usize, layer: usize, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
-        let layer = self.entries[rule].layer(layer);
-        let end_ms = self.timelines[layer.timeline].window_at(now_ms, keyed_request.offset).end_ms;
-        layer.charge(KeyedRequest { cost: 0, ..keyed_request }, end_ms, 0)
+    fn local_charge(&self, rule: usize, layer: usize, keyed_request: KeyedRequest, now_ms: u64) -> Charge {
+        let layer = self.rules[rule].layer(layer);
+        let end_ms = self.windows[layer.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
+        layer.new_charge(KeyedRequest { cost: 0, ..keyed_request }, end_ms, 0)
     }
 
     /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
-    fn only_lacks<const W: usize>(
+    fn lacks_only_tokens<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
-        now: Now<'_>,
+        now: DecisionTime<'_>,
         context: &mut DecisionContext,
         first: usize,
     ) -> bool {
-        let now_ms = context.decided_ms;
-        let DecisionContext { charges, lines, stands, keyed_requests, lacking, .. } = context;
+        let now_ms = context.result.decided_ms;
+        let keyed_requests = &context.inputs.keyed_requests;
+        let DecisionResult { charges, layers, .. } = &mut context.result;
+        let SharingState { counting_modes, missing_tokens, .. } = &mut context.sharing;
         let mut is_full = false;
-        for (i, (charge, line)) in charges.iter_mut().zip(lines.iter()).enumerate().skip(first) {
-            let Some(keyed_request) = keyed_requests[line.rule].filter(|_| charge.full) else { continue };
-            let layer = self.layer_of(charge_plan, *line);
-            let here = || self.used_here(charge_plan.rules[line.rule], line.layer, keyed_request, table, now).used;
-            if stands[line.rule] != CountingMode::Leased
-                || layer.is_used_up(table, keyed_request, charge, here(), now_ms)
+        for (i, (charge, layer_ref)) in charges.iter_mut().zip(layers.iter()).enumerate().skip(first) {
+            let Some(keyed_request) = keyed_requests[layer_ref.rule].filter(|_| charge.is_full) else { continue };
+            let layer = self.layer_of(charge_plan, *layer_ref);
+            let here =
+                || self.local_usage(charge_plan.rules[layer_ref.rule], layer_ref.layer, keyed_request, table, now).used;
+            if counting_modes[layer_ref.rule] != CountingMode::Leased
+                || layer.is_exhausted(table, keyed_request, charge, here(), now_ms)
             {
                 is_full = true;
             } else {
-                lacking.push(i);
+                missing_tokens.push(i);
             }
         }
         if is_full {
             // What might have been fetched is not what refused it.
-            for i in lacking.drain(..) {
-                charges[i].full = false;
+            for i in missing_tokens.drain(..) {
+                charges[i].is_full = false;
                 // That no tokens were fetched says nothing about what is left, if nothing else is known of the counter.
-                let known = keyed_requests[lines[i].rule].and_then(|keyed_request| {
-                    table.tally(self.layer_of(charge_plan, lines[i]).counter(keyed_request), now_ms)
+                let known = keyed_requests[layers[i].rule].and_then(|keyed_request| {
+                    table.known_usage(self.layer_of(charge_plan, layers[i]).counter(keyed_request), now_ms)
                 });
                 if known.is_none() {
                     charges[i].usage.used = 0;
                 }
             }
         }
-        !is_full && !lacking.is_empty()
+        !is_full && !missing_tokens.is_empty()
     }
 
     /// Whether a charge that was made without the store is more than is left by what is known now: since it was put down,
     /// another event loop has made what is used elsewhere more, and may have emptied its counter before it was charged.
     // Ordering: that loop raises the tally and then empties the counter, each by an acquiring and releasing swap. A charge
     // of the emptied counter has acquired the raised tally, so it is read here.
-    pub(super) fn was_overtaken<const W: usize>(
+    pub(super) fn exceeds_known_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
@@ -221,16 +235,16 @@ impl RuleSet {
         context: &DecisionContext,
         first: usize,
     ) -> bool {
-        context.charges.iter().zip(&context.lines).skip(first).any(|(charge, line)| {
-            let is_alone = context.stands.get(line.rule) == Some(&CountingMode::Alone);
-            let elsewhere = || used_elsewhere(charge.counter, table, now_ms);
-            let capacity = u64::from(self.layer_of(charge_plan, *line).capacity);
+        context.result.charges.iter().zip(&context.result.layers).skip(first).any(|(charge, layer_ref)| {
+            let is_alone = context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback);
+            let elsewhere = || remote_usage(charge.counter, table, now_ms);
+            let capacity = u64::from(self.layer_of(charge_plan, *layer_ref).capacity);
             is_alone && charge.usage.used > capacity.saturating_sub(elsewhere())
         })
     }
 
     /// Makes charges say what is used by all gateways together, as far as it is known.
-    pub fn tell<const W: usize>(
+    pub fn report_total_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
@@ -238,50 +252,53 @@ impl RuleSet {
         context: &mut DecisionContext,
         first: usize,
     ) {
-        let DecisionContext { charges, lines, stands, keyed_requests, .. } = context;
-        for (charge, line) in charges.iter_mut().zip(lines.iter()).skip(first) {
-            let (Some(keyed_request), Some(stand)) = (keyed_requests[line.rule], stands.get(line.rule)) else {
+        let (keyed_requests, counting_modes) = (&context.inputs.keyed_requests, &context.sharing.counting_modes);
+        let DecisionResult { charges, layers, .. } = &mut context.result;
+        for (charge, layer_ref) in charges.iter_mut().zip(layers.iter()).skip(first) {
+            let (Some(keyed_request), Some(counting_mode)) =
+                (keyed_requests[layer_ref.rule], counting_modes.get(layer_ref.rule))
+            else {
                 continue;
             };
-            let layer = self.layer_of(charge_plan, *line);
-            match stand {
-                CountingMode::Own | CountingMode::Aside => {}
+            let layer = self.layer_of(charge_plan, *layer_ref);
+            match counting_mode {
+                CountingMode::Local | CountingMode::Remote => {}
                 CountingMode::Leased => {
-                    let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
-                    if let Some((end_ms, used)) = table.tally(layer.counter(keyed_request), now_ms) {
+                    let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+                    if let Some((end_ms, used)) = table.known_usage(layer.counter(keyed_request), now_ms) {
                         charge.usage.used = u64::from(used).saturating_sub(left);
                         if left == 0 {
                             charge.usage.end_ms = end_ms;
                         }
                     }
                 }
-                CountingMode::Alone => {
-                    let whole = charge.ask.ceiling.max(u64::from(layer.capacity));
-                    charge.usage.used += whole - charge.ask.ceiling;
-                    charge.ask.ceiling = whole;
+                CountingMode::LocalFallback => {
+                    let whole = charge.request.ceiling.max(u64::from(layer.capacity));
+                    charge.usage.used += whole - charge.request.ceiling;
+                    charge.request.ceiling = whole;
                 }
             }
         }
     }
 
     /// Puts down lines for the store to decide, or for later, as ordinary charges that nobody has made; returns from where on.
-    pub fn lay_aside<const W: usize>(
+    pub fn add_prepared_charges<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
     ) -> usize {
-        let behind = context.charges.len();
-        for line in lines {
-            if let Some(keyed_request) = context.keyed_requests[line.rule] {
-                let mut charge = context.charge(self, charge_plan, *line, keyed_request, now_ms);
-                if context.stands.get(line.rule) == Some(&CountingMode::Alone) {
-                    beside_others(&mut charge, table, now_ms);
+        let behind = context.result.charges.len();
+        for layer_ref in layers {
+            if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] {
+                let mut charge = context.new_charge(self, charge_plan, *layer_ref, keyed_request, now_ms);
+                if context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback) {
+                    subtract_remote_usage(&mut charge, table, now_ms);
                 }
-                context.charges.push(charge);
-                context.lines.push(*line);
+                context.result.charges.push(charge);
+                context.result.layers.push(*layer_ref);
             }
         }
         behind
@@ -289,7 +306,7 @@ impl RuleSet {
 
     /// Charges what lies on the desk from `behind` up to `until`, all or none, without looking at it first; `false` if
     /// somebody else has taken it.
-    pub fn take<const W: usize>(
+    pub fn acquire_prepared<const W: usize>(
         &self,
         table: &Table<W>,
         now_ms: u64,
@@ -297,13 +314,13 @@ impl RuleSet {
         behind: usize,
         until: usize,
     ) -> bool {
-        let DecisionContext { charges, shares, .. } = context;
-        take(table, &mut charges[behind..until], shares, self.time(now_ms)) == AcquireResult::Admitted
+        let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
+        acquire_peeked(table, &mut charges[behind..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
     }
 
     /// Looks anew at what lies on the desk behind `behind`: at what is counted here, and by the use that is known of it at
     /// what the store decides.
-    pub fn measure<const W: usize>(
+    pub fn refresh_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
         table: &Table<W>,
@@ -311,62 +328,70 @@ impl RuleSet {
         context: &mut DecisionContext,
         behind: usize,
     ) {
-        let uses: Vec<Usage> = context.charges[behind..].iter().map(|charge| charge.usage).collect();
-        let lines = context.lines[behind..].to_vec();
-        context.rewind(behind);
-        self.lay_aside(charge_plan, &lines, table, now_ms, context);
-        let DecisionContext { charges, stands, .. } = context;
-        for ((charge, line), usage) in charges[behind..].iter_mut().zip(&lines).zip(uses) {
-            charge.usage = match stands[line.rule] {
-                CountingMode::Own | CountingMode::Alone => table.look(charge.counter, charge.ask, self.time(now_ms)).0,
-                CountingMode::Leased | CountingMode::Aside => usage,
+        let uses: Vec<Usage> = context.result.charges[behind..].iter().map(|charge| charge.usage).collect();
+        let layers = context.result.layers[behind..].to_vec();
+        context.truncate(behind);
+        self.add_prepared_charges(charge_plan, &layers, table, now_ms, context);
+        let (charges, counting_modes) = (&mut context.result.charges, &context.sharing.counting_modes);
+        for ((charge, layer_ref), usage) in charges[behind..].iter_mut().zip(&layers).zip(uses) {
+            charge.usage = match counting_modes[layer_ref.rule] {
+                CountingMode::Local | CountingMode::LocalFallback => {
+                    table.peek(charge.counter, charge.request, self.time(now_ms)).0
+                }
+                CountingMode::Leased | CountingMode::Remote => usage,
             };
-            charge.full = !charge.usage.admits(charge.ask);
+            charge.is_full = !charge.usage.admits(charge.request);
         }
     }
 
     /// Asks for places in the windows in which rules let a request pass; `told` is what is used of each layer. Returns
     /// the lines, charged before `behind` or placed, whose windows are over by the time that the last of them lets it pass.
     #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
-    pub fn ask_for_turns(
+    pub fn request_future_windows(
         &self,
         charge_plan: &ChargePlan,
-        turns: &[u64],
-        told: &[(LayerRef, Usage)],
+        admission_times: &[u64],
+        known: &[(LayerRef, Usage)],
         time: Time<'_>,
         context: &mut DecisionContext,
         first: usize,
         behind: usize,
     ) -> Vec<LayerRef> {
-        let until_ms = turns.iter().copied().max().unwrap_or(time.now_ms);
+        let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut again = Vec::new();
-        for (charge, line) in context.charges.iter_mut().zip(&context.lines).skip(behind) {
-            if let Some((_, usage)) = told.iter().find(|(known, _)| known == line) {
+        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(behind) {
+            if let Some((_, usage)) = known.iter().find(|(known, _)| known == layer_ref) {
                 charge.usage = *usage;
             }
-            charge.full = !charge.usage.admits(charge.ask);
-            let turn_ms = turns[line.rule];
-            if turn_ms > time.now_ms {
-                let end_ms =
-                    self.ask_for_then(charge, &self.entries[charge_plan.rules[line.rule]], *line, turn_ms, time);
-                again.extend((end_ms <= until_ms).then_some(*line));
+            charge.is_full = !charge.usage.admits(charge.request);
+            let admit_at_ms = admission_times[layer_ref.rule];
+            if admit_at_ms > time.now_ms {
+                let end_ms = self.request_window_at(
+                    charge,
+                    &self.rules[charge_plan.rules[layer_ref.rule]],
+                    *layer_ref,
+                    admit_at_ms,
+                    time,
+                );
+                again.extend((end_ms <= until_ms).then_some(*layer_ref));
             }
         }
-        let kept = context.charges[..behind].iter().zip(&context.lines).skip(first);
-        again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, line)| *line));
+        let kept = context.result.charges[..behind].iter().zip(&context.result.layers).skip(first);
+        again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, layer_ref)| *layer_ref));
         again
     }
 
     /// Whether a refused request could be let through in a window to come, by rules that are full.
-    pub fn may_wait(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
-        let full = context.charges.iter().zip(&context.lines).filter(|(charge, _)| charge.full);
-        let mut waits = full.map(|(_, line)| {
-            let entry = &self.entries[charge_plan.rules[line.rule]];
+    pub fn may_be_delayed(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
+        let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
+        let mut waits = full.map(|(_, layer_ref)| {
+            let entry = &self.rules[charge_plan.rules[layer_ref.rule]];
             match entry.rule.on_limit {
                 OnLimit::Delay { .. } => {
-                    charge_plan.delays || (context.reserve && self.layer_of(charge_plan, *line).reserve > 0)
+                    charge_plan.may_delay
+                        || (context.inputs.reserve && self.layer_of(charge_plan, *layer_ref).reserve > 0)
                 }
-                OnLimit::Refuse => context.reserve && self.layer_of(charge_plan, *line).reserve > 0,
+                OnLimit::Refuse => context.inputs.reserve && self.layer_of(charge_plan, *layer_ref).reserve > 0,
                 OnLimit::Shadow => false,
             }
         });
@@ -376,36 +401,36 @@ impl RuleSet {
 }
 
 /// Leaves to a charge on this machine alone what is not known to be used elsewhere.
-fn beside_others<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
-    charge.ask.ceiling = charge.ask.ceiling.saturating_sub(used_elsewhere(charge.counter, table, now_ms));
+fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
+    charge.request.ceiling = charge.request.ceiling.saturating_sub(remote_usage(charge.counter, table, now_ms));
 }
 
 /// What is known to be used of a counter by other gateways, or was reported to the store by this one.
-fn used_elsewhere<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
-    table.tally(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
+fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
+    table.known_usage(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
 }
 
 impl CompiledRule {
     /// Whether any of its counters is split, where gateways share them.
-    pub fn is_split(&self) -> bool {
-        self.layers.iter().any(|layer| layer.shards_elsewhere > 1)
+    pub fn is_sharded(&self) -> bool {
+        self.layers.iter().any(|layer| layer.store_shards > 1)
     }
 
     /// How it is counted as long as the store can be asked.
-    pub(super) fn stand(&self) -> CountingMode {
+    pub(super) fn counting_mode(&self) -> CountingMode {
         match self.rule.sharing {
-            Sharing::Own => CountingMode::Own,
+            Sharing::Local => CountingMode::Local,
             // No one call decides on all shards: tokens of a split counter are always fetched.
-            Sharing::Exact if !self.is_split() => CountingMode::Aside,
+            Sharing::Exact if !self.is_sharded() => CountingMode::Remote,
             Sharing::Exact | Sharing::Lease => CountingMode::Leased,
         }
     }
 }
 
-impl Layer {
+impl CompiledLayer {
     /// Whether it is known that all gateways together have used too much of a window for this charge, with what was
     /// counted `here` alone.
-    fn is_used_up<const W: usize>(
+    fn is_exhausted<const W: usize>(
         &self,
         table: &Table<W>,
         keyed_request: KeyedRequest,
@@ -413,90 +438,93 @@ impl Layer {
         here: u64,
         now_ms: u64,
     ) -> bool {
-        let (cost, capacity) = (u64::from(charge.ask.cost), u64::from(self.capacity));
+        let (cost, capacity) = (u64::from(charge.request.cost), u64::from(self.capacity));
         let counter = self.counter(keyed_request);
         // What was fetched here and is not spent is not used.
-        let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.purse(counter, now_ms)));
-        cost > capacity || table.tally(counter, now_ms).is_some_and(|told| spent(told) + here + cost > capacity)
+        let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
+        cost > capacity || table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + here + cost > capacity)
     }
 }
 
 impl DecisionContext {
     /// Takes back the list that was used for lines, so that the next request need not allocate one.
-    pub fn put_back(&mut self, lines: Vec<LayerRef>) {
-        self.own_lines = lines;
+    pub fn return_layer_buffer(&mut self, layers: Vec<LayerRef>) {
+        self.scratch.layer_buffer = layers;
     }
 
     /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
-    pub fn take_back(&mut self, first: usize) -> Vec<ShardReceipt> {
-        let split = if first == 0 { 0 } else { self.first_share.min(self.shares.len()) };
-        let whole = self.charges.iter_mut().skip(first).filter_map(Charge::take_share);
-        whole.chain(self.shares.drain(split..)).collect()
+    pub fn take_receipts(&mut self, first: usize) -> Vec<ShardReceipt> {
+        let split = if first == 0 { 0 } else { self.sharing.first_shard_receipt.min(self.result.shard_receipts.len()) };
+        let whole = self.result.charges.iter_mut().skip(first).filter_map(Charge::take_receipt);
+        whole.chain(self.result.shard_receipts.drain(split..)).collect()
     }
 
     /// Makes charges that were taken back say so.
-    pub fn take_off_costs(&mut self, first: usize, behind: usize) {
-        for charge in &mut self.charges[first..behind] {
-            charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.ask.cost));
+    pub fn subtract_costs(&mut self, first: usize, behind: usize) {
+        for charge in &mut self.result.charges[first..behind] {
+            charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
         }
     }
 
     /// Puts down what the request asks of each of `lines` where several gateways share counters.
-    pub(super) fn put_down_shared<const W: usize>(
+    pub(super) fn add_shared_charges<const W: usize>(
         &mut self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         table: &Table<W>,
-        lines: &[LayerRef],
+        layers: &[LayerRef],
         now_ms: u64,
         first: usize,
     ) {
-        self.charges.truncate(first);
-        self.lines.truncate(first);
-        for line in lines {
-            let stand = self.stands[line.rule];
-            let Some(keyed_request) = self.keyed_requests[line.rule].filter(|_| stand != CountingMode::Aside) else {
+        self.result.charges.truncate(first);
+        self.result.layers.truncate(first);
+        for layer_ref in layers {
+            let counting_mode = self.sharing.counting_modes[layer_ref.rule];
+            let Some(keyed_request) =
+                self.inputs.keyed_requests[layer_ref.rule].filter(|_| counting_mode != CountingMode::Remote)
+            else {
                 continue;
             };
-            if self.in_hand.contains(line) {
+            if self.sharing.prepaid.contains(layer_ref) {
                 continue;
             }
-            let mut charge = self.charge(rule_set, charge_plan, *line, keyed_request, now_ms);
-            let layer = rule_set.layer_of(charge_plan, *line);
-            match stand {
+            let mut charge = self.new_charge(rule_set, charge_plan, *layer_ref, keyed_request, now_ms);
+            let layer = rule_set.layer_of(charge_plan, *layer_ref);
+            match counting_mode {
                 CountingMode::Leased => {
-                    layer.lease(&mut charge);
+                    layer.use_lease(&mut charge);
                     // More was handed out than this request's limit, which is another one than others have, or had.
-                    let handed_out = table.tally(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
-                    if handed_out > layer.capacity && layer.is_used_up(table, keyed_request, &charge, 0, now_ms) {
-                        charge.ask.floor = charge.ask.ceiling;
+                    let handed_out =
+                        table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
+                    if handed_out > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
+                        charge.request.floor = charge.request.ceiling;
                     }
                 }
-                CountingMode::Alone => beside_others(&mut charge, table, now_ms),
-                CountingMode::Own | CountingMode::Aside => {}
+                CountingMode::LocalFallback => subtract_remote_usage(&mut charge, table, now_ms),
+                CountingMode::Local | CountingMode::Remote => {}
             }
-            self.charges.push(charge);
-            self.lines.push(*line);
+            self.result.charges.push(charge);
+            self.result.layers.push(*layer_ref);
         }
     }
 
     /// Finds the counters whose fetched tokens have become few: it is looked at each time they have halved, so that
     /// most requests need not.
-    fn find_low(&mut self, first: usize) {
-        self.low.clear();
-        for (i, (charge, line)) in self.charges.iter().zip(&self.lines).enumerate().skip(first) {
-            if self.stands[line.rule] == CountingMode::Leased {
-                let left = charge.ask.ceiling.saturating_sub(charge.usage.used);
-                if left.leading_zeros() != (left + u64::from(charge.ask.cost)).leading_zeros() {
-                    self.low.push(i);
+    fn find_low_leases(&mut self, first: usize) {
+        self.sharing.low_leases.clear();
+        for (i, (charge, layer_ref)) in self.result.charges.iter().zip(&self.result.layers).enumerate().skip(first) {
+            if self.sharing.counting_modes[layer_ref.rule] == CountingMode::Leased {
+                let left = charge.request.ceiling.saturating_sub(charge.usage.used);
+                if left.leading_zeros() != (left + u64::from(charge.request.cost)).leading_zeros() {
+                    self.sharing.low_leases.push(i);
                 }
             }
         }
     }
 
     /// Takes off the desk what was put down behind `first`.
-    pub fn rewind(&mut self, first: usize) {
-        self.charges.truncate(first);
-        self.lines.truncate(first);
+    pub fn truncate(&mut self, first: usize) {
+        self.result.charges.truncate(first);
+        self.result.layers.truncate(first);
     }
 }

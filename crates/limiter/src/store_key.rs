@@ -11,7 +11,7 @@ use crate::window::Windows;
 
 /// A window as all gateways know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Span {
+pub struct NumberedWindow {
     /// How many windows have ended since the one in which the grid begins; see [`span`].
     pub number: u64,
     pub end_ms: u64,
@@ -25,7 +25,7 @@ pub struct Span {
 /// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months
 /// of a calendar are counted from the one that contains the Unix time 0, which is number 0: so `month` counts the months since
 /// January 1970. A time before the first start in 1970, which no clock shows that is right, is in window 0 as well.
-pub fn span(windows: &Windows, now_ms: u64, offset: u64) -> Option<Span> {
+pub fn numbered_window(windows: &Windows, now_ms: u64, offset: u64) -> Option<NumberedWindow> {
     let number = match windows {
         Windows::FirstRequest { .. } => return None,
         Windows::Even { period_ms, offset_ms } => number(now_ms, *period_ms, *offset_ms),
@@ -35,7 +35,7 @@ pub fn span(windows: &Windows, now_ms: u64, offset: u64) -> Option<Span> {
         Windows::Calendar(calendar) => calendar.ends.partition_point(|end_ms| *end_ms <= now_ms) as u64,
     };
     let end_ms = windows.window_at(now_ms, offset).end_ms;
-    Some(Span { number, end_ms, next_end_ms: windows.window_at(end_ms, offset).end_ms })
+    Some(NumberedWindow { number, end_ms, next_end_ms: windows.window_at(end_ms, offset).end_ms })
 }
 
 fn number(now_ms: u64, period_ms: u64, offset_ms: u64) -> u64 {
@@ -44,12 +44,12 @@ fn number(now_ms: u64, period_ms: u64, offset_ms: u64) -> u64 {
 
 /// What tells apart, behind the name of a key, the windows of different layers of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Segments(Vec<(Windows, String)>);
+pub struct WindowSegments(Vec<(Windows, String)>);
 
-impl Segments {
+impl WindowSegments {
     /// Of all windows that a rule has, for everyone, on plans and for single keys. Where all are the same, there is
     /// nothing to tell apart; else it is the period as it was first written.
-    pub fn of(rule: &Rule) -> Segments {
+    pub fn of(rule: &Rule) -> WindowSegments {
         let mut all: Vec<&Limit> = Vec::new();
         for limit in rule.variants().flatten() {
             if all.iter().all(|other| other.windows != limit.windows) {
@@ -60,14 +60,14 @@ impl Segments {
             let mut segment = String::new();
             if all.len() > 1 {
                 segment.push(':');
-                spell(limit.period_text.as_bytes(), &mut segment);
+                percent_encode(limit.period_text.as_bytes(), &mut segment);
                 if all.iter().filter(|other| other.period_text == limit.period_text).count() > 1 {
-                    start(&limit.windows, &mut segment);
+                    push_start(&limit.windows, &mut segment);
                 }
             }
             (limit.windows.clone(), segment)
         };
-        Segments(all.iter().map(segment).collect())
+        WindowSegments(all.iter().map(segment).collect())
     }
 
     /// `:PERIOD`, or nothing.
@@ -77,7 +77,7 @@ impl Segments {
 }
 
 /// Tells windows of one period apart by where they start.
-fn start(windows: &Windows, out: &mut String) {
+fn push_start(windows: &Windows, out: &mut String) {
     match windows {
         Windows::Even { offset_ms: 0, .. } => {}
         Windows::Even { offset_ms, .. } => {
@@ -90,7 +90,7 @@ fn start(windows: &Windows, out: &mut String) {
         Windows::Calendar(calendar) => {
             if let Some((_, zone)) = calendar.name.split_once(' ') {
                 out.push('.');
-                spell(zone.as_bytes(), out);
+                percent_encode(zone.as_bytes(), out);
             }
         }
     }
@@ -98,7 +98,7 @@ fn start(windows: &Windows, out: &mut String) {
 
 /// What the names of a key's counters begin with: `key` is `RULE|PART|PART`, spelt out. Shards beyond the first
 /// are keys of their own, which may be in other slots of a cluster.
-pub fn base(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
+pub fn counter_name(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
     match shard {
         0 => format!("{prefix}:{{{key}}}{segment}"),
         shard => format!("{prefix}:{{{key}|#{shard}}}{segment}"),
@@ -106,7 +106,7 @@ pub fn base(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
 }
 
 /// Writes bytes so that only letters, digits and `.~-` stand for themselves.
-pub fn spell(bytes: &[u8], out: &mut String) {
+pub fn percent_encode(bytes: &[u8], out: &mut String) {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
     for byte in bytes {
         match byte {
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
     use crate::counter::END_MAX_MS;
-    use crate::key::{OnMissing, Part};
+    use crate::key::{KeyPart, OnMissing};
     use crate::rule::Plan;
     use crate::window::Calendar;
 
@@ -134,7 +134,7 @@ mod tests {
     const DAY_MS: u64 = 1440 * MINUTE_MS;
 
     fn rule(layers: Vec<Limit>) -> Rule {
-        Rule::new("r", vec![Part::Global], OnMissing::Never, layers)
+        Rule::new("r", vec![KeyPart::Global], OnMissing::Never, layers)
     }
 
     fn limit(text: &str) -> Limit {
@@ -146,48 +146,57 @@ mod tests {
         let minutes = limit("5/60s").windows;
         let now_ms = 1_700_000_100_000;
         let end_ms = 1_700_000_160_000 - 1_700_000_160_000 % MINUTE_MS;
-        let expected = Span { number: 28_333_335, end_ms, next_end_ms: end_ms + MINUTE_MS };
-        assert_eq!(span(&minutes, now_ms, 7), Some(expected));
-        assert_eq!(base("transom", "api|alice", 0, ""), "transom:{api|alice}");
+        let expected = NumberedWindow { number: 28_333_335, end_ms, next_end_ms: end_ms + MINUTE_MS };
+        assert_eq!(numbered_window(&minutes, now_ms, 7), Some(expected));
+        assert_eq!(counter_name("transom", "api|alice", 0, ""), "transom:{api|alice}");
 
         let late = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 };
-        assert_eq!(span(&late, 30_000, 0).unwrap(), Span { number: 0, end_ms: 90_000, next_end_ms: 150_000 });
-        assert_eq!(span(&late, 89_999, 0).unwrap().number, 0);
-        assert_eq!(span(&late, 90_000, 0).unwrap().number, 1);
-        assert_eq!(span(&late, 29_999, 0).unwrap(), Span { number: 0, end_ms: 30_000, next_end_ms: 90_000 });
+        assert_eq!(
+            numbered_window(&late, 30_000, 0).unwrap(),
+            NumberedWindow { number: 0, end_ms: 90_000, next_end_ms: 150_000 }
+        );
+        assert_eq!(numbered_window(&late, 89_999, 0).unwrap().number, 0);
+        assert_eq!(numbered_window(&late, 90_000, 0).unwrap().number, 1);
+        assert_eq!(
+            numbered_window(&late, 29_999, 0).unwrap(),
+            NumberedWindow { number: 0, end_ms: 30_000, next_end_ms: 90_000 }
+        );
         let further = Windows::Even { period_ms: MINUTE_MS, offset_ms: 30_000 + 5 * MINUTE_MS };
-        assert_eq!(span(&further, 90_000, 0), span(&late, 90_000, 0));
+        assert_eq!(numbered_window(&further, 90_000, 0), numbered_window(&late, 90_000, 0));
 
         let random = Windows::Random { period_ms: MINUTE_MS };
-        assert_eq!(span(&random, 90_000, 1 << 63), span(&late, 90_000, 0));
-        assert_eq!(span(&Windows::FirstRequest { period_ms: MINUTE_MS }, 90_000, 0), None);
+        assert_eq!(numbered_window(&random, 90_000, 1 << 63), numbered_window(&late, 90_000, 0));
+        assert_eq!(numbered_window(&Windows::FirstRequest { period_ms: MINUTE_MS }, 90_000, 0), None);
     }
 
     #[test]
     fn months_are_counted_from_1970() {
         let months = limit("5/month").windows;
-        assert_eq!(span(&months, 0, 0).unwrap(), Span { number: 0, end_ms: 31 * DAY_MS, next_end_ms: 59 * DAY_MS });
-        assert_eq!(span(&months, 31 * DAY_MS, 0).unwrap().number, 1);
+        assert_eq!(
+            numbered_window(&months, 0, 0).unwrap(),
+            NumberedWindow { number: 0, end_ms: 31 * DAY_MS, next_end_ms: 59 * DAY_MS }
+        );
+        assert_eq!(numbered_window(&months, 31 * DAY_MS, 0).unwrap().number, 1);
         // 2023-11-14.
-        assert_eq!(span(&months, 1_700_000_000_000, 0).unwrap().number, (2023 - 1970) * 12 + 10);
+        assert_eq!(numbered_window(&months, 1_700_000_000_000, 0).unwrap().number, (2023 - 1970) * 12 + 10);
     }
 
     #[test]
     fn the_last_window_has_no_next() {
         let days = limit("5/day").windows;
-        let last = span(&days, END_MAX_MS - 1, 0).unwrap();
+        let last = numbered_window(&days, END_MAX_MS - 1, 0).unwrap();
         assert_eq!((last.end_ms, last.next_end_ms), (END_MAX_MS, END_MAX_MS));
     }
 
     #[test]
     fn only_a_rule_with_several_windows_names_their_periods() {
-        let one = Segments::of(&rule(vec![limit("5/minute")]));
+        let one = WindowSegments::of(&rule(vec![limit("5/minute")]));
         assert_eq!(one.segment(&limit("5/minute").windows), "");
         let mut planned = rule(vec![limit("5/60s")]);
         planned.plans.push(Plan { name: "gold".to_owned(), layers: vec![limit("50/minute")] });
-        assert_eq!(Segments::of(&planned).segment(&limit("1/1m").windows), "");
+        assert_eq!(WindowSegments::of(&planned).segment(&limit("1/1m").windows), "");
         planned.plans.push(Plan { name: "silver".to_owned(), layers: vec![limit("50/hour"), limit("9/1m")] });
-        let several = Segments::of(&planned);
+        let several = WindowSegments::of(&planned);
         assert_eq!(several.segment(&limit("1/1m").windows), ":60s");
         assert_eq!(several.segment(&limit("1/60m").windows), ":hour");
     }
@@ -204,7 +213,7 @@ mod tests {
             (zoned("day Etc/GMT+5"), ":day.Etc%2FGMT%2B5"),
         ];
         let layers = all.iter().map(|(windows, _)| Limit { windows: windows.clone(), ..limit("5/day") });
-        let segments = Segments::of(&rule(layers.chain([limit("5/month")]).collect()));
+        let segments = WindowSegments::of(&rule(layers.chain([limit("5/month")]).collect()));
         for (windows, expected) in &all {
             assert_eq!(segments.segment(windows), *expected);
         }
@@ -214,8 +223,8 @@ mod tests {
     #[test]
     fn names_are_spelt_so_that_nothing_in_them_is_mistaken() {
         let mut out = String::new();
-        spell(b"a.Z~9-_|{}%:\n\0\xff#\xc3\xa9", &mut out);
+        percent_encode(b"a.Z~9-_|{}%:\n\0\xff#\xc3\xa9", &mut out);
         assert_eq!(out, "a.Z~9-%5F%7C%7B%7D%25%3A%0A%00%FF%23%C3%A9");
-        assert_eq!(base("p", "r|", 3, ":day"), "p:{r||#3}:day");
+        assert_eq!(counter_name("p", "r|", 3, ":day"), "p:{r||#3}:day");
     }
 }

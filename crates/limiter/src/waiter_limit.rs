@@ -8,7 +8,7 @@ use crate::atomics::{AtomicU64, Ordering};
 #[derive(Debug)]
 pub struct WaiterLimit {
     waiting: AtomicU64,
-    most: u64,
+    max_waiting: u64,
 }
 
 /// A place among those who wait; dropped when the wait is over, however it ended.
@@ -18,13 +18,13 @@ pub struct WaiterSlot(Arc<WaiterLimit>);
 impl WaiterLimit {
     /// A queue in which at most so many wait.
     pub fn new(most: u64) -> Arc<WaiterLimit> {
-        Arc::new(WaiterLimit { waiting: AtomicU64::new(0), most })
+        Arc::new(WaiterLimit { waiting: AtomicU64::new(0), max_waiting: most })
     }
 
     /// A place, if there is one.
-    pub fn enter(self: &Arc<WaiterLimit>) -> Option<WaiterSlot> {
+    pub fn try_enter(self: &Arc<WaiterLimit>) -> Option<WaiterSlot> {
         // Ordering: relaxed; the number guards nothing but itself.
-        if self.waiting.fetch_add(1, Ordering::Relaxed) < self.most {
+        if self.waiting.fetch_add(1, Ordering::Relaxed) < self.max_waiting {
             return Some(WaiterSlot(Arc::clone(self)));
         }
         self.waiting.fetch_sub(1, Ordering::Relaxed);
@@ -51,10 +51,10 @@ mod tests {
     #[test]
     fn a_queue_is_never_longer_than_it_may_be() {
         let queue = WaiterLimit::new(2);
-        let places = (queue.enter(), queue.enter());
-        assert!(places.0.is_some() && places.1.is_some() && queue.enter().is_none());
+        let places = (queue.try_enter(), queue.try_enter());
+        assert!(places.0.is_some() && places.1.is_some() && queue.try_enter().is_none());
         drop(places);
         assert_eq!(queue.waiting(), 0);
-        assert!(queue.enter().is_some());
+        assert!(queue.try_enter().is_some());
     }
 }

@@ -20,9 +20,9 @@ const HOUR_MS: u64 = 60 * MINUTE_MS;
 const DAY_MS: u64 = 24 * HOUR_MS;
 const WEEK_MS: u64 = 7 * DAY_MS;
 /// The end of what calendars have to reach: 2110.
-pub const LAST_MS: u64 = 4_417_977_600_000;
+pub const CALENDAR_END_MS: u64 = 4_417_977_600_000;
 /// A moment in no special season: 2025-04-15.
-const USUAL_MS: u64 = 1_744_675_200_000;
+const TYPICAL_TIME_MS: u64 = 1_744_675_200_000;
 
 /// How long a window lasts, as the operator wrote it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -72,7 +72,7 @@ impl Calendar {
     pub fn utc_months() -> Calendar {
         let mut ends = Vec::new();
         let mut end_ms = 0;
-        while end_ms <= LAST_MS {
+        while end_ms <= CALENDAR_END_MS {
             end_ms = month_at(end_ms).end_ms;
             ends.push(end_ms);
         }
@@ -146,11 +146,11 @@ impl Windows {
     }
 
     /// About how long a window lasts.
-    pub fn usual_ms(&self) -> u64 {
-        self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(USUAL_MS, 0).end_ms))
+    pub fn typical_ms(&self) -> u64 {
+        self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(TYPICAL_TIME_MS, 0).end_ms))
     }
 
-    pub fn pace(&self) -> WindowSequence {
+    pub fn sequence(&self) -> WindowSequence {
         match self {
             Windows::Calendar(calendar) => WindowSequence::Listed(Arc::clone(&calendar.ends)),
             Windows::Even { period_ms, .. } | Windows::Random { period_ms } | Windows::FirstRequest { period_ms } => {
@@ -198,7 +198,7 @@ impl Period {
             "day" => DAY_MS,
             "week" => WEEK_MS,
             "month" => return Ok(Period::Month),
-            _ => duration_ms(text).ok_or(PeriodError::Form)?,
+            _ => duration_ms(text).ok_or(PeriodError::Syntax)?,
         };
         match ms {
             ..PERIOD_MIN_MS => Err(PeriodError::TooShort),
@@ -226,7 +226,7 @@ pub fn duration_ms(text: &str) -> Option<u64> {
 /// Why a text is no period.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PeriodError {
-    Form,
+    Syntax,
     TooShort,
     TooLong,
 }
@@ -234,7 +234,7 @@ pub enum PeriodError {
 impl fmt::Display for PeriodError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            PeriodError::Form => {
+            PeriodError::Syntax => {
                 "write `second`, `minute`, `hour`, `day`, `week`, `month`, or a number with `ms`, `s`, `m`, `h`, `d` or `w`"
             }
             PeriodError::TooShort => "the shortest period is `10ms`",
@@ -295,7 +295,7 @@ mod tests {
         assert_eq!(Period::parse("0s"), Err(PeriodError::TooShort));
         assert_eq!(Period::parse("367d"), Err(PeriodError::TooLong));
         for bad in ["", "minutes", "5", "m", "-5m", "5 m", "1.5s", "99999999999999999999s", "18446744073709551615w"] {
-            assert_eq!(Period::parse(bad), Err(PeriodError::Form), "{bad}");
+            assert_eq!(Period::parse(bad), Err(PeriodError::Syntax), "{bad}");
         }
     }
 
@@ -335,6 +335,6 @@ mod tests {
     fn windows_know_their_length() {
         assert_eq!(Period::Month.windows().length_ms(19_783 * DAY_MS), 29 * DAY_MS);
         assert_eq!(Period::parse("hour").unwrap().windows().length_ms(7 * HOUR_MS), HOUR_MS);
-        assert_eq!(Period::Month.windows().usual_ms(), 30 * DAY_MS);
+        assert_eq!(Period::Month.windows().typical_ms(), 30 * DAY_MS);
     }
 }

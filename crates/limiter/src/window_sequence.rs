@@ -18,7 +18,7 @@ pub enum WindowSequence {
 
 impl WindowSequence {
     /// How many windows lie between the end of one and the end of a later one; 0 if it is no later.
-    pub fn between(&self, end_ms: u64, later_ms: u64) -> u64 {
+    pub fn windows_between(&self, end_ms: u64, later_ms: u64) -> u64 {
         match self {
             WindowSequence::Even { period_ms } => later_ms.saturating_sub(end_ms).div_ceil(*period_ms),
             WindowSequence::Listed(ends) => {
@@ -30,7 +30,7 @@ impl WindowSequence {
 
     /// The end of the window that comes `windows` after the one that ends at `end_ms`; at most
     /// [`END_MAX_MS`].
-    pub fn after(&self, end_ms: u64, windows: u64) -> u64 {
+    pub fn end_after(&self, end_ms: u64, windows: u64) -> u64 {
         match self {
             WindowSequence::Even { period_ms } => {
                 end_ms.saturating_add(windows.saturating_mul(*period_ms)).min(END_MAX_MS)
@@ -44,7 +44,7 @@ impl WindowSequence {
 
     /// The end of the window that is open at a moment, if one ends at `end_ms`; that one itself
     /// where the moment lies before.
-    pub fn open(&self, end_ms: u64, now_ms: u64) -> u64 {
+    pub fn end_at(&self, end_ms: u64, now_ms: u64) -> u64 {
         if now_ms < end_ms {
             return end_ms;
         }
@@ -66,20 +66,20 @@ impl WindowSequence {
 pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
-    pub paces: &'a [WindowSequence],
+    pub sequences: &'a [WindowSequence],
 }
 
 impl Time<'static> {
     /// For plain windows, which need no pace.
     pub fn plain(now_ms: u64) -> Time<'static> {
-        Time { now_ms, paces: &[] }
+        Time { now_ms, sequences: &[] }
     }
 }
 
 impl Time<'static, true> {
     /// For a decision on plain counters only.
     pub fn all_plain(now_ms: u64) -> Time<'static, true> {
-        Time { now_ms, paces: &[] }
+        Time { now_ms, sequences: &[] }
     }
 }
 
@@ -89,16 +89,29 @@ mod tests {
 
     #[test]
     fn even_windows_are_counted_and_found() {
-        let pace = WindowSequence::Even { period_ms: 100 };
-        assert_eq!((pace.between(100, 100), pace.between(100, 300), pace.between(300, 100)), (0, 2, 0));
-        assert_eq!((pace.after(100, 0), pace.after(100, 3)), (100, 400));
-        assert_eq!(pace.after(100, u64::MAX), END_MAX_MS);
+        let sequence = WindowSequence::Even { period_ms: 100 };
+        assert_eq!(
+            (
+                sequence.windows_between(100, 100),
+                sequence.windows_between(100, 300),
+                sequence.windows_between(300, 100)
+            ),
+            (0, 2, 0)
+        );
+        assert_eq!((sequence.end_after(100, 0), sequence.end_after(100, 3)), (100, 400));
+        assert_eq!(sequence.end_after(100, u64::MAX), END_MAX_MS);
     }
 
     #[test]
     fn listed_windows_are_counted_and_found() {
-        let pace = WindowSequence::Listed([31, 59, 90, 120].into());
-        assert_eq!((pace.between(31, 90), pace.between(59, 59), pace.between(90, 31)), (2, 0, 0));
-        assert_eq!((pace.after(31, 2), pace.after(59, 0), pace.after(59, 9)), (90, 59, END_MAX_MS));
+        let sequence = WindowSequence::Listed([31, 59, 90, 120].into());
+        assert_eq!(
+            (sequence.windows_between(31, 90), sequence.windows_between(59, 59), sequence.windows_between(90, 31)),
+            (2, 0, 0)
+        );
+        assert_eq!(
+            (sequence.end_after(31, 2), sequence.end_after(59, 0), sequence.end_after(59, 9)),
+            (90, 59, END_MAX_MS)
+        );
     }
 }

@@ -9,7 +9,7 @@ use super::{DAY_MS, duration, key};
 use crate::config::diagnostics::{Report, shown};
 use crate::config::toml_reader::{Item, Table, Word};
 use crate::config::upstream_policy::{Balance, Circuit, Ejection, Health, Policy, Retries};
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 
 const WEIGHT_MAX: u64 = 1000;
 const COUNT_MAX: u64 = 1_000_000;
@@ -132,22 +132,22 @@ fn balance(item: &Item, report: &mut Report) -> Option<Balance> {
 }
 
 /// What a hash is of: parts of a key, as far as every route has them.
-fn hashed(item: &Item, report: &mut Report) -> Option<Vec<Part>> {
-    let parts = key::parts(item, &Part::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
+fn hashed(item: &Item, report: &mut Report) -> Option<Vec<KeyPart>> {
+    let parts = key::parts(item, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 }, report)?;
     for part in &parts {
         let why = match part {
-            Part::Param(_) => "`param` is of one route, and an upstream may have many",
-            Part::Jwt(_) => "a claim is known only where a rule counts by it",
-            Part::Global => "`global` is the same for all: one server would get everything",
-            Part::Ip { .. }
-            | Part::Header(_)
-            | Part::Cookie(_)
-            | Part::Query(_)
-            | Part::ClientCert
-            | Part::Host
-            | Part::Method
-            | Part::Path
-            | Part::Route => continue,
+            KeyPart::Param(_) => "`param` is of one route, and an upstream may have many",
+            KeyPart::Jwt(_) => "a claim is known only where a rule counts by it",
+            KeyPart::Global => "`global` is the same for all: one server would get everything",
+            KeyPart::Ip { .. }
+            | KeyPart::Header(_)
+            | KeyPart::Cookie(_)
+            | KeyPart::Query(_)
+            | KeyPart::ClientCert
+            | KeyPart::Host
+            | KeyPart::Method
+            | KeyPart::Path
+            | KeyPart::Route => continue,
         };
         let fix =
             "hash `ip`, `header:NAME`, `cookie:NAME`, `query:NAME`, `client-cert`, `host`, `method`, `path` or `route`";

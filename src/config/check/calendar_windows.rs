@@ -14,7 +14,7 @@ use jiff::{Timestamp, civil};
 use crate::config::diagnostics::{Report, shown};
 use crate::config::toml_reader::{Word, nearest};
 use transom_limiter::rule::Rule;
-use transom_limiter::window::{Calendar, LAST_MS, Windows};
+use transom_limiter::window::{CALENDAR_END_MS, Calendar, Windows};
 
 /// The periods that begin at a place's midnight.
 pub const PERIODS: [&str; 3] = ["day", "week", "month"];
@@ -143,13 +143,13 @@ fn days(zone: &TimeZone) -> Vec<(i64, i64)> {
     let first = Timestamp::UNIX_EPOCH - jiff::SignedDuration::from_hours(24 * 70);
     let changes = zone.following(first).map(|change| (change.timestamp(), change.offset()));
     let changes: Vec<_> = std::iter::once((first, zone.to_offset(first)))
-        .chain(changes.take_while(|(at, _)| at.as_millisecond() <= LAST_MS as i64 + 40 * DAY_MS))
+        .chain(changes.take_while(|(at, _)| at.as_millisecond() <= CALENDAR_END_MS as i64 + 40 * DAY_MS))
         .map(|(at, offset)| (at.as_millisecond(), i64::from(offset.seconds()) * 1000))
         .collect();
     let mut days = Vec::new();
     let mut today = i64::MIN;
     for (i, (start_ms, offset_ms)) in changes.iter().enumerate() {
-        let end_ms = changes.get(i + 1).map_or(LAST_MS as i64 + 40 * DAY_MS, |(next_ms, _)| *next_ms);
+        let end_ms = changes.get(i + 1).map_or(CALENDAR_END_MS as i64 + 40 * DAY_MS, |(next_ms, _)| *next_ms);
         let day = (start_ms + offset_ms).div_euclid(DAY_MS);
         if day > today {
             days.push((*start_ms, day));
@@ -217,7 +217,7 @@ mod tests {
             if ends.last().is_none_or(|last| at > *last) {
                 ends.push(at);
             }
-            if at > LAST_MS {
+            if at > CALENDAR_END_MS {
                 return ends;
             }
         }
@@ -242,10 +242,10 @@ mod tests {
         ] {
             let (ends, expected) = (ends("day", zone), by_jiff(zone));
             // Neither need agree on the day in which the list begins.
-            let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= LAST_MS);
-            let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= LAST_MS);
+            let expected = expected.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
+            let found = ends.iter().filter(|end| **end > 2 * DAY_MS as u64 && **end <= CALENDAR_END_MS);
             assert!(expected.eq(found), "{zone}");
-            assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > LAST_MS, "{zone}");
+            assert!(ends.is_sorted_by(|a, b| a < b) && *ends.last().unwrap() > CALENDAR_END_MS, "{zone}");
         }
     }
 
@@ -279,7 +279,7 @@ mod tests {
         assert!(weeks.windows(2).skip(1).all(|two| [167, 168, 169].contains(&((two[1] - two[0]) / 3_600_000))));
         let months = ends("month", "America/New_York");
         assert!(has(&months, "2025-03-01T05:00:00Z") && has(&months, "2025-04-01T04:00:00Z"));
-        assert!(months.len() > 12 * 139 && *months.last().unwrap() > LAST_MS);
+        assert!(months.len() > 12 * 139 && *months.last().unwrap() > CALENDAR_END_MS);
     }
 
     #[test]

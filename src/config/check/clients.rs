@@ -17,7 +17,7 @@ use crate::config::diagnostics::{Report, listed, shown};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, Table, Word, nearest, toml_errors};
 use transom_limiter::ip_prefix::Network;
-use transom_limiter::key::Part;
+use transom_limiter::key::KeyPart;
 use transom_limiter::secret_digest::Digest;
 
 const CLIENT_FIX: &str = "write `[clients.NAME]`, then its settings, each on a line";
@@ -62,7 +62,7 @@ pub fn clients(
         return None;
     };
     let mut own = Report::of_other(&text, &path);
-    let certified = subject == Some(Some(Part::ClientCert));
+    let certified = subject == Some(Some(KeyPart::ClientCert));
     let (keys, subjects) = (api_key.is_some(), subject.is_some());
     let mut reader = Reader { plans, keys, subjects, certified, taken: Taken::default() };
     let list = reader.file(&text, &mut own);
@@ -71,25 +71,25 @@ pub fn clients(
 }
 
 /// Where a client is named in a request; `certs`, if it can be by its certificate.
-fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<Part> {
+fn part(item: &Item, example: &str, certs: Option<ClientCerts>, report: &mut Report) -> Option<KeyPart> {
     let word = item.text(example, report)?;
     let part = key::only(&word, report)?;
     match part {
-        Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => return Some(part),
-        Part::ClientCert if certs == Some(ClientCerts::Never) => {
+        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => return Some(part),
+        KeyPart::ClientCert if certs == Some(ClientCerts::Never) => {
             let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
             report.unless_broken(word.span, "clients are not asked for certificates", fix);
             return None;
         }
-        Part::ClientCert if certs.is_some() => return Some(part),
-        Part::Ip { .. }
-        | Part::Param(_)
-        | Part::ClientCert
-        | Part::Host
-        | Part::Method
-        | Part::Path
-        | Part::Route
-        | Part::Global => {}
+        KeyPart::ClientCert if certs.is_some() => return Some(part),
+        KeyPart::Ip { .. }
+        | KeyPart::Param(_)
+        | KeyPart::ClientCert
+        | KeyPart::Host
+        | KeyPart::Method
+        | KeyPart::Path
+        | KeyPart::Route
+        | KeyPart::Global => {}
     }
     let message = format!("`{}` cannot be {}: it names no client", item.key, shown(word.text));
     report.problem(word.span, message, item.write(example));

@@ -8,7 +8,7 @@ use super::route_match::{NAME_FIX, field_name};
 use crate::config::diagnostics::{Report, shown};
 use crate::config::listen::ClientCerts;
 use crate::config::toml_reader::{Item, Word, nearest};
-use transom_limiter::key::{OnMissing, Part};
+use transom_limiter::key::{KeyPart, OnMissing};
 
 const KINDS: [&str; 12] = [
     "ip",
@@ -49,14 +49,14 @@ pub struct Settings<'d> {
 impl Settings<'_> {
     /// The key, and what to do without it. `misspelt`: there is a setting that was probably meant
     /// to be `on_missing_key`.
-    pub fn read(self, misspelt: bool, report: &mut Report) -> (Vec<Part>, OnMissing) {
+    pub fn read(self, misspelt: bool, report: &mut Report) -> (Vec<KeyPart>, OnMissing) {
         let prefix = |item: &Option<Item>, bits: u8, default: u8, report: &mut Report| {
             let given = item.as_ref().and_then(|item| item.integer(1..=u64::from(bits), report));
             given.and_then(|bits| u8::try_from(bits).ok()).unwrap_or(default)
         };
         let v4_prefix = prefix(&self.ipv4_prefix, 32, 32, report);
         let v6_prefix = prefix(&self.ipv6_prefix, 128, 64, report);
-        let ip = Part::Ip { v4_prefix, v6_prefix };
+        let ip = KeyPart::Ip { v4_prefix, v6_prefix };
         let key = self.key.as_ref().and_then(|item| parts(item, &ip, report));
         let on_missing = self.on_missing.as_ref().map(|item| on_missing(item, &ip, self.certs, report));
         let Some(key) = key else {
@@ -73,14 +73,14 @@ impl Settings<'_> {
     }
 
     /// Reports what is said in vain, and what is not said and should be.
-    fn weigh(&self, key: &[Part], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
-        if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&Part::ClientCert), self.certs) {
+    fn weigh(&self, key: &[KeyPart], on_missing: &Option<Option<OnMissing>>, misspelt: bool, report: &mut Report) {
+        if let (Some(item), true, ClientCerts::Never) = (&self.key, key.contains(&KeyPart::ClientCert), self.certs) {
             let message = "no request has a `client-cert`: clients are not asked for certificates";
             let fix = "name who issues them, in `[listen.https]`: `client_ca = \"FILE\"`";
             report.unless_broken(item.span.clone(), message, fix);
         }
         let uncertain = key.iter().find(|part| comes_with_the_request(part, self.certs));
-        let depends = key.iter().any(|part| matches!(part, Part::Param(_)));
+        let depends = key.iter().any(|part| matches!(part, KeyPart::Param(_)));
         match (&self.key, &self.on_missing, uncertain) {
             (Some(item), None, Some(part)) if !misspelt => {
                 let message =
@@ -101,7 +101,7 @@ impl Settings<'_> {
             Some(Some(OnMissing::Fallback(parts))) => parts.as_slice(),
             Some(Some(OnMissing::Never | OnMissing::Refuse | OnMissing::Skip)) | None => &[],
         };
-        if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, Part::Ip { .. })) {
+        if !misspelt && !key.iter().chain(fallback).any(|part| matches!(part, KeyPart::Ip { .. })) {
             for item in [&self.ipv4_prefix, &self.ipv6_prefix].into_iter().flatten() {
                 let message = format!("`{}` has no effect: `key` has no part `ip`", item.key);
                 report.unless_broken(item.key_span.clone(), message, "remove it, or count by `ip`");
@@ -111,25 +111,27 @@ impl Settings<'_> {
 }
 
 /// Whether it is up to the client that a part is there.
-fn comes_with_the_request(part: &Part, certs: ClientCerts) -> bool {
+fn comes_with_the_request(part: &KeyPart, certs: ClientCerts) -> bool {
     match part {
         // Where there are none, that is the problem.
-        Part::ClientCert => certs == ClientCerts::Sometimes,
-        Part::Header(_) | Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) => true,
+        KeyPart::ClientCert => certs == ClientCerts::Sometimes,
+        KeyPart::Header(_) | KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) => true,
         // That is up to the route.
-        Part::Param(_) => false,
-        Part::Ip { .. } | Part::Host | Part::Method | Part::Path | Part::Route | Part::Global => false,
+        KeyPart::Param(_) => false,
+        KeyPart::Ip { .. } | KeyPart::Host | KeyPart::Method | KeyPart::Path | KeyPart::Route | KeyPart::Global => {
+            false
+        }
     }
 }
 
 /// The parts of a key; `ip` is what the part of that name stands for.
-pub fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
+pub fn parts(item: &Item, ip: &KeyPart, report: &mut Report) -> Option<Vec<KeyPart>> {
     let words = item.texts("\"ip\"", report)?;
     if words.is_empty() {
         report.problem(item.span.clone(), "the key has no parts", "write `key = \"global\"` to count all as one");
         return None;
     }
-    let mut parts: Vec<Part> = Vec::new();
+    let mut parts: Vec<KeyPart> = Vec::new();
     for word in &words {
         match part(word.text, ip) {
             Ok(part) if parts.contains(&part) => {
@@ -139,7 +141,7 @@ pub fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
             Err((message, fix)) => report.problem(word.span.clone(), message, fix),
         }
     }
-    if parts.len() > 1 && parts.contains(&Part::Global) {
+    if parts.len() > 1 && parts.contains(&KeyPart::Global) {
         let global = words.iter().find(|word| word.text == "global").unwrap_or(&words[0]);
         let message = "`global` stands alone: it counts all requests as one";
         report.problem(global.span.clone(), message, "remove it, or all other parts");
@@ -149,14 +151,14 @@ pub fn parts(item: &Item, ip: &Part, report: &mut Report) -> Option<Vec<Part>> {
 }
 
 /// A part without what rules say about addresses, for settings that are no rule's.
-pub fn only(word: &Word, report: &mut Report) -> Option<Part> {
-    part(word.text, &Part::Ip { v4_prefix: 32, v6_prefix: 128 })
+pub fn only(word: &Word, report: &mut Report) -> Option<KeyPart> {
+    part(word.text, &KeyPart::Ip { v4_prefix: 32, v6_prefix: 128 })
         .map_err(|(message, fix)| report.problem(word.span.clone(), message, fix))
         .ok()
 }
 
 /// One part, or message and fix.
-fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
+fn part(text: &str, ip: &KeyPart) -> Result<KeyPart, (String, String)> {
     let no_part = || format!("{} is no part of a key", shown(text));
     if let Some((kind, name)) = text.split_once(':')
         && let Some(part) = named(kind, name, text)
@@ -165,12 +167,12 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
     }
     match text {
         "ip" => Ok(ip.clone()),
-        "host" => Ok(Part::Host),
-        "method" => Ok(Part::Method),
-        "path" => Ok(Part::Path),
-        "route" => Ok(Part::Route),
-        "global" => Ok(Part::Global),
-        "client-cert" => Ok(Part::ClientCert),
+        "host" => Ok(KeyPart::Host),
+        "method" => Ok(KeyPart::Method),
+        "path" => Ok(KeyPart::Path),
+        "route" => Ok(KeyPart::Route),
+        "global" => Ok(KeyPart::Global),
+        "client-cert" => Ok(KeyPart::ClientCert),
         _ => {
             if let Some((_, what, example)) = NAMED.iter().find(|(kind, ..)| *kind == text) {
                 return Err((no_part(), format!("name the {what}, such as `\"{example}\"`")));
@@ -185,18 +187,18 @@ fn part(text: &str, ip: &Part) -> Result<Part, (String, String)> {
 }
 
 /// A part that has a name; `None` if there is no such kind.
-fn named(kind: &str, name: &str, text: &str) -> Option<Result<Part, (String, String)>> {
+fn named(kind: &str, name: &str, text: &str) -> Option<Result<KeyPart, (String, String)>> {
     let no_part = || format!("{} is no part of a key", shown(text));
     let (_, what, example) = NAMED.iter().find(|(known, ..)| *known == kind)?;
     let none = |fix: &str| Err((format!("{} names no {what}", shown(text)), fix.to_owned()));
     let such_as = format!("write such as `\"{example}\"`");
     Some(match kind {
         "header" => match (field_name(name), field_name(name.trim())) {
-            (Some(name), _) => Ok(Part::Header(name)),
+            (Some(name), _) => Ok(KeyPart::Header(name)),
             (None, Some(name)) => Err((no_part(), format!("write `\"header:{name}\"`"))),
             (None, None) => none(if name.is_empty() { &such_as } else { NAME_FIX }),
         },
-        "param" if is_param_name(name) => Ok(Part::Param(name.to_owned())),
+        "param" if is_param_name(name) => Ok(KeyPart::Param(name.to_owned())),
         "param" => {
             let bare = name.trim_matches(['{', '}', '*', ' ']).replace('-', "_");
             let bare = if is_param_name(&bare) { bare } else { String::from("id") };
@@ -205,11 +207,11 @@ fn named(kind: &str, name: &str, text: &str) -> Option<Result<Part, (String, Str
         // White space would not be seen, and is not what was meant.
         _ if name.is_empty() || name.contains(char::is_control) => none(&such_as),
         _ if name != name.trim() => Err((no_part(), format!("write `\"{kind}:{}\"`", name.trim()))),
-        "cookie" if name.bytes().all(is_cookie_name) => Ok(Part::Cookie(name.to_owned())),
+        "cookie" if name.bytes().all(is_cookie_name) => Ok(KeyPart::Cookie(name.to_owned())),
         "cookie" => none("write its name as it stands before `=`, letters, digits, `_`, `-` and the like"),
-        "query" if !name.contains(['%', '&', '=']) => Ok(Part::Query(name.to_owned())),
+        "query" if !name.contains(['%', '&', '=']) => Ok(KeyPart::Query(name.to_owned())),
         "query" => none("write its name alone, as it is when decoded, such as `\"query:filter[user]\"`"),
-        _ => Ok(Part::Jwt(name.to_owned())),
+        _ => Ok(KeyPart::Jwt(name.to_owned())),
     })
 }
 
@@ -219,7 +221,7 @@ fn is_cookie_name(byte: u8) -> bool {
 }
 
 /// `None` if it cannot be read.
-fn on_missing(item: &Item, ip: &Part, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
+fn on_missing(item: &Item, ip: &KeyPart, certs: ClientCerts, report: &mut Report) -> Option<OnMissing> {
     let words = item.texts("\"refuse\"", report)?;
     if let [Word { text, span }] = words.as_slice() {
         match *text {
@@ -239,8 +241,8 @@ fn on_missing(item: &Item, ip: &Part, certs: ClientCerts, report: &mut Report) -
     let parts = parts(item, ip, report)?;
     let mut certain = true;
     for (word, part) in words.iter().zip(&parts) {
-        let uncertified = *part == Part::ClientCert && certs != ClientCerts::Always;
-        if uncertified || comes_with_the_request(part, certs) || matches!(part, Part::Param(_)) {
+        let uncertified = *part == KeyPart::ClientCert && certs != ClientCerts::Always;
+        if uncertified || comes_with_the_request(part, certs) || matches!(part, KeyPart::Param(_)) {
             let message = format!("{} may be missing as well", shown(word.text));
             let fix = format!("fall back to what is always there: {ALWAYS_THERE}");
             report.problem(word.span.clone(), message, fix);

@@ -10,9 +10,9 @@ use toml::de::DeValue;
 use super::{name, rule_windows};
 use crate::config::diagnostics::{Report, listed, shown};
 use crate::config::toml_reader::{Item, Word};
-use transom_limiter::ip_prefix::{Network, NotANetwork, counted};
-use transom_limiter::key::Part;
-use transom_limiter::rule::{Exemptions, Override, Plan, Rule, Value};
+use transom_limiter::ip_prefix::{Network, NetworkError, canonical_address};
+use transom_limiter::key::KeyPart;
+use transom_limiter::rule::{Exemptions, KeyValue, Override, Plan, Rule};
 use transom_limiter::secret_digest::Digest;
 
 const PLAN_FIX: &str = "write `[rules.NAME.plans.PLAN]`, then its `windows`";
@@ -120,12 +120,12 @@ fn exempt_network(text: &str, entry: &Item, report: &mut Report) -> Option<Netwo
 pub fn network_of(word: &Word, report: &mut Report) -> Option<Network> {
     match word.text.parse() {
         Ok(network) => Some(network),
-        Err(NotANetwork::Form) => {
+        Err(NetworkError::Syntax) => {
             let message = format!("{} is no network", shown(word.text));
             report.problem(word.span.clone(), message, "write such as `\"10.0.0.0/8\"`, or an address");
             None
         }
-        Err(NotANetwork::HostBits(network)) => {
+        Err(NetworkError::HostBits(network)) => {
             let message = format!("{} goes on behind its first `{}` bits", shown(word.text), network.prefix);
             let address = word.text.split('/').next().unwrap_or_default();
             let fix = format!("write `\"{network}\"`, or `\"{address}\"` for the one address");
@@ -137,29 +137,29 @@ pub fn network_of(word: &Word, report: &mut Report) -> Option<Network> {
 
 /// The keys that a rule treats in a way of their own; each once.
 struct Keys<'r> {
-    parts: &'r [Part],
+    parts: &'r [KeyPart],
     seen: HashSet<Vec<Digest>>,
 }
 
 impl Keys<'_> {
     /// The value of a key: a string, or a list of as many as the key has parts.
-    fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<Value>> {
+    fn read(&mut self, item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         let words = item.texts("\"VALUE\"", report)?;
         self.of(&words, item, report)
     }
 
-    fn of(&mut self, words: &[Word], item: &Item, report: &mut Report) -> Option<Vec<Value>> {
+    fn of(&mut self, words: &[Word], item: &Item, report: &mut Report) -> Option<Vec<KeyValue>> {
         if self.parts.is_empty() {
             // The key could not be read, and that has been said.
             return None;
         }
-        if self.parts.contains(&Part::Global) {
+        if self.parts.contains(&KeyPart::Global) {
             let message = "there is no key to name: the rule counts all requests as one";
             report.problem(item.span.clone(), message, "remove it, or change the rule's windows");
             return None;
         }
         if words.len() != self.parts.len() {
-            let parts: Vec<String> = self.parts.iter().map(Part::to_string).collect();
+            let parts: Vec<String> = self.parts.iter().map(KeyPart::to_string).collect();
             let parts = listed(parts.iter().map(String::as_str), "and");
             let one = if words.len() == 1 { "one value" } else { "another number of values" };
             let message = format!("the rule's key is made of {parts}, and this is {one}");
@@ -171,10 +171,10 @@ impl Keys<'_> {
             report.problem(item.span.clone(), message, fix);
             return None;
         }
-        let values: Vec<Option<Value>> =
+        let values: Vec<Option<KeyValue>> =
             self.parts.iter().zip(words).map(|(part, word)| value(part, word, report)).collect();
-        let values: Vec<Value> = values.into_iter().collect::<Option<_>>()?;
-        if !self.seen.insert(values.iter().map(Value::digest).collect()) {
+        let values: Vec<KeyValue> = values.into_iter().collect::<Option<_>>()?;
+        if !self.seen.insert(values.iter().map(KeyValue::digest).collect()) {
             let message = "this key is overridden or exempt already";
             report.problem(item.span.clone(), message, "keep one of the two");
             return None;
@@ -183,66 +183,68 @@ impl Keys<'_> {
     }
 }
 
-fn example(part: &Part) -> &'static str {
+fn example(part: &KeyPart) -> &'static str {
     match part {
-        Part::Ip { .. } => "192.0.2.7",
-        Part::Host => "api.example.com",
-        Part::Method => "GET",
-        Part::Path => "/login",
-        Part::ClientCert => "9f86d081…",
-        Part::Header(_)
-        | Part::Cookie(_)
-        | Part::Query(_)
-        | Part::Jwt(_)
-        | Part::Param(_)
-        | Part::Route
-        | Part::Global => "VALUE",
+        KeyPart::Ip { .. } => "192.0.2.7",
+        KeyPart::Host => "api.example.com",
+        KeyPart::Method => "GET",
+        KeyPart::Path => "/login",
+        KeyPart::ClientCert => "9f86d081…",
+        KeyPart::Header(_)
+        | KeyPart::Cookie(_)
+        | KeyPart::Query(_)
+        | KeyPart::Jwt(_)
+        | KeyPart::Param(_)
+        | KeyPart::Route
+        | KeyPart::Global => "VALUE",
     }
 }
 
 /// What a part of a key has to be in a request, as it has to be there.
-fn value(part: &Part, word: &Word, report: &mut Report) -> Option<Value> {
+fn value(part: &KeyPart, word: &Word, report: &mut Report) -> Option<KeyValue> {
     let text = word.text;
-    if let Part::Ip { v4_prefix, v6_prefix } = part {
-        let Ok(address) = text.parse().map(counted) else {
+    if let KeyPart::Ip { v4_prefix, v6_prefix } = part {
+        let Ok(address) = text.parse().map(canonical_address) else {
             let fix = "write such as `192.0.2.7`; whole networks can be exempt, but have no windows of their own";
             report.problem(word.span.clone(), format!("{} is no address", shown(text)), fix);
             return None;
         };
         // All that the rule counts as one client are meant; so are they in whatever spelling.
         let prefix = if address.is_ipv4() { *v4_prefix } else { *v6_prefix };
-        return Some(Value::Clear(Network::of(address, prefix).address.to_string()));
+        return Some(KeyValue::Clear(Network::of(address, prefix).address.to_string()));
     }
-    if *part == Part::ClientCert {
-        return fingerprint(word, report).map(Value::Clear);
+    if *part == KeyPart::ClientCert {
+        return fingerprint(word, report).map(KeyValue::Clear);
     }
     if text.starts_with(Digest::PREFIX) {
         let digest = digest(word, report)?;
-        return Some(Value::Digest(digest));
+        return Some(KeyValue::Digest(digest));
     }
     let fix = match part {
-        Part::Header(_) if text.is_empty() || text.trim() != text => "a field has a value, without blanks around it",
-        Part::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove what can not be seen",
-        Part::Cookie(_) | Part::Query(_) | Part::Jwt(_) if text.is_empty() => "write its value; an empty one is none",
-        Part::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
+        KeyPart::Header(_) if text.is_empty() || text.trim() != text => "a field has a value, without blanks around it",
+        KeyPart::Header(_) if text.contains(|c: char| c.is_control() && c != '\t') => "remove what can not be seen",
+        KeyPart::Cookie(_) | KeyPart::Query(_) | KeyPart::Jwt(_) if text.is_empty() => {
+            "write its value; an empty one is none"
+        }
+        KeyPart::Host if text.is_empty() || text.contains(|c: char| c.is_uppercase() || "/: ".contains(c)) => {
             "write the host's name alone, in lower case"
         }
-        Part::Method if text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ') => {
+        KeyPart::Method if text.is_empty() || text.contains(|c: char| c.is_lowercase() || c == ' ') => {
             "write a method in upper case, such as `GET`"
         }
-        Part::Path if !text.starts_with('/') => "write the path as it is matched, such as `/login`",
-        Part::Ip { .. }
-        | Part::Header(_)
-        | Part::Cookie(_)
-        | Part::Query(_)
-        | Part::Jwt(_)
-        | Part::Param(_)
-        | Part::ClientCert
-        | Part::Host
-        | Part::Method
-        | Part::Path
-        | Part::Route
-        | Part::Global => return Some(Value::Clear(text.to_owned())),
+        KeyPart::Path if !text.starts_with('/') => "write the path as it is matched, such as `/login`",
+        KeyPart::Ip { .. }
+        | KeyPart::Header(_)
+        | KeyPart::Cookie(_)
+        | KeyPart::Query(_)
+        | KeyPart::Jwt(_)
+        | KeyPart::Param(_)
+        | KeyPart::ClientCert
+        | KeyPart::Host
+        | KeyPart::Method
+        | KeyPart::Path
+        | KeyPart::Route
+        | KeyPart::Global => return Some(KeyValue::Clear(text.to_owned())),
     };
     report.problem(word.span.clone(), format!("no request has {} as its `{part}`", shown(text)), fix);
     None

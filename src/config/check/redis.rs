@@ -24,7 +24,7 @@ const SECRET_FIX: &str = "its value does not stand here: write `{}_file = \"FILE
 const FILE_FIX: &str = "name a file that the gateway may read; a relative path starts at the folder of this file";
 
 const MODES: [(&str, Sharing); 2] = [("lease", Sharing::Lease), ("exact", Sharing::Exact)];
-const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Own)];
+const RULE_MODES: [(&str, Sharing); 3] = [MODES[0], MODES[1], ("off", Sharing::Local)];
 const OUTAGES: [(&str, OnOutage); 3] =
     [("local", OnOutage::Local), ("allow", OnOutage::Allow), ("refuse", OnOutage::Refuse)];
 
@@ -120,7 +120,7 @@ impl<'d> OfRule<'d> {
         let on_outage = self.on_outage.as_ref().map(|item| item.choice(&OUTAGES, report));
         let Usual::Shared(mode, outage) = usual else {
             // What is counted by this gateway alone is what such a rule asks for.
-            let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Own)));
+            let asks = self.shared.as_ref().filter(|_| shared != Some(Some(Sharing::Local)));
             for item in asks.into_iter().chain(&self.on_outage) {
                 let message = format!("`{}` has no effect: there is no `[counters.shared]`", item.key);
                 report.unless_broken(item.key_span.clone(), message, format!("remove it, or {TABLE_FIX}"));
@@ -129,7 +129,7 @@ impl<'d> OfRule<'d> {
         };
         rule.sharing = shared.flatten().unwrap_or(mode);
         rule.on_outage = on_outage.flatten().unwrap_or(outage);
-        if let (Sharing::Own, Some(item), false) = (rule.sharing, &self.on_outage, misspelt) {
+        if let (Sharing::Local, Some(item), false) = (rule.sharing, &self.on_outage, misspelt) {
             let message = "`on_outage` has no effect: the rule is not counted together with other gateways";
             report.unless_broken(item.key_span.clone(), message, "remove it, or remove `shared = \"off\"`");
         }

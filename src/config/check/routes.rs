@@ -8,7 +8,7 @@ use super::{Section, actions, cost, path, route_match, unreachable_routes};
 use crate::config::diagnostics::{Report, shown};
 use crate::config::toml_reader::{Item, Table, Word};
 use crate::config::{PathPattern, PathReading, Route, Segment, Timeouts, Upstream};
-use transom_limiter::key::{OnMissing, Part};
+use transom_limiter::key::{KeyPart, OnMissing};
 use transom_limiter::rule::{Cost, Rule};
 
 type Rules = Section<(Rule, Looks)>;
@@ -201,7 +201,7 @@ fn has_params(word: &Word, path: &PathPattern, rule: &Rule, report: &mut Report)
         })
     };
     let lacking = rule.key.iter().find_map(|part| match part {
-        Part::Param(name) if !has(name) => Some(name),
+        KeyPart::Param(name) if !has(name) => Some(name),
         _ => None,
     });
     if let (Some(name), OnMissing::Never) = (lacking, &rule.on_missing) {

@@ -93,10 +93,10 @@ pub fn pointless(item: &Item, layers: &[Limit], report: &mut Report) {
                 _ => false,
             };
         let smaller = |other: &&Limit| {
-            burst_bound::most_in_window(other, limit).is_some_and(|most| most < u64::from(limit.tokens))
+            burst_bound::max_in_window(other, limit).is_some_and(|most| most < u64::from(limit.tokens))
         };
         if let Some(other) = layers.iter().filter(longer).find(smaller) {
-            let most = burst_bound::most_in_window(other, limit).unwrap_or(0);
+            let most = burst_bound::max_in_window(other, limit).unwrap_or(0);
             let message = format!(
                 "`{}` per `{}` can never be reached: `{}` per `{}` lets at most `{most}` through in that time",
                 limit.tokens, limit.period_text, other.tokens, other.period_text
@@ -119,7 +119,7 @@ fn fix(text: &str, error: LimitError) -> String {
     };
     let meant = tokens_meant(amount).zip(period).map(|(tokens, period)| format!("{tokens}/{period}"));
     match (error, meant) {
-        (LimitError::Form | LimitError::Period(PeriodError::Form), Some(meant)) if Limit::parse(&meant).is_ok() => {
+        (LimitError::Syntax | LimitError::Period(PeriodError::Syntax), Some(meant)) if Limit::parse(&meant).is_ok() => {
             format!("write `\"{meant}\"`")
         }
         (error, _) => error.to_string(),

@@ -46,7 +46,7 @@ pub fn table(item: &Item, report: &mut Report) -> Option<Limit> {
     let tokens = limit.and_then(|item| item.integer(1..=u64::from(u32::MAX), report));
     let period = period.and_then(|item| item.text("\"minute\"", report));
     let (tokens, period) = (u32::try_from(tokens?).ok()?, period?);
-    let mut limit = match Limit::of(tokens, period.text) {
+    let mut limit = match Limit::new(tokens, period.text) {
         Ok(limit) => limit,
         Err(error) => {
             let fix = match rule_windows::period_meant(period.text) {
@@ -188,7 +188,7 @@ impl Extras<'_> {
             Windows::Calendar(_) if limit.period_text == "day" => 24 * 60 * 60 * 1000,
             Windows::Calendar(_) if limit.period_text == "week" => 7 * 24 * 60 * 60 * 1000,
             Windows::Calendar(_) => 31 * 24 * 60 * 60 * 1000,
-            windows => windows.usual_ms(),
+            windows => windows.typical_ms(),
         };
         let windows = owed.div_ceil(u64::from(limit.tokens));
         if windows.saturating_mul(usual_ms) > AHEAD_MAX_MS {

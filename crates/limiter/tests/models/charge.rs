@@ -55,7 +55,7 @@ fn the_refused_leave_no_mark_in_the_slots() {
         pay(&table, wide(), 1, 1000, 50);
         let job: fn(&Table<1>) -> AcquireResult = |t| request(t, &[(narrow(), 1, 100), (wide(), 1, 1000)], 50);
         assert_eq!(race(&table, [job; 2]), [AcquireResult::Refused; 2]);
-        assert_eq!((table.census(50).live, table.spilled_total(), table.horizon_ms()), (1, 0, 0));
+        assert_eq!((table.stats(50).live, table.overflow_charges_total(), table.horizon_ms()), (1, 0, 0));
     });
 }
 

@@ -93,7 +93,7 @@ fn a_spilled_floating_key_keeps_to_its_spill_counter() {
         assert!(got[0] || got[1]);
         assert!(!took(&table, k(), floating(154, 1), 154));
         assert!(took(&table, k(), floating(165, 1), 165), "its next window is its own again");
-        (got, table.spilled_total())
+        (got, table.overflow_charges_total())
     });
     assert!(outcomes.contains(&([true, false], 1)), "{outcomes:?}");
     assert!(outcomes.contains(&([false, true], 0)), "{outcomes:?}");

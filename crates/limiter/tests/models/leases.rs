@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
-use transom_limiter::leased_tokens::Deposit;
+use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, Receipt, Table};
 
 use crate::scene::{Got, counter, explore, hit, paid_in, race, take, time, used};
@@ -24,7 +24,7 @@ fn leased(end_ms: u64) -> AcquireRequest {
 
 /// Spends one token of the purse of `counter`, in the window of 100 ms that is open.
 fn spend<const W: usize>(table: &Table<W>, counter: Counter, now_ms: u64) -> (Got, Option<Receipt>) {
-    take(table, counter.purse(), leased((now_ms / 100 + 1) * 100), now_ms)
+    take(table, counter.lease(), leased((now_ms / 100 + 1) * 100), now_ms)
 }
 
 fn unspend<const W: usize>(table: &Table<W>, paid: Option<Receipt>, now_ms: u64) {
@@ -36,14 +36,14 @@ fn unspend<const W: usize>(table: &Table<W>, paid: Option<Receipt>, now_ms: u64)
 /// One request on the purses of both keys, and on an ordinary counter.
 fn request<const W: usize>(table: &Table<W>) -> AcquireResult {
     let plain = Charge::new(counter(3), AcquireRequest::plain(100, 9, 1));
-    let mut charges = [Charge::new(k().purse(), leased(100)), Charge::new(l().purse(), leased(100)), plain];
-    decide(table, &mut charges, &mut Vec::new(), time(50))
+    let mut charges = [Charge::new(k().lease(), leased(100)), Charge::new(l().lease(), leased(100)), plain];
+    acquire_all(table, &mut charges, &mut Vec::new(), time(50))
 }
 
 /// A table with tokens in the purse of `k`, of the window that ends at 100.
 fn with_purse<const W: usize>(buckets: usize, tokens: u32) -> Arc<Table<W>> {
     let table = Table::with_buckets(buckets, 1).expect("there is memory");
-    assert_eq!(table.deposit(k(), 100, tokens, 50), Deposit::Kept);
+    assert_eq!(table.deposit(k(), 100, tokens, 50), DepositResult::Stored);
     Arc::new(table)
 }
 
@@ -56,13 +56,13 @@ fn no_more_is_spent_than_was_deposited() {
             [
                 |t| spend(t, k(), 60).0,
                 |t| {
-                    assert_eq!(t.deposit(k(), 100, 1, 60), Deposit::Kept);
+                    assert_eq!(t.deposit(k(), 100, 1, 60), DepositResult::Stored);
                     Got::Full
                 },
                 |t| spend(t, k(), 60).0,
             ],
         );
-        assert_eq!(paid_in(&got, 100) as u32 + table.purse(k(), 60), 2, "{got:?}");
+        assert_eq!(paid_in(&got, 100) as u32 + table.leased_tokens(k(), 60), 2, "{got:?}");
         paid_in(&got, 100)
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [1, 2]);
@@ -73,9 +73,9 @@ fn no_more_is_spent_than_was_deposited() {
 fn no_deposit_is_lost() {
     explore(2, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
-        let job: fn(&Table<1>) -> Deposit = |t| t.deposit(k(), 100, 2, 50);
-        assert_eq!(race(&table, [job; 3]), [Deposit::Kept; 3]);
-        assert_eq!((table.purse(k(), 50), table.census(50).live), (6, 1));
+        let job: fn(&Table<1>) -> DepositResult = |t| t.deposit(k(), 100, 2, 50);
+        assert_eq!(race(&table, [job; 3]), [DepositResult::Stored; 3]);
+        assert_eq!((table.leased_tokens(k(), 50), table.stats(50).live), (6, 1));
     });
 }
 
@@ -84,7 +84,7 @@ fn no_deposit_is_lost() {
 fn no_more_is_spent_than_was_deposited_in_both_purses() {
     let outcomes = explore(1, || {
         let table = with_purse::<2>(2, 2);
-        assert_eq!(table.deposit(l(), 100, 2, 50), Deposit::Kept);
+        assert_eq!(table.deposit(l(), 100, 2, 50), DepositResult::Stored);
         let got = race(
             &table,
             [
@@ -95,7 +95,10 @@ fn no_more_is_spent_than_was_deposited_in_both_purses() {
         );
         let [first, second, withdrawn] = got;
         let admitted = first + second;
-        assert_eq!((table.purse(k(), 50), table.purse(l(), 50)), (2 - admitted, 2 - admitted - withdrawn));
+        assert_eq!(
+            (table.leased_tokens(k(), 50), table.leased_tokens(l(), 50)),
+            (2 - admitted, 2 - admitted - withdrawn)
+        );
         assert_eq!(used(&table, counter(3), 100), (admitted.into(), 100));
         got
     });
@@ -111,18 +114,18 @@ fn no_more_is_spent_than_was_deposited_at_rollover() {
             [
                 |t| spend(t, k(), 99).0,
                 |t| match t.deposit(k(), 200, 1, 100) {
-                    Deposit::Kept => spend(t, k(), 101).0,
-                    Deposit::Full | Deposit::Over => unreachable!("there is room for it"),
+                    DepositResult::Stored => spend(t, k(), 101).0,
+                    DepositResult::Full | DepositResult::Expired => unreachable!("there is room for it"),
                 },
                 |t| spend(t, k(), 99).0,
             ],
         );
         assert!(paid_in(&got, 100) <= 1 && paid_in(&got, 200) <= 1, "{got:?}");
-        assert_eq!(paid_in(&got, 200) as u32 + table.purse(k(), 101), 1, "{got:?}");
+        assert_eq!(paid_in(&got, 200) as u32 + table.leased_tokens(k(), 101), 1, "{got:?}");
         // What is left is worth nothing afterwards, however it is looked at.
-        assert_eq!(table.deposit(k(), 200, 1, 150), Deposit::Kept);
-        let (look, _) = table.look(k().purse(), leased(300), time(200));
-        assert_eq!((look.used, spend(&table, k(), 200).0, table.purse(k(), 200)), (9, Got::Full, 0));
+        assert_eq!(table.deposit(k(), 200, 1, 150), DepositResult::Stored);
+        let (look, _) = table.peek(k().lease(), leased(300), time(200));
+        assert_eq!((look.used, spend(&table, k(), 200).0, table.leased_tokens(k(), 200)), (9, Got::Full, 0));
         got
     });
     assert!(outcomes.iter().any(|got| paid_in(got, 100) == 1 && paid_in(got, 200) == 1));
@@ -135,10 +138,10 @@ fn a_late_deposit_is_over() {
     let outcomes = explore(3, || {
         let table = with_purse::<1>(1, 1);
         let [late, next] = race(&table, [|t| t.deposit(k(), 100, 1, 99), |t| t.deposit(k(), 200, 1, 100)]);
-        assert_eq!((next, table.purse(k(), 100)), (Deposit::Kept, 1));
-        assert_eq!(table.deposit(k(), 100, 1, 99), Deposit::Over);
-        assert_eq!(table.deposit(k(), 200, 1, 200), Deposit::Over);
-        late == Deposit::Kept
+        assert_eq!((next, table.leased_tokens(k(), 100)), (DepositResult::Stored, 1));
+        assert_eq!(table.deposit(k(), 100, 1, 99), DepositResult::Expired);
+        assert_eq!(table.deposit(k(), 200, 1, 200), DepositResult::Expired);
+        late == DepositResult::Stored
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [false, true]);
 }
@@ -155,7 +158,7 @@ fn what_is_withdrawn_cannot_be_spent() {
                 |t| u32::from(spend(t, k(), 60).1.is_some()),
             ],
         );
-        assert_eq!((got.iter().sum::<u32>(), table.purse(k(), 60)), (2, 0), "{got:?}");
+        assert_eq!((got.iter().sum::<u32>(), table.leased_tokens(k(), 60)), (2, 0), "{got:?}");
         got[0]
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [0, 1, 2]);
@@ -171,13 +174,13 @@ fn what_is_withdrawn_is_of_its_window() {
             [
                 |t| t.withdraw(k(), 100, 5),
                 |t| {
-                    assert_eq!(t.deposit(k(), 200, 3, 100), Deposit::Kept);
+                    assert_eq!(t.deposit(k(), 200, 3, 100), DepositResult::Stored);
                     0
                 },
                 |t| t.withdraw(k(), 100, 5),
             ],
         );
-        assert_eq!(table.purse(k(), 100), 3, "{got:?}");
+        assert_eq!(table.leased_tokens(k(), 100), 3, "{got:?}");
         got.iter().sum::<u32>()
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [0, 1]);
@@ -196,12 +199,12 @@ fn a_refund_never_reaches_a_later_purse() {
                     got
                 },
                 |t| {
-                    assert_eq!(t.deposit(k(), 200, 1, 100), Deposit::Kept);
+                    assert_eq!(t.deposit(k(), 200, 1, 100), DepositResult::Stored);
                     Got::Full
                 },
             ],
         );
-        assert_eq!((table.purse(k(), 101), table.withdraw(k(), 200, 9)), (1, 1));
+        assert_eq!((table.leased_tokens(k(), 101), table.withdraw(k(), 200, 9)), (1, 1));
         got[0]
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [Got::Paid(100), Got::Paid(200)]);
@@ -223,13 +226,13 @@ fn a_refund_never_reaches_another_counter() {
                     Got::Full
                 },
                 |(t, _)| {
-                    t.note(k(), 200, 7, 101);
+                    t.set_known_usage(k(), 200, 7, 101);
                     hit(t, l(), 9, 300, 201)
                 },
             ],
         );
         let (table, _) = &*shared;
-        assert_eq!((other, used(table, l(), 300), table.purse(k(), 101)), (Got::Paid(300), (1, 300), 0));
+        assert_eq!((other, used(table, l(), 300), table.leased_tokens(k(), 101)), (Got::Paid(300), (1, 300), 0));
         other
     });
     assert_eq!(outcomes.len(), 1);
@@ -246,20 +249,23 @@ fn a_full_table_keeps_no_purse() {
             [
                 |t| {
                     let kept = t.deposit(k(), 100, 1, 55);
-                    assert!(kept != Deposit::Over);
-                    (u32::from(kept == Deposit::Kept), 0)
+                    assert!(kept != DepositResult::Expired);
+                    (u32::from(kept == DepositResult::Stored), 0)
                 },
                 |t| {
                     let kept = t.deposit(k(), 100, 1, 65);
-                    assert_eq!(kept, Deposit::Kept);
+                    assert_eq!(kept, DepositResult::Stored);
                     (1, 0)
                 },
                 |t| (0, u32::from(spend(t, k(), 66).1.is_some())),
             ],
         );
         let (kept, spent) = got.into_iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-        assert_eq!(kept, spent + table.purse(k(), 66));
-        assert_eq!((table.spilled_total(), table.spill_refused_total(), table.marks().spill_end_ms), (0, 0, 0));
+        assert_eq!(kept, spent + table.leased_tokens(k(), 66));
+        assert_eq!(
+            (table.overflow_charges_total(), table.overflow_refused_total(), table.watermarks().overflow_end_ms),
+            (0, 0, 0)
+        );
         (kept, spent)
     });
     assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), [(1, 0), (1, 1), (2, 0), (2, 1)]);
@@ -285,9 +291,9 @@ fn what_is_not_there_is_not_spent() {
             ],
         );
         assert_eq!(got, [Got::Paid(100), Got::Full, Got::Full]);
-        let (look, seen) = table.look(k().purse(), leased(100), time(60));
+        let (look, seen) = table.peek(k().lease(), leased(100), time(60));
         assert_eq!((look.used, look.end_ms, seen.is_none()), (9, 100, true));
-        assert_eq!((table.census(60).live, table.spilled_total(), table.spill_refused_total()), (2, 1, 0));
+        assert_eq!((table.stats(60).live, table.overflow_charges_total(), table.overflow_refused_total()), (2, 1, 0));
     });
 }
 
@@ -298,16 +304,16 @@ fn a_tally_tells_of_the_latest_window() {
         race(
             &table,
             [
-                |t| t.note(k(), 100, 4, 60),
-                |t| t.note(k(), 200, 1, 100),
+                |t| t.set_known_usage(k(), 100, 4, 60),
+                |t| t.set_known_usage(k(), 200, 1, 100),
                 |t| {
                     // None, while its slot changes hands at the window's end.
-                    let told = [t.tally(k(), 70), t.tally(k(), 70)];
+                    let told = [t.known_usage(k(), 70), t.known_usage(k(), 70)];
                     assert!(told.iter().flatten().is_sorted_by_key(|told| told.0), "{told:?}");
                     assert!(told.iter().flatten().all(|told| [(100, 0), (100, 4), (200, 0), (200, 1)].contains(told)));
                 },
             ],
         );
-        assert_eq!((table.tally(k(), 100), table.tally(k(), 200)), (Some((200, 1)), None));
+        assert_eq!((table.known_usage(k(), 100), table.known_usage(k(), 200)), (Some((200, 1)), None));
     });
 }

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use transom_limiter::format_registry::{CounterFormat, CounterFormats, FormatRegistry, Full};
+use transom_limiter::format_registry::{CounterFormat, CounterFormats, FormatRegistry, RegistryFull};
 use transom_limiter::memory::Memory;
 
 use crate::scene::{explore, race};
 
-const PLAIN: CounterFormat = CounterFormat { rolls: false, shards: 1, ahead_most: 0, grants: (5, 5), differ: false };
-const ROLLS: CounterFormat = CounterFormat { rolls: true, ..PLAIN };
+const PLAIN: CounterFormat =
+    CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
+const ROLLS: CounterFormat = CounterFormat { accumulates: true, ..PLAIN };
 const SPLIT: CounterFormat = CounterFormat { shards: 3, ..PLAIN };
-const OTHER: CounterFormat = CounterFormat { ahead_most: 7, grants: (9, 9), ..PLAIN };
+const OTHER: CounterFormat = CounterFormat { max_ahead: 7, grants: (9, 9), ..PLAIN };
 
 fn ledger(layers: usize) -> FormatRegistry {
     let cells = Memory::heap(0).and_then(|memory| memory.numbers(0, FormatRegistry::numbers(layers)));
@@ -23,7 +24,7 @@ fn of(all: &[(u64, CounterFormat)]) -> CounterFormats {
     ways
 }
 
-fn join(ledger: &FormatRegistry, bits: u64, way: CounterFormat) -> Result<(), Full> {
+fn join(ledger: &FormatRegistry, bits: u64, way: CounterFormat) -> Result<(), RegistryFull> {
     ledger.join(&of(&[(bits, way)]))
 }
 
@@ -34,7 +35,7 @@ fn two_ways_of_one_layer_become_one_in_one_entry() {
         let ledger = Arc::new(ledger(1));
         let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, SPLIT)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(ledger.ways(), of(&[(1, ROLLS.join(SPLIT))]));
+        assert_eq!(ledger.formats(), of(&[(1, ROLLS.join(SPLIT))]));
     });
 }
 
@@ -43,8 +44,8 @@ fn that_others_wrote_under_another_limit_is_known_whoever_came_first() {
     explore(3, || {
         let ledger = Arc::new(ledger(1));
         assert_eq!(race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]), [Ok(()), Ok(())]);
-        let way = ledger.ways().get(1).expect("it was joined");
-        assert!(way.differ && way.rolls && way.ahead_most == 7);
+        let way = ledger.formats().get(1).expect("it was joined");
+        assert!(way.limits_differ && way.accumulates && way.max_ahead == 7);
     });
 }
 
@@ -54,6 +55,6 @@ fn two_layers_that_come_at_once_have_an_entry_each() {
         let ledger = Arc::new(ledger(2));
         let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 2, SPLIT)]);
         assert_eq!(joined, [Ok(()), Ok(())]);
-        assert_eq!(ledger.ways(), of(&[(1, ROLLS), (2, SPLIT)]));
+        assert_eq!(ledger.formats(), of(&[(1, ROLLS), (2, SPLIT)]));
     });
 }

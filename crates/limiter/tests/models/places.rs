@@ -102,7 +102,7 @@ fn a_queue_is_never_longer_than_it_may_be() {
     let outcomes = explore(3, || {
         let worker = Arc::new(Hall { queue: WaiterLimit::new(2), inside: AtomicU64::new(0) });
         let job: fn(&Hall) -> bool = |worker| {
-            let Some(place) = worker.queue.enter() else { return false };
+            let Some(place) = worker.queue.try_enter() else { return false };
             let before = worker.inside.fetch_add(1, Ordering::SeqCst);
             assert!(before < 2, "{before} were waiting already");
             worker.inside.fetch_sub(1, Ordering::SeqCst);

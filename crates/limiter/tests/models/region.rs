@@ -2,35 +2,35 @@
 
 use std::sync::Arc;
 
-use transom_limiter::bucket::{InsertResult, Key, MARKS, OpenWindow, Region};
-use transom_limiter::counter::{AcquireRequest, CounterWord, charged, usage};
+use transom_limiter::bucket::{InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
+use transom_limiter::counter::{AcquireRequest, CounterWord, acquired, usage};
 use transom_limiter::memory::Memory;
 use transom_limiter::window_sequence::Time;
 
 use crate::scene::{explore, race};
 
-const K: Key = Key { place: 0, tag: 1 };
-const L: Key = Key { place: 0, tag: 2 };
+const K: Key = Key { bucket_hash: 0, tag: 1 };
+const L: Key = Key { bucket_hash: 0, tag: 2 };
 /// A key of the same two buckets that looks into the other one first.
-const M: Key = Key { place: u64::MAX, tag: 3 };
+const M: Key = Key { bucket_hash: u64::MAX, tag: 3 };
 
 /// A region of two buckets with one slot each.
-fn region() -> Region<1> {
-    let cells = Memory::heap(0).and_then(|memory| Some((memory.words(0, 2)?, memory.numbers(0, MARKS)?)));
+fn region() -> SlotArray<1> {
+    let cells = Memory::heap(0).and_then(|memory| Some((memory.words(0, 2)?, memory.numbers(0, WATERMARKS)?)));
     let (words, marks) = cells.expect("there is memory");
-    Region::new(words, marks)
+    SlotArray::new(words, marks)
 }
 
 /// Seats `key` and adds one token to its counter: what a table does, without what it adds.
 /// Returns the end of the window counted in; 0 if the region was full, 1 if it was too late.
-fn add<const W: usize>(region: &Region<W>, key: Key, end_ms: u64, now_ms: u64) -> u64 {
+fn add<const W: usize>(region: &SlotArray<W>, key: Key, end_ms: u64, now_ms: u64) -> u64 {
     let (ask, time) = (AcquireRequest::plain(end_ms, 9, 1), Time::plain(now_ms));
     loop {
-        match region.seat(key, OpenWindow { end_ms, closes_ms: end_ms }, now_ms, || false) {
+        match region.insert(key, OpenWindow { end_ms, closes_ms: end_ms }, now_ms, || false) {
             InsertResult::At(index, mut word) => {
                 while word.tag() == key.tag && !word.is_claim() {
                     let before = usage(word, ask, time);
-                    let (next, _) = charged(key.tag, before, ask, time).expect("the limit is never reached");
+                    let (next, _) = acquired(key.tag, before, ask, time).expect("the limit is never reached");
                     match region.swap(index, word, next) {
                         Ok(()) => return next.end_ms(),
                         Err(changed) => word = changed,
@@ -44,7 +44,7 @@ fn add<const W: usize>(region: &Region<W>, key: Key, end_ms: u64, now_ms: u64) -
 }
 
 /// The counters of `key`, in slot order. There are never claims left when nobody is at work.
-fn counters<const W: usize>(region: &Region<W>, key: Key) -> Vec<(u64, u32)> {
+fn counters<const W: usize>(region: &SlotArray<W>, key: Key) -> Vec<(u64, u32)> {
     let words: Vec<CounterWord> = region.words().collect();
     assert!(words.iter().all(|word| !word.is_claim()), "a claim was left behind: {words:?}");
     words.iter().filter(|word| word.tag() == key.tag).map(|word| (word.end_ms(), word.count())).collect()
@@ -63,7 +63,7 @@ fn two_threads_that_insert_one_key_share_one_counter() {
 fn three_threads_that_insert_one_key_share_one_counter() {
     explore(2, || {
         let region = Arc::new(region());
-        let job: fn(&Region<1>) -> u64 = |r| add(r, K, 100, 50);
+        let job: fn(&SlotArray<1>) -> u64 = |r| add(r, K, 100, 50);
         let ends = race(&region, [job; 3]);
         assert_eq!((ends, counters(&region, K)), ([100; 3], vec![(100, 3)]));
     });

@@ -105,9 +105,9 @@ fn a_debt_keeps_its_slot_until_it_is_paid() {
                 |t| take(t, k(), rolling(60, 1, 2), 60).0,
                 |t| {
                     let first = take(t, counter(2), rolling(150, 1, 2), 150).0;
-                    assert_eq!((first, t.spilled_total()), (Got::Paid(200), 1), "the debt has the slot");
+                    assert_eq!((first, t.overflow_charges_total()), (Got::Paid(200), 1), "the debt has the slot");
                     let second = take(t, counter(2), rolling(200, 1, 2), 200).0;
-                    assert_eq!((second, t.spilled_total()), (Got::Paid(300), 1), "the debt is paid");
+                    assert_eq!((second, t.overflow_charges_total()), (Got::Paid(300), 1), "the debt is paid");
                     second
                 },
             ],

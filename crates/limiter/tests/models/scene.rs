@@ -6,10 +6,10 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use loom::thread;
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::counter::{AcquireRequest, WindowKind};
-use transom_limiter::table::{Charged, Counter, Receipt, Table};
+use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window_sequence::{Time, WindowSequence};
 
 /// Runs `model` in every interleaving with at most so many preemptions, and returns all outcomes.
@@ -49,7 +49,7 @@ pub fn counter(tag: u64) -> Counter {
 
 /// A counter of layer 1 whose buckets are chosen by `place`.
 pub fn counter_at(tag: u64, place: u64) -> Counter {
-    Counter { key: Key { place, tag }, layer: (1u64 << 10).rotate_right(32) }
+    Counter { key: Key { bucket_hash: place, tag }, layer: (1u64 << 10).rotate_right(32) }
 }
 
 /// What a thread got.
@@ -76,14 +76,14 @@ static PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
 /// The time of a decision on windows of 100 ms.
 pub fn time(now_ms: u64) -> Time<'static> {
-    Time { now_ms, paces: &PACES }
+    Time { now_ms, sequences: &PACES }
 }
 
 /// Asks for one token in the window on the grid of 100 ms that is open, out of `limit` in each, of which
 /// `capacity` may accumulate.
 pub fn rolling(now_ms: u64, limit: u32, capacity: u64) -> AcquireRequest {
     let end_ms = (now_ms / 100 + 1) * 100;
-    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, course: WindowKind::Grid(0) }
+    AcquireRequest { end_ms, ceiling: capacity, floor: 0, limit, cost: 1, kind: WindowKind::Grid(0) }
 }
 
 /// Asks for a place in the window that comes `windows` after the one that is open.
@@ -95,15 +95,15 @@ pub fn place(now_ms: u64, limit: u32, windows: u64) -> AcquireRequest {
 /// Asks for one token in a window of 100 ms that the first request opens.
 pub fn floating(now_ms: u64, limit: u32) -> AcquireRequest {
     let course = WindowKind::Floating(0);
-    AcquireRequest { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, course }
+    AcquireRequest { end_ms: now_ms + 100, ceiling: u64::from(limit), floor: 0, limit, cost: 1, kind: course }
 }
 
 /// Charges what is asked, and tells what is needed to give it back.
 pub fn take<const W: usize>(t: &Table<W>, c: Counter, ask: AcquireRequest, now_ms: u64) -> (Got, Option<Receipt>) {
-    match t.charge(c, ask, time(now_ms), None) {
-        Charged::Paid(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
-        Charged::Full(_) => (Got::Full, None),
-        Charged::Late => (Got::Late, None),
+    match t.acquire(c, ask, time(now_ms), None) {
+        CounterResult::Acquired(paid, used) => (Got::Paid(used.end_ms), Some(paid)),
+        CounterResult::Full(_) => (Got::Full, None),
+        CounterResult::Late => (Got::Late, None),
     }
 }
 
@@ -128,12 +128,12 @@ pub fn take_and_return<const W: usize>(
 
 /// What is used or owed of `counter`, as who asks for it sees it.
 pub fn owed<const W: usize>(table: &Table<W>, counter: Counter, ask: AcquireRequest, now_ms: u64) -> u64 {
-    table.look(counter, ask, time(now_ms)).0.used
+    table.peek(counter, ask, time(now_ms)).0.used
 }
 
 /// What is used of `counter` in the window ending at `end_ms` or the later one that is open, and when that ends.
 pub fn used<const W: usize>(table: &Table<W>, counter: Counter, end_ms: u64) -> (u64, u64) {
-    let (used, _) = table.look(counter, AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
+    let (used, _) = table.peek(counter, AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
     (used.used, used.end_ms)
 }
 
@@ -148,7 +148,7 @@ pub fn unpay<const W: usize>(table: &Table<W>, paid: Option<Receipt>) {
 pub fn request<const W: usize>(table: &Table<W>, on: &[(Counter, u32, u64)], now_ms: u64) -> AcquireResult {
     let charge =
         |&(counter, limit, end_ms): &(Counter, u32, u64)| Charge::new(counter, AcquireRequest::plain(end_ms, limit, 1));
-    decide(table, &mut on.iter().map(charge).collect::<Vec<_>>(), &mut Vec::new(), Time::plain(now_ms))
+    acquire_all(table, &mut on.iter().map(charge).collect::<Vec<_>>(), &mut Vec::new(), Time::plain(now_ms))
 }
 
 /// How many of `got` were counted in the window ending at `end_ms`.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
-use transom_limiter::sharded_counter::Split;
+use transom_limiter::sharded_counter::Sharding;
 use transom_limiter::table::Table;
 
 use crate::scene::{counter, explore, race, time};
@@ -12,13 +12,16 @@ use crate::scene::{counter, explore, race, time};
 /// A request of so many tokens by the loop of one shard, out of `limit`.
 fn request(table: &Table<2>, own: u32, limit: u32, cost: u32) -> bool {
     let mut charge = Charge::new(counter(1), AcquireRequest::plain(100, limit, cost));
-    charge.split = Split { shards: 2, own };
-    decide(table, &mut [charge], &mut Vec::new(), time(50)) == AcquireResult::Admitted
+    charge.sharding = Sharding { shards: 2, first_shard: own };
+    acquire_all(table, &mut [charge], &mut Vec::new(), time(50)) == AcquireResult::Admitted
 }
 
 /// What is used of both shards together.
 fn used(table: &Table<2>, limit: u32) -> u64 {
-    Split { shards: 2, own: 0 }.look(table, counter(1), AcquireRequest::plain(100, limit, 0), time(50)).0.used
+    Sharding { shards: 2, first_shard: 0 }
+        .peek(table, counter(1), AcquireRequest::plain(100, limit, 0), time(50))
+        .0
+        .used
 }
 
 /// A table in which so many tokens of the limit are used.

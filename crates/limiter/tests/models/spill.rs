@@ -36,7 +36,7 @@ fn a_full_table_answers_as_documented() {
         // Both keys are counted together, to the limit of one of them and not a token further.
         assert_eq!(paid_in(&got, 100), 2, "{got:?}");
         assert_eq!((used(&table, k(), 100), used(&table, m(), 100)), ((2, 100), (2, 100)));
-        assert_eq!((table.spilled_total(), table.census(50).live), (2, 1));
+        assert_eq!((table.overflow_charges_total(), table.stats(50).live), (2, 1));
         // Where there is no spill counter to be had either, a key is refused.
         assert_eq!(hit(&table, l(), 2, 100, 50), Got::Full);
         assert_eq!(used(&table, sitter(9), 100), (1, 100));
@@ -52,7 +52,7 @@ fn a_spilled_key_gets_no_counter_of_its_own() {
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
         let got = race(&table, [|t| hit(t, k(), 1, 100, 55), |t| hit(t, k(), 1, 100, 65)]);
         assert!(paid_in(&got, 100) <= 1, "{got:?}");
-        (got, table.spilled_total())
+        (got, table.overflow_charges_total())
     });
     assert!(outcomes.iter().any(|(got, spilled)| paid_in(got, 100) == 1 && *spilled == 1), "{outcomes:?}");
     assert!(outcomes.iter().any(|(got, spilled)| paid_in(got, 100) == 1 && *spilled == 0), "{outcomes:?}");
@@ -98,7 +98,7 @@ fn a_spill_counter_given_away_is_not_forgotten() {
         for (sitter, end_ms) in [(sitter(9), 60), (sitter(10), 1000), (counter_at(11, FAR), 1000)] {
             assert_eq!(hit(&table, sitter, 1, end_ms, 10), Got::Paid(end_ms));
         }
-        assert_eq!((hit(&table, k(), 1, 100, 40), table.spilled_total()), (Got::Paid(100), 1));
+        assert_eq!((hit(&table, k(), 1, 100, 40), table.overflow_charges_total()), (Got::Paid(100), 1));
         let [late, other] = race(&table, [|t| hit(t, k(), 1, 100, 70), |t| hit(t, counter_at(2, FAR), 1, 200, 150)]);
         assert_ne!(late, Got::Paid(100), "the key had its one token");
         (late, other)

@@ -150,8 +150,8 @@ fn two_keys_never_share_a_count_when_one_takes_the_slot_of_the_other() {
             [
                 |t| {
                     let (ask, time) = (AcquireRequest::plain(100, 2, 1), Time::plain(60));
-                    let (_, hint) = t.look(k(), ask, time);
-                    format!("{:?}", t.charge(k(), ask, time, hint)).split('(').next().expect("a name").to_owned()
+                    let (_, hint) = t.peek(k(), ask, time);
+                    format!("{:?}", t.acquire(k(), ask, time, hint)).split('(').next().expect("a name").to_owned()
                 },
                 |t| format!("{:?}", hit(t, l(), 1, 200, 150)),
             ],

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
-use transom_limiter::counter::{AcquireRequest, CounterWord, Taken, Usage, refunded};
-use transom_limiter::leased_tokens::Deposit;
-use transom_limiter::table::{Charged, Counter, Receipt, Table};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
+use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, Usage, refunded};
+use transom_limiter::leased_tokens::DepositResult;
+use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window_sequence::Time;
 
 use crate::scene::{START_MS, counter, mixed};
@@ -89,7 +89,7 @@ fn leased(now_ms: u64, cost: u32) -> AcquireRequest {
 
 /// What is left in the purse of a key, and until when.
 fn left<const W: usize>(table: &Table<W>, key: u64, now_ms: u64) -> (u64, u32) {
-    let (look, _) = table.look(counter(key).purse(), leased(now_ms, 1), Time::plain(now_ms));
+    let (look, _) = table.peek(counter(key).lease(), leased(now_ms, 1), Time::plain(now_ms));
     (look.end_ms, LIMIT - look.used as u32)
 }
 
@@ -106,9 +106,9 @@ impl World {
         end_ms: u64,
         tokens: u32,
         now_ms: u64,
-    ) -> Deposit {
+    ) -> DepositResult {
         let answer = table.deposit(counter(key), end_ms, tokens, now_ms);
-        if answer == Deposit::Kept {
+        if answer == DepositResult::Stored {
             *self.deposited.entry((key, end_ms)).or_default() += tokens;
             let purse = self.purses.entry(key).or_insert((end_ms, 0));
             *purse = (end_ms, if purse.0 == end_ms { purse.1 } else { 0 } + tokens);
@@ -129,16 +129,17 @@ impl World {
     fn spend<const W: usize>(&mut self, table: &Table<W>, keys: &[u64], cost: u32, mut now_ms: u64) -> AcquireResult {
         loop {
             let mut charges: Vec<Charge> =
-                keys.iter().map(|key| Charge::new(counter(*key).purse(), leased(now_ms, cost))).collect();
+                keys.iter().map(|key| Charge::new(counter(*key).lease(), leased(now_ms, cost))).collect();
             charges.push(Charge::new(counter(ORDINARY), ordinary(now_ms, cost)));
-            let verdict = decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
+            let verdict = acquire_all(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
             match verdict {
                 AcquireResult::Late => now_ms = table.horizon_ms(),
                 AcquireResult::Refused => return verdict,
                 AcquireResult::Admitted => {
-                    let shares = charges.iter().filter_map(|charge| charge.share());
+                    let shares = charges.iter().filter_map(|charge| charge.receipt());
                     let keys = keys.iter().copied().chain([ORDINARY]);
-                    let paid: Vec<_> = keys.zip(shares).map(|(key, share)| (key, share.ask, share.paid)).collect();
+                    let paid: Vec<_> =
+                        keys.zip(shares).map(|(key, share)| (key, share.request, share.receipt)).collect();
                     for &(key, _, paid) in paid.iter().filter(|(key, ..)| *key != ORDINARY) {
                         *self.gone.entry((key, paid.end_ms())).or_default() += cost;
                         let purse = self.purses.get_mut(&key).expect("what is spent was deposited");
@@ -198,7 +199,7 @@ proptest! {
                 Act::Deposit { key, ahead, tokens } => {
                     let end_ms = end_ms(now_ms, ahead);
                     let over = end_ms <= now_ms || purse(&world, key).is_some_and(|purse| purse.0 > end_ms);
-                    let expected = if over { Deposit::Over } else { Deposit::Kept };
+                    let expected = if over { DepositResult::Expired } else { DepositResult::Stored };
                     prop_assert_eq!(world.deposit(&table, key, end_ms, tokens, now_ms), expected);
                 }
                 Act::Spend { keys, cost } => {
@@ -221,7 +222,7 @@ proptest! {
                 }
                 Act::Note { key, ahead, used } => {
                     let end_ms = end_ms(now_ms, ahead);
-                    table.note(counter(key), end_ms, used, now_ms);
+                    table.set_known_usage(counter(key), end_ms, used, now_ms);
                     let known = World::live(&world.tallies, key, now_ms).map_or(0, |tally| tally.0);
                     if end_ms > now_ms && end_ms >= known {
                         world.tallies.insert(key, (end_ms, used));
@@ -229,14 +230,14 @@ proptest! {
                 }
             }
             for key in 0..5 {
-                prop_assert_eq!(table.purse(counter(key), now_ms), purse(&world, key).map_or(0, |purse| purse.1));
-                prop_assert_eq!(table.tally(counter(key), now_ms), World::live(&world.tallies, key, now_ms));
+                prop_assert_eq!(table.leased_tokens(counter(key), now_ms), purse(&world, key).map_or(0, |purse| purse.1));
+                prop_assert_eq!(table.known_usage(counter(key), now_ms), World::live(&world.tallies, key, now_ms));
             }
             let used = world.ordinary.get(&end_ms(now_ms, 0)).copied().unwrap_or(0);
-            let (look, _) = table.look(counter(ORDINARY), ordinary(now_ms, 1), Time::plain(now_ms));
+            let (look, _) = table.peek(counter(ORDINARY), ordinary(now_ms, 1), Time::plain(now_ms));
             prop_assert_eq!(look.used, u64::from(used));
         }
-        prop_assert_eq!(table.spilled_total(), 0);
+        prop_assert_eq!(table.overflow_charges_total(), 0);
     }
 
     /// By clocks that are apart, in a table that is mostly full: of each window no more than was deposited for it,
@@ -259,7 +260,7 @@ proptest! {
                 Act::Withdraw { key, ahead, most } => {
                     world.withdraw(&table, key, end_ms(now_ms, ahead), most);
                 }
-                Act::Note { key, ahead, used } => table.note(counter(key), end_ms(now_ms, ahead), used, now_ms),
+                Act::Note { key, ahead, used } => table.set_known_usage(counter(key), end_ms(now_ms, ahead), used, now_ms),
             }
             for key in 0..5 {
                 let (end_ms, left) = left(&table, key, now_ms);
@@ -275,21 +276,21 @@ proptest! {
     fn what_is_withdrawn_cannot_be_spent(deposited in 0..9u32, most in 0..12u32, cost in 1..4u32) {
         let table = Table::<8>::with_buckets(8, 1).expect("there is memory");
         let mut world = World::default();
-        prop_assert_eq!(world.deposit(&table, 1, START_MS + 50, deposited, START_MS), Deposit::Kept);
+        prop_assert_eq!(world.deposit(&table, 1, START_MS + 50, deposited, START_MS), DepositResult::Stored);
         let withdrawn = world.withdraw(&table, 1, START_MS + 50, most);
         prop_assert_eq!(withdrawn, deposited.min(most));
         let ask = leased(START_MS, cost);
-        let spend = || table.charge(counter(1).purse(), ask, Time::plain(START_MS), None);
-        let spent = std::iter::repeat_with(spend).take_while(|answer| matches!(answer, Charged::Paid(..))).count();
+        let spend = || table.acquire(counter(1).lease(), ask, Time::plain(START_MS), None);
+        let spent = std::iter::repeat_with(spend).take_while(|answer| matches!(answer, CounterResult::Acquired(..))).count();
         prop_assert_eq!(spent as u32, (deposited - withdrawn) / cost);
-        prop_assert_eq!(table.purse(counter(1), START_MS), (deposited - withdrawn) % cost);
+        prop_assert_eq!(table.leased_tokens(counter(1), START_MS), (deposited - withdrawn) % cost);
     }
 
     #[test]
     fn a_refund_never_reaches_a_later_purse(
         tag in 1..4u64, end_ms in 1..4u64, count in 0..9u32, paid_tag in 1..4u64, paid_end_ms in 1..4u64, cost in 0..9u32,
     ) {
-        let taken = Taken { tag: paid_tag, end_ms: paid_end_ms, used: 20, tokens: cost.into() };
+        let taken = Acquired { tag: paid_tag, end_ms: paid_end_ms, used: 20, tokens: cost.into() };
         let ask = AcquireRequest::plain(paid_end_ms, 20, cost).leased();
         match refunded(CounterWord::new(tag, end_ms, count), taken, ask, Time::plain(0)) {
             Some(more) => {
@@ -307,40 +308,40 @@ proptest! {
         let table = Table::<2>::with_buckets(buckets, 1).expect("there is memory");
         let (mut kept, mut seated) = (HashMap::<u64, u32>::new(), HashMap::<u64, u64>::new());
         for (id, is_purse) in keys {
-            let live = table.census(START_MS).live;
+            let live = table.stats(START_MS).live;
             if is_purse {
                 match table.deposit(counter(id), START_MS + 50, 2, START_MS) {
-                    Deposit::Kept => {
+                    DepositResult::Stored => {
                         let left = kept.entry(id).or_default();
                         *left += 2;
-                        prop_assert!(table.census(START_MS).live == live + usize::from(*left == 2));
-                        let spent = table.charge(counter(id).purse(), leased(START_MS, 2), Time::plain(START_MS), None);
-                        prop_assert!(matches!(spent, Charged::Paid(..)));
-                        prop_assert!(table.deposit(counter(id), START_MS + 50, 2, START_MS) == Deposit::Kept);
+                        prop_assert!(table.stats(START_MS).live == live + usize::from(*left == 2));
+                        let spent = table.acquire(counter(id).lease(), leased(START_MS, 2), Time::plain(START_MS), None);
+                        prop_assert!(matches!(spent, CounterResult::Acquired(..)));
+                        prop_assert!(table.deposit(counter(id), START_MS + 50, 2, START_MS) == DepositResult::Stored);
                     }
-                    Deposit::Full => {
-                        prop_assert!(!kept.contains_key(&id) && table.census(START_MS).live == live);
+                    DepositResult::Full => {
+                        prop_assert!(!kept.contains_key(&id) && table.stats(START_MS).live == live);
                         let ask = leased(START_MS, 1);
-                        let none = Charged::Full(full(ask));
-                        prop_assert_eq!(table.charge(counter(id).purse(), ask, Time::plain(START_MS), None), none);
-                        prop_assert_eq!(table.look(counter(id).purse(), ask, Time::plain(START_MS)).0, full(ask));
+                        let none = CounterResult::Full(full(ask));
+                        prop_assert_eq!(table.acquire(counter(id).lease(), ask, Time::plain(START_MS), None), none);
+                        prop_assert_eq!(table.peek(counter(id).lease(), ask, Time::plain(START_MS)).0, full(ask));
                         prop_assert_eq!(table.withdraw(counter(id), START_MS + 50, 9), 0);
                     }
-                    Deposit::Over => prop_assert!(false, "no window ended"),
+                    DepositResult::Expired => prop_assert!(false, "no window ended"),
                 }
             } else {
-                let spilled = table.spilled_total();
-                let hit = table.charge(counter(id), AcquireRequest::plain(START_MS + 50, LIMIT, 1), Time::plain(START_MS), None);
-                if matches!(hit, Charged::Paid(..)) && table.spilled_total() == spilled {
+                let spilled = table.overflow_charges_total();
+                let hit = table.acquire(counter(id), AcquireRequest::plain(START_MS + 50, LIMIT, 1), Time::plain(START_MS), None);
+                if matches!(hit, CounterResult::Acquired(..)) && table.overflow_charges_total() == spilled {
                     *seated.entry(id).or_default() += 1;
                 }
             }
             for (id, left) in &kept {
-                prop_assert_eq!(table.purse(counter(*id), START_MS), *left);
+                prop_assert_eq!(table.leased_tokens(counter(*id), START_MS), *left);
             }
             for (id, used) in &seated {
                 let ask = AcquireRequest::plain(START_MS + 50, LIMIT, 1);
-                prop_assert_eq!(table.look(counter(*id), ask, Time::plain(START_MS)).0.used, *used);
+                prop_assert_eq!(table.peek(counter(*id), ask, Time::plain(START_MS)).0.used, *used);
             }
         }
     }
@@ -351,11 +352,11 @@ proptest! {
         let table = Table::<8>::with_buckets(4, 1).expect("there is memory");
         let counter: Counter = counter(mixed(id));
         let (ask, time) = (AcquireRequest::plain(START_MS + 50, 9, 4), Time::plain(START_MS));
-        prop_assert!(matches!(table.charge(counter, ask, time, None), Charged::Paid(..)));
-        prop_assert_eq!(table.deposit(counter, START_MS + 50, deposited, START_MS), Deposit::Kept);
-        table.note(counter, START_MS + 50, noted, START_MS);
-        prop_assert_eq!(table.purse(counter, START_MS), deposited);
-        prop_assert_eq!(table.tally(counter, START_MS), Some((START_MS + 50, noted)));
-        prop_assert_eq!((table.look(counter, ask, time).0.used, table.census(START_MS).live), (4, 3));
+        prop_assert!(matches!(table.acquire(counter, ask, time, None), CounterResult::Acquired(..)));
+        prop_assert_eq!(table.deposit(counter, START_MS + 50, deposited, START_MS), DepositResult::Stored);
+        table.set_known_usage(counter, START_MS + 50, noted, START_MS);
+        prop_assert_eq!(table.leased_tokens(counter, START_MS), deposited);
+        prop_assert_eq!(table.known_usage(counter, START_MS), Some((START_MS + 50, noted)));
+        prop_assert_eq!((table.peek(counter, ask, time).0.used, table.stats(START_MS).live), (4, 3));
     }
 }

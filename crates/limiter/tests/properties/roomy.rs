@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
-use transom_limiter::counter::{AcquireRequest, CounterWord, Taken, charged, refunded, usage};
+use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, acquired, refunded, usage};
 use transom_limiter::table::Table;
 use transom_limiter::window_sequence::Time;
 
@@ -17,7 +17,7 @@ fn table() -> Table {
 
 /// What the table says is used of a counter.
 fn stand(table: &Table, wish: &Wish, now_ms: u64) -> Stand {
-    let (used, _) = table.look(counter(wish.id), ask(wish, now_ms), Time::plain(now_ms));
+    let (used, _) = table.peek(counter(wish.id), ask(wish, now_ms), Time::plain(now_ms));
     Stand { end_ms: used.end_ms, used: used.used }
 }
 
@@ -42,13 +42,13 @@ proptest! {
                 prop_assert_eq!(Stand { end_ms: charge.usage.end_ms, used: charge.usage.used }, after);
                 prop_assert_eq!(stand(&table, wish, now_ms), after);
                 let full = before[i].used + u64::from(wish.cost) > u64::from(wish.limit);
-                prop_assert_eq!(charge.full, full, "{:?}", charge);
+                prop_assert_eq!(charge.is_full, full, "{:?}", charge);
             }
             let expected = if admitted { AcquireResult::Admitted } else { AcquireResult::Refused };
             let forgotten = before.iter().any(|stand| stand.end_ms <= table.horizon_ms());
             prop_assert!(verdict == expected || forgotten && verdict == AcquireResult::Refused, "{:?}", action);
         }
-        prop_assert_eq!(table.spilled_total(), 0);
+        prop_assert_eq!(table.overflow_charges_total(), 0);
     }
 
     #[test]
@@ -107,13 +107,13 @@ proptest! {
             let now_ms = clocks.moved(action);
             let look = |now_ms| {
                 let all = wishes.iter().map(|wish| stand(&table, wish, now_ms)).collect::<Vec<_>>();
-                (all, table.census(0), table.horizon_ms())
+                (all, table.stats(0), table.horizon_ms())
             };
             let before = look(now_ms);
             let answer = play(&table, &wishes, now_ms);
             if answer.verdict == AcquireResult::Refused && answer.now_ms == now_ms {
                 prop_assert_eq!(look(now_ms), before);
-                prop_assert!(answer.charges.iter().any(|charge| charge.full));
+                prop_assert!(answer.charges.iter().any(|charge| charge.is_full));
             }
         }
     }
@@ -124,7 +124,7 @@ proptest! {
     ) {
         let word = CounterWord::new(tag, end_ms, count);
         let (ask, time) = (AcquireRequest::plain(paid_end_ms, 20, cost), Time::plain(0));
-        let taken = |tag, end_ms| Taken { tag, end_ms, used: 20, tokens: cost.into() };
+        let taken = |tag, end_ms| Acquired { tag, end_ms, used: 20, tokens: cost.into() };
         match refunded(word, taken(paid_tag, paid_end_ms), ask, time) {
             Some(less) => {
                 prop_assert_eq!((paid_tag, paid_end_ms), (tag, end_ms));
@@ -133,7 +133,7 @@ proptest! {
             None => prop_assert_ne!((paid_tag, paid_end_ms), (tag, end_ms)),
         }
         // Paying and giving back in one window changes nothing; a payment in a later one moves the word on.
-        let (paid, _) = charged(tag, usage(word, ask, time), ask, time).expect("fits");
+        let (paid, _) = acquired(tag, usage(word, ask, time), ask, time).expect("fits");
         let back = refunded(paid, taken(tag, paid.end_ms()), ask, time).expect("is still in that window");
         prop_assert_eq!(back, if paid_end_ms > end_ms { CounterWord::new(tag, paid_end_ms, 0) } else { word });
     }

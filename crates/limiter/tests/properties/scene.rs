@@ -3,7 +3,7 @@
 //! It asserts nothing; it turns an action into charges and says what came of it.
 
 use proptest::prelude::*;
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
@@ -87,7 +87,7 @@ pub fn play<const W: usize>(table: &Table<W>, wishes: &[Wish], mut now_ms: u64) 
     loop {
         let mut charges: Vec<Charge> =
             wishes.iter().map(|wish| Charge::new(counter(wish.id), ask(wish, now_ms))).collect();
-        let verdict = decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
+        let verdict = acquire_all(table, &mut charges, &mut Vec::new(), Time::plain(now_ms));
         if verdict != AcquireResult::Late {
             return Answer { verdict, now_ms, charges };
         }

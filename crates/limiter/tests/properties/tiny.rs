@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
 use transom_limiter::counter::AcquireRequest;
-use transom_limiter::table::{Charged, Table};
+use transom_limiter::table::{CounterResult, Table};
 use transom_limiter::window_sequence::Time;
 
 use crate::oracle::{Oracle, Wish};
@@ -80,38 +80,38 @@ proptest! {
         for id in demand {
             let (counter, ask) = (counter(id), AcquireRequest::plain(100, limit, 1));
             let group = counter.key.tag % 64;
-            let spilled_before = table.spilled_total();
-            let answer = table.charge(counter, ask, Time::plain(50), None);
-            let own = table.look(counter, ask, Time::plain(50)).1.is_some();
+            let spilled_before = table.overflow_charges_total();
+            let answer = table.acquire(counter, ask, Time::plain(50), None);
+            let own = table.peek(counter, ask, Time::plain(50)).1.is_some();
             match answer {
-                Charged::Paid(_, used) if own => {
-                    prop_assert!(!spilled.contains(&id) && table.spilled_total() == spilled_before);
+                CounterResult::Acquired(_, used) if own => {
+                    prop_assert!(!spilled.contains(&id) && table.overflow_charges_total() == spilled_before);
                     let count = seated.entry(id).or_default();
                     *count += 1;
                     prop_assert_eq!((used.used, used.end_ms), (u64::from(*count), 100));
                     prop_assert!(*count <= limit);
                 }
-                Charged::Paid(_, used) => {
-                    prop_assert!(!seated.contains_key(&id) && table.spilled_total() == spilled_before + 1);
+                CounterResult::Acquired(_, used) => {
+                    prop_assert!(!seated.contains_key(&id) && table.overflow_charges_total() == spilled_before + 1);
                     prop_assert!(!refused_outright.contains(&group), "a slot appeared from nowhere");
                     spilled.insert(id);
                     let count = groups.entry(group).or_default();
                     *count += 1;
                     prop_assert_eq!((used.used, used.end_ms), (u64::from(*count), 100));
-                    prop_assert_eq!(table.look(counter, ask, Time::plain(50)).0.used, u64::from(*count));
+                    prop_assert_eq!(table.peek(counter, ask, Time::plain(50)).0.used, u64::from(*count));
                     prop_assert!(*count <= limit);
                 }
-                Charged::Full(_) if own => prop_assert_eq!(seated.get(&id), Some(&limit)),
-                Charged::Full(used) => {
-                    prop_assert_eq!((used.used, table.spilled_total()), (limit.into(), spilled_before));
+                CounterResult::Full(_) if own => prop_assert_eq!(seated.get(&id), Some(&limit)),
+                CounterResult::Full(used) => {
+                    prop_assert_eq!((used.used, table.overflow_charges_total()), (limit.into(), spilled_before));
                     match groups.get(&group) {
                         Some(&count) => prop_assert_eq!(count, limit),
                         None => prop_assert!(!refused_outright.insert(group) || groups.len() >= 2),
                     }
                 }
-                Charged::Late => prop_assert!(false, "no window ended"),
+                CounterResult::Late => prop_assert!(false, "no window ended"),
             }
-            let live = table.census(50).live;
+            let live = table.stats(50).live;
             prop_assert_eq!(live, seated.len());
             prop_assert!(groups.len() <= 2 * spill);
         }
@@ -122,17 +122,17 @@ proptest! {
     fn a_spilled_key_gets_no_counter_of_its_own(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
         let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
         let (sitter, key) = (counter(1), counter(2));
-        let seated = table.charge(sitter, AcquireRequest::plain(60, 1, 1), Time::plain(50), None);
-        prop_assert!(matches!(seated, Charged::Paid(..)), "the table is empty");
+        let seated = table.acquire(sitter, AcquireRequest::plain(60, 1, 1), Time::plain(50), None);
+        prop_assert!(matches!(seated, CounterResult::Acquired(..)), "the table is empty");
         let hit = |now_ms, end_ms| {
-            let answer = table.charge(key, AcquireRequest::plain(end_ms, limit, 1), Time::plain(now_ms), None);
-            u32::from(matches!(answer, Charged::Paid(..)))
+            let answer = table.acquire(key, AcquireRequest::plain(end_ms, limit, 1), Time::plain(now_ms), None);
+            u32::from(matches!(answer, CounterResult::Acquired(..)))
         };
         let admitted: u32 = (0..first).map(|_| hit(50, 100)).chain((0..again).map(|_| hit(70, 100))).sum();
         prop_assert_eq!(admitted, (first + again).min(limit));
-        prop_assert_eq!((table.spilled_total(), table.census(70).live), (u64::from(admitted), 0));
+        prop_assert_eq!((table.overflow_charges_total(), table.stats(70).live), (u64::from(admitted), 0));
         // Its next window is its own again.
-        prop_assert_eq!((hit(next, next + 50), table.spilled_total()), (1, u64::from(admitted)));
+        prop_assert_eq!((hit(next, next + 50), table.overflow_charges_total()), (1, u64::from(admitted)));
     }
 
     /// A clock that is behind finds its window closed once the slot was given away, and counts later.
@@ -143,9 +143,9 @@ proptest! {
         for action in &actions {
             let now_ms = clocks.moved(action);
             let wish = Wish { id: action.client, window_ms: 10, limit: 1000, cost: 1 };
-            let before = table.spilled_total();
+            let before = table.overflow_charges_total();
             let answer = play(&table, &[wish], now_ms);
-            if answer.verdict == AcquireResult::Admitted && table.spilled_total() == before {
+            if answer.verdict == AcquireResult::Admitted && table.overflow_charges_total() == before {
                 let used = answer.charges[0].usage;
                 let count = counts.entry((wish.id, used.end_ms)).or_default();
                 *count += 1;

@@ -3,16 +3,16 @@
 //! One table serves all gateways of all states: each step puts into it what a gateway has, and takes it out again, in windows
 //! that are later than all that were used before. It knows no store.
 
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
-use transom_limiter::leased_tokens::Deposit;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
-use transom_limiter::shared_counting::Step;
+use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Windows;
 use transom_limiter::window_sequence::Time;
@@ -43,17 +43,17 @@ pub enum Said {
 
 impl House {
     pub fn new(limits: Each<u8>, sharing: Each<Sharing>) -> House {
-        let rule = |name: &str, key: Vec<Part>, counter: usize| {
+        let rule = |name: &str, key: Vec<KeyPart>, counter: usize| {
             let windows = Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 };
             let tokens = u32::from(limits[counter]);
             let layer = Limit { tokens, windows, period_text: String::new(), capacity: tokens, reserve: 0, shards: 1 };
             Rule { sharing: sharing[counter], ..Rule::new(name, key, OnMissing::Refuse, vec![layer]) }
         };
-        let narrow = rule("narrow", vec![Part::Header("client".to_owned())], NARROW);
+        let narrow = rule("narrow", vec![KeyPart::Header("client".to_owned())], NARROW);
         let rule_set = RuleSet::new(&[narrow, rule("wide", vec![], WIDE)], SEED, None);
         let charge_plan = rule_set.charge_plan(&COUNTERS);
         let keyed_requests = COUNTERS.map(|counter| {
-            let key = KeyHasher::new(SEED, rule_set.entries[counter].identity).finish();
+            let key = KeyHasher::new(SEED, rule_set.rules[counter].hash_prefix).finish();
             KeyedRequest { key, offset: 0, variant: 0, cost: 1 }
         });
         let table = Table::with_capacity(1024).expect("there is memory");
@@ -69,7 +69,7 @@ impl House {
     }
 
     fn counter(&self, counter: usize) -> Counter {
-        let layer = self.rule_set.entries[counter].variant(0).start;
+        let layer = self.rule_set.rules[counter].variant(0).start;
         self.rule_set
             .layer_of(&self.charge_plan, LayerRef { rule: counter, layer })
             .counter(self.keyed_requests[counter])
@@ -92,7 +92,12 @@ impl House {
                 self.put(counter, window, tokens);
             }
             if let Some((window, used)) = gateway.tally[counter] {
-                self.table.note(self.counter(counter), self.end_ms(window), u32::from(used), self.now_ms(window));
+                self.table.set_known_usage(
+                    self.counter(counter),
+                    self.end_ms(window),
+                    u32::from(used),
+                    self.now_ms(window),
+                );
             }
         }
     }
@@ -100,19 +105,19 @@ impl House {
     fn put(&self, counter: usize, window: Window, tokens: u8) {
         let end_ms = self.end_ms(window);
         let kept = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), self.now_ms(window));
-        assert_eq!(kept, Deposit::Kept);
+        assert_eq!(kept, DepositResult::Stored);
     }
 
     /// Takes out what a gateway has by now.
     fn leave(&self, gateway: &mut Gateway) {
         for counter in COUNTERS {
-            let left = |window| self.table.purse(self.counter(counter), self.now_ms(window)) as u8;
+            let left = |window| self.table.leased_tokens(self.counter(counter), self.now_ms(window)) as u8;
             gateway.purse[counter] = match (left(0), left(1)) {
                 (0, 0) => (0, 0),
                 (left, 0) => (0, left),
                 (_, left) => (1, left),
             };
-            let tally = self.table.tally(self.counter(counter), self.now_ms(0));
+            let tally = self.table.known_usage(self.counter(counter), self.now_ms(0));
             gateway.tally[counter] = tally.map(|(end_ms, used)| (Window::from(end_ms == self.end_ms(1)), used as u8));
         }
     }
@@ -123,19 +128,22 @@ impl House {
         let now_ms = self.now_ms(gateway.window);
         let House { rule_set, charge_plan, table, context, keyed_requests, .. } = self;
         context.clear();
-        context.keyed_requests.clear();
-        context.keyed_requests.extend(COUNTERS.map(|counter| kind[counter].then_some(keyed_requests[counter])));
-        let lines = rule_set.enforced(charge_plan, context);
-        context.in_hand.extend(lines.iter().filter(|line| hand[line.rule]));
-        rule_set.stands(charge_plan, |_beyond| false, &mut context.stands);
-        let said = match rule_set.step(charge_plan, &lines, table, Now::by(&|| now_ms), context, true) {
-            Step::Decided(Decision::Admitted) => Said::Paid,
-            Step::Decided(Decision::Refused | Decision::Delayed { .. }) => Said::Refused,
-            Step::Lacking => {
-                let lacks = |counter| context.lacking.iter().any(|i| context.lines[*i].rule == counter);
-                Said::Lacks(COUNTERS.map(lacks))
-            }
-        };
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.extend(COUNTERS.map(|counter| kind[counter].then_some(keyed_requests[counter])));
+        let lines = rule_set.enforced_layers(charge_plan, context);
+        context.sharing.prepaid.extend(lines.iter().filter(|line| hand[line.rule]));
+        rule_set.set_counting_modes(charge_plan, |_beyond| false, &mut context.sharing.counting_modes);
+        let said =
+            match rule_set.decide_locally(charge_plan, &lines, table, DecisionTime::read(&|| now_ms), context, true) {
+                LocalDecision::Decided(Decision::Admitted) => Said::Paid,
+                LocalDecision::Decided(Decision::Refused | Decision::Delayed { .. }) => Said::Refused,
+                LocalDecision::MissingTokens => {
+                    let lacks = |counter| {
+                        context.sharing.missing_tokens.iter().any(|i| context.result.layers[*i].rule == counter)
+                    };
+                    Said::Lacks(COUNTERS.map(lacks))
+                }
+            };
         self.leave(gateway);
         said
     }
@@ -146,7 +154,7 @@ impl House {
         let (end_ms, now_ms) = (self.end_ms(window), self.now_ms(gateway.window));
         let kept = self.table.deposit(self.counter(counter), end_ms, u32::from(tokens), now_ms);
         self.leave(gateway);
-        kept == Deposit::Kept
+        kept == DepositResult::Stored
     }
 
     /// Takes out what is left of a window.
@@ -161,7 +169,7 @@ impl House {
     pub fn note(&mut self, gateway: &mut Gateway, counter: usize, window: Window, used: u8) -> bool {
         self.enter(gateway);
         let (end_ms, now_ms) = (self.end_ms(window), self.now_ms(gateway.window));
-        self.table.note(self.counter(counter), end_ms, u32::from(used), now_ms);
+        self.table.set_known_usage(self.counter(counter), end_ms, u32::from(used), now_ms);
         self.leave(gateway);
         gateway.tally[counter] == Some((window, used))
     }
@@ -178,14 +186,14 @@ impl House {
             self.put(other, gateway.purse[other].0, gateway.purse[other].1);
         }
         let ask = AcquireRequest::plain(self.end_ms(window), u32::from(self.limits[counter]), 1).leased();
-        let mut charges = [Charge::new(self.counter(counter).purse(), ask)];
+        let mut charges = [Charge::new(self.counter(counter).lease(), ask)];
         let time = Time::plain(self.now_ms(window));
-        assert_eq!(decide(&self.table, &mut charges, &mut Vec::new(), time), AcquireResult::Admitted);
+        assert_eq!(acquire_all(&self.table, &mut charges, &mut Vec::new(), time), AcquireResult::Admitted);
         if of != window && left > 0 {
             self.put(counter, of, left);
         }
-        let share = charges[0].share().expect("it was charged");
-        let back = self.table.refund(share.paid, share.ask, Time::plain(self.now_ms(gateway.window)));
+        let share = charges[0].receipt().expect("it was charged");
+        let back = self.table.refund(share.receipt, share.request, Time::plain(self.now_ms(gateway.window)));
         self.leave(gateway);
         back
     }

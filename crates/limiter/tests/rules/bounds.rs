@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use proptest::prelude::*;
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
 use transom_limiter::rule_set::Decision;
@@ -36,14 +36,14 @@ impl FormatRegistry {
 
     fn check(&self) -> Result<(), TestCaseError> {
         for (wish, account) in self.accounts.values() {
-            let (pace, limit) = (wish.limit.windows.pace(), i64::from(wish.limit.tokens));
+            let (pace, limit) = (wish.limit.windows.sequence(), i64::from(wish.limit.tokens));
             for first_ms in account.keys() {
                 let mut sum = 0;
                 for (last_ms, tokens) in account.range(first_ms..) {
                     sum += tokens;
                     let windows = match &pace {
                         WindowSequence::Even { period_ms } => (last_ms - first_ms) / period_ms,
-                        WindowSequence::Listed(_) => pace.between(*first_ms, *last_ms),
+                        WindowSequence::Listed(_) => pace.windows_between(*first_ms, *last_ms),
                     };
                     let most = i64::from(wish.limit.capacity) + windows as i64 * limit;
                     prop_assert!(sum <= most, "{} of {} from {} to {} in {}", sum, most, first_ms, last_ms, wish.key);
@@ -82,15 +82,16 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                 let costs = &costs[..rules.len()];
                 // Who asks for the time again hears of the later clock, or of a clock that stays behind.
                 let again_ms = if event.moves_ms % 2 == 0 { clocks[0].max(clocks[1]) } else { now_ms };
-                let judgement = gateway.judge_late(event.client, costs, Now::since(now_ms, &|| again_ms));
+                let judgement =
+                    gateway.judge_late(event.client, costs, DecisionTime::starting_at(now_ms, &|| again_ms));
                 if let Decision::Refused = judgement {
                     continue;
                 }
                 let mut passes = Vec::new();
                 for (line, wish) in gateway.wishes(event.client, costs, None) {
-                    let charge = gateway.context.answer(line).expect("the layer was asked");
-                    let pace = wish.limit.windows.pace();
-                    let (own_ms, end_ms) = (charge.ask.end_ms, charge.usage.end_ms);
+                    let charge = gateway.context.charge_of(line).expect("the layer was asked");
+                    let pace = wish.limit.windows.sequence();
+                    let (own_ms, end_ms) = (charge.request.end_ms, charge.usage.end_ms);
                     let end_ms = match &wish.limit.windows {
                         // Where keys with windows of their own share a counter, they share its windows as well, and
                         // a thread that is late may be counted in any of its own windows since.
@@ -99,23 +100,23 @@ fn never_over<const W: usize>(table: Table<W>, rules: &[Rule], events: &[Event])
                         _ => end_ms,
                     };
                     // So many windows further on it has its place; what has room is charged where it is.
-                    let passes_in = pace.after(end_ms, charge.ask.floor / u64::from(wish.limit.tokens));
+                    let passes_in = pace.end_after(end_ms, charge.request.floor / u64::from(wish.limit.tokens));
                     ledger.add(&wish, passes_in, wish.cost.into());
                     passes.push((wish, passes_in));
                 }
-                kept.push(Kept { shares: gateway.context.all_shares().collect(), passes });
+                kept.push(Kept { shares: gateway.context.all_receipts().collect(), passes });
             }
             What::GiveBack { back, .. } => {
                 let Some(nth) = kept.len().checked_sub(1 + back) else { continue };
                 let Kept { shares, passes } = kept.remove(nth);
-                gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, now_ms);
                 passes.iter().for_each(|(wish, end_ms)| ledger.add(wish, *end_ms, -i64::from(wish.cost)));
             }
             What::Overdraw { .. } => {}
         }
         ledger.check()?;
     }
-    Ok(gateway.table.spilled_total())
+    Ok(gateway.table.overflow_charges_total())
 }
 
 proptest! {
@@ -148,7 +149,7 @@ proptest! {
         let mut gateway = Gateway::new(&[simple], Table::<1>::with_buckets(buckets, 1).expect("there is memory"));
         let (mut oracle, mut now_ms) = (Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(String, u64), u32>::new(), HashMap::<(String, u64), u32>::new());
-        let floats = matches!(gateway.rule_set.timelines[0], Windows::FirstRequest { .. });
+        let floats = matches!(gateway.rule_set.windows[0], Windows::FirstRequest { .. });
         for (client, moves_ms) in demand {
             now_ms += moves_ms;
             let (_, wish) = gateway.wishes(client, &[Some(1)], None).remove(0);

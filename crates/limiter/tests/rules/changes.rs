@@ -96,7 +96,7 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
         match event {
             Event::AcquireRequest { client, costs, own_shard } => {
                 let costs: Vec<_> = costs[..rules.len()].iter().map(|cost| Some(*cost)).collect();
-                gateway.context.own_shard = own_shard;
+                gateway.context.inputs.own_shard = own_shard;
                 let judgement = gateway.judge(client, &costs, now_ms);
                 let wishes: Vec<Wish> =
                     gateway.wishes(client, &costs, None).into_iter().map(|(_, wish)| wish).collect();
@@ -105,7 +105,7 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
                 let expected = plain.decide(&wishes, now_ms);
                 prop_assert_eq!(decision(&judgement), expected, "{:?}", wishes);
                 if expected == Expected::Admitted {
-                    last = Some((gateway.context.all_shares().collect::<Vec<_>>(), wishes, now_ms));
+                    last = Some((gateway.context.all_receipts().collect::<Vec<_>>(), wishes, now_ms));
                 }
             }
             Event::Limits(limits) => {
@@ -118,7 +118,7 @@ fn play(mut rules: Vec<Rule>, events: Vec<(u64, Event)>) -> Result<u32, TestCase
                 let Some((shares, wishes, _)) = last.take().filter(|(.., then_ms)| *then_ms == now_ms) else {
                     continue;
                 };
-                gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, now_ms);
+                gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, now_ms);
                 for wish in wishes {
                     plain.0.entry(wish.key).and_modify(|used| used.tokens -= u64::from(wish.cost));
                 }

@@ -35,13 +35,13 @@ impl Game {
     }
 
     fn rules(&self) -> usize {
-        self.gateway.rule_set.entries.len()
+        self.gateway.rule_set.rules.len()
     }
 
     /// What the desk says of the layers equals what the oracle knows of them.
     fn equal_answers(&self, wishes: &[(LayerRef, Wish)]) -> Result<(), TestCaseError> {
         for (line, wish) in wishes {
-            let charge = self.gateway.context.answer(*line).expect("the layer was asked");
+            let charge = self.gateway.context.charge_of(*line).expect("the layer was asked");
             let account = self.oracle.account(wish, self.now_ms);
             let left = i128::from(wish.limit.capacity) - i128::from(charge.usage.used);
             prop_assert_eq!((left, charge.usage.end_ms), (account.left, account.end_ms), "{}", wish.key);
@@ -54,12 +54,12 @@ impl Game {
         let all = self.gateway.wishes(client, costs, None);
         let wishes: Vec<Wish> = all.iter().map(|(_, wish)| wish.clone()).collect();
         let before: Vec<Account> = wishes.iter().map(|wish| self.oracle.account(wish, self.now_ms)).collect();
-        let expected = self.oracle.decide(&wishes, self.gateway.context.reserve, true, self.now_ms);
+        let expected = self.oracle.decide(&wishes, self.gateway.context.inputs.reserve, true, self.now_ms);
         prop_assert_eq!(decision(&judgement), expected, "{:?} with {:?}", wishes, before);
         self.equal_answers(&all)?;
         if expected == Expected::Refused {
             for ((line, wish), before) in all.iter().zip(&before) {
-                let full = self.gateway.context.answer(*line).expect("the layer was asked").full;
+                let full = self.gateway.context.charge_of(*line).expect("the layer was asked").is_full;
                 prop_assert_eq!(full, before.left < i128::from(wish.cost));
             }
             return self.comes_again(&wishes);
@@ -71,7 +71,7 @@ impl Game {
                 let wishes: Vec<Wish> = all.iter().map(|(_, wish)| wish.clone()).collect();
                 taken.extend(all.iter().map(|one| (one.clone(), self.oracle.account(&one.1, self.now_ms).left)));
                 let refused = self.oracle.decide(&wishes, false, false, self.now_ms) == Expected::Refused;
-                prop_assert_eq!(self.gateway.context.shadowed.contains(&position), refused);
+                prop_assert_eq!(self.gateway.context.result.shadowed.contains(&position), refused);
                 self.equal_answers(&all)?;
                 if refused {
                     // What counts as refused is not given back with the request.
@@ -81,10 +81,10 @@ impl Game {
         }
         let after = |((line, wish), left): ((LayerRef, Wish), i128)| {
             let account = *self.oracle.accounts.get(&wish.key)?;
-            (wish.cost > 0).then_some((wish, left, account, *self.gateway.context.answer(line)?))
+            (wish.cost > 0).then_some((wish, left, account, *self.gateway.context.charge_of(line)?))
         };
         let taken = taken.into_iter().filter_map(after).collect();
-        self.kept.push(Kept { shares: self.gateway.context.all_shares().collect(), taken });
+        self.kept.push(Kept { shares: self.gateway.context.all_receipts().collect(), taken });
         Ok(())
     }
 
@@ -107,11 +107,11 @@ impl Game {
         let Some(nth) = self.kept.len().checked_sub(1 + back) else { return Ok(()) };
         let Kept { shares, taken } = self.kept.remove(nth);
         // Parts are given back where an answer tells the cost, and such counters are not split.
-        let is_split = taken.iter().any(|(.., charge)| charge.split.shards > 1);
+        let is_split = taken.iter().any(|(.., charge)| charge.sharding.shards > 1);
         let tokens = if is_split { u32::MAX } else { tokens };
         let left = |game: &Game, wish: &Wish| game.oracle.account(wish, game.now_ms).left;
         let before: Vec<i128> = taken.iter().map(|(wish, ..)| left(self, wish)).collect();
-        self.gateway.rule_set.give_back(&shares, tokens, &self.gateway.table, self.now_ms);
+        self.gateway.rule_set.refund(&shares, tokens, &self.gateway.table, self.now_ms);
         for ((wish, left_before, after, charge), left_now) in taken.into_iter().zip(before) {
             let returned = i128::from(tokens).min(left_before - after.left);
             let returned = Account { left: after.left + returned, ..after };
@@ -131,21 +131,21 @@ impl Game {
     /// What the table says of an account; `charge` is one that was made there.
     fn look(&self, wish: &Wish, charge: &Charge) -> Account {
         let ceiling = u64::from(wish.limit.capacity);
-        let ask = AcquireRequest { end_ms: wish.end_ms(self.now_ms), ceiling, floor: 0, ..charge.ask };
+        let ask = AcquireRequest { end_ms: wish.end_ms(self.now_ms), ceiling, floor: 0, ..charge.request };
         let (table, time) = (&self.gateway.table, self.gateway.rule_set.time(self.now_ms));
-        let usage = match charge.split.shards {
-            1 => table.look(charge.counter, ask, time).0,
-            _ => charge.split.look(table, charge.counter, ask, time).0,
+        let usage = match charge.sharding.shards {
+            1 => table.peek(charge.counter, ask, time).0,
+            _ => charge.sharding.peek(table, charge.counter, ask, time).0,
         };
         Account { left: i128::from(wish.limit.capacity) - i128::from(usage.used), end_ms: usage.end_ms }
     }
 
     fn overdraw(&mut self, client: u64, rule: usize, cost: u32) {
-        if rule >= self.rules() || !matches!(self.gateway.rule_set.entries[rule].rule.cost, Cost::Response { .. }) {
+        if rule >= self.rules() || !matches!(self.gateway.rule_set.rules[rule].rule.cost, Cost::Response { .. }) {
             return;
         }
         let keyed_request = self.gateway.keyed_request(rule, client, cost);
-        self.gateway.rule_set.overdraw(rule, keyed_request, &self.gateway.table, self.now_ms);
+        self.gateway.rule_set.charge_excess(rule, keyed_request, &self.gateway.table, self.now_ms);
         let costs: Vec<_> = (0..self.rules()).map(|other| (other == rule).then_some(cost)).collect();
         for shadow in [None, Some(rule)] {
             for (_, wish) in self.gateway.wishes(client, &costs, shadow) {
@@ -159,7 +159,7 @@ impl Game {
         self.now_ms += event.moves_ms;
         match &event.what {
             What::AcquireRequest { costs, reserve, own_shard } => {
-                (self.gateway.context.reserve, self.gateway.context.own_shard) = (*reserve, *own_shard);
+                (self.gateway.context.inputs.reserve, self.gateway.context.inputs.own_shard) = (*reserve, *own_shard);
                 self.request(event.client, &costs[..self.rules()])?;
             }
             What::GiveBack { back, tokens } => {
@@ -180,7 +180,7 @@ proptest! {
         for event in &events {
             game.play(event)?;
         }
-        prop_assert_eq!(game.gateway.table.spilled_total(), 0);
+        prop_assert_eq!(game.gateway.table.overflow_charges_total(), 0);
     }
 }
 
@@ -198,10 +198,10 @@ fn random_rules_and_events_try_everything() {
         for event in events {
             game.play(&event).expect("the property holds");
             if let What::AcquireRequest { costs, .. } = &event.what {
-                let full = game.gateway.context.charges.iter().any(|charge| charge.full);
-                let split = !game.gateway.context.shares.is_empty();
+                let full = game.gateway.context.result.charges.iter().any(|charge| charge.is_full);
+                let split = !game.gateway.context.result.shard_receipts.is_empty();
                 let partly = costs.iter().flatten().any(|cost| *cost == 0);
-                let shadowed = !game.gateway.context.shadowed.is_empty();
+                let shadowed = !game.gateway.context.result.shadowed.is_empty();
                 let seen_now = [("full", full), ("split", split), ("free", partly), ("shadowed", shadowed)];
                 seen_now.iter().filter(|(_, seen)| *seen).for_each(|(name, _)| *seen.entry(name).or_default() += 1);
             }

@@ -79,7 +79,7 @@ proptest! {
         let (mut now_ms, mut shares) = (start, Vec::new());
         for (moves_ms, what, cost, reserve) in events {
             now_ms = (now_ms + moves_ms).min(END_MAX_MS - 1);
-            gateway.context.reserve = reserve;
+            gateway.context.inputs.reserve = reserve;
             match what {
                 0 => {
                     std::mem::swap(&mut gateway.rule_set, &mut other);
@@ -89,15 +89,15 @@ proptest! {
                 }
                 1 => {
                     let keyed_request = gateway.keyed_request(0, 0, cost.max(1));
-                    gateway.rule_set.overdraw(0, keyed_request, &gateway.table, now_ms);
+                    gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, now_ms);
                 }
-                2 => gateway.rule_set.give_back(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
+                2 => gateway.rule_set.refund(&std::mem::take(&mut shares), cost, &gateway.table, now_ms),
                 _ => {
                     let decision = gateway.ask_for(0, cost, now_ms);
                     gateway.again_ms(now_ms);
                     match decision {
-                        Refused => prop_assert!(gateway.context.charges.iter().any(|charge| charge.full)),
-                        _ => shares = gateway.context.all_shares().collect(),
+                        Refused => prop_assert!(gateway.context.result.charges.iter().any(|charge| charge.is_full)),
+                        _ => shares = gateway.context.all_receipts().collect(),
                     }
                 }
             }
@@ -145,7 +145,7 @@ fn a_debt_of_ages_under_another_limit_is_no_small_number() {
     let mut gateway = Gateway::roomy(&[with(1)]);
     for _ in 0..20 {
         let keyed_request = gateway.keyed_request(0, 0, MOST);
-        gateway.rule_set.overdraw(0, keyed_request, &gateway.table, 0);
+        gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 0);
     }
     gateway.rule_set = RuleSet::new(&[with(MOST)], Seed(3, 4), None);
     assert_eq!(gateway.ask_for(0, MOST, 0), Refused);

@@ -6,11 +6,11 @@ use std::cell::{Cell, RefCell};
 use proptest::prelude::*;
 use transom_limiter::counter::Usage;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
 use transom_limiter::rule_set::{Decision, LayerRef};
-use transom_limiter::shared_counting::Step;
+use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::window::Windows;
 
 use crate::config;
@@ -19,7 +19,7 @@ use crate::scene::{Gateway, START_MS, decision, delay, limit, plain, rule, windo
 
 /// Asks for one token at a time that was `then_ms` once and is `now_ms`.
 fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Expected {
-    decision(&gateway.judge_late(0, &[Some(1)], Now::since(then_ms, &|| now_ms)))
+    decision(&gateway.judge_late(0, &[Some(1)], DecisionTime::starting_at(then_ms, &|| now_ms)))
 }
 
 #[test]
@@ -36,7 +36,7 @@ fn a_window_that_another_has_opened_is_not_owed() {
         assert_eq!([0; 2].map(|_| gateway.ask(0, opened_ms)), [Admitted; 2]);
         assert_eq!(ask_late(&mut gateway, opened_ms - 1, opened_ms), Admitted);
         assert_eq!(gateway.left().1, opened_ms + 100, "in the window that is open");
-        assert_eq!(gateway.context.decided_ms, opened_ms, "and told by the time in it");
+        assert_eq!(gateway.context.result.decided_ms, opened_ms, "and told by the time in it");
     }
 }
 
@@ -57,20 +57,20 @@ fn a_window_opened_while_somebody_looks_for_a_place_is_not_owed() {
     let mut gateway = Gateway::roomy(&[slow, floats]);
     assert_eq!(decision(&gateway.judge(0, &[Some(1), None], 1000)), Admitted);
     let (keyed_request, mut other) = (gateway.keyed_request(1, 0, 1), DecisionContext::default());
-    other.keyed_requests = vec![None, Some(keyed_request)];
+    other.inputs.keyed_requests = vec![None, Some(keyed_request)];
     let (asked, other) = (Cell::new(0), RefCell::new(other));
     let keyed_requests = vec![Some(gateway.keyed_request(0, 0, 1)), Some(keyed_request)];
     let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-    context.keyed_requests = keyed_requests;
+    context.inputs.keyed_requests = keyed_requests;
     let clock = || {
         asked.set(asked.get() + 1);
         if asked.get() == 1 {
-            let opens = rule_set.judge(charge_plan, table, Now::by(&|| 1001), &mut other.borrow_mut());
+            let opens = rule_set.decide(charge_plan, table, DecisionTime::read(&|| 1001), &mut other.borrow_mut());
             assert!(matches!(opens, Decision::Admitted));
         }
         if asked.get() < 2 { 1000 } else { 1001 }
     };
-    let judgement = rule_set.judge(charge_plan, table, Now::since(1000, &clock), context);
+    let judgement = rule_set.decide(charge_plan, table, DecisionTime::starting_at(1000, &clock), context);
     assert_eq!(decision(&judgement), DelayedUntil(1100));
 }
 
@@ -82,17 +82,20 @@ fn what_was_counted_alone_is_not_owed() {
     let mut gateway = Gateway::roomy(&[shared]);
     let keyed_request = gateway.keyed_request(0, 0, 1);
     let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-    let mut step = |is_away: bool, now: Now<'_>| {
+    let mut step = |is_away: bool, now: DecisionTime<'_>| {
         context.clear();
-        context.keyed_requests = vec![Some(keyed_request)];
-        rule_set.stands(charge_plan, |_rule| is_away, &mut context.stands);
-        rule_set.step(charge_plan, charge_plan.enforced(), table, now, context, true)
+        context.inputs.keyed_requests = vec![Some(keyed_request)];
+        rule_set.set_counting_modes(charge_plan, |_rule| is_away, &mut context.sharing.counting_modes);
+        rule_set.decide_locally(charge_plan, charge_plan.enforced(), table, now, context, true)
     };
-    assert!(matches!(step(true, Now::by(&|| 1001)), Step::Decided(Decision::Admitted)));
-    table.note(rule_set.entries[0].layer(0).counter(keyed_request), 1101, 0, 1001);
-    assert!(matches!(step(false, Now::since(1000, &|| 1001)), Step::Lacking));
+    assert!(matches!(step(true, DecisionTime::read(&|| 1001)), LocalDecision::Decided(Decision::Admitted)));
+    table.set_known_usage(rule_set.rules[0].layer(0).counter(keyed_request), 1101, 0, 1001);
+    assert!(matches!(step(false, DecisionTime::starting_at(1000, &|| 1001)), LocalDecision::MissingTokens));
     // Nor is the store told of more.
-    assert_eq!(rule_set.forget_here(0, 0, keyed_request, table, Now::since(1000, &|| 1001), |_tokens| ()), 1);
+    assert_eq!(
+        rule_set.reset_local(0, 0, keyed_request, table, DecisionTime::starting_at(1000, &|| 1001), |_tokens| ()),
+        1
+    );
 }
 
 /// The window that was full has ended since it was looked at.
@@ -101,8 +104,8 @@ fn a_turn_that_has_come_is_now() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(50), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1010)), [Admitted, Refused]);
     let Gateway { rule_set, charge_plan, context, .. } = &gateway;
-    assert_eq!(rule_set.turns(charge_plan, rule_set.time(1060), context), Some(vec![1100]));
-    assert_eq!(rule_set.turns(charge_plan, rule_set.time(1200), context), Some(vec![1200]));
+    assert_eq!(rule_set.admission_times(charge_plan, rule_set.time(1060), context), Some(vec![1100]));
+    assert_eq!(rule_set.admission_times(charge_plan, rule_set.time(1200), context), Some(vec![1200]));
 }
 
 /// The last to let it pass is the store, and the window in which it has a place here is over by then.
@@ -113,12 +116,12 @@ fn who_waits_for_the_store_is_charged_here_when_he_passes() {
     let mut gateway = Gateway::roomy(&[own, shared]);
     let keyed_requests = [0, 1].map(|rule| Some(gateway.keyed_request(rule, 0, 1)));
     let Gateway { rule_set, charge_plan, table, context } = &mut gateway;
-    context.keyed_requests = keyed_requests.to_vec();
-    rule_set.stands(charge_plan, |_rule| false, &mut context.stands);
+    context.inputs.keyed_requests = keyed_requests.to_vec();
+    rule_set.set_counting_modes(charge_plan, |_rule| false, &mut context.sharing.counting_modes);
     let lines: Vec<LayerRef> = charge_plan.enforced().to_vec();
     let told: Vec<_> = lines.iter().map(|line| (*line, Usage { used: 1, end_ms: [1000, 1200][line.rule] })).collect();
-    rule_set.lay_aside(charge_plan, &lines, table, 950, context);
-    let again = rule_set.ask_for_turns(charge_plan, &[1000, 1200], &told, rule_set.time(950), context, 0, 0);
+    rule_set.add_prepared_charges(charge_plan, &lines, table, 950, context);
+    let again = rule_set.request_future_windows(charge_plan, &[1000, 1200], &told, rule_set.time(950), context, 0, 0);
     assert_eq!(again, [LayerRef { rule: 0, layer: 0 }]);
 }
 
@@ -129,7 +132,7 @@ fn the_time_is_not_asked_for_ever() {
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1000)), [Admitted; 2]);
     let clock = Cell::new(1000);
     let again = || clock.replace(clock.get() + 1);
-    assert_eq!(decision(&gateway.judge_late(0, &[Some(1)], Now::by(&again))), Refused);
+    assert_eq!(decision(&gateway.judge_late(0, &[Some(1)], DecisionTime::read(&again))), Refused);
     assert!(clock.get() < 1100);
 }
 
@@ -148,7 +151,7 @@ proptest! {
         for (moves_ms, behind_ms, cost) in events {
             now_ms += moves_ms;
             let clock = || now_ms;
-            let late = Now::since(now_ms - behind_ms, &clock);
+            let late = DecisionTime::starting_at(now_ms - behind_ms, &clock);
             if decision(&gateway.judge_late(0, &[Some(cost)], late)) == Refused {
                 prop_assert_eq!(gateway.ask_for(0, cost, now_ms), Refused);
             }

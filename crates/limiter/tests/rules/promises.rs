@@ -1,7 +1,7 @@
 //! What users know from other fixed-window limiters, as timelines: each row is one request or one look.
 
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::Part;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::KeyPart;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 use transom_limiter::window::Windows;
@@ -19,8 +19,8 @@ fn only(layer: Limit) -> Gateway<8> {
 
 /// What is left in the only layer, and when its window ends, without asking for anything.
 fn value(gateway: &mut Gateway<8>, client: u64, now_ms: u64) -> (i64, u64) {
-    gateway.context.keyed_requests = vec![Some(gateway.keyed_request(0, client, 0))];
-    gateway.rule_set.look(&gateway.charge_plan, &gateway.table, Now::by(&|| now_ms), &mut gateway.context);
+    gateway.context.inputs.keyed_requests = vec![Some(gateway.keyed_request(0, client, 0))];
+    gateway.rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| now_ms), &mut gateway.context);
     gateway.left()
 }
 
@@ -105,7 +105,7 @@ fn what_the_minute_refuses_does_not_use_up_the_hour() {
     let mut gateway = hour_and_minute();
     let admitted: u64 = (0..60).map(|i| minute(&mut gateway, i, 50)).sum();
     assert_eq!(admitted, 33 * 60);
-    let hour = gateway.context.charges.iter().find(|charge| charge.ask.limit == 2000);
+    let hour = gateway.context.result.charges.iter().find(|charge| charge.request.limit == 2000);
     assert_eq!(hour.map(|charge| charge.usage.used), Some(1980));
 }
 
@@ -175,12 +175,12 @@ fn a_reserve_is_taken_from_windows_to_come() {
     let mut gateway = only(Limit { reserve: 200, ..plain(1000, MINUTE_MS) });
     assert_eq!(gateway.ask_for(BOB, 1000, 0), Admitted);
     assert_eq!(gateway.ask(BOB, 0), Refused, "without the wish to reserve");
-    gateway.context.reserve = true;
+    gateway.context.inputs.reserve = true;
     assert_eq!((gateway.ask_for(BOB, 150, 1), gateway.left().0), (DelayedUntil(MINUTE_MS), -150));
     assert_eq!(gateway.ask_for(BOB, 51, 2), Refused);
     assert_eq!((gateway.ask_for(BOB, 50, 3), gateway.left().0), (DelayedUntil(MINUTE_MS), -200));
     assert_eq!(gateway.ask(BOB, 4), Refused);
-    gateway.context.reserve = false;
+    gateway.context.inputs.reserve = false;
     // The next window grants that much less.
     assert_eq!(value(&mut gateway, BOB, MINUTE_MS).0, 800);
     assert_eq!((gateway.ask_for(BOB, 801, MINUTE_MS), gateway.ask_for(BOB, 800, MINUTE_MS)), (Refused, Admitted));
@@ -189,7 +189,7 @@ fn a_reserve_is_taken_from_windows_to_come() {
 #[test]
 fn a_reserve_says_when_the_window_comes_that_covers_it() {
     let mut gateway = only(Limit { reserve: 10, ..plain(3, MINUTE_MS) });
-    gateway.context.reserve = true;
+    gateway.context.inputs.reserve = true;
     assert_eq!(gateway.ask_for(BOB, 3, 0), Admitted);
     // ts + period * ceil(-value / limit)
     for (value_after, turn) in
@@ -206,9 +206,9 @@ fn a_reserve_counts_in_the_windows_to_come_of_other_layers_too() {
     let layers = vec![Limit { reserve: 1, ..plain(1, MINUTE_MS) }, plain(2, HOUR_MS)];
     let mut gateway = Gateway::roomy(&[rule("layers", layers)]);
     let last_ms = HOUR_MS - 1;
-    gateway.context.reserve = true;
+    gateway.context.inputs.reserve = true;
     assert_eq!([gateway.ask(BOB, last_ms), gateway.ask(BOB, last_ms)], [Admitted, DelayedUntil(HOUR_MS)]);
-    gateway.context.reserve = false;
+    gateway.context.inputs.reserve = false;
     let admitted = (1..60).filter(|i| gateway.ask(BOB, HOUR_MS + i * MINUTE_MS) == Admitted).count();
     assert_eq!(admitted, 1, "the other one of the hour's two was reserved");
 }
@@ -218,7 +218,7 @@ fn ten_shards_give_out_what_one_counter_would() {
     for (tokens, shards) in [(1000, 10), (1003, 10), (7, 10), (10, 3), (1, 4)] {
         let mut gateway = only(Limit { shards, ..plain(tokens, MINUTE_MS) });
         let admitted = (0..2 * tokens).filter(|i| {
-            gateway.context.own_shard = i % 7;
+            gateway.context.inputs.own_shard = i % 7;
             gateway.ask(BOB, 5) == Admitted
         });
         assert_eq!(admitted.count() as u32, tokens);
@@ -229,7 +229,7 @@ fn ten_shards_give_out_what_one_counter_would() {
 #[test]
 fn a_global_counter_is_one_for_everyone() {
     let mut gateway =
-        Gateway::roomy(&[Rule { key: vec![Part::Global], ..rule("sign-ups", vec![plain(100, HOUR_MS)]) }]);
+        Gateway::roomy(&[Rule { key: vec![KeyPart::Global], ..rule("sign-ups", vec![plain(100, HOUR_MS)]) }]);
     let all: Vec<Expected> = (0..100).map(|client| gateway.ask(client, client)).collect();
     assert!(all.iter().all(|one| *one == Admitted));
     assert_eq!((gateway.ask(100, 100), gateway.again_ms(100)), (Refused, Some(HOUR_MS)));
@@ -241,5 +241,5 @@ fn a_look_consumes_nothing() {
     for _ in 0..10 {
         assert_eq!(value(&mut gateway, BOB, 3), (7, MINUTE_MS));
     }
-    assert_eq!(gateway.table.census(3).live, 0);
+    assert_eq!(gateway.table.stats(3).live, 0);
 }

@@ -6,10 +6,10 @@ use std::collections::HashMap;
 
 use proptest::prelude::*;
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
-use transom_limiter::rule::{Cost, OnLimit, Override, Plan, Rule, Value};
+use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
 use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::{Calendar, Windows};
@@ -32,7 +32,7 @@ pub fn limit(tokens: u32, windows: Windows) -> Limit {
 
 /// A rule that counts each client, and refuses.
 pub fn rule(name: &str, layers: Vec<Limit>) -> Rule {
-    Rule::new(name, vec![Part::Header("client".to_owned())], OnMissing::Refuse, layers)
+    Rule::new(name, vec![KeyPart::Header("client".to_owned())], OnMissing::Refuse, layers)
 }
 
 pub fn delay(max_delay_ms: u64) -> OnLimit {
@@ -71,9 +71,9 @@ impl<const W: usize> Gateway<W> {
 
     /// Who asks under a rule.
     pub fn keyed_request(&self, rule: usize, client: u64, cost: u32) -> KeyedRequest {
-        let entry = &self.rule_set.entries[rule];
-        let mut hasher = KeyHasher::new(SEED, entry.identity);
-        hasher.part(1, key_of(&entry.rule, client).as_bytes());
+        let entry = &self.rule_set.rules[rule];
+        let mut hasher = KeyHasher::new(SEED, entry.hash_prefix);
+        hasher.add_part(1, key_of(&entry.rule, client).as_bytes());
         KeyedRequest {
             key: hasher.finish(),
             offset: offset_of(&entry.rule, client),
@@ -84,16 +84,16 @@ impl<const W: usize> Gateway<W> {
 
     /// Decides a request of a client, which costs so much under each of its rules.
     pub fn judge(&mut self, client: u64, costs: &[Option<u32>], now_ms: u64) -> Decision {
-        self.judge_late(client, costs, Now::by(&|| now_ms))
+        self.judge_late(client, costs, DecisionTime::read(&|| now_ms))
     }
 
     /// As [`Gateway::judge`], for a request that may have been held up since it learned the time.
-    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: Now<'_>) -> Decision {
+    pub fn judge_late(&mut self, client: u64, costs: &[Option<u32>], now: DecisionTime<'_>) -> Decision {
         let keyed_request =
             |(rule, cost): (usize, &Option<u32>)| cost.map(|cost| self.keyed_request(rule, client, cost));
         let keyed_requests = costs.iter().enumerate().map(keyed_request).collect();
-        self.context.keyed_requests = keyed_requests;
-        self.rule_set.judge(&self.charge_plan, &self.table, now, &mut self.context)
+        self.context.inputs.keyed_requests = keyed_requests;
+        self.rule_set.decide(&self.charge_plan, &self.table, now, &mut self.context)
     }
 
     /// As [`Gateway::judge`], for one token under every rule.
@@ -102,20 +102,20 @@ impl<const W: usize> Gateway<W> {
     }
 
     pub fn ask_for(&mut self, client: u64, cost: u32, now_ms: u64) -> Expected {
-        let costs = vec![Some(cost); self.rule_set.entries.len()];
+        let costs = vec![Some(cost); self.rule_set.rules.len()];
         let judgement = self.judge(client, &costs, now_ms);
         decision(&judgement)
     }
 
     /// When a client that has just been refused may come back.
     pub fn again_ms(&self, now_ms: u64) -> Option<u64> {
-        self.rule_set.again_ms(&self.charge_plan, &self.context, now_ms)
+        self.rule_set.retry_at_ms(&self.charge_plan, &self.context, now_ms)
     }
 
     /// What is left in the first layer of the only rule, and when its window ends.
     pub fn left(&self) -> (i64, u64) {
-        let usage = self.context.charges[0].usage;
-        let capacity = self.rule_set.entries[0].layer(0).capacity;
+        let usage = self.context.result.charges[0].usage;
+        let capacity = self.rule_set.rules[0].layer(0).capacity;
         (i64::from(capacity) - i64::try_from(usage.used).expect("small numbers"), usage.end_ms)
     }
 
@@ -123,7 +123,7 @@ impl<const W: usize> Gateway<W> {
     pub fn wishes(&self, client: u64, costs: &[Option<u32>], shadow: Option<usize>) -> Vec<(LayerRef, Wish)> {
         let mut all = Vec::new();
         for (position, cost) in costs.iter().enumerate() {
-            let entry = &self.rule_set.entries[position];
+            let entry = &self.rule_set.rules[position];
             let applies = if entry.rule.is_shadow() { shadow == Some(position) } else { shadow.is_none() };
             let (Some(cost), true) = (*cost, applies) else { continue };
             let variant = variant_of(&entry.rule, client);
@@ -155,21 +155,21 @@ pub fn decision(judgement: &Decision) -> Expected {
 /// Two clients share a key that is a path, all share one that is global.
 fn key_of(rule: &Rule, client: u64) -> String {
     match rule.key[0] {
-        Part::Global => String::new(),
-        Part::Path => format!("{}", client / 2),
+        KeyPart::Global => String::new(),
+        KeyPart::Path => format!("{}", client / 2),
         _ => format!("{client}"),
     }
 }
 
 fn offset_of(rule: &Rule, client: u64) -> u64 {
-    SEED.bits(&["offset", &key_of(rule, client)])
+    SEED.hash(&["offset", &key_of(rule, client)])
 }
 
 /// Odd clients are on the plan, where there is one; the last has windows of its own, where the rule gives it
 /// some. A key that several share has one variant only.
 fn variant_of(rule: &Rule, client: u64) -> usize {
     match () {
-        () if !matches!(rule.key[0], Part::Header(_)) => 0,
+        () if !matches!(rule.key[0], KeyPart::Header(_)) => 0,
         () if client == 3 && !rule.overrides.is_empty() => 1 + rule.plans.len(),
         () if rule.plans.is_empty() => 0,
         () => (client % 2) as usize,
@@ -213,7 +213,7 @@ fn layers() -> impl Strategy<Value = Vec<Limit>> {
 
 /// One to three rules with all fields that there are.
 pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
-    let key = prop_oneof![3 => Just(Part::Header("client".to_owned())), 1 => Just(Part::Path), 1 => Just(Part::Global)];
+    let key = prop_oneof![3 => Just(KeyPart::Header("client".to_owned())), 1 => Just(KeyPart::Path), 1 => Just(KeyPart::Global)];
     let cost =
         prop_oneof![3 => Just(Cost::Fixed(1)), 1 => Just(Cost::Response { header: String::new(), reserve: 1, max: 9 })];
     let on_limit = prop_oneof![
@@ -224,7 +224,7 @@ pub fn rules() -> impl Strategy<Value = Vec<Rule>> {
     let one = (key, layers(), prop::option::of(layers()), prop::option::of(layers()), cost, on_limit, any::<bool>());
     let one = one.prop_map(|(key, layers, plan, own, cost, on_limit, count_refused)| {
         let plans = plan.map(|layers| Plan { name: "gold".to_owned(), layers }).into_iter().collect();
-        let own = own.map(|layers| Override { key: vec![Value::Clear("3".to_owned())], layers });
+        let own = own.map(|layers| Override { key: vec![KeyValue::Clear("3".to_owned())], layers });
         let overrides = own.into_iter().collect();
         Rule { key: vec![key], plans, overrides, cost, on_limit, count_refused, ..rule("", layers) }
     });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
@@ -55,8 +55,8 @@ fn a_place_given_up_is_taken_by_the_next() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
     assert_eq!(gateway.ask_for(0, 7, 50), Admitted);
     assert_eq!(gateway.ask_for(0, 5, 50), DelayedUntil(100), "three are left");
-    let shares: Vec<_> = gateway.context.all_shares().collect();
-    gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, 60);
+    let shares: Vec<_> = gateway.context.all_receipts().collect();
+    gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, 60);
     assert_eq!((gateway.ask_for(0, 3, 60), gateway.left().0), (Admitted, 0));
 }
 
@@ -65,9 +65,9 @@ fn a_place_given_up_is_taken_by_the_next() {
 fn who_gives_up_moves_nobody_else() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, DelayedUntil(100)]);
-    let shares: Vec<_> = gateway.context.all_shares().collect();
+    let shares: Vec<_> = gateway.context.all_receipts().collect();
     assert_eq!(gateway.ask(0, 50), DelayedUntil(200));
-    gateway.rule_set.give_back(&shares, u32::MAX, &gateway.table, 60);
+    gateway.rule_set.refund(&shares, u32::MAX, &gateway.table, 60);
     assert_eq!(gateway.ask(0, 200), DelayedUntil(300), "the window at 200 is another's");
 }
 
@@ -81,19 +81,19 @@ fn who_leaves_retries_the_charges_of_its_own_counter_only() {
         assert_eq!(gateway.ask(client, 50), Admitted);
         for until_ms in [100, 200] {
             assert_eq!(gateway.ask(client, 50), DelayedUntil(until_ms));
-            charges.push(gateway.context.all_shares().collect::<Vec<_>>());
+            charges.push(gateway.context.all_receipts().collect::<Vec<_>>());
         }
     }
     let keyed_requests = [gateway.keyed_request(0, 0, 1), gateway.keyed_request(0, 1, 1)];
     let rule_set = Arc::new(std::mem::take(&mut gateway.rule_set));
     let leave =
-        |charges: &Vec<ShardReceipt>| abandoned.give_up(charges.iter().copied(), 300, &rule_set, &gateway.table, 60);
+        |charges: &Vec<ShardReceipt>| abandoned.refund(charges.iter().copied(), 300, &rule_set, &gateway.table, 60);
     let used = || {
         keyed_requests.map(|keyed_request| {
             let mut context = DecisionContext::default();
-            context.keyed_requests.push(Some(keyed_request));
-            rule_set.look(&gateway.charge_plan, &gateway.table, Now::by(&|| 60), &mut context);
-            context.charges[0].usage.used
+            context.inputs.keyed_requests.push(Some(keyed_request));
+            rule_set.peek(&gateway.charge_plan, &gateway.table, DecisionTime::read(&|| 60), &mut context);
+            context.result.charges[0].usage.used
         })
     };
     // Of each client, the first to leave has another charge behind it.
@@ -101,7 +101,7 @@ fn who_leaves_retries_the_charges_of_its_own_counter_only() {
     leave(&charges[2]);
     assert_eq!(used(), [3, 3]);
     // What stands behind at the first client's counter goes in another way, and nobody is told.
-    rule_set.give_back(&charges[1], u32::MAX, &gateway.table, 60);
+    rule_set.refund(&charges[1], u32::MAX, &gateway.table, 60);
     leave(&charges[3]);
     assert_eq!(used(), [2, 1]);
     abandoned.sweep(&gateway.table, 60);
@@ -138,8 +138,8 @@ fn refusals_consume_where_they_count() {
         let layers = vec![plain(10, 100), plain(100, 1000)];
         let mut gateway = Gateway::roomy(&[Rule { count_refused, ..rule("only", layers) }]);
         assert_eq!([gateway.ask_for(0, 7, 50), gateway.ask_for(0, 5, 50)], [Admitted, Refused]);
-        let charges = &gateway.context.charges;
-        let now: Vec<u64> = charges.iter().map(|charge| charge.ask.ceiling - charge.usage.used).collect();
+        let charges = &gateway.context.result.charges;
+        let now: Vec<u64> = charges.iter().map(|charge| charge.request.ceiling - charge.usage.used).collect();
         assert_eq!(now, left);
     }
 }
@@ -162,7 +162,7 @@ fn what_an_answer_cost_is_paid_window_by_window() {
     let mut gateway = Gateway::roomy(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
     assert_eq!(gateway.ask(0, 50), Admitted);
     let keyed_request = gateway.keyed_request(0, 0, 44);
-    gateway.rule_set.overdraw(0, keyed_request, &gateway.table, 60);
+    gateway.rule_set.charge_excess(0, keyed_request, &gateway.table, 60);
     for (now_ms, left) in [(60, -30), (100, -20), (299, -10), (300, 0), (400, 10), (500, 15)] {
         gateway.ask_for(0, 0, now_ms);
         assert_eq!(gateway.left().0, left, "at {now_ms}");
@@ -174,6 +174,6 @@ fn a_shadow_rule_counts_and_lets_pass() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
     for refused in [false, false, true, true] {
         assert_eq!(gateway.ask(0, 50), Admitted);
-        assert_eq!(gateway.context.shadowed, if refused { vec![0] } else { vec![] });
+        assert_eq!(gateway.context.result.shadowed, if refused { vec![0] } else { vec![] });
     }
 }

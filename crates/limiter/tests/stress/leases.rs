@@ -5,9 +5,9 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
-use transom_limiter::leased_tokens::Deposit;
+use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::Table;
 use transom_limiter::window_sequence::Time;
 
@@ -45,19 +45,19 @@ impl<const W: usize> Scene<'_, W> {
         loop {
             let end_ms = end_ms(WINDOW_MS, now_ms);
             let purse = |client: &u64| {
-                Charge::new(counter(LEASED, *client).purse(), AcquireRequest::plain(end_ms, LIMIT, cost).leased())
+                Charge::new(counter(LEASED, *client).lease(), AcquireRequest::plain(end_ms, LIMIT, cost).leased())
             };
             let mut charges: Vec<Charge> = clients.iter().map(purse).collect();
             charges.push(Charge::new(counter(ORDINARY.0, first), AcquireRequest::plain(end_ms, ORDINARY.1, cost)));
-            match decide(self.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
+            match acquire_all(self.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
                 AcquireResult::Late => now_ms = self.table.horizon_ms(),
                 AcquireResult::Refused => return,
                 AcquireResult::Admitted => {
                     let back_ms = now_ms + (dice >> 40 & 63);
                     for (i, charge) in charges.iter().enumerate() {
-                        let share = charge.share().expect("it costs something");
-                        let back =
-                            dice.is_multiple_of(3) && self.table.refund(share.paid, share.ask, Time::plain(back_ms));
+                        let share = charge.receipt().expect("it costs something");
+                        let back = dice.is_multiple_of(3)
+                            && self.table.refund(share.receipt, share.request, Time::plain(back_ms));
                         let (sums, client) = match clients.get(i) {
                             Some(client) => (&mut done.gone, *client),
                             None => (&mut done.ordinary, first),
@@ -82,7 +82,7 @@ impl<const W: usize> Scene<'_, W> {
             let (counter, end_ms) = (counter(LEASED, client), end_ms(WINDOW_MS, now_ms));
             match dice >> 58 & 7 {
                 0 | 1 => {
-                    if self.table.deposit(counter, end_ms, tokens, now_ms) == Deposit::Kept {
+                    if self.table.deposit(counter, end_ms, tokens, now_ms) == DepositResult::Stored {
                         *done.deposited.entry((client, end_ms)).or_default() += i64::from(tokens);
                     }
                 }
@@ -90,7 +90,7 @@ impl<const W: usize> Scene<'_, W> {
                     let tokens = self.table.withdraw(counter, end_ms, tokens);
                     *done.gone.entry((client, end_ms)).or_default() += i64::from(tokens);
                 }
-                3 => self.table.note(counter, end_ms, tokens, now_ms),
+                3 => self.table.set_known_usage(counter, end_ms, tokens, now_ms),
                 _ => self.spend(&mut done, dice >> 3, now_ms),
             }
         }
@@ -127,7 +127,7 @@ fn no_more_is_spent<const W: usize>(table: &Table<W>, clients: u64) -> i64 {
     let now_ms = clock.load(Ordering::Relaxed);
     for client in 0..clients {
         let ask = AcquireRequest::plain(end_ms(WINDOW_MS, now_ms), LIMIT, 1).leased();
-        let (look, _) = table.look(counter(LEASED, client).purse(), ask, Time::plain(now_ms));
+        let (look, _) = table.peek(counter(LEASED, client).lease(), ask, Time::plain(now_ms));
         let (left, at) = (i64::from(LIMIT) - look.used as i64, (client, look.end_ms));
         let rest = |sums: &HashMap<(u64, u64), i64>| sums.get(&at).copied().unwrap_or(0);
         assert!(left == 0 || left + rest(&gone) == rest(&deposited), "{left} tokens are left at {at:?}");

@@ -13,7 +13,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::acquire::{AcquireResult, Charge, decide};
+use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
@@ -76,11 +76,11 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
                 )
             };
             let mut charges: Vec<Charge> = rules.iter().map(charge).collect();
-            match decide(scene.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
+            match acquire_all(scene.table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) {
                 AcquireResult::Admitted => {
                     for (&rule, charge) in rules.iter().zip(&charges) {
                         let at = (rule * 1000 + client_of(rule), charge.usage.end_ms);
-                        *ledger.entry(at).or_default() += u64::from(charge.ask.cost);
+                        *ledger.entry(at).or_default() += u64::from(charge.request.cost);
                     }
                 }
                 AcquireResult::Refused => {}
@@ -135,7 +135,7 @@ fn counts_equal_what_was_admitted() {
     let mut checked = 0;
     for (id, (end_ms, tokens)) in last {
         let (rule, client) = (id / 1000, id % 1000);
-        let (used, _) = table.look(counter(rule, client), AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
+        let (used, _) = table.peek(counter(rule, client), AcquireRequest::plain(end_ms, 1, 1), Time::plain(0));
         // The slot of a window that is over may have gone to another counter.
         if end_ms > table.horizon_ms() {
             assert_eq!((used.used, used.end_ms), (tokens, end_ms), "rule {rule} of client {client}");
@@ -143,7 +143,7 @@ fn counts_equal_what_was_admitted() {
         }
     }
     assert!(checked >= 6, "at least the long windows are still open");
-    assert_eq!(table.spilled_total(), 0);
+    assert_eq!(table.overflow_charges_total(), 0);
 }
 
 #[test]
@@ -156,14 +156,14 @@ fn never_admits_past_the_limit_in_one_slot() {
 fn never_admits_past_the_limit_in_a_table_that_is_always_full() {
     let table = Table::<2>::with_buckets(5, 3).expect("there is memory");
     ledger_of(&table, 12, 60_000);
-    assert!(table.spilled_total() > 0);
+    assert!(table.overflow_charges_total() > 0);
 }
 
 #[test]
 fn never_admits_past_the_limit_in_a_table_that_is_sometimes_full() {
     let table = Table::<4>::with_buckets(12, 6).expect("there is memory");
     ledger_of(&table, 12, 60_000);
-    assert!(table.spilled_total() > 0);
+    assert!(table.overflow_charges_total() > 0);
 }
 
 /// How many of the requests of all threads one counter admits.
@@ -175,7 +175,8 @@ fn admitted<const W: usize>(table: &Table<W>, counter: Counter, limit: u32, per_
                 start.wait();
                 let (ask, time) = (AcquireRequest::plain(1000, limit, 1), Time::plain(500));
                 let hit = |_: &u32| {
-                    decide(table, &mut [Charge::new(counter, ask)], &mut Vec::new(), time) == AcquireResult::Admitted
+                    acquire_all(table, &mut [Charge::new(counter, ask)], &mut Vec::new(), time)
+                        == AcquireResult::Admitted
                 };
                 (0..per_thread).filter(hit).count() as u32
             })
@@ -204,7 +205,7 @@ fn a_spill_counter_admits_exactly_its_limit() {
             let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
             assert_eq!(admitted(&table, counter(0, 999), 1, 1), 1);
             assert_eq!(admitted(&table, counter(1, round), limit, limit), limit);
-            assert_eq!(table.spilled_total(), u64::from(limit));
+            assert_eq!(table.overflow_charges_total(), u64::from(limit));
         }
     }
 }
@@ -227,7 +228,7 @@ fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
                     let now_ms = 10 * round + thread;
                     let ask = AcquireRequest::plain(end_ms(10, now_ms), 1, 1);
                     let mut charges = [Charge::new(asked, ask)];
-                    if decide(table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) == AcquireResult::Admitted
+                    if acquire_all(table, &mut charges, &mut Vec::new(), Time::plain(now_ms)) == AcquireResult::Admitted
                         && thread.is_multiple_of(2)
                     {
                         let window = charges[0].usage.end_ms / 10;

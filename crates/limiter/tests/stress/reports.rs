@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
 
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
+use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::KeyHasher;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
 use transom_limiter::rule_set::{Decision, RuleSet};
-use transom_limiter::shared_counting::Step;
+use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;
 
@@ -32,24 +32,30 @@ fn admitted(layer: Limit) -> Vec<u32> {
         (rule_set.charge_plan(&[0]), Table::<8>::with_capacity(4 * KEYS as usize).expect("there is memory"));
     let keyed_request = |number: u64| {
         let mut hasher = KeyHasher::new(SEED, 0);
-        hasher.part(0, &number.to_le_bytes());
+        hasher.add_part(0, &number.to_le_bytes());
         KeyedRequest { key: hasher.finish(), offset: 0, variant: 0, cost: 1 }
     };
     let admitted: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let (current, ends, clock) = (AtomicU64::new(0), AtomicBool::new(false), || START_MS);
     let barrier = Barrier::new(CLIENTS as usize);
     let ask = |own_shard: u64| {
-        let mut context = DecisionContext::of_loop(own_shard as u32);
+        let mut context = DecisionContext::for_worker(own_shard as u32);
         for key in 0..KEYS {
             barrier.wait();
             current.store(key, Ordering::Relaxed);
             for _ in 0..TURNS {
                 context.clear();
-                context.keyed_requests = vec![Some(keyed_request(key))];
-                rule_set.stands(&charge_plan, |_rule| true, &mut context.stands);
-                let step =
-                    rule_set.step(&charge_plan, charge_plan.enforced(), &table, Now::by(&clock), &mut context, true);
-                if let Step::Decided(Decision::Admitted) = step {
+                context.inputs.keyed_requests = vec![Some(keyed_request(key))];
+                rule_set.set_counting_modes(&charge_plan, |_rule| true, &mut context.sharing.counting_modes);
+                let step = rule_set.decide_locally(
+                    &charge_plan,
+                    charge_plan.enforced(),
+                    &table,
+                    DecisionTime::read(&clock),
+                    &mut context,
+                    true,
+                );
+                if let LocalDecision::Decided(Decision::Admitted) = step {
                     admitted[key as usize].fetch_add(1, Ordering::Relaxed);
                 }
             }
@@ -59,9 +65,9 @@ fn admitted(layer: Limit) -> Vec<u32> {
     let report = || {
         while !ends.load(Ordering::Relaxed) {
             let keyed_request = keyed_request(current.load(Ordering::Relaxed));
-            let counter = rule_set.entries[0].layer(0).counter(keyed_request);
-            let announce = |tokens: u64| table.note_more(counter, end_ms, tokens as u32, START_MS);
-            rule_set.forget_here(0, 0, keyed_request, &table, Now::by(&clock), announce);
+            let counter = rule_set.rules[0].layer(0).counter(keyed_request);
+            let announce = |tokens: u64| table.add_known_usage(counter, end_ms, tokens as u32, START_MS);
+            rule_set.reset_local(0, 0, keyed_request, &table, DecisionTime::read(&clock), announce);
         }
     };
     thread::scope(|scope| {

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
-use transom_limiter::decision_time::Now;
-use transom_limiter::key::{KeyHasher, OnMissing, Part, Seed};
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
 use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
@@ -39,7 +39,7 @@ struct Scene<'a, const W: usize> {
 pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
     Rule {
         name: "only".to_owned(),
-        key: vec![Part::Header("client".to_owned())],
+        key: vec![KeyPart::Header("client".to_owned())],
         on_missing: OnMissing::Refuse,
         layers: vec![layer],
         plans: Vec::new(),
@@ -48,7 +48,7 @@ pub fn rule(layer: Limit, on_limit: OnLimit) -> Rule {
         on_limit,
         count_refused: false,
         exemptions: Exemptions::default(),
-        sharing: Sharing::Own,
+        sharing: Sharing::Local,
         on_outage: OnOutage::Local,
     }
 }
@@ -59,43 +59,47 @@ pub fn limit(tokens: u32, capacity: u32, windows: Windows) -> Limit {
 
 /// The requests of one thread. Of those that wait, every other one gives up.
 fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
-    let (mut ledger, mut context, mut now_ms) = (Ledger::new(), DecisionContext::of_loop(thread as u32), START_MS);
-    let layer = scene.rule_set.entries[0].rule.layers[0].clone();
+    let (mut ledger, mut context, mut now_ms) = (Ledger::new(), DecisionContext::for_worker(thread as u32), START_MS);
+    let layer = scene.rule_set.rules[0].rule.layers[0].clone();
     for turn in 0..scene.requests {
         let dice = mixed(thread << 32 | turn);
         if dice.is_multiple_of(3) {
             now_ms = scene.clock.fetch_add(dice >> 8 & 3, Ordering::Relaxed);
         }
         let (client, cost) = ((dice >> 16) % scene.clients, 1 + (dice >> 56 & 1) as u32);
-        let mut hasher = KeyHasher::new(SEED, scene.rule_set.entries[0].identity);
-        hasher.part(1, &client.to_le_bytes());
-        context.keyed_requests =
+        let mut hasher = KeyHasher::new(SEED, scene.rule_set.rules[0].hash_prefix);
+        hasher.add_part(1, &client.to_le_bytes());
+        context.inputs.keyed_requests =
             vec![Some(KeyedRequest { key: hasher.finish(), offset: mixed(client), variant: 0, cost })];
         // Who asks for the time again hears what it is, or of a clock that stays behind.
         let (is_behind, heard_ms) = (dice >> 58 & 1 == 1, now_ms);
         let clock = || if is_behind { heard_ms } else { scene.clock.load(Ordering::Relaxed).max(heard_ms) };
-        let until_ms =
-            match scene.rule_set.judge(scene.charge_plan, scene.table, Now::since(now_ms, &clock), &mut context) {
-                Decision::Refused => continue,
-                Decision::Admitted => None,
-                Decision::Delayed { until_ms, .. } => Some(until_ms),
-            };
+        let until_ms = match scene.rule_set.decide(
+            scene.charge_plan,
+            scene.table,
+            DecisionTime::starting_at(now_ms, &clock),
+            &mut context,
+        ) {
+            Decision::Refused => continue,
+            Decision::Admitted => None,
+            Decision::Delayed { until_ms, .. } => Some(until_ms),
+        };
         if until_ms.is_some() && dice >> 57 & 1 == 1 {
-            let shares: Vec<_> = context.all_shares().collect();
-            scene.rule_set.give_back(&shares, u32::MAX, scene.table, scene.clock.load(Ordering::Relaxed).max(now_ms));
+            let shares: Vec<_> = context.all_receipts().collect();
+            scene.rule_set.refund(&shares, u32::MAX, scene.table, scene.clock.load(Ordering::Relaxed).max(now_ms));
             continue;
         }
         let account = ledger.entry(client).or_default();
-        for share in context.all_shares() {
+        for share in context.all_receipts() {
             // Where keys with windows of their own share a counter, a thread that is late may be counted in
             // any of its own windows since.
             let is_random = matches!(layer.windows, Windows::Random { .. });
-            if is_random && scene.clock.load(Ordering::Relaxed) >= share.ask.end_ms {
+            if is_random && scene.clock.load(Ordering::Relaxed) >= share.request.end_ms {
                 continue;
             }
             let end_ms = counted_in(&share, &layer);
-            let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.pace().open(end_ms, until_ms));
-            *account.entry(passes_in).or_default() += i64::from(share.ask.cost);
+            let passes_in = until_ms.map_or(end_ms, |until_ms| layer.windows.sequence().end_at(end_ms, until_ms));
+            *account.entry(passes_in).or_default() += i64::from(share.request.cost);
         }
     }
     ledger
@@ -104,7 +108,7 @@ fn requests<const W: usize>(scene: &Scene<W>, thread: u64) -> Ledger {
 /// End of the key's window in which a charge counts: the one asked for, or that of others' later times. Keys
 /// that share a counter share its windows as well.
 fn counted_in(share: &ShardReceipt, layer: &Limit) -> u64 {
-    let (own_ms, end_ms) = (share.ask.end_ms, share.paid.end_ms());
+    let (own_ms, end_ms) = (share.request.end_ms, share.receipt.end_ms());
     let period_ms = layer.windows.period_ms().expect("all of these are even");
     let floats = matches!(layer.windows, Windows::FirstRequest { .. });
     if floats { end_ms } else { own_ms + (end_ms - own_ms) / period_ms * period_ms }
