@@ -61,7 +61,8 @@ fn every_request_is_one_line() {
     }
 }
 
-/// Sends each of these and checks that its answer, with this status, is counted with this fault and is one line of the log.
+/// Sends each of these requests and checks that its response has this status, is counted with this error, and has one line in
+/// the log.
 fn counted_and_written(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
     let scratch = Scratch::new();
     let file = scratch.path().join("access.log");
@@ -217,7 +218,7 @@ fn a_reload_turns_the_log_on_and_off() {
             });
         }
     }
-    // Loops take over when they get to it: then, nothing is written any more.
+    // Workers adopt a reload one after the other; after that nothing is written.
     let mut before = usize::MAX;
     eventually("nothing is written any more", || {
         let known = std::mem::replace(&mut before, lines(&file).len());

@@ -1,4 +1,4 @@
-//! What routes change on the way, and what they answer by themselves.
+//! Route actions: changes to requests and responses, redirects and fixed responses.
 
 use std::time::Duration;
 
@@ -173,7 +173,7 @@ upstream = \"u\"
     // A proxy in front took it by https.
     gateway.get_with("/api/7", &[("X-Forwarded-Proto", "https")]).expect(200);
     gateway.get_with("/other", &[("X-Forwarded-Proto", "https")]).expect(404);
-    // Whoever is not trusted can say so as often as he likes.
+    // An untrusted client cannot set the field.
     let untrusted = Gateway::start(&toml.replace("trusted_proxies = \"127.0.0.1\"", ""));
     untrusted.get_with("/api/7", &[("X-Forwarded-Proto", "https")]).expect(308);
 }

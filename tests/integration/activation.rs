@@ -1,4 +1,4 @@
-//! Sockets that somebody else has opened, and what a service manager is told.
+//! Socket activation, and notifications to the service manager.
 
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;

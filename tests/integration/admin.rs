@@ -143,7 +143,7 @@ fn an_idle_scraper_does_not_block_others() {
     Client::connect(gateway.admin).get("/metrics").expect(200);
 }
 
-/// A page of any site can have its own name lead to the admin address; only names of its own are answered.
+/// A page of any site can let its host name resolve to the admin address (DNS rebinding), so only configured hosts are served.
 #[test]
 fn the_admin_address_accepts_its_configured_hosts_only() {
     let own = "[admin]\nhosts = [\"transom.internal\", \"*.monitoring.svc\"]\n";
@@ -209,7 +209,7 @@ fn a_scrape_does_not_touch_unused_counter_pages() {
     assert!(taken < 32 * capacity / 16, "{taken} bytes for a table of {}", 32 * capacity);
 }
 
-/// What a reload takes away leaves the metrics, once nothing is counted there any more.
+/// Series of removed objects leave the metrics once nothing is in flight there.
 #[test]
 fn series_of_removed_routes_rules_and_upstreams_are_removed() {
     let upstream = Upstream::replying(200);

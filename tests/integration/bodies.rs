@@ -1,6 +1,6 @@
-//! Large bodies in both directions: whole, and never held in memory.
+//! Large bodies in both directions arrive whole and are never held in memory.
 //!
-//! The gateway is a process of its own here, so that its memory can be looked at.
+//! The gateway runs in its own process, so that its memory can be measured.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ use crate::support::process::Process;
 use crate::support::upstream::Upstream;
 
 const LARGE_BYTES: usize = 50_000_000;
-/// What the gateway may need beyond what it needs when idle.
+/// The memory that the gateway may need beyond its memory when idle.
 const MEMORY_KB: u64 = 6_000;
 /// Kernel buffers of two connections hold less than this.
 const IN_FLIGHT_BYTES: usize = 30_000_000;

@@ -9,7 +9,7 @@ use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 use crate::support::{eventually, pass_all};
 
-/// Reads requests and never answers; tells when a request has come and when its connection is gone.
+/// Reads requests and never responds; reports when a request has come and when its connection is closed.
 pub fn silent() -> (Upstream, Receiver<&'static str>) {
     let (tell, told) = mpsc::channel();
     let upstream = Upstream::with(move |talk| {
@@ -93,7 +93,7 @@ fn a_disconnect_while_the_response_pauses_cancels_the_request() {
 
 #[test]
 fn a_cancelled_request_is_counted() {
-    // Else a client could ask for much and be charged for nothing.
+    // Otherwise a client could send requests and never be charged.
     let (upstream, told) = silent();
     let rule = "[rules.r]\nkey = \"ip\"\nwindows = [\"3/minute\"]\n";
     let toml = pass_all(&upstream).replace("[[routes]]", &format!("{rule}[[routes]]")) + "rules = [\"r\"]\n";
@@ -134,7 +134,7 @@ fn a_client_that_sends_without_reading_is_harmless() {
     let mut client = gateway.client();
     client.stream.set_write_timeout(Some(std::time::Duration::from_millis(300))).unwrap();
     let many: Vec<u8> = (0..1000).flat_map(|_| request("GET", "/a", &[("X-Pad", &"x".repeat(500))], b"")).collect();
-    // Pipelines until nobody takes any more: answers wait for a reader, and requests for answers.
+    // Pipelines until the gateway reads no more: responses wait for the reader, and requests for responses.
     let stalled = loop {
         if let Err(error) = client.stream.write_all(&many) {
             break error.kind();

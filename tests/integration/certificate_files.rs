@@ -1,4 +1,4 @@
-//! Certificates as files: replaced while the real binary runs, and told of before they end.
+//! Certificate files: replaced while the real binary runs, and warned of before they expire.
 
 use std::fs;
 

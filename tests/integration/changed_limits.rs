@@ -1,5 +1,4 @@
-//! Limits that change while something is used: what was used counts, and nobody waits for windows that
-//! were never used.
+//! Limits that change while counters are in use: usage stays, and no request waits for windows that were never used.
 
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
@@ -23,7 +22,7 @@ fn retry_after_s(gateway: &Gateway) -> u64 {
 #[test]
 fn debt_of_a_smaller_limit_does_not_lock_out_a_key() {
     for (before, after) in [
-        // The limit is raised, and with it what a window that is owed seems to be.
+        // A raised limit also raises the apparent debt of a window.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 5, period = \"1h\", capacity = 10 }"),
         ("{ limit = 1, period = \"1h\", capacity = 10 }", "{ limit = 10, period = \"1h\" }"),
         // Nothing rolls over any more.

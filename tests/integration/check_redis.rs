@@ -1,4 +1,4 @@
-//! `transom check --connect`: what an operator is told about the servers that counters are shared through.
+//! `transom check --connect`: the report on the servers that hold shared counters.
 
 use crate::support::Scratch;
 use crate::support::process::run;
@@ -9,7 +9,7 @@ use crate::support::tls::Authority;
 
 const REST: &str = "\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n[listen]\nhttp = \"127.0.0.1:0\"\n";
 
-/// What is printed about these settings of `[counters.shared]`, and the exit code.
+/// The output for these settings of `[counters.shared]`, and the exit code.
 fn checked_in(scratch: &Scratch, settings: &str) -> (Option<i32>, String) {
     let file = scratch.write("gateway.toml", format!("[counters.shared]\n{settings}\n{REST}"));
     let (code, out, err) = run(&["check", "--connect", "--config", &file.display().to_string()]);

@@ -1,6 +1,6 @@
 //! A browser through the gateway: a page over HTTP/2 and TLS, a stream of events and a WebSocket.
 //!
-//! The page itself makes the checks (tests/external/page.html); tests/external/browser.cjs opens it, and tells what it found.
+//! The page makes the checks (tests/external/page.html); tests/external/browser.cjs opens it and prints its results.
 
 use std::process::Stdio;
 

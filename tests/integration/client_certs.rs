@@ -1,4 +1,4 @@
-//! Certificates of clients: who is let in, and limits that count by them.
+//! Client certificates: acceptance, revocation, and limits by certificate.
 
 use serde_json::json;
 
@@ -74,7 +74,7 @@ fn a_revoked_certificate_is_refused() {
 fn a_certificate_whose_issuer_has_no_valid_crl_is_refused() {
     let world = World::new();
     let own = world.clients.issue(&["client"]);
-    // One that has ended; one that somebody else has signed in its issuer's name, for all here are called alike.
+    // An expired certificate, and one that another authority of the same name has signed.
     for (list, is_let_in) in [
         (world.clients.revoke(&[], 2021), false),
         (world.servers.revoke(&[], 4000), false),
@@ -106,14 +106,14 @@ fn certificates_are_counted_separately() {
     let gateway = Gateway::start(&world.toml("", &format!("{PER_CERT}on_missing_key = \"refuse\"")));
     let (first, second) = (world.clients.issue(&["client"]), world.clients.issue(&["client"]));
     for own in [&first, &second] {
-        // On connections of its own, some of which resume a session.
+        // On separate connections, some of which resume a session.
         let tls = Tls::showing(&world.servers, own);
         for status in [200, 200, 429, 429] {
             tls.connect(gateway.https()[0], "a.test").get("/a").expect(status);
         }
     }
     assert!(gateway.metrics().sum("transom_tls_handshakes_total", &[("outcome", "resumed")]) >= 6);
-    // Nobody in the clear has one, and what a field says is none.
+    // A cleartext connection has no certificate, and a header field cannot claim one.
     gateway.get_with("/a", &[("Client-Cert", &first.fingerprint())]).expect(400).problem();
 
     let ask = |key: &str| {

@@ -1,4 +1,4 @@
-//! Who has other windows than everyone, or none: plans, overrides, exemptions, and the clients file.
+//! Plans, overrides, exemptions, and the clients file.
 
 use serde_json::json;
 use transom_limiter::secret_digest::Digest;
@@ -13,7 +13,7 @@ use crate::support::{Scratch, eventually, one_rule};
 const SECTION: &str =
     "[clients]\nfile = \"clients.toml\"\napi_key = \"header:x-api-key\"\nsubject = \"header:x-user\"\n";
 
-/// A rule that counts by API key, with the plans `gold` and `silver`, and what else is said.
+/// A rule that counts by API key, with the plans `gold` and `silver` and additional settings.
 fn by_key(more: &str) -> String {
     let rule = format!(
         "key = \"header:x-api-key\"\non_missing_key = \"ip\"\nwindows = [\"10/366d\"]\n{more}\n\
@@ -35,7 +35,7 @@ fn with_key(gateway: &Gateway, key: &str) -> Answer {
     gateway.get_with("/a", &[("X-API-Key", key)])
 }
 
-/// The limits that an answer tells of.
+/// The limits in the fields of a response.
 fn limits(answer: &Answer) -> Vec<u64> {
     items(answer, "ratelimit-policy").iter().map(|item| item.get("q")).collect()
 }
@@ -73,7 +73,7 @@ fn a_plan_is_found_by_the_most_specific_network() {
     }
 }
 
-/// The answer to a request from an address of this machine.
+/// The response to a request from a loopback address.
 fn from(address: &str, gateway: &Gateway, fields: &[(&str, &str)]) -> Answer {
     use std::net::SocketAddr;
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
@@ -192,7 +192,7 @@ fn a_client_keeps_its_usage_when_its_plan_changes() {
     eventually("the plan is known", || limits(&with_key(&gateway, "abc").expect(200)) == [100]);
     let used = 100 - items(&with_key(&gateway, "abc").expect(200), "ratelimit")[0].get("r");
     assert!(used >= 9, "{used}");
-    // Down again: the same windows, with what has been used of them.
+    // Back on the first plan: the same windows with their usage.
     gateway.reload_with(&toml, &gold.replace("gold", "silver"));
     eventually("the plan is known", || limits(&with_key(&gateway, "abc")) == [50, 5]);
     let now = 50 - items(&with_key(&gateway, "abc").expect(200), "ratelimit")[0].get("r");
@@ -239,7 +239,7 @@ fn a_changed_clients_file_is_reloaded() {
         limits(&answer) == [100]
     });
     assert!(last <= 98, "what was used is known: {last}");
-    // A bad one changes nothing, but is told of.
+    // An invalid file changes nothing and is reported.
     process.rewrite_file("clients.toml", "[clients.acme]\nplan = \"gold\"\napi_keys = [\"hunter2hunter2\"]\n");
     process.reloaded("refused", 1);
     assert_eq!(limits(&ask()), [100]);

@@ -1,4 +1,4 @@
-//! `transom clients`: what it makes of a clients file, what it tells, and what it leaves alone.
+//! `transom clients`: edits of a clients file, output, and what stays unchanged.
 
 use std::fs;
 use std::io::Write;
@@ -22,7 +22,7 @@ fn gateway() -> String {
 /// A directory with a gateway.toml, and maybe a clients file.
 struct Desk(Scratch);
 
-/// How a command ended: code, what it printed, what it complained about.
+/// The result of a command: exit code, standard output, standard error.
 type Told = (i32, String, String);
 
 impl Desk {
@@ -39,14 +39,14 @@ impl Desk {
         command.arg("clients").args(arguments).arg("--config").arg(self.0.path().join("gateway.toml"));
         let pipe = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = pipe.spawn().unwrap();
-        // Whoever has enough without it may have ended already.
+        // A command that needs no input may have ended already.
         let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
         let output = child.wait_with_output().unwrap();
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
         (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
     }
 
-    /// Runs one that must succeed; returns what it printed.
+    /// Runs a command that must succeed; returns its output.
     #[track_caller]
     fn done(&self, arguments: &[&str], input: &str) -> String {
         let (code, out, err) = self.order(arguments, input);
@@ -55,7 +55,7 @@ impl Desk {
         out
     }
 
-    /// Runs one that must be refused and leave everything as it was; returns what it said.
+    /// Runs a command that must be refused and change nothing; returns its message.
     #[track_caller]
     fn refused(&self, arguments: &[&str], input: &str) -> String {
         let before = (self.text(), self.names());
@@ -158,7 +158,7 @@ fn one_of_several_keys_is_removed() {
     desk.done(&["remove", "acme", "--key", "-"], "the-first-of-the-keys\n");
     assert_eq!(desk.text().unwrap().matches("sha256:").count(), 1);
     assert!(desk.text().unwrap().contains(&Digest::of(b"the-third-of-the-keys").to_string()));
-    // Without its last it would be nobody.
+    // Without the last key nothing would identify the client.
     desk.refused(&["remove", "acme", "--key", "the-third-of-the-keys"], "");
     desk.refused(&["remove", "acme", "--key", "sha256:0"], "");
 }

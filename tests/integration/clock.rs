@@ -25,7 +25,7 @@ struct Faked {
     offset_ms: i64,
 }
 
-/// Tells threads to end when it is dropped, be it because the test fails.
+/// Stops threads when dropped, also if the test fails.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -35,7 +35,7 @@ impl Drop for Over<'_> {
 }
 
 impl Faked {
-    /// Starts the gateway with a wall clock that stands at this Unix time.
+    /// Starts the gateway with a wall clock at this Unix time.
     fn start(toml: &str, unix_ms: i64) -> Faked {
         let scratch = Scratch::new();
         let file = scratch.path().join("offset");
@@ -59,8 +59,8 @@ impl Faked {
         thread::sleep(Duration::from_millis(2));
     }
 
-    /// Lets four clients ask over and over while the clock is stepped, with `between` requests or more
-    /// between any two steps. How many passed.
+    /// Four clients send requests while the clock is stepped, with at least `between` requests between two steps. Returns the
+    /// number of admitted requests.
     fn admitted_under_load(&mut self, steps_s: &[i64], between: u64) -> u64 {
         let (asked, admitted, ends) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
         let address = self.process.http;
@@ -180,7 +180,7 @@ fn after_a_wrong_forward_step_no_client_waits_longer_than_a_period() {
 
 #[test]
 fn small_clock_steps_admit_no_more_than_the_elapsed_windows() {
-    // What is granted in a window, and what may have been saved up before.
+    // The tokens of a window, and those that may have been saved up before.
     for (window, saved) in [
         ("\"3/2s\"", 0),
         ("{ limit = 3, period = \"2s\", start = \"first-request\" }", 0),
@@ -203,10 +203,10 @@ fn steps_admit_no_more(window: &str, limit: u64, saved: u64) {
         furthest_s = furthest_s.max(ahead_s);
         admitted += u64::from(gateway.get().0 == 200);
     }
-    // The gateway's time never goes back, so it moved by what truly passed and the furthest step.
+    // The gateway's time never goes back: it advances by the elapsed time and the largest step.
     let windows = (start.elapsed().as_millis() as u64 + furthest_s as u64 * 1000) / 2000 + 2;
     assert!(admitted <= limit * windows + saved, "{window}: {admitted} in {windows} windows");
-    // And nobody is locked out for longer than a period.
+    // And no client is locked out for longer than a period.
     let start = Instant::now();
     eventually("a window opens", || gateway.get().0 == 200);
     assert!(start.elapsed() < Duration::from_secs(10), "{window}: {:?}", start.elapsed());

@@ -1,4 +1,4 @@
-//! How many connections there may be, in all and of one client; and what becomes of one that lies idle.
+//! Limits on connections, in total and per client, and idle connections.
 
 use std::net::TcpStream;
 use std::process::Command;
@@ -21,7 +21,7 @@ fn refused(gateway: &Gateway, reason: &str) -> u64 {
     gateway.metrics().sum("transom_connections_refused_total", &[("reason", reason)])
 }
 
-/// Opens a connection, and asks whether it was let in.
+/// Opens a connection and sends a request; `None` if the connection was refused.
 fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
     let mut client = Client::over(TcpStream::connect(address).unwrap());
     client.send_if_open(header);
@@ -31,7 +31,7 @@ fn enter(address: std::net::SocketAddr, header: &str) -> Option<Client> {
             answer.problem();
             None
         }
-        // It was closed so early that not even the answer came through.
+        // The connection was closed before the response could be read.
         None => None,
         Some(answer) => {
             answer.expect(200);
@@ -68,7 +68,7 @@ fn connections_are_limited_per_client() {
     let mut clients: Vec<Client> = (0..3).map(|_| enter(plain, "").unwrap()).collect();
     assert!(enter(plain, "").is_none());
     assert_eq!(refused(&gateway, "max_connections_per_client"), 1);
-    // What counts is the client that the proxy speaks for: an address, or a network of 64 bits.
+    // Connections are counted by the client that the proxy names: an address, or an IPv6 network of 64 bits.
     let header = |client: &str| {
         let family = if client.contains(':') { "TCP6" } else { "TCP4" };
         format!("PROXY {family} {client} {client} 1 2\r\n")
@@ -106,7 +106,7 @@ fn the_descriptor_limit_is_raised_and_respected() {
     let process = Process::spawn_by(command, &rule, Scratch::new());
     let mut clients: Vec<Client> = (0..100).map(|_| process.client()).collect();
     clients.iter_mut().for_each(|client| drop(client.get("/a").expect(200)));
-    // Where there are few to be had, clients are told before it has none left.
+    // With few descriptors, clients are refused before the gateway runs out.
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 168; exec \"$0\" \"$@\"", BINARY]);
     let process = Process::spawn_by(command, &rule, Scratch::new());
@@ -132,7 +132,7 @@ fn an_idle_connection_is_served_as_before() {
         chunked.send("POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n");
         chunked.answer().expect(200);
         assert_eq!(upstream.received().len(), 3 * (pauses + 1) + 1);
-        // The time that passes is what the test is about.
+        // The elapsed time is the subject of the test.
         std::thread::sleep(std::time::Duration::from_millis(1400));
     }
     idle.send(get.repeat(2));

@@ -1,5 +1,5 @@
-//! A table in a file may hold any bits: memory decays, and others may write to it. Whatever stands there, requests are
-//! answered: nothing panics (tests check every sum for overflow), and nothing goes round forever.
+//! A counters file may hold any bits: memory decays, and other processes may write to it. Requests are decided all the same:
+//! nothing panics (tests check arithmetic for overflow), and nothing loops forever.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -100,7 +100,7 @@ fn key(number: u64) -> KeyHash {
     KeyHash { bucket_hash: bits, tag: bits.rotate_left(32) }
 }
 
-/// All that can be asked of a counter, for one key under one rule.
+/// Every operation on a counter, for one key under one rule.
 fn ask_everything(
     rule_set: &RuleSet,
     position: usize,
@@ -143,7 +143,7 @@ fn any_table_contents_lead_to_a_decision_for_every_window_kind() {
     let mut rng = Rng::with_seed(1711);
     let rule_set = RuleSet::new(&rules, Seed(1, 2), None);
     let charge_plans: Vec<ChargePlan> = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
-    // More keys than there is room for, so that some are counted together.
+    // More keys than slots, so that some share a counter.
     let all = |table: &Table, rng: &mut Rng| {
         for (position, charge_plan) in charge_plans.iter().enumerate() {
             (0..24).for_each(|number| ask_everything(&rule_set, position, charge_plan, table, number, rng));
@@ -179,12 +179,12 @@ fn any_format_registry_contents_lead_to_a_decision_for_every_window_kind() {
         ledger.join(&rule_set.counter_formats()).unwrap();
         let cells = memory.numbers(0, numbers).unwrap();
         for (at, cell) in cells.iter().enumerate() {
-            // Whose an entry is stays in half of them, so that what it says is believed.
+            // Half of the entries keep their tag, so that their contents are used.
             if (at % 8 != 0 || rng.u8(..8) == 0) && rng.bool() {
                 cell.store(odd_number(&mut rng), Ordering::Relaxed);
             }
         }
-        // There may be no room any more; then it says so.
+        // The registry may be full, which is then reported.
         let _ = ledger.join(&rule_set.counter_formats());
         rule_set.adopt_formats(&ledger.formats());
         let table = Table::with_capacity(CAPACITY).unwrap();
@@ -227,7 +227,7 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
         gateway.advance_s(1);
         gateway.metrics();
     }
-    // What was told of it is still a file of counters.
+    // The file is still recognized as a counters file.
     drop(Arc::clone(&memory));
     assert!(Header::decode(&page, file.metadata().unwrap().len()).is_ok());
 }

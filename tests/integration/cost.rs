@@ -1,4 +1,4 @@
-//! What a request costs: told by the request, by the answer, or by the route; and refusals that count.
+//! The cost of a request: set by the request, the response, or the route; and refusals that are counted.
 
 use crate::support::client::{Answer, Client};
 use crate::support::gateway::Gateway;
@@ -65,7 +65,7 @@ fn an_override_does_not_change_the_maximum_cost_of_other_keys() {
     ask("eve", "2").expect(200);
 }
 
-/// An upstream whose answers cost what the request's path says, if that is a number.
+/// An upstream whose response states the number in the request's path as the cost, if there is one.
 fn telling() -> Upstream {
     Upstream::answering(|received| match received.target.trim_start_matches('/') {
         "silent" => reply(200, &[], b""),
@@ -90,18 +90,18 @@ fn a_response_field_sets_the_cost() {
     );
     let gateway = Gateway::start(&toml);
     let mut client = gateway.client();
-    // Cheaper than what was charged before: the rest is given back. Dearer: it is charged.
+    // A lower cost is refunded; a higher cost is charged.
     for (path, left) in [
         ("/1", 99),
         ("/5", 94),
         ("/0", 94),
         ("/20", 74),
-        // What tells nothing, or nothing clear, costs what was charged before.
+        // Without a valid cost, the charged cost stays.
         ("/silent", 69),
         ("/twice", 64),
         ("/-1", 59),
         ("/many", 54),
-        // No answer costs more than the most.
+        // A response cannot cost more than the maximum.
         ("/41", 14),
         ("/99999999999999999999", 0),
     ] {
@@ -202,7 +202,7 @@ fn a_refused_request_opens_no_window() {
     };
     assert_eq!(floating(&client.get("/a").expect(200)), (2, 10));
     gateway.advance_s(4);
-    // The window is open, so this counts; the minute is what refuses.
+    // The window is open, so this counts; the minute refuses.
     assert_eq!(floating(&client.get("/a").expect(429)), (1, 6));
     gateway.advance_s(8);
     assert_eq!(floating(&client.get("/a").expect(429)), (3, 10));

@@ -1,5 +1,4 @@
-//! What a counter is known by: whatever else of a rule changes under way, what was used stays used.
-//! And what is one endpoint: however it is spelt.
+//! The identity of a counter: usage stays when other settings of its rule change, and equivalent paths share a counter.
 
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::{items, remaining};

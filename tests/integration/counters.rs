@@ -1,5 +1,5 @@
-//! Counters that lie in a file: whoever opens it next goes on counting, whatever its configuration says by then. What
-//! is done to the file, and to the process, is tested elsewhere.
+//! Counters in a file: the next process continues counting, whatever its configuration. Damage to the file and kills are
+//! tested elsewhere.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -62,7 +62,7 @@ fn two_gateways_on_one_file_share_counters() {
     let (one, other) = (counted.gateway("\"5/hour\""), counted.gateway("\"5/hour\""));
     assert_eq!((admitted(&one, 2), admitted(&other, 9), admitted(&one, 1)), (2, 3, 0));
     one.advance_s(HOUR_S);
-    // The other's clock stands where it stood, which is before a window that has begun.
+    // The clock of the other process stands still, before a window that has begun.
     assert_eq!((admitted(&one, 1), admitted(&other, 9), admitted(&one, 9)), (1, 4, 0));
 }
 
@@ -85,7 +85,7 @@ fn counters_are_read_in_the_format_in_which_they_were_written() {
     for (before, used, after) in [
         // Nine windows to come are owed, of which a plain reader would see the last.
         ("{ limit = 1, period = \"1h\", capacity = 10 }", 10, "\"2/1h\""),
-        // What is counted in the other shards is not in the first.
+        // Usage in other shards is not in the first shard.
         ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "\"8/1h\""),
         ("{ limit = 8, period = \"1h\", shards = 4 }", 8, "{ limit = 8, period = \"1h\", shards = 2 }"),
     ] {
@@ -109,7 +109,7 @@ fn the_counter_format_is_not_changed_while_another_process_counts() {
         one.stop();
         other.catch_up();
         assert_eq!(admitted(&other, 20), more, "{settings}");
-        // Whoever comes now knows.
+        // A process that opens the file now reads it.
         assert_eq!(admitted(&counted.gateway("\"8/1h\""), 9), 0, "{settings}");
     }
 }
@@ -125,7 +125,7 @@ fn a_reload_does_not_change_the_counter_format_while_another_process_counts() {
     other.reload(&toml(", capacity = 30"));
     assert_eq!((admitted(&one, 3), admitted(&other, 9), admitted(&one, 9)), (3, 5, 0));
     other.stop();
-    // Alone, it is at once what it was to be.
+    // As the only process, it applies the format at once.
     one.catch_up();
     one.reload(&toml(", capacity = 30"));
     assert_eq!(admitted(&one, 30), 22);
@@ -187,8 +187,8 @@ const FOUND: [(usize, u128); 16] = [
     (124, 0xedb0e1caa14d158bd010218000000001),
 ];
 
-/// If this fails, counters of the version before are not found any more: then the layout needs another version,
-/// in `counters::header` and `counters::snapshot`, so that nobody takes them for his.
+/// If this fails, counters of the previous version are no longer found: the layout then needs another version in
+/// `persistence::file_header` and `persistence::snapshot`, so that no version misreads the counters of another.
 #[test]
 fn the_next_version_finds_the_counters_of_this_one() {
     let scratch = Scratch::new();

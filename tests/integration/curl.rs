@@ -20,7 +20,7 @@ struct Way {
 const WAYS: [Way; 7] = [
     Way { name: "1.0", is_tls: false, option: "--http1.0", version: "1.0" },
     Way { name: "1.1", is_tls: false, option: "--http1.1", version: "1.1" },
-    // An upgrade from HTTP/1.1 is an offer, and not taken: what came of it could be used to get past the rules.
+    // The gateway does not accept an h2c upgrade from HTTP/1.1, because later streams could bypass the rules.
     Way { name: "2, offered", is_tls: false, option: "--http2", version: "1.1" },
     Way { name: "2, prior knowledge", is_tls: false, option: "--http2-prior-knowledge", version: "2" },
     Way { name: "TLS, 1.0", is_tls: true, option: "--http1.0", version: "1.0" },
@@ -32,7 +32,7 @@ impl Way {
     /// Fetches one target after the other; they share a connection where curl can.
     #[track_caller]
     fn curl(&self, edge: &Edge, options: &[&str], targets: &[&str]) -> Vec<Answer> {
-        // The curl of Debian 12 breaks off the second request on such a connection, whoever the server is.
+        // The curl of Debian 12 aborts the second request on such a connection, with any server.
         if self.option == "--http2-prior-knowledge" {
             return targets.iter().flat_map(|target| self.run(edge, options, &[target])).collect();
         }
@@ -139,7 +139,7 @@ fn uploads_arrive_whole_in_every_http_version() {
         let kind = "Content-Type: text/plain";
         let mut uploads = vec![vec!["--header", kind, "--data-binary", data.as_str()]];
         if way.option != "--http1.0" {
-            // With no length told before, which HTTP/1.0 has no words for.
+            // Without a length, which HTTP/1.0 cannot express.
             let chunked = ["--header", kind, "--header", "Transfer-Encoding: chunked", "--upload-file", file.as_str()];
             uploads.push(chunked.to_vec());
         }

@@ -28,7 +28,7 @@ fn toml(file: &Path, capacity: usize) -> String {
     format!("workers = 1\n{rule}\n[counters]\ncapacity = {capacity}\nfile = \"{}\"\n", file.display())
 }
 
-/// What is left of nine after one more request.
+/// The remaining tokens of nine after one more request.
 fn left(process: &Process) -> u64 {
     remaining(&process.get("/a").expect(200), "r")
 }
@@ -120,7 +120,7 @@ fn a_changed_capacity_starts_empty_unless_the_file_is_in_use() {
     assert_eq!([left(&second), left(&first), left(&second)], [7, 6, 5]);
 }
 
-/// Starts where it must not, and tells the one line that says why.
+/// Starts where the start must fail, and returns the one line with the reason.
 fn refused(scratch: &Scratch, file: &Path, capacity: usize) -> String {
     let config = scratch.write("refused.toml", with_listen(&toml(file, capacity)));
     let log = scratch.path().join("refused.log");
@@ -147,7 +147,7 @@ fn a_path_that_is_not_a_file_is_refused_by_name() {
     assert!(Command::new("mkfifo").arg(at("pipe")).status().unwrap().success());
     let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
     scratch.write("text", "");
-    // A program that runs can not be written to, whoever asks; nothing can be made under `/proc`.
+    // A running executable cannot be opened for writing, and nothing can be created under `/proc`.
     let program = at("program");
     fs::copy("/bin/sleep", &program).unwrap();
     let mut running = Owned::spawn(Command::new(&program).arg("600"));
@@ -227,7 +227,7 @@ fn a_full_file_system_fails_the_start() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&file.display().to_string()) && said.contains("File too large"), "{said}");
-    // Nothing is left behind that would be taken for a file of counters, or fill what room there is.
+    // No leftover could be mistaken for a counters file or fill the file system.
     assert!(!file.exists() && !beside(&file, "new").exists());
 }
 
@@ -251,7 +251,7 @@ fn leftovers_of_a_killed_start_are_harmless() {
     assert!(!beside(&file, "new").exists());
 }
 
-/// A file with holes, as a copy may have them, takes its room at start and not when it is written to.
+/// A sparse file, such as a copy, is allocated at start and not at the first write.
 #[test]
 fn a_sparse_file_is_allocated_at_start() {
     use std::os::unix::fs::MetadataExt;
@@ -278,7 +278,7 @@ fn open(file: &Path) -> Result<Counters, OpenError> {
         shared: None,
     };
     let mut opened = Counters::open(&config, None, 1, &Clock::system());
-    // A process that another test starts holds what this one has open, until it is another program.
+    // A process started by another test inherits open descriptors until it calls exec.
     while matches!(opened, Err(OpenError::InUse { .. })) {
         opened = Counters::open(&config, None, 1, &Clock::system());
     }

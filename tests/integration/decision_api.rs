@@ -1,4 +1,4 @@
-//! The decision API: whether a key may pass, asked without a request, on the counters of the requests.
+//! The decision API: decisions without a request, on the counters of the requests.
 
 use serde_json::{Value, json};
 

@@ -1,7 +1,7 @@
-//! Requests that wait for a window to come.
+//! Requests that are delayed until a later window.
 //!
-//! Who waits looks at the gateway's clock again whenever it should be over, and every second. So with
-//! a manual clock nobody passes before the test moves it, and everybody does soon after.
+//! A waiter reads the gateway's clock when its window should begin, and every second. With a manual clock, no request passes
+//! before the test moves the clock, and every one passes soon after.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::support::ratelimit_parser::remaining;
 use crate::support::upstream::Upstream;
 use crate::support::{DEADLINE, eventually, one_rule};
 
-/// One at a time in each window of 300 ms, or what else is said.
+/// One request in each window of 300 ms, or other settings.
 fn toml(upstream: &Upstream, windows: &str, more: &str) -> String {
     format!(
         "workers = 1\n{}[rules.r]\nkey = \"ip\"\nwindows = {windows}\non_limit = \"delay\"\n{more}\n\
@@ -41,7 +41,7 @@ fn targets(upstream: &Upstream) -> Vec<String> {
     upstream.received().into_iter().map(|received| received.target).collect()
 }
 
-/// Fails if an answer comes within half a second.
+/// Fails if a response comes within half a second.
 fn still_waits(client: &mut Client) {
     client.stream.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
     let error = client.stream.peek(&mut [0]).expect_err("an answer came too early");
@@ -82,7 +82,7 @@ fn a_request_that_would_exceed_max_delay_is_refused_at_once() {
     assert_eq!(refused.problem()["violated-policies"], serde_json::json!(["r"]));
     assert_eq!(refused.field("retry-after"), Some("1"));
     assert_eq!(remaining(&refused, "r"), 0);
-    // And has taken nobody's place.
+    // And has not used the tokens of another request.
     window(&gateway);
     waiting(&gateway, "/5");
 }
@@ -221,7 +221,7 @@ fn a_waiter_that_another_rule_refuses_is_refunded() {
     assert_eq!(delayed(&gateway), 1);
 }
 
-/// Two rules delay, on different keys: who waits for one and finds the other full waits on, and is not refused.
+/// Two rules delay on different keys: a request that waits for one and finds the other full keeps waiting, and is not refused.
 #[test]
 fn a_request_can_be_delayed_by_two_rules_in_turn() {
     let upstream = Upstream::replying(200);
@@ -255,7 +255,7 @@ fn a_request_can_be_delayed_by_two_rules_in_turn() {
     others.iter_mut().for_each(|other| drop(other.answer().expect(200)));
 }
 
-/// The end of a connection is noticed behind what was sent on it and nobody has read yet.
+/// The end of a connection is noticed although unread bytes precede it.
 #[test]
 fn a_waiter_that_disconnects_after_its_body_is_refunded() {
     let upstream = Upstream::replying(200);

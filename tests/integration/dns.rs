@@ -1,7 +1,6 @@
-//! Servers that are named: all addresses of a name are used, and those that have left it are not.
+//! Servers given by host name: all addresses of a name are used, and addresses that have left it are not.
 //!
-//! What a name stands for is written in a file that Debian's libnss-wrapper puts in the place of the system's
-//! `hosts`; so the gateway asks the system as it always does.
+//! Debian's libnss-wrapper replaces the system's `hosts` by a file of the test, so the gateway resolves names as usual.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -14,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use crate::support::process::{BINARY, Process};
 use crate::support::{Scratch, eventually};
 
-/// Answers on an address until the test is over; every answer says which one it is.
+/// A server at an address until the end of the test; every response names the address.
 fn serve(listener: TcpListener) {
     let name = listener.local_addr().unwrap().ip().to_string();
     thread::spawn(move || {
@@ -31,7 +30,7 @@ fn answer(mut stream: std::net::TcpStream, name: &str) {
     while stream.read(&mut byte).is_ok_and(|n| n > 0) {
         head.push(byte[0]);
         if head.ends_with(b"\r\n\r\n") {
-            // Whoever asks for `/once` gets a connection that is closed.
+            // A request for `/once` closes the connection after its response.
             let close = if head.starts_with(b"GET /once") { "Connection: close\r\n" } else { "" };
             let answer = format!("HTTP/1.1 200 OK\r\n{close}Content-Length: {}\r\n\r\n{name}", name.len());
             if stream.write_all(answer.as_bytes()).is_err() || !close.is_empty() {
@@ -56,7 +55,7 @@ fn two() -> u16 {
     panic!("no port is free at both addresses");
 }
 
-/// A gateway for which `api.test` is what the file `hosts` says.
+/// A gateway that resolves `api.test` by the file `hosts`.
 fn gateway(port: u16, addresses: &[&str]) -> Process {
     let scratch = Scratch::new();
     let hosts = scratch.path().join("hosts");

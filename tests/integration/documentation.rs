@@ -1,4 +1,4 @@
-//! The commands that README and docs show are run, and print what is shown.
+//! Runs the commands of README and docs, and compares their output.
 
 use std::fs;
 use std::process::Command;
@@ -20,7 +20,7 @@ fn shipped(left_s: u64) -> Gateway {
     Gateway::start_at(&text, HOUR_S + 3600 - left_s)
 }
 
-/// What a command of the documentation prints, run against a gateway.
+/// The output of a documented command, run against a gateway.
 fn printed(command: &str, gateway: &Gateway) -> String {
     let command = command.replace("127.0.0.1:8080", &gateway.addresses()[0].to_string());
     let command = command.replace("127.0.0.1:9900", &gateway.admin.to_string());
@@ -37,7 +37,7 @@ fn flat(text: &str) -> String {
 #[test]
 fn the_readmes_console_output_is_true() {
     let readme = document("README.md");
-    // As many seconds before the end of the hour as its first answer says.
+    // At the number of seconds before the end of the hour that the first response states.
     let gateway = shipped(1711);
     let mut commands = 0;
     for block in readme.split("```console\n").skip(1) {
@@ -99,7 +99,7 @@ fn every_documented_command_line_is_accepted() {
     for name in ["README.md", "docs/configuration.md", "docs/operation.md", "docs/shared.md"] {
         for line in document(name).lines().filter_map(|line| line.strip_prefix("    transom ")) {
             let arguments: Vec<&str> = line.split(" #").next().unwrap().split_whitespace().chain(["--help"]).collect();
-            // What is before `--help` has been read by then.
+            // The arguments before `--help` are parsed first.
             let (code, _, err) = run(&arguments);
             assert_eq!(code, Some(0), "{name}: transom {line}: {err}");
             count += 1;

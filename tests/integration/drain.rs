@@ -1,4 +1,4 @@
-//! The end of a gateway: told to stop, it finishes what it has begun, in the time it is given.
+//! Graceful shutdown: the gateway finishes requests in flight within the drain timeout.
 
 use std::net::TcpStream;
 use std::sync::mpsc::{self, Sender};
@@ -11,7 +11,7 @@ use crate::support::tls::{Authority, listen};
 use crate::support::upstream::Upstream;
 use crate::support::{Scratch, eventually, one_rule, pass_all, within};
 
-/// Answers when it is told to; says when it was asked.
+/// Responds on a signal of the test; reports each request.
 fn held() -> (Upstream, mpsc::Receiver<()>, Sender<()>) {
     let (saw, seen) = mpsc::channel();
     let (go, gone) = mpsc::channel::<()>();
@@ -46,7 +46,7 @@ fn a_drain_finishes_requests_in_flight_and_accepts_no_new_ones() {
         eventually("it says that it is not ready", || process.admin_get("/readyz").status == 503);
         process.admin_get("/healthz").expect(200);
         eventually("nobody new is let in", || TcpStream::connect(process.http).is_err());
-        // Who had nothing under way is let go.
+        // Idle connections are closed.
         idle.expect_closed();
 
         go.send(()).unwrap();
@@ -98,7 +98,7 @@ fn a_drain_aborts_requests_after_its_deadline() {
     let mut slow = process.client();
     slow.send(request("GET", "/slow", &[], b""));
     seen.recv().unwrap();
-    // Nor may one who never finishes a request hold up the end.
+    // An unfinished request does not delay the exit either.
     let mut dawdler = process.client();
     dawdler.send("GET /a HTTP/1.1\r\nHo");
     process.signal("TERM");
@@ -173,7 +173,7 @@ fn requests_at_the_end_are_answered_or_not_accepted() {
 #[test]
 fn a_connection_without_a_detected_protocol_does_not_delay_the_exit() {
     let (scratch, authority) = (Scratch::new(), Authority::new());
-    // The gateway may take as long as it likes, but for those who are still at the door.
+    // The drain may take long, except for connections without a request.
     let timeouts = "[timeouts]\ntls_handshake = \"1h\"\nproxy_protocol = \"1h\"\ndrain = \"1h\"\n";
     let toml = listen(&scratch, &authority.issue(&["a.test"]), timeouts)
         .replace("[listen.https]", "proxy_protocol = [\"127.0.0.2\"]\n[listen.https]");

@@ -1,6 +1,6 @@
-//! Exactly as many as the limit allows, through real sockets and many threads at once.
+//! Exactly the limit is admitted, through real sockets and many threads at once.
 //!
-//! The clock stands still, so that no window ends under way.
+//! The clock is manual, so that no window ends during a test.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -12,8 +12,7 @@ use crate::support::{eventually, one_rule};
 
 const THREADS: usize = 8;
 
-/// Sends `attempts` requests from each of eight threads at once, each on a connection of its own;
-/// returns how many were admitted.
+/// Eight threads send `attempts` requests each, at once and on separate connections; returns the number of admitted requests.
 fn hammer(gateway: &Gateway, attempts: usize, fields: impl Fn(usize, usize) -> Vec<(String, String)> + Sync) -> u64 {
     let admitted = AtomicU64::new(0);
     thread::scope(|scope| {
@@ -101,7 +100,7 @@ fn a_request_counts_once_in_every_layer_of_three_rules() {
         }
     });
     let admitted = admitted.into_inner();
-    // The narrowest of all is the global minute, and it was asked for three times over.
+    // The narrowest layer is the global minute, which was charged three times.
     assert_eq!(admitted, 500);
     for (user, count) in by_user.into_iter().map(AtomicU64::into_inner).enumerate() {
         let answer = gateway.get_with("/a", &[("X-User", &format!("user-{user}"))]).expect(429);

@@ -44,7 +44,7 @@ fn ask(gateway: &Gateway, times: usize) {
     (0..times).for_each(|_| drop(client.get("/a").expect(200)));
 }
 
-/// With one event loop, so that there is one pool of idle connections and one retry budget.
+/// With one worker, so that there is one connection pool and one retry budget.
 fn gateway(servers: &[SocketAddr], settings: &str) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", pass_to(servers, settings)))
 }
@@ -64,7 +64,7 @@ fn two_servers_failing_in_turn_lose_no_request() {
     ask(&gateway, 100);
     assert!(is_ejected(&gateway, a), "nothing has asked it");
     drop(second);
-    // Only one server may be ejected. The first answers a retry, and so it is the second.
+    // Only one server may be ejected. The first server responds to a retry, so the second is ejected.
     ask(&gateway, 500);
     assert_eq!((is_ejected(&gateway, a), is_ejected(&gateway, b)), (false, true));
     assert!(first.received().len() >= 500);
@@ -142,7 +142,7 @@ fn an_ejected_server_is_preferred_to_an_unhealthy_one() {
 
 #[test]
 fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
-    // Answers that are failures are not retried here, so only the choice can find out that the first works again.
+    // Failure responses are not retried here, so only the choice of a server can show that the first works again.
     let servers = [AtomicU64::new(503), AtomicU64::new(200)].map(|status| {
         let status = std::sync::Arc::new(status);
         let server = Upstream::answering({
@@ -160,7 +160,7 @@ fn a_failing_server_that_cannot_be_ejected_does_not_hide_an_ejected_one() {
     assert!(is_ejected(&gateway, a.address));
     a_status.store(200, Ordering::SeqCst);
     b_status.store(503, Ordering::SeqCst);
-    // Two failures of the second, one more while both are asked by turns, and one that ejects it when the first is back.
+    // Two failures of the second, one more while both are used in turn, and one that ejects it when the first is back.
     assert!(failed(20) <= 4);
     assert_eq!((is_ejected(&gateway, a.address), is_ejected(&gateway, b.address)), (false, true));
     assert_eq!(failed(10), 0);
@@ -180,12 +180,12 @@ fn servers_that_fail_most_requests_are_not_ejected_repeatedly() {
     let gateway = gateway(&servers.each_ref().map(|server| server.address), settings);
     let mut client = gateway.client();
     (0..400).for_each(|_| drop(client.get("/a")));
-    // An answer ends the first ejection of each, and neither of the next ones.
+    // A response ends the first ejection of each server, and no later one.
     let ejections = gateway.metrics().sum("transom_upstream_ejections_total", &[]);
     assert!((1..=3).contains(&ejections), "{ejections}");
 }
 
-/// What the load was answered.
+/// The responses to the load.
 #[derive(Default)]
 struct Answers {
     fine: AtomicU64,
@@ -196,7 +196,7 @@ const CLIENTS: u32 = 16;
 /// Requests a second, of all clients together, as far as the machine can.
 const RATE: u32 = 2000;
 
-/// Asks at a steady rate while something is done, and tells how many requests were answered with 200 and how many not.
+/// Sends requests at a steady rate during an action, and returns the number of 200 and of other responses.
 fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
     let (answers, over) = (Answers::default(), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -226,7 +226,7 @@ fn under_load(gateway: &Process, act: impl FnOnce()) -> (u64, u64) {
     (answers.fine.into_inner(), answers.lost.into_inner())
 }
 
-/// A server in a process of its own.
+/// A server in its own process.
 fn server(address: SocketAddr) -> Process {
     Process::spawn(&format!(
         "listen = {{ http = \"{address}\", admin = \"127.0.0.1:0\" }}\nworkers = 1\n[upstreams.e]\nbuiltin = \"echo\"\n\

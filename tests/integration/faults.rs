@@ -1,4 +1,4 @@
-//! What a client is told when the upstream fails.
+//! The responses of the gateway when the upstream fails.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ fn outcomes(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_requests_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
-/// The answer to a GET, when the upstream follows `script` after each request.
+/// The response to a GET, when the upstream follows `script` after each request.
 fn answer_of(script: &'static [u8]) -> crate::support::client::Answer {
     let upstream = Upstream::with(move |talk| {
         if talk.request().is_some() {
@@ -32,7 +32,7 @@ fn an_unreachable_server_is_502() {
     let mut client = gateway.client();
     for _ in 0..3 {
         let problem = client.get("/a").expect(502).problem();
-        // Addresses inside are nobody's business.
+        // Internal addresses are not disclosed.
         assert!(!problem.to_string().contains(&upstream.address.port().to_string()), "{problem}");
     }
     assert_eq!(outcomes(&gateway, "connect_failed"), 3);
@@ -130,7 +130,7 @@ fn a_server_that_does_not_respond_is_504() {
     let gateway = Gateway::start(&format!("{}\n[timeouts]\nresponse_head = \"50ms\"\n", pass_all(&upstream)));
     let mut client = gateway.client();
     within(Duration::from_millis(50), || client.get("/a").expect(504).problem());
-    // The server is told, by the end of the connection, that nobody waits any longer.
+    // The closed connection tells the server that the request was cancelled.
     assert!(seen.recv().unwrap());
     client.post("/a", "body").expect(504).problem();
     assert_eq!(outcomes(&gateway, "timed_out"), 2);
@@ -145,7 +145,7 @@ fn a_stalled_upload_is_408() {
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 10\r\n\r\nabc"));
     within(Duration::from_millis(50), || client.answer().expect(408).problem());
     client.expect_closed();
-    // A body whose chunks make no sense is the client's fault as well.
+    // Malformed chunks are an error of the client.
     let mut client = gateway.client();
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"));
     client.answer().expect(400).problem();
@@ -168,7 +168,7 @@ fn an_upload_in_progress_may_exceed_the_response_timeout() {
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 5\r\n\r\n"));
     let start = std::time::Instant::now();
     for _ in 0..5 {
-        // The pause is the client's slowness, which is what is tested.
+        // The pause is the slowness of the client, which is the subject of the test.
         std::thread::sleep(std::time::Duration::from_millis(300));
         client.send("x");
         steps.recv().unwrap();

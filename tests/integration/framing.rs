@@ -85,12 +85,12 @@ fn chunked_bodies_and_trailers_are_forwarded_both_ways() {
     let received = upstream.only();
     assert_eq!(received.all("transfer-encoding"), ["chunked"]);
     assert_eq!(received.trailers, [("x-digest".to_owned(), "abc".to_owned())]);
-    // Who does not ask for trailers does not get any (RFC 9110, section 6.5.1).
+    // Trailers are not sent to clients without `TE: trailers` (RFC 9110, section 6.5.1).
     let answer = client.post("/a", "hello, world").expect(200);
     assert_eq!((answer.body.as_slice(), answer.trailers.len()), (b"abcde".as_slice(), 0));
 }
 
-/// Requests whose method usually has no body, with one of unknown length.
+/// Requests whose method usually has no body, with a body of unknown length.
 const CHUNKED_BODY: &str = "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n";
 
 #[test]
@@ -245,7 +245,7 @@ fn a_response_delimited_by_close_is_complete() {
         // The gateway knows how to end it without closing the client's connection.
         assert_eq!((answer.text().as_str(), answer.chunked), ("until the end", true));
     }
-    // An old server's answer.
+    // The response of an old server.
     let upstream = Upstream::with(|talk| {
         if talk.request().is_some() {
             talk.send("HTTP/1.0 200 OK\r\n\r\nold");
@@ -284,7 +284,7 @@ fn informational_responses_are_forwarded_at_once() {
     let upstream = Upstream::with(move |talk| {
         while talk.request().is_some() {
             talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\nConnection: x\r\n\r\n");
-            // The client has it before the final answer is even made.
+            // The client receives it before the final response exists.
             told.lock().unwrap().recv().unwrap();
             talk.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
             talk.reply(200, &[], b"final");
@@ -356,7 +356,7 @@ fn an_early_response_is_forwarded_during_the_upload() {
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 1000000\r\n\r\n"));
     client.send(vec![b'x'; 1000]);
     assert_eq!(client.answer().expect(413).text(), "too much");
-    // What was begun on that connection is not continued by another request.
+    // No other request continues on that connection.
     gateway.get("/b").expect(413);
     assert_eq!(upstream.connections(), 2);
 }

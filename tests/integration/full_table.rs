@@ -1,4 +1,4 @@
-//! More keys than the table has room for: stricter, never laxer.
+//! More keys than the table has slots for: limits become stricter, never laxer.
 
 use crate::support::gateway::Gateway;
 use crate::support::one_rule;
@@ -16,7 +16,7 @@ fn a_flood_of_keys_grants_no_key_more_than_the_limit() {
     let gateway = gateway("\"3/hour\"");
     let mut client = gateway.client();
     let mut ask = |user: &str| client.get_with("/a", &[("X-User", user)]).status;
-    // Some who were there before it.
+    // Some keys have counters before the flood.
     for early in 0..20 {
         assert_eq!(ask(&format!("early-{early}")), 200);
     }
@@ -29,7 +29,7 @@ fn a_flood_of_keys_grants_no_key_more_than_the_limit() {
         }
         assert!(round < 3 || admitted == 0, "round {round} admitted {admitted} over the limit");
     }
-    // Who had used one still has two, for they have counters of their own.
+    // Keys with one token used still have two left, because they have their own counters.
     for early in 0..20 {
         let user = format!("early-{early}");
         assert_eq!([ask(&user), ask(&user), ask(&user)], [200, 200, 429], "{user}");

@@ -1,4 +1,4 @@
-//! What the gateway itself tells clients of gRPC: an answer of trailers only, which they can read.
+//! Responses of the gateway to gRPC clients: trailers-only responses with a gRPC status.
 
 use crate::support::client::Answer;
 use crate::support::gateway::Gateway;
@@ -13,7 +13,7 @@ fn call(client: &mut Calm) -> Answer {
     client.ask("POST", "/pkg.Service/Method", &GRPC, &[0, 0, 0, 0, 1, 7])
 }
 
-/// Fails unless the answer is one of gRPC's with this status; returns its message.
+/// Fails unless the response is a gRPC response with this status; returns its message.
 #[track_caller]
 fn status(answer: &Answer, code: &str) -> String {
     assert_eq!(answer.status, 200, "{answer:?}");

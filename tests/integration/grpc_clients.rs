@@ -1,5 +1,5 @@
-//! gRPC through the gateway, by the library of gRPC itself on both sides: all kinds of calls, statuses,
-//! deadlines, cancelling, reflection and health. The checks stand in tests/external/grpc_client.py.
+//! gRPC through the gateway, with the gRPC library on both sides: all kinds of calls, statuses, deadlines, cancellation,
+//! reflection and health. The checks are in tests/external/grpc_client.py.
 
 use crate::support::external_scripts::{self, Script};
 use crate::support::test_ca::Authority;
@@ -9,7 +9,7 @@ fn upstream(server: &Script) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n", server.address)
 }
 
-/// What fails here as well is not the gateway's fault.
+/// A failure here is not caused by the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
     let theirs = Authority::new();

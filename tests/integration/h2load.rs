@@ -8,7 +8,7 @@ use crate::support::tls_gateway::{Edge, all_to};
 
 const REQUESTS: usize = 4000;
 
-/// How many answers there were of each class, 2xx to 5xx. Every request must have been answered.
+/// The number of responses of each class, 2xx to 5xx. Every request must have been answered.
 #[track_caller]
 fn load(options: &[&str], url: &str) -> [usize; 4] {
     let output = Command::new(program("timeout"))
@@ -43,7 +43,7 @@ fn numbers(said: &str, beginning: &str) -> Vec<usize> {
     line.split(", ").map(|part| part.split(' ').next().unwrap().parse().unwrap()).collect()
 }
 
-/// Prior knowledge, and what ALPN agrees on.
+/// Over prior knowledge, and over ALPN.
 fn ways(edge: &Edge) -> [(Vec<&'static str>, String); 4] {
     let (clear, tls) = (format!("http://{}/a.txt", edge.clear), format!("https://{}/a.txt", edge.tls));
     [(vec![], clear.clone()), (vec![], tls.clone()), (vec!["--h1"], clear), (vec!["--h1"], tls)]

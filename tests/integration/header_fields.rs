@@ -1,11 +1,11 @@
-//! The fields of a message in passing: what arrives, what stays behind, what is added.
+//! Header fields: forwarded, removed and added ones.
 
 use crate::support::client::{HOST, request};
 use crate::support::gateway::Gateway;
 use crate::support::pass_all;
 use crate::support::upstream::{Received, Upstream, reply};
 
-/// What the upstream receives of a request.
+/// The fields that the upstream receives of a request.
 fn passed(fields: &[(&str, &str)]) -> Received {
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
@@ -99,7 +99,7 @@ fn the_original_path_is_forwarded_although_a_normalized_one_was_matched() {
         gateway.get(target).expect(200);
         assert_eq!(upstream.received().last().unwrap().target, target);
     }
-    // A fragment has no place in a target (RFC 9112, section 3.2): servers differ in what they make of it.
+    // A target has no fragment (RFC 9112, section 3.2), and servers differ in how they treat one.
     let before = upstream.received().len();
     gateway.get("/a#b").expect(400);
     assert_eq!(upstream.received().len(), before);

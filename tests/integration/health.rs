@@ -1,4 +1,4 @@
-//! Servers are asked how they are, and those that are not well get no requests.
+//! Active health checks: unhealthy servers get no requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -10,7 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 use crate::support::{eventually, pass_to};
 
-/// A server whose health is the test's to say.
+/// A server whose health the test sets.
 struct Patient {
     upstream: Upstream,
     health: Arc<AtomicU16>,
@@ -100,7 +100,7 @@ fn a_health_check_sends_the_configured_request() {
                             interval = \"20ms\"\ntimeout = \"5s\"\nstatus = [204, \"300-302\"]\n");
     a.set(301);
     let gateway = Gateway::start(&toml);
-    // The first check decides at once: 200 is not what is wanted.
+    // The first check decides at once: 200 is not the expected status.
     eventually("b is down", || !b.is_up(&gateway));
     eventually("a was checked", || !a.upstream.received().is_empty());
     assert!(a.is_up(&gateway));
@@ -139,7 +139,7 @@ fn a_reload_keeps_the_health_state() {
     ask(&gateway, 10);
     assert!(!a.is_up(&gateway) && b.is_up(&gateway));
     assert_eq!(a.served(), served);
-    // Without checks, nobody is unhealthy by them.
+    // Without checks, no server is unhealthy by them.
     gateway.reload(&toml.replace(slow, ""));
     eventually("all are up", || a.is_up(&gateway));
     eventually("a serves", || {

@@ -1,4 +1,4 @@
-//! HTTP/2 from clients: what it has in common with HTTP/1.1 is the same, and the rest is translated.
+//! HTTP/2 from clients: the same behaviour as HTTP/1.1, with the necessary translations.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -103,7 +103,7 @@ fn malformed_pseudo_header_fields_are_refused() {
     }
     let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80")]));
     assert_ne!(raw.status(stream), STATUS_200);
-    // A CONNECT can not have a body; whoever shares the connection does not suffer.
+    // A CONNECT cannot have a body; other streams of the connection are not affected.
     let stream = ask(&mut raw, &block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "0")]));
     assert_ne!(raw.status(stream), STATUS_200);
     let connect = block(&[(":method", "CONNECT"), (":authority", "a:80"), ("content-length", "5")]);
@@ -193,7 +193,7 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
         }
         answer.send_data(Bytes::new(), true).unwrap();
     });
-    // It would be given up as one that stands still, which is seen as a reset.
+    // It would be cancelled as stalled, which appears as a reset.
     let timeouts = "[timeouts]\nbody = \"1s\"\n";
     let route = "[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
     let gateway = Gateway::start(&format!("{timeouts}{}{route}", upstream.toml("u")));
@@ -202,7 +202,7 @@ fn a_body_that_ends_with_an_empty_frame_ends_at_once() {
     assert_eq!(client.get("/empty").expect(200).text(), "");
 }
 
-/// The answer may be over before the upstream stops to take the body. That nobody wants any more then.
+/// The response may end before the upstream stops reading the body, which is then no longer needed.
 #[test]
 fn a_body_cancelled_after_the_response_ends_its_stream() {
     let stop = Arc::new(tokio::sync::Notify::new());
@@ -327,7 +327,7 @@ fn a_reset_upload_never_looks_complete() {
 fn a_malformed_request_is_an_error_of_its_stream_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let mut raw = Raw::connect(gateway.http);
-    // Somebody else's upload, which is to survive.
+    // The upload of another client, which has to survive.
     raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/whole"))).send(frame(DATA, 0, 1, b"be"));
     let start = request("GET", "/a");
     let plus = |field: &[u8]| [&start[..], field].concat();
@@ -412,7 +412,7 @@ fn malformed_trailers_abort_their_upload_alone() {
     let gateway = Gateway::start(&one_rule("key = \"ip\"\nwindows = [\"1000/hour\"]"));
     let mut raw = Raw::connect(gateway.http);
     let many = block(&[("x-a", "b")]).repeat(101);
-    // More than the limit of bytes, even of what has to be remembered.
+    // More than the limit of bytes, including those that HPACK has to store.
     let mut remembered = block(&[("x-a", &"x".repeat(500))]);
     remembered[0] = 0x40;
     let large = remembered.repeat(124);
@@ -456,7 +456,7 @@ fn head_limits_apply() {
     assert_eq!(upstream.received().len(), 3);
     let refused = || gateway.metrics().sum("transom_requests_total", &[("code", "431")]);
     assert_eq!(refused(), 5);
-    // The table of HPACK has to be kept up, so these reach h2, which answers by itself.
+    // The HPACK table has to be kept in sync, so these reach h2, which answers them.
     let mut raw = Raw::connect(gateway.http);
     let mut remembered = block(&[("x-a", &"x".repeat(1000))]);
     remembered[0] = 0x40;
@@ -533,7 +533,7 @@ fn the_heads_of_a_connection_are_bounded_together() {
     let gateway = Gateway::start(&format!("{}[limits]\nrequest_head = \"8KiB\"\n", pass_all(&upstream)));
     let mut raw = Raw::connect(gateway.http);
     let head = [request("GET", "/a"), block(&[("x-a", &"v".repeat(7800))])].concat();
-    // 16 heads of 8 KiB have room.
+    // 16 heads of 8 KiB fit.
     for n in 0..16 {
         raw.send(frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &head));
         asks.recv().unwrap();
@@ -589,7 +589,7 @@ fn a_refused_upload_is_not_reset_before_the_client_can_read_the_response() {
     let mut raw = Raw::connect(gateway.http);
     raw.send(frame(HEADERS, END_HEADERS, 1, &request("POST", "/a"))).send(frame(DATA, 0, 1, &[b'x'; 1000]));
     raw.until(HEADERS);
-    // That nothing happens meanwhile is what this is about: the reset would be found together with the answer.
+    // That nothing happens meanwhile is the subject: otherwise the reset would be seen together with the response.
     std::thread::sleep(std::time::Duration::from_secs(3));
     raw.send(frame(DATA, END_STREAM, 1, b"")).send(frame(PING, 0, 0, b"together"));
     let seen: Vec<u8> =
@@ -675,7 +675,7 @@ fn streams_in_flight_finish_when_the_gateway_stops() {
     seen.recv().unwrap();
     process.signal("TERM");
     assert_eq!(idle.until(GOAWAY).code(), 0);
-    // Though it does not answer the last PING.
+    // Although it does not acknowledge the last PING.
     idle.rest();
     assert_eq!(busy.until(GOAWAY).code(), 0);
     go.send(()).unwrap();

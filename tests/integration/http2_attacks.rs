@@ -1,6 +1,6 @@
-//! What clients do to servers that speak HTTP/2, and that it ends soon, while others are served.
+//! HTTP/2 attacks end soon, while other clients are served.
 //!
-//! Every attack here is on a connection of its own, with a calm one beside it.
+//! Every attack runs on its own connection, beside a well-behaved one.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -27,7 +27,7 @@ fn told(gateway: &Gateway, kind: &str) -> u64 {
     gateway.metrics().sum("transom_http2_abuse_total", &[("kind", kind)])
 }
 
-/// Runs an attack while somebody else asks on the same event loop. Every one of those requests must be answered.
+/// Runs an attack while another client sends requests to the same worker. Every one of those must be answered.
 fn beside<T>(gateway: &Gateway, attack: impl FnOnce() -> T) -> T {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -59,8 +59,8 @@ impl Drop for End<'_> {
     }
 }
 
-/// Sends the same again and again until the gateway does not take it any more, or it has been sent often enough; then the
-/// gateway must have closed the connection. What it sent before that.
+/// Sends the same bytes until the gateway reads no more, or the maximum is reached; then the gateway must have closed the
+/// connection. Returns what it sent before.
 fn flood(mut raw: Raw, times: usize, bytes: impl Fn(usize) -> Vec<u8>) -> Vec<Frame> {
     for n in 0..times {
         if !raw.send_if_open(bytes(n)) {
@@ -130,7 +130,7 @@ fn rapid_reset_ends_the_connection_and_every_request_is_counted() {
                     break;
                 }
                 sent += 1;
-                // The pace is what the attack consists of.
+                // The rate is the attack.
                 thread::sleep(pause);
             }
             raw.rest();
@@ -234,7 +234,7 @@ fn a_silent_connection_is_closed() {
         let rest = raw.rest();
         assert!(rest.iter().any(|frame| frame.kind == GOAWAY && frame.code() == NO_ERROR), "{rest:?}");
     }
-    // Who answers every PING, and asks by some himself, is idle all the same.
+    // A connection that answers every PING and sends its own is idle all the same.
     let mut raw = Raw::connect(gateway.http);
     while raw.send_if_open(frame(PING, 0, 0, &[1; 8])) {
         match raw.next() {
@@ -274,7 +274,7 @@ fn a_stalled_body_ends_its_stream_only() {
     assert_eq!(raw.status(3), STATUS_200);
 }
 
-/// Sends more than any window has room for, and says when the gateway let go.
+/// Sends more than fits into any window, and reports when the gateway closed the connection.
 fn endless() -> (Upstream, std::sync::mpsc::Receiver<()>) {
     let (saw, seen) = std::sync::mpsc::channel();
     let upstream = Upstream::with(move |talk: &mut Talk| {
@@ -295,7 +295,7 @@ fn a_stream_whose_window_stays_closed_is_reset() {
     assert_eq!(raw.status(1), STATUS_200);
     assert_eq!(raw.until(RST_STREAM).stream, 1);
     let_go.recv().unwrap();
-    // Where a piece of the answer is stuck, the stream can not be reset before it; then the connection goes.
+    // A stream with a partly written frame cannot be reset; the connection is closed instead.
     let mut raw = Raw::with(gateway.http, &[(4, 1)]);
     raw.get(1, "/a");
     assert_eq!(raw.status(1), STATUS_200);
@@ -324,7 +324,7 @@ fn a_refusal_waits_for_the_window_for_a_limited_time() {
 fn pings_do_not_prolong_a_stalled_response() {
     let rule = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
     let gateway = Gateway::start(&format!("{rule}{SHORT}"));
-    // With the first byte all of the answer is handed over to HTTP/2, and there is no window for the rest.
+    // With the first byte the whole response is passed to h2, and there is no window for the rest.
     let mut raw = Raw::with(gateway.http, &[(4, 1)]);
     raw.get(1, "/a");
     assert_eq!(raw.status(1), STATUS_200);

@@ -19,7 +19,7 @@ fn body(length: usize) -> Vec<u8> {
     (0..length).map(|at| ((at / 256) ^ at) as u8).collect()
 }
 
-/// Answers with what it received.
+/// Responds with the request that it received.
 async fn echo(mut stream: Stream) {
     let mut whole = Vec::new();
     while let Some(Ok(piece)) = stream.piece().await {

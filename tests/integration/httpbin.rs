@@ -1,7 +1,7 @@
-//! Real input: httpbin behind the gateway answers as it does without.
+//! httpbin responds identically with and without the gateway.
 //!
-//! Not compared, because the server draws lots for them at every request: `/uuid`, `/bytes` and
-//! `/stream-bytes` without a seed, `/digest-auth` (a nonce) and `/cache` (an ETag and the time).
+//! Not compared, because the response is random: `/uuid`, `/bytes` and `/stream-bytes` without a seed, `/digest-auth` (a
+//! nonce) and `/cache` (an ETag and the time).
 
 use crate::support::client::HOST;
 use crate::support::compare_direct::Twin;
@@ -83,7 +83,7 @@ fn redirects_cookies_conditions_and_credentials_are_identical() {
     for target in ["/redirect/3", "/relative-redirect/2", "/redirect-to?url=%2Fget%3Fa%3Db&status_code=307"] {
         assert!(get(target, &[]).field("location").is_some());
     }
-    // It names the host that was asked for, which is the client's own.
+    // It contains the requested host, which is the client's.
     let location = get("/absolute-redirect/2", &[]);
     assert_eq!(location.field("location"), Some(format!("http://{HOST}/absolute-redirect/1").as_str()));
 
@@ -184,8 +184,8 @@ fn request_bodies_arrive_identically() {
 #[test]
 fn content_codings_are_forwarded_unchanged() {
     let (_part, _gateway, twin) = twin();
-    // What is in there depends on the fields received, so the length differs by what the gateway
-    // adds; the coding does not.
+    // The content depends on the received fields, so the length differs by the fields that the gateway adds; the coding does
+    // not.
     for (target, coding) in [("/gzip", "gzip"), ("/deflate", "deflate"), ("/brotli", "br")] {
         let (direct, through) = twin.both("GET", &crate::support::client::request("GET", target, &[], b""));
         assert_eq!(through.field("content-encoding"), Some(coding));

@@ -1,4 +1,4 @@
-//! Informational answers of upstreams, on their way to clients of HTTP/2.
+//! Informational (1xx) responses of upstreams, forwarded to HTTP/2 clients.
 
 use std::net::SocketAddr;
 use std::sync::Mutex;
@@ -22,7 +22,7 @@ fn informational_responses_are_relayed_at_once() {
     let upstream = Upstream::with(move |talk| {
         while talk.request().is_some() {
             talk.send("HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\nConnection: x\r\nKeep-Alive: 5\r\n\r\n");
-            // The client has it before the final answer is even made.
+            // The client receives it before the final response exists.
             told.lock().unwrap().recv().unwrap();
             talk.send("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\n\r\n");
             talk.reply(200, &[], b"final");
@@ -67,7 +67,7 @@ fn endless_informational_responses_are_bounded() {
     assert!((1..=17).contains(&heads), "{heads}");
 }
 
-/// h2 itself, which tells of informational answers.
+/// The h2 client, which reports informational responses.
 fn connect(address: SocketAddr) -> (Runtime, SendRequest<Bytes>) {
     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     let sender = runtime.block_on(async {

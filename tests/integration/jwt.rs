@@ -1,5 +1,5 @@
-//! Keys of verified tokens: who holds a token is counted by what it says, and a token that is not
-//! genuine and valid gets 401, whatever the rule would do without one.
+//! Keys of verified tokens: requests are counted by the claims of a valid token, and an invalid token gets 401, whatever the
+//! rule does without one.
 
 use std::fs;
 
@@ -15,7 +15,7 @@ use crate::support::ratelimit_parser::{items, remaining};
 use crate::support::redis::RedisServer;
 use crate::support::{Scratch, eventually, one_rule};
 
-/// One rule of two requests a minute, and whose tokens are believed.
+/// One rule of two requests a minute, and the trusted keys.
 fn rule(key: &str, jwt: &str) -> String {
     format!("{}{jwt}", one_rule(&format!("{key}\nwindows = [\"2/minute\"]")))
 }
@@ -56,7 +56,7 @@ fn tokens_of_all_algorithms_count_by_their_claim() {
         let answer = gateway.get_with("/a", &[("authorization", &format!("bEARER  {another}"))]);
         answer.expect(429);
     }
-    // Nobody was counted by address meanwhile.
+    // No request was counted by address meanwhile.
     two_then_refused(|| gateway.get("/a").status);
 }
 
@@ -208,7 +208,7 @@ fn a_missing_token_or_claim_is_a_missing_key() {
             assert_eq!(answer.problem()["detail"], "the request gives `authorization` more than once");
         }
     }
-    // Counted by address instead, but for what is invalid, whatever other part is missing.
+    // Counted by address instead, except for invalid tokens, whatever other key part is missing.
     let key = "key = [\"header:x-tenant\", \"jwt:sub\"]\non_missing_key = \"ip\"";
     let gateway = Gateway::start(&rule(key, &keys));
     ask(&gateway, &invalid).expect(401);
@@ -267,7 +267,7 @@ fn a_reload_forgets_tokens_verified_by_removed_keys() {
     eventually("the new keys hold", || get(&from_new).status == 200);
     get(&from_old).expect(401);
 
-    // A set that is broken leaves everything as it was, and is said without what it holds.
+    // An invalid key set changes nothing, and is reported without its contents.
     let broken = new.jwks().to_string().replace("\"RSA\"", "\"RSA").replace("sig", "marked");
     replace(broken);
     process.reloaded("refused", 1);
@@ -415,7 +415,7 @@ fn a_bad_token_selects_no_plan() {
     let gateway = Gateway::start_with(&toml, "[clients.a]\nplan = \"gold\"\nsubjects = [\"alice\"]\n");
     let genuine = issuer.token("ES256", &json!({ "sub": "alice" }));
     assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 49);
-    // Whoever sends it is known by the address alone, and has the windows of everyone.
+    // Its sender is identified by the address alone, and has the default windows.
     assert_eq!(remaining(&ask(&gateway, "nonsense").expect(401), "address"), 0);
     ask(&gateway, "nonsense").expect(429);
     assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "address"), 47);
@@ -480,7 +480,7 @@ fn a_store_whose_clock_is_a_day_behind_does_not_make_expired_tokens_valid() {
         let token = issuer.token("ES256", &json!({ "sub": "alice", "nbf": from_s, "exp": until_s }));
         process.client().get_with("/a", &[("Authorization", &format!("Bearer {token}"))]).status
     };
-    // The store has told its time by the second.
+    // The store states its time in seconds.
     for _ in 0..2 {
         assert_eq!(status(now_s - 60, now_s + 1800), 200);
         assert_eq!(status(now_s - 7200, now_s - 1800), 401);

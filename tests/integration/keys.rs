@@ -1,4 +1,4 @@
-//! Who is counted: keys of every kind, and requests that lack a part of theirs.
+//! Key sources of every kind, and requests without a key part.
 
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
@@ -82,7 +82,7 @@ fn on_missing_key_is_applied() {
 
     let gateway = two_a_minute("key = \"header:x-user\"\non_missing_key = \"ip\"");
     two_then_refused(|| gateway.get("/a").status);
-    // Who gives a name is not counted with those who give none, even if the name is an address.
+    // A named client is not counted with unnamed ones, even if the name is an address.
     two_then_refused(|| gateway.get_with("/a", &[("X-User", "127.0.0.1")]).status);
 }
 
@@ -155,8 +155,8 @@ fn global_counts_all_requests_together() {
 
 #[test]
 fn ipv6_clients_are_counted_by_their_network() {
-    // ::1 and its neighbours can not be had without configuring the machine: that two addresses of a
-    // /64 are one key is shown in `http::caller`; here, that such clients are served and counted.
+    // Addresses near ::1 need configuration of the machine. That two addresses of a /64 are one key is tested in
+    // `http::rate_limit_key`; here, that such clients are served and counted.
     let toml = format!(
         "listen = {{ http = [\"127.0.0.1:0\", \"[::1]:0\"], admin = \"127.0.0.1:0\" }}\n{}",
         one_rule("key = \"ip\"\nwindows = [\"2/minute\"]")

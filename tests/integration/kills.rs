@@ -1,6 +1,6 @@
-//! Counters in a file outlive the process: however often it is killed, nobody gets more than the limit.
+//! Counters in a file outlive the process: however often it is killed, no key exceeds its limit.
 //!
-//! `make kills` does it a thousand times and says what came of it.
+//! `make kills` does it a thousand times and prints the result.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -34,7 +34,7 @@ fn toml(file: &Path) -> String {
     format!("workers = 2\n{}\n[counters]\ncapacity = {CAPACITY}\nfile = \"{}\"\n", one_rule(rule), file.display())
 }
 
-/// How often; few where nobody asked for more.
+/// The number of kills; few by default.
 fn times(few: usize) -> usize {
     std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse().expect("`TRANSOM_KILLS` is a number"))
 }
@@ -137,8 +137,8 @@ fn two_gateways_on_one_file_share_counters_despite_kills() {
     report("two at once", kills - 1, &tally, &full, &mut starts);
 }
 
-/// Reads a counters file as bytes. Each record is empty, a claim of a key that was asked with, or a counter of one, with
-/// an end and a count that its layer can have. Tells how many are not empty.
+/// Reads a counters file as bytes. Each record is empty, a claim of a key that was used, or a counter of one, with an end and
+/// a count that are valid for its layer. Returns the number of records that are not empty.
 fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o7777, 0o600);
     let bytes = fs::read(file).unwrap();
@@ -162,7 +162,7 @@ fn every_record_is_possible(file: &Path, toml: &str) -> usize {
     .count()
 }
 
-/// The tags of all counters that clients can have asked for, each with the position of its layer.
+/// The tags of all counters that clients can have used, each with the position of its layer.
 fn tags(header: &Header, toml: &str) -> Vec<(u64, usize)> {
     let rules = config::read(&with_listen(toml)).unwrap().rules;
     let rule_set = RuleSet::new(&rules, header.seed, None);

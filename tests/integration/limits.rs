@@ -1,4 +1,4 @@
-//! How much a body may be, how slowly it may come, and how slowly an answer may be taken.
+//! Limits on the size and the rate of request bodies, and on the rate at which responses are read.
 
 use std::io::{Read, Write};
 use std::thread;
@@ -32,7 +32,7 @@ fn a_declared_body_above_the_limit_is_refused_early() {
         client.expect_closed();
     }
     assert_eq!((upstream.received().len(), faults(&gateway, "body_too_large")), (1, 2));
-    // What was refused so is not counted.
+    // A request refused in this way is not counted.
     gateway.get("/a").expect(200);
     gateway.get("/a").expect(429);
 }
@@ -41,7 +41,7 @@ fn a_declared_body_above_the_limit_is_refused_early() {
 fn chunked_bodies_are_limited_as_they_arrive() {
     let upstream = Upstream::with(|talk: &mut Talk| {
         let Some(head) = talk.head() else { return };
-        // The upload is broken off, so that nobody takes half of it for the whole.
+        // The upload is aborted, so that the upstream does not take a part for the whole.
         assert!(talk.body(&head).is_none(), "the body came to an end");
     });
     let echo = one_rule("key = \"ip\"\nwindows = [\"100/day\"]");
@@ -84,7 +84,7 @@ fn a_body_below_the_minimum_rate_is_aborted() {
         let gateway = Gateway::start(&format!("{toml}{limits}"));
         let mut client = gateway.client();
         client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n");
-        // It never stands still, so no other limit holds it.
+        // It never stalls, so no other timeout applies.
         let mut writer = client.stream.try_clone().unwrap();
         let trickle = thread::spawn(move || {
             while writer.write_all(b"x").is_ok() {
@@ -140,7 +140,7 @@ fn a_body_above_the_minimum_rate_may_take_long() {
     client.send(format!("POST /a HTTP/1.1\r\nHost: {HOST}\r\nContent-Length: 40000\r\n\r\n"));
     for _ in 0..10 {
         client.send([b'x'; 4000]);
-        // The time that is taken is what the test is about.
+        // The elapsed time is the subject of the test.
         thread::sleep(Duration::from_millis(100));
     }
     assert_eq!(client.answer_to("POST").expect(200).json()["body_bytes"], 40_000);
@@ -174,7 +174,7 @@ fn a_response_read_too_slowly_is_aborted() {
     let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
     let mut client = gateway.client();
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
-    // It always reads something, so it never stands still.
+    // It always reads something, so it never stalls.
     let mut reader = client.stream.try_clone().unwrap();
     let trickle = thread::spawn(move || {
         let mut piece = [0; 65536];

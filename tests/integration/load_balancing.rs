@@ -1,4 +1,4 @@
-//! Which of several servers gets a request: by turns, by what is under way, by a hash.
+//! Load balancing: round robin, least requests, and consistent hashing.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -11,7 +11,7 @@ fn counts(servers: &[Upstream]) -> Vec<usize> {
     servers.iter().map(|server| server.received().len()).collect()
 }
 
-/// Servers that answer with their number.
+/// Servers that respond with their number.
 fn numbered(count: usize) -> Vec<Upstream> {
     let server = |number: usize| {
         Upstream::with(
@@ -82,7 +82,7 @@ fn least_requests_avoids_busy_servers() {
     eventually("the other one is asked as well", || client.get("/quick").expect(200).text() == busy.to_string());
 }
 
-/// Which server answers each of so many users.
+/// The server that responds to each of this number of users.
 fn homes(gateway: &Gateway, users: usize) -> HashMap<usize, String> {
     let mut client = gateway.client();
     let mut home = |user: usize| client.get_with("/a", &[("x-user", &user.to_string())]).expect(200).text();
@@ -104,7 +104,7 @@ fn consistent_hashing_keeps_keys_on_their_servers() {
     }
     // Another gateway, which has never heard of the first, chooses the same.
     assert_eq!(homes(&Gateway::start(&all), 60), before);
-    // Where there is no key, anybody may answer.
+    // Without a key, any server may respond.
     gateway.get("/a").expect(200);
     // The last server leaves, and its keys only.
     gateway.reload(&pass_to(&addresses(&servers[..3]), hash));

@@ -1,8 +1,8 @@
-//! The integration tests: a whole gateway, real sockets, real neighbours.
+//! The integration tests: whole gateways, real sockets, real clients and servers.
 //!
-//! `support` is their harness; every other module is a subject. Ports are chosen by
-//! the system and loopback only. Time is a manual clock or, where a process is under test, the real
-//! one; a test waits for a thing to happen, with a deadline, and never for time to pass.
+//! `support` is the harness; every other module tests one subject. Ports are chosen by the system, on loopback only. Time is
+//! a manual clock or, where a process is tested, the real one. A test waits for an event with a deadline, and never for time
+//! to pass.
 
 #![allow(clippy::disallowed_methods, reason = "deadlines of tests are about real time")]
 

@@ -1,5 +1,5 @@
-//! Bad input: what is not one clear request is answered with a problem document on a connection that
-//! is closed, and not one byte of it reaches the upstream.
+//! Malformed input is answered with a problem document on a connection that is then closed, and no byte of it reaches the
+//! upstream.
 
 use std::io::Write;
 use std::time::Duration;
@@ -152,7 +152,7 @@ fn malformed_fields_are_refused() {
 
 #[test]
 fn ambiguous_body_framing_is_refused() {
-    // Behind each stands a request that must never be taken for one.
+    // After each stands a request that must never be parsed as one.
     let next = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
     let post =
         |fields: &str, body: &str| format!("POST / HTTP/1.1\r\nHost: a\r\n{fields}\r\n\r\n{body}{next}").into_bytes();
@@ -227,7 +227,7 @@ fn malformed_chunks_end_the_connection_without_smuggling() {
     assert!(upstream.received().iter().all(|received| received.target == "/chunks"), "{:?}", upstream.received());
 }
 
-/// hyper takes a line feed alone for a part of a trailer line, other parsers for its end. So what follows is a part of the
+/// hyper takes a bare line feed for a part of a trailer line, other parsers for its end. The bytes after it are a part of the
 /// body for one and a request for the other.
 #[test]
 fn a_trailer_line_that_ends_in_a_line_feed_alone_ends_the_connection() {
@@ -287,7 +287,7 @@ fn a_head_of_the_maximum_size_is_accepted() {
     client.send(most.repeat(2));
     client.answer().expect(200);
     client.answer().expect(200);
-    // Behind another request a target is told from other fields as well.
+    // After another request a target is distinguished from other fields as well.
     client.send(format!("{}GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", head(1), "a".repeat(66_000)));
     client.answer().expect(200);
     client.answer().expect(414).problem();
@@ -383,7 +383,7 @@ fn random_bytes_are_harmless() {
     let address = gateway.http;
     let mut runner = TestRunner::new(Config { cases: 1500, failure_persistence: None, ..Config::default() });
     let ran = runner.run(&noise(), |bytes| {
-        // What begins with a letter that no method has, and can not become one clear request.
+        // Begins with a letter that no method begins with, and cannot become a valid request.
         let mut bytes = bytes;
         bytes.insert(0, b'(');
         let mut client = Client::connect(address);
@@ -401,7 +401,7 @@ fn random_bytes_are_harmless() {
 
 #[test]
 fn near_valid_requests_are_harmless() {
-    // Some of these are requests after all; then the upstream sees what it can read without doubt.
+    // Some of these are valid requests; the upstream then sees their unambiguous form.
     let upstream = Upstream::replying(200);
     let gateway = Gateway::start(&pass_all(&upstream));
     let address = gateway.http;

@@ -1,4 +1,4 @@
-//! Connections that begin with a PROXY header: whose are believed, and what the address in them does.
+//! Connections that begin with a PROXY header: trusted peers, and the effect of the address.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -24,7 +24,7 @@ fn v2(command: u8, family: u8, body: &[u8]) -> Vec<u8> {
     [b"\r\n\r\n\0\r\nQUIT\n", &[command, family][..], &length, body].concat()
 }
 
-/// What the upstream is told of the client.
+/// The forwarding fields that the upstream receives.
 fn told(gateway: &Gateway, header: &[u8]) -> String {
     let mut client = gateway.client();
     client.send([header, &request("GET", "/a", &[], b"")].concat());

@@ -1,4 +1,4 @@
-//! What a user sees first: the shipped configuration, 33 answers, and a refusal.
+//! The first steps of a user: the shipped configuration, 33 responses, and a refusal.
 
 use std::fs;
 use std::time::Duration;

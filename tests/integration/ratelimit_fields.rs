@@ -1,4 +1,4 @@
-//! What clients are told of their limits, besides yes and no.
+//! The RateLimit fields of responses.
 
 use crate::support::gateway::Gateway;
 use crate::support::ratelimit_parser::{items, remaining};
@@ -116,7 +116,7 @@ fn a_shadow_rule_decides_and_reports_but_never_enforces() {
     let page = gateway.metrics();
     let told =
         |rule, outcome| page.sum("transom_decisions_total", &[("route", "all"), ("rule", rule), ("outcome", outcome)]);
-    // What the real rule refuses does not reach the shadow.
+    // Requests that the enforced rule refuses are not counted by the shadow rule.
     assert_eq!([told("strict", "admitted"), told("strict", "shadowed"), told("strict", "refused")], [3, 2, 0]);
     assert_eq!([told("real", "admitted"), told("real", "shadowed"), told("real", "refused")], [5, 0, 3]);
     // A new window, a new count.

@@ -1,4 +1,4 @@
-//! The Redis servers that tests about shared counters start: that they do what those tests take for granted.
+//! The Redis servers of the tests of shared counters behave as those tests assume.
 
 use std::net::TcpStream;
 

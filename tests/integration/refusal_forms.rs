@@ -1,4 +1,4 @@
-//! What refusals look like, where a rule says so.
+//! Refusal responses as configured by a rule.
 
 use std::collections::BTreeSet;
 
@@ -79,7 +79,7 @@ fn simultaneous_refusals_describe_each_clients_windows() {
     gateway.advance_s(60);
     ask("early").expect(200);
     (0..2).for_each(|_| drop(ask("late").expect(200)));
-    // Time stands still: what was told last must not be told to somebody else.
+    // The clock is manual: the last fields must not be sent to another client.
     for _ in 0..3 {
         for (key, full, state, again) in
             [("early", "r-hour", "1;t=60, 0;t=2640", "2640"), ("late", "r-minute", "0;t=60, 1;t=2640", "60")]

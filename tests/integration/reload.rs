@@ -1,5 +1,5 @@
-//! A new configuration is taken over under load: no connection lost, no request failed, no count
-//! forgotten. The gateway is the real binary, told by a signal or by a change of the file.
+//! A new configuration is applied under load: no connection is lost, no request fails, no count is lost. The gateway is the
+//! real binary, reloaded by a signal or by a change of the file.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -104,7 +104,7 @@ fn a_briefly_missing_file_is_not_a_change() {
 fn a_change_that_needs_a_restart_is_refused_and_reported() {
     let process = Process::spawn(&rule(10));
     for (n, change) in ["workers = 7\n", "counters = { capacity = 77 }\n"].into_iter().enumerate() {
-        // Not told as well: the change and the signal may each cause a reload.
+        // Without a signal: the change and the signal could each cause a reload.
         process.rewrite(&format!("{change}{}", rule(20)));
         process.reloaded("refused", n as u64 + 1);
     }

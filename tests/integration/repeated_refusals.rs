@@ -1,4 +1,4 @@
-//! Who is refused and asks the same again, to the byte, is refused without being parsed. He must not notice, and nobody else.
+//! A refused client that repeats its request, byte by byte, is refused without parsing. The responses must not differ.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ fn count(gateway: &Gateway, name: &str, labels: &[(&str, &str)]) -> u64 {
     gateway.metrics().sum(name, labels)
 }
 
-/// An answer as it comes.
+/// A response as it arrives.
 fn raw(client: &mut Client) -> String {
     client.send(request("GET", "/a", &[], b""));
     let mut text = String::new();
@@ -150,7 +150,7 @@ fn requests_with_bodies_are_answered_as_usual() {
         assert_eq!(last.field("connection"), Some("close"));
         client.expect_closed();
     }
-    // A client of HTTP/1.0 that does not ask to be kept is not.
+    // An HTTP/1.0 connection without keep-alive is closed.
     for _ in 0..3 {
         let mut client = gateway.client();
         client.send("GET /a HTTP/1.0\r\nHost: a\r\n\r\n").answer().expect(429);
@@ -158,7 +158,7 @@ fn requests_with_bodies_are_answered_as_usual() {
     }
 }
 
-/// Whether what a client has sent lies in the gateway's socket, as the kernel has it.
+/// Whether the bytes that a client has sent are in the receive queue of the gateway's socket, according to the kernel.
 fn is_unread(client: &Client) -> bool {
     let port = |address: SocketAddr| format!(":{:04X}", address.port());
     let (own, other) = (port(client.stream.local_addr().unwrap()), port(client.stream.peer_addr().unwrap()));
@@ -170,7 +170,7 @@ fn is_unread(client: &Client) -> bool {
 
 #[test]
 fn a_client_that_reads_late_receives_every_response() {
-    // Large answers, so that few of them are more than buffers hold.
+    // Large responses, so that a few of them exceed the buffers.
     let body = "slow down\n".repeat(6500);
     let gateway = Gateway::start(&one_rule(&format!("{TWO}\nbody = {body:?}")));
     let mut client = refused(&gateway);

@@ -1,4 +1,4 @@
-//! What is too much for an upstream is refused at once, or waits in a line that has an end.
+//! Requests beyond the capacity of an upstream are refused at once, or wait in a bounded queue.
 
 use std::collections::HashSet;
 use std::process::Command;
@@ -13,10 +13,10 @@ use crate::support::process::{BINARY, Process};
 use crate::support::upstream::Upstream;
 use crate::support::{Scratch, eventually, pass_to, within};
 
-/// Answers each request when it is told to.
+/// Responds to each request when the test says so.
 struct Held {
     upstream: Upstream,
-    /// `None` once nobody is held any more.
+    /// `None` once no request is held any more.
     waiting: Arc<Mutex<Option<Vec<Sender<()>>>>>,
     /// Connections that have ended.
     ended: Arc<AtomicUsize>,
@@ -80,7 +80,7 @@ fn a_request_beyond_max_requests_is_503_at_once() {
     assert_eq!(refused(&gateway, "max_requests"), 1);
     held.release();
     first.iter_mut().for_each(|client| drop(client.answer().expect(200)));
-    // A client that goes away makes room as well.
+    // A client that disconnects frees capacity as well.
     let gone = [ask(&gateway), ask(&gateway)];
     held.arrived(2);
     gateway.get("/a").expect(503);
@@ -129,7 +129,7 @@ fn a_closed_connection_frees_capacity_for_a_waiter() {
         let state = Client::connect(gateway.admin).get("/upstreams").expect(200).json();
         state["upstreams"][0]["pending"] == 1
     });
-    // Who goes away takes its connection along.
+    // A cancelled request closes its connection.
     drop(first);
     held.arrived(2);
     held.release();
@@ -150,7 +150,7 @@ fn the_wait_for_a_connection_is_bounded() {
     first.answer().expect(200);
 }
 
-/// Sends one request of each client at the same time, and lets the server answer them.
+/// Sends one request of each client at the same time, and lets the server respond.
 fn round(held: &Held, clients: &mut [Client]) {
     round_of("/a", held, clients);
 }
@@ -217,7 +217,7 @@ fn idle_connections_leave_descriptors_for_other_upstreams() {
     command.args(["-c", "ulimit -n 240; exec \"$0\" \"$@\"", BINARY]);
     let process = Process::spawn_by(command, &toml, Scratch::new());
     let mut clients: Vec<Client> = (0..50).map(|_| process.client()).collect();
-    // Were all connections kept, the fourth upstream would find no descriptor left.
+    // If all connections were kept, the fourth upstream would find no descriptor.
     for (n, held) in upstreams.iter().enumerate() {
         round_of(&format!("/{n}"), held, &mut clients);
     }

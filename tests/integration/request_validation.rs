@@ -1,5 +1,5 @@
-//! The gate, row by row: bytes that others may read in another way are answered with 400 on a connection that is
-//! closed, and reach no upstream and no counter; what is clear passes, and arrives as it was meant.
+//! Request validation, case by case: bytes that other parsers may read differently are answered with 400 on a connection that
+//! is then closed, and reach no upstream and no counter; valid requests arrive as meant.
 
 use crate::support::client::request;
 use crate::support::gateway::Gateway;
@@ -17,10 +17,10 @@ fn toml(upstream: &Upstream) -> String {
 const GET: &str = "GET /a HTTP/1.1\r\nHost: a\r\n";
 const POST: &str = "POST /a HTTP/1.1\r\nHost: a\r\n";
 
-/// What stands behind every case: it must never be taken for a request.
+/// The bytes after every case: they must never be parsed as a request.
 const NEXT: &str = "GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n";
 
-/// What others may read in another way, and how it is answered.
+/// Ambiguous requests, and their responses.
 fn ambiguous() -> Vec<(&'static str, String, u16)> {
     vec![
         // Line ends.
@@ -56,7 +56,7 @@ fn ambiguous() -> Vec<(&'static str, String, u16)> {
         ("another host in the target", "GET http://b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("a user in the target", "GET http://a@b/a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("two Hosts of HTTP/1.0", "GET /a HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n".into(), 400),
-        // What it is about.
+        // The subject of the case.
         ("a target without a slash", "GET a HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("a fragment", "GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
         ("an authority", "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n".into(), 400),
@@ -183,7 +183,7 @@ fn the_rest_of_a_refused_body_is_not_parsed_as_a_head() {
     gateway.get("/a").expect(200);
     let body = "line\nline\nTransfer-Encoding: chunked\nContent-Length: 3\n\n".repeat(10);
     let head = format!("{POST}Content-Length: {}\r\n\r\n", body.len());
-    // It comes with the head, in part, or behind it; who is quick enough keeps the connection.
+    // The body comes with the head, in part, or after it; a fast client keeps the connection.
     for with_head in [body.len(), 100, 0] {
         let mut client = gateway.client();
         client.send(format!("{head}{}", &body[..with_head])).send_if_open(&body[with_head..]);

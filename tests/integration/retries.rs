@@ -1,4 +1,4 @@
-//! Servers that die, hang and come back under load, and what is tried again because of it.
+//! Servers that die, hang and return under load, and the resulting retries.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -14,7 +14,7 @@ fn retries(gateway: &Gateway, outcome: &str) -> u64 {
     gateway.metrics().sum("transom_upstream_retries_total", &[("upstream", "u"), ("outcome", outcome)])
 }
 
-/// A server that answers by itself, at an address that it had before if there is one.
+/// A server on a free address, or on the address that it had before.
 fn echo(address: &str) -> Process {
     Process::spawn(&format!(
         "listen = {{ http = \"{address}\", admin = \"127.0.0.1:0\" }}\nworkers = 1\n[upstreams.e]\nbuiltin = \"echo\"\n\
@@ -102,7 +102,7 @@ fn configured_statuses_are_retried_if_safe() {
         client.get("/a").expect(200);
     }
     assert!(!bad.received().is_empty());
-    // A POST may have had an effect: the answer is the client's.
+    // A POST may have had an effect: its response goes to the client.
     let statuses: Vec<u16> = (0..4).map(|_| client.post("/a", "body").status).collect();
     assert_eq!(statuses.iter().filter(|status| **status == 503).count(), 2, "{statuses:?}");
     // 500 is not on the list.
@@ -124,7 +124,7 @@ fn configured_statuses_eject_a_server() {
 
 #[test]
 fn retries_end_with_the_budget() {
-    // Whatever they are asked, they hang up.
+    // It closes the connection after every request.
     let servers: Vec<Upstream> = (0..3).map(|_| Upstream::with(|talk| drop(talk.request()))).collect();
     let addresses: Vec<_> = servers.iter().map(|server| server.address).collect();
     let settings = "ejection = false\nretries = { budget = 20, budget_min = 5, attempts = 2 }\n";
@@ -146,7 +146,7 @@ fn every_retry_uses_another_server() {
     let gateway = Gateway::start(&pass_to(&addresses, "retries = { attempts = 3 }"));
     gateway.get("/a").expect(502);
     assert!(servers.iter().all(|server| server.received().len() == 1));
-    // A lone server is asked again where that is wished for.
+    // A single server is tried again if so configured.
     let gateway = Gateway::start(&pass_to(&addresses[..1], "retries = { attempts = 3 }"));
     gateway.get("/b").expect(502);
     assert_eq!(servers[0].received().iter().filter(|request| request.target == "/b").count(), 4);

@@ -1,6 +1,6 @@
-//! A request is sent again when that is safe, once, and never otherwise.
+//! A request is resent when that is safe, once, and never otherwise.
 //!
-//! There is one event loop, so that there is one pool of idle connections.
+//! There is one worker, so that there is one connection pool.
 
 use std::sync::{Arc, Barrier};
 
@@ -13,8 +13,8 @@ fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!("workers = 1\n{}", pass_all(upstream)))
 }
 
-/// Answers one request on each connection and takes another, upon which it closes, as long as
-/// `dying` says of the connection's number; other connections answer everything.
+/// Responds to one request on each connection, reads a second and closes, for the connections that `dying` selects by number;
+/// other connections answer everything.
 fn dying_after_one(dying: impl Fn(usize) -> bool + Send + Sync + 'static) -> Upstream {
     Upstream::with(move |talk| {
         if talk.request().is_some() && talk.reply(200, &[], b"") {

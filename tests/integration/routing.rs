@@ -144,7 +144,7 @@ fn a_repeated_route_field_is_refused() {
         assert_eq!(answer.field("connection"), Some("close"));
     }
     assert_eq!(upstream.received().len(), 0);
-    // Where no route asks for its value, it is a field like any other.
+    // If no route compares its value, it is a field like any other.
     let answer = gateway.get_with("/a", &[("X-Version", "2"), ("X-Version", "3")]).expect(200);
     assert_eq!(remaining(&answer, "general"), 4);
     assert_eq!(remaining(&gateway.get_with("/v/a", &[("X-Version", "2")]).expect(200), "loose"), 999);

@@ -16,7 +16,7 @@ fn counter(cluster: &RedisCluster, part: &str) -> String {
     cluster.keys().into_iter().find(|key| key.contains(part)).unwrap_or_else(|| panic!("no {part}"))
 }
 
-/// A rule by client and one for all, whose counters lie in different slots.
+/// A rule by client and a global one, whose counters are in different slots.
 const RULES: &str = "[rules.r]\nkey = \"header:x-key\"\non_missing_key = \"skip\"\nwindows = [\"20/30d\"]\n\
                      [rules.all]\nkey = \"global\"\nwindows = [\"50/30d\"]\n";
 
@@ -92,7 +92,7 @@ fn a_dead_node_affects_only_its_rules() {
         }
         let key = counter(&cluster, "{all|}");
         let counted = || cluster.cli(&key, &["GET", &key]).parse::<usize>().unwrap();
-        // Tokens that nobody spends are given back, and what was counted alone until then is told.
+        // Unspent tokens are returned, and local usage until then is reported.
         eventually("the rule for all has counted those who passed", || counted() == passed);
         passed += keys[2..].iter().map(|key| gateways.admitted(key, 15)).sum::<usize>();
         assert!((45..=50).contains(&passed) && counted() <= 50, "{mode}: {passed} passed, {} counted", counted());
@@ -113,7 +113,7 @@ fn a_dead_node_leaves_other_slots_working() {
     cluster.nodes[dead].kill();
     for (key, _) in keys.iter().zip(&owners).filter(|(_, owner)| **owner != dead) {
         let mut client = gateway.client();
-        // Until it is known who died, others may have to wait as well.
+        // Until the dead node is known, other requests may have to wait as well.
         eventually("others are counted", || client.get_with("/a", &[("X-Key", key)]).status == 200);
         let rest = (0..10).filter(|_| client.get_with("/a", &[("X-Key", key)]).status == 200).count();
         assert_eq!(rest, 4, "{key}");
@@ -126,13 +126,13 @@ fn a_dead_node_leaves_other_slots_working() {
     eventually("it is counted again", || gateway.client().get_with("/a", &[("X-Key", unknown)]).status == 200);
 }
 
-/// Its shards lie on several nodes: those that can be told take the part of one that can not.
+/// Its shards are on several nodes: reachable shards take over the part of an unreachable one.
 #[test]
 fn usage_of_a_sharded_counter_during_an_outage_is_reported() {
     let mut cluster = RedisCluster::start();
     let rules = rule("[{ limit = 3000, period = \"30d\", shards = 3 }]", "");
     let toml = format!("workers = 1\n{}", shared(&cluster.urls(), "on_outage = \"local\"\n", &rules));
-    // A gateway begins at a shard of its own, by lot; here it is not to be the first.
+    // A gateway starts at a random shard; here the lost shard is not to be the first.
     let (gateways, own) = (0..)
         .find_map(|attempt| {
             let gateways = Siblings::start(1, &toml);
@@ -157,7 +157,7 @@ fn usage_of_a_sharded_counter_during_an_outage_is_reported() {
         let keys = cluster.keys().into_iter().filter(|name| name.contains(&key));
         keys.map(|name| cluster.cli(&name, &["GET", &name]).parse::<i64>().unwrap()).sum()
     };
-    // Tokens that nobody spends are given back.
+    // Unspent tokens are returned.
     eventually("all are counted where somebody is", || counted() == 20);
     let reported = [("fate", "reported")];
     assert!(gateways.0[0].metrics().sum("transom_shared_tokens_total", &reported) > 0, "none was counted alone");

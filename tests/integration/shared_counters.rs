@@ -1,6 +1,6 @@
-//! Several gateways on one Redis count as one: real processes, a real redis-server.
+//! Several gateways on one Redis share counters: real processes, a real redis-server.
 //!
-//! Windows are so long that none ends during a test, unless the end is what it is about.
+//! Windows are so long that none ends during a test, unless its end is the subject.
 
 use std::thread;
 use std::time::Duration;
@@ -77,7 +77,7 @@ fn a_counter_is_an_integer_key_that_expires_with_its_window() {
     assert_eq!((redis.cli(&["TYPE", &key]), redis.cli(&["GET", &key])), ("string".into(), "3".into()));
     let end_ms = ((number + 1) * 30 * 86_400_000).to_string();
     assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
-    // It is set once: not by those who come later.
+    // The expiry is set once, and not by later calls.
     assert_eq!(admitted(&gateway, "alice", 1), 1);
     assert_eq!(redis.cli(&["PEXPIRETIME", &key]), end_ms);
     // Any bytes of a client's key are safe.

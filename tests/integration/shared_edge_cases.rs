@@ -21,7 +21,7 @@ fn by(redis: &RedisServer, settings: &str, rules: &str) -> String {
     shared(&format!("\"{}\"", redis.url()), settings, rules)
 }
 
-/// A rule of its own name by the header `x-key`.
+/// A rule of this name by the header `x-key`.
 fn named(name: &str, windows: &str, more: &str) -> String {
     rule(windows, more).replace("[rules.r]", &format!("[rules.{name}]"))
 }
@@ -100,7 +100,7 @@ fn a_store_that_lost_its_data_grants_no_window_twice() {
             eventually("Redis counts again", || status(&gateway, "bob") == 200);
             let start = Instant::now();
             let mut more = 0;
-            // Also when it is asked again whether there is room.
+            // Also after the periodic query for returned tokens.
             while start.elapsed() < Duration::from_millis(if used == 10 { 12_000 } else { 500 }) {
                 more += admitted(&gateway, "alice", 5);
                 thread::sleep(Duration::from_millis(50));
@@ -289,7 +289,7 @@ fn every_rule_counts_exactly_the_admitted_requests() {
         for _ in 0..8 {
             thread::sleep(Duration::from_millis(60));
             redis.stop();
-            // Not so long that a connection is given up, and with it what is under way.
+            // Too short for a connection to be given up with its calls in flight.
             thread::sleep(Duration::from_millis(70));
             redis.cont();
         }
@@ -307,7 +307,7 @@ fn every_rule_counts_exactly_the_admitted_requests() {
     }
 }
 
-/// What is used of the layer nearest its limit; nothing as long as it can not be told.
+/// The usage of the layer nearest its limit; nothing while it is unknown.
 fn gateway_value(gateway: &Process, rule: &str, key: &str) -> serde_json::Value {
     let question = json!({ "rule": rule, "key": key }).to_string();
     let answer = Client::connect(gateway.admin).post("/v1/value", question);

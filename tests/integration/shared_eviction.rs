@@ -23,7 +23,7 @@ fn an_evicting_server_is_warned_of_on_each_new_connection() {
     gateway.says("`maxmemory-policy` is `allkeys-lru`");
     eventually("the gauge shows it", || evicting(&gateway) > 0);
 
-    // The connections of the event loop are opened anew by the next request.
+    // The next request reopens the connections of the worker.
     let reconnected = |policy: &str| {
         redis.cli(&["CONFIG", "SET", "maxmemory-policy", policy]);
         redis.cli(&["CLIENT", "KILL", "USER", "gateway"]);

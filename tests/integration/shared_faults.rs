@@ -1,5 +1,4 @@
-//! What nobody plans for: outages under load and over many windows, answers that never come in time, servers that say
-//! what no Redis says, and an end while Redis hangs.
+//! Rare failures: outages under load and over many windows, late replies, malformed replies, and an exit while Redis hangs.
 
 use std::io::{BufRead, BufReader};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,7 +19,7 @@ use crate::support::{eventually, within};
 
 /// How long a request waits for the store, unless the configuration says otherwise.
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
-/// A drain waits for so long at most for what a store that hangs could be told.
+/// The longest time that a drain waits to report to a store that hangs.
 const LAST_CALLS: Duration = Duration::from_secs(1);
 const BACK: &str = "shared counters are reached again";
 
@@ -37,7 +36,7 @@ fn reported(gateway: &Process) -> u64 {
     gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "reported")])
 }
 
-/// Has clients ask as fast as they can, each time with the next number, while something is done.
+/// Clients send requests as fast as they can, each with the next number, during an action.
 fn under_load(gateway: &Process, key: impl Fn(u64) -> String + Sync, during: impl FnOnce(&AtomicU64)) {
     let (over, number) = (AtomicBool::new(false), AtomicU64::new(0));
     let ask = || {
@@ -146,7 +145,7 @@ fn the_gateway_exits_soon_while_redis_hangs() {
     }
 }
 
-/// A server that answers scripts in a way of its own, and everything else as if it were Redis.
+/// A server that answers scripts as the test says, and everything else like Redis.
 fn strange(answer: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
     Upstream::with(move |talk| {
         let mut calls = BufReader::new(talk.stream().try_clone().unwrap());

@@ -1,7 +1,7 @@
-//! Four gateways on one Redis, some killed and started again under load: nobody gets more than the limit. And where none
-//! is killed, the limit is used up.
+//! Four gateways on one Redis, some killed and restarted under load: no key exceeds its limit. Without kills, the limit is used
+//! up.
 //!
-//! `make kills-shared` does it for a minute and says what came of it.
+//! `make kills-shared` does it for a minute and prints the result.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,22 +22,22 @@ const LAYERS: [Layer; 3] = [
 ];
 const WINDOWS: &str = "[\"4/2s\", \"12/10s\", \"60/hour\"]";
 
-/// How long; short where nobody asked for more.
+/// The duration; short by default.
 fn length() -> Duration {
     let text = std::env::var("TRANSOM_KILLS_SHARED_S");
     Duration::from_secs(text.map_or(5, |text| text.parse().expect("`TRANSOM_KILLS_SHARED_S` is a number")))
 }
 
-/// A configuration with a port that nobody else takes while its gateway is down.
+/// A configuration with a port that no other process takes while its gateway is down.
 fn toml(redis: &RedisServer, settings: &str, windows: &str) -> String {
     let listen =
         format!("listen = {{ http = \"127.0.0.1:{}\", admin = \"127.0.0.1:{}\" }}\n", free_port(), free_port());
-    // Whoever is not answered in time is not admitted, and Redis may have counted him.
+    // A request without a timely response is not admitted, and Redis may have counted it.
     let settings = format!("on_outage = \"refuse\"\ntimeout = \"1s\"\n{settings}");
     format!("{listen}workers = 2\n{}", shared(&format!("\"{}\"", redis.url()), &settings, &rule(windows, "")))
 }
 
-/// Every counter that is left in Redis holds at least what was admitted, and at most the limit.
+/// Every counter left in Redis holds at least the number of admitted requests, and at most the limit.
 fn agrees(redis: &RedisServer, tally: &crate::support::load_checker::Tally) -> usize {
     let keys: Vec<String> = redis.keys().into_iter().filter(|key| key.starts_with("transom:{r|")).collect();
     assert!(!keys.is_empty());

@@ -1,5 +1,4 @@
-//! The store of shared counters where there is more than one server: a cluster whose slots move and whose nodes die, a
-//! master that is replaced; and where they are reached by TLS.
+//! The Redis client with several servers: a cluster whose slots move and whose nodes die, a replaced master, and TLS.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -29,7 +28,7 @@ fn store_of(cluster: &RedisCluster) -> RedisClient {
     RedisClient::new(&Shared::at(Nodes::Cluster(vec![node(cluster.nodes[0].port)])))
 }
 
-/// Asks for single tokens of each counter from some tasks, one call per counter, while something happens.
+/// Several tasks request single tokens of each counter, one call per counter, during an action.
 async fn load(store: &RedisClient, bases: &[String], during: impl AsyncFnOnce(&dyn Fn() -> u64)) -> Vec<Tally> {
     let tallies: Rc<RefCell<Vec<Tally>>> = Rc::new(RefCell::new(bases.iter().map(|_| Tally::default()).collect()));
     let goes_on = Rc::new(Cell::new(true));
@@ -168,14 +167,14 @@ fn sentinels_name_the_promoted_master() {
         let tallies = load(&store, &bases, async |count| {
             more(count, 100).await;
             assert_eq!(master.number(&["EXISTS", "t:{r|a}:1"]), 1);
-            // What the replica has is what is left.
+            // The data of the replica remains.
             master.kill();
             sentinels.failed_over(&replica);
             more(count, 100).await;
             store.probe().await.unwrap();
         })
         .await;
-        // What the old master had not passed on is lost; the rest is as ever.
+        // Writes that the old master had not replicated are lost; the rest works as before.
         let counted = replica.number(&["GET", "t:{r|a}:1"]) as u64;
         assert!(counted <= tallies[0].granted + tallies[0].unknown, "{counted}: {tallies:?}");
         assert!(counted >= 100);
@@ -195,7 +194,7 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("there is none") };
         assert!(why.ends_with("knows no master called `nobody`"), "{why}");
         granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
-        // It stands still until another has its place, and does not know of it when it goes on.
+        // It hangs until another master is promoted, and does not know of it when it continues.
         master.stop();
         sentinels.failed_over(&replica);
         master.cont();

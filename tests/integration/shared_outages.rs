@@ -1,5 +1,5 @@
-//! Redis stands still, is killed, is not there, forgets, refuses: rules do what was configured, requests are answered soon,
-//! and counting goes on together by itself.
+//! Redis hangs, is killed, is unreachable, loses its data, or refuses: rules act as configured, requests are answered soon, and
+//! shared counting resumes by itself.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -36,12 +36,12 @@ fn ask(gateway: &Process, path: &str, key: &str) -> u16 {
     within(STORE_TIMEOUT, || gateway.client().get_with(path, &[("X-Key", key)]).status)
 }
 
-/// Asks more often than the limit; the answers.
+/// Sends more requests than the limit; returns the responses.
 fn asked(gateway: &Process, path: &str, key: &str) -> Vec<u16> {
     (0..LIMIT + 2).map(|_| ask(gateway, path, key)).collect()
 }
 
-/// The rules do what they are to do while Redis is away, for a key that was not seen before.
+/// The rules do what `on_outage` says, for a key that was not seen before.
 #[track_caller]
 fn does_without(gateway: &Process, key: &str) {
     let admitted = |answers: &[u16]| answers.iter().filter(|status| **status == 200).count();
@@ -72,7 +72,7 @@ fn a_hanging_redis_is_an_outage() {
         redis.cont();
         recovers(&gateway, &redis, "after");
         is_calm(&gateway);
-        // Whoever reads the log is told who that was.
+        // The log names the server.
         let (log, address) = (gateway.stderr(), format!("127.0.0.1:{}", redis.port));
         for told in ["counters are shared through", "can not be reached", "are reached again"] {
             let mut lines = log.lines().filter(|line| line.contains(told)).peekable();
@@ -102,7 +102,7 @@ fn a_killed_redis_is_an_outage_until_restarted() {
         does_without(&gateway, "during");
         redis.restart();
         recovers(&gateway, &redis, "after");
-        // What was counted here in between is known there.
+        // Local usage of the outage is known there.
         eventually("the outage is reported", || {
             let keys = redis.keys();
             let local = keys.iter().find(|name| name.starts_with("transom:{local|during}"));
@@ -113,8 +113,8 @@ fn a_killed_redis_is_an_outage_until_restarted() {
     }
 }
 
-/// A gateway tells a store that lost its data what it has last heard of a counter when it next takes tokens of it. What only
-/// others have heard of may be admitted once more until they ask; see `docs/shared.md`.
+/// A gateway reports to a store that lost its data the last usage that it knows of a counter, when it next takes tokens of it.
+/// Usage that only other gateways know may be admitted once more until they report; see the documentation of shared counters.
 #[test]
 fn known_usage_is_reported_to_an_empty_store() {
     const LIMIT: usize = 100;
@@ -128,12 +128,12 @@ fn known_usage_is_reported_to_an_empty_store() {
         let of = |gateway: usize| admitted(&gateways[gateway], "alice", LIMIT);
         (of(asks_first), of(1 - asks_first))
     };
-    // The second has heard of all 70. The first has heard of its own 10: 60 beyond the limit, and no more.
+    // The second gateway knows of all 70, the first of its own 10: 60 beyond the limit, and no more.
     assert_eq!(rest(1), (30, 0));
     assert_eq!(rest(0), (90, 0));
 }
 
-/// A failure or two are no outage, whose end something could wait for; and if it becomes one, it is told all the same.
+/// One or two failures are not an outage with an end; local usage is reported all the same, also if it becomes an outage.
 #[test]
 fn local_usage_is_reported_before_the_next_request() {
     for mode in ["lease", "exact"] {
@@ -142,7 +142,7 @@ fn local_usage_is_reported_before_the_next_request() {
         assert_eq!(ask(&gateway, "/refuse", "before"), 200);
         redis.kill();
         assert_eq!(ask(&gateway, "/local", "during"), 200);
-        // It is not lost either if Redis is still away when it is to be told.
+        // It is not lost either if Redis is still unreachable when it is to be reported.
         let unreachable = [("outcome", "unreachable")];
         eventually("it is tried", || gateway.metrics().sum("transom_shared_requests_total", &unreachable) >= 2);
         redis.restart();
@@ -151,7 +151,7 @@ fn local_usage_is_reported_before_the_next_request() {
     }
 }
 
-/// What an answer says to have cost is counted here then, and told to Redis when it is back.
+/// The cost that a response states is counted locally, and reported when Redis is reachable again.
 #[test]
 fn a_response_cost_during_an_outage_is_not_lost() {
     for mode in ["lease", "exact"] {
@@ -178,7 +178,7 @@ fn a_response_cost_during_an_outage_is_not_lost() {
             client.join().unwrap();
         });
         redis.restart();
-        // Tokens that nobody spends are given back.
+        // Unspent tokens are returned.
         let used = |name: &String| redis.cli(&["HGET", name, "used"]);
         eventually("all of it is counted", || redis.keys().iter().map(used).collect::<Vec<_>>() == ["5"]);
         is_calm(&gateway);

@@ -20,13 +20,13 @@ const PERIOD_MS: u64 = 10_000;
 /// One thing that happens.
 #[derive(Clone, Debug)]
 enum Action {
-    /// Of each counter that is named: need, want, least, what may be used beyond the limit.
+    /// For each named counter: need, want, least, and the usage allowed beyond the limit.
     Take(Vec<(usize, u64, u64, u64, u64)>),
-    /// Gives back some of what was taken in an earlier action; only if nobody came after.
+    /// Refunds some of the tokens of an earlier action; only if no later charge exists.
     Give { taken: usize, tokens: u64, only: bool },
     /// So many windows pass; as much of a window that floats, in milliseconds.
     Pass { windows: u64, ms: u64 },
-    /// Somebody else writes a plain counter.
+    /// A foreign write to a plain counter.
     Write { counter: usize, value: i64 },
 }
 
@@ -64,7 +64,7 @@ impl Oracle {
         (at, if KINDS[at] == Kind::Plain { self.window } else { 0 })
     }
 
-    /// What is used now, window by window.
+    /// The usage now, window by window.
     fn now(&self, at: usize, time_ms: u64) -> Counter {
         let mut counter = self.counters.get(&self.place(at)).copied().unwrap_or_default();
         match KINDS[at] {
@@ -205,7 +205,7 @@ fn the_scripts_agree_with_counters_in_memory() {
     let mut runner = TestRunner::new(Config { cases: 300, failure_persistence: None, ..Config::default() });
     let connection = std::cell::RefCell::new(&mut connection);
     let played = runner.run(&actions(), |actions| {
-        // A connection belongs to the loop that opened it.
+        // A connection belongs to the event loop that opened it.
         let store = RedisClient::new(&single(&server));
         on_loop(play(&store, &mut connection.borrow_mut(), actions));
         Ok(())

@@ -29,14 +29,14 @@ fn counting_continues_on_the_promoted_replica() {
             answer == 200
         });
     }
-    // One limit still, with what was counted before.
+    // Still one limit, with the earlier usage.
     let rest = gateways.0.iter().map(|gateway| admitted(gateway, "alice", 5) as i64).sum::<i64>();
     assert_eq!((more + rest, counted()), (4, 10));
 }
 
-/// `SENTINEL FAILOVER` promotes a replica while the master is well, and the master goes on as one for seconds. What is
-/// counted there after the promotion would be lost; `min-replicas-to-write` makes it refuse to count as soon as its replica
-/// has left.
+/// `SENTINEL FAILOVER` promotes a replica while the master is healthy, and the master accepts writes for some seconds more.
+/// Usage counted there after the promotion would be lost; with `min-replicas-to-write` it refuses writes as soon as its
+/// replica has left.
 #[test]
 fn a_demoted_master_with_min_replicas_stops_counting() {
     const LIMIT: usize = 60;
@@ -55,7 +55,7 @@ fn a_demoted_master_with_min_replicas_stops_counting() {
     sentinels.fail_over();
     eventually("the replica is promoted", || replica.cli(&["ROLE"]).starts_with("master"));
     eventually("the master has lost it", || master.cli(&["INFO", "replication"]).contains("connected_slaves:0"));
-    // The gateways ask in turn, so each counts what the other has not heard of.
+    // The gateways take turns, so each counts usage that the other does not know.
     let (mut admitted, mut turn) = (20, 0);
     eventually("the limit is used up", || {
         let status = gateways.0[turn % 2].client().get_with("/a", &[("X-Key", "alice")]).status;

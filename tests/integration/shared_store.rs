@@ -1,4 +1,4 @@
-//! The store of shared counters and one redis-server: what lies there, and what happens to calls when it does not answer.
+//! The Redis client and one redis-server: the stored data, and calls while the server does not reply.
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
@@ -54,7 +54,7 @@ fn leases_shrink_until_the_last_token() {
         }
         assert_eq!(slices.iter().sum::<u64>(), 100);
         assert_eq!((slices[0], slices[1], slices.last().copied()), (13, 11, Some(1)));
-        // Who needs nothing only looks.
+        // A call that needs nothing only reads.
         let look = CounterRequest { need: 0, want: 0, ..want.clone() };
         assert_eq!(granted(store.take(&[look], 0).await.unwrap())[0].used, 100);
         let over = CounterRequest { ceiling: u64::MAX, ..want };
@@ -83,18 +83,18 @@ fn the_servers_clock_selects_the_window() {
         assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
         let past = [over("t:{b}:1", grid_at, now_ms)];
         assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
-        // A gateway that is a little ahead has told its clients of the next window.
+        // A gateway whose clock is slightly ahead has reported the next window to its clients.
         let ahead = CounterRequest { at: plain_at(1, now_ms + 400, now_ms + 60_400), ..plain("t:{c}", 0, 5) };
         let took = granted(store.take(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
         assert_eq!(took[0].number, 2);
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
-        // One that is far ahead is told the time, and has counted in no window that has not begun.
+        // A gateway far ahead is corrected, and has counted in no window that has not begun.
         let astray = plain("t:{d}", 60, 5);
         assert!(matches!(
             store.take(std::slice::from_ref(&astray), now_ms + 30_000).await,
             Ok(Answer::OtherWindow { .. })
         ));
-        // So is one that has heard the time since it worked out what to ask.
+        // So is one that has learned the time since it computed the request.
         let astray = CounterRequest { asked_ms: now_ms + 30_000, ..astray };
         assert!(matches!(store.take(&[astray], now_ms).await, Ok(Answer::OtherWindow { .. })));
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
@@ -165,13 +165,13 @@ fn only_refunded_tokens_can_be_acquired_again() {
         assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 1, 9)]).await, Ok(5));
         assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 2, 9), gift("t:{b}", Kind::Grid, 1, 9)]).await, Ok(0));
         assert_eq!(redis.keys(), ["t:{a}:1", "t:{a}:account"]);
-        // Two windows on, what is left of a gift is what could not have been forgiven.
+        // Two windows later, the rest of a refund is the part that could not have been forgiven.
         store.take(&[CounterRequest { ceiling: 100, need: 40, want: 40, ..grid("t:{c}", 1, 10) }], 0).await.unwrap();
         store.take(&[CounterRequest { ceiling: 100, ..grid("t:{c}", 3, 10) }], 0).await.unwrap();
         assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
         assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 20)]).await, Ok(0));
         assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 25)]).await, Ok(5));
-        // Places that were promised: only if nobody came after.
+        // Reserved tokens: only if no later charge exists.
         let promised = |used| Refund { only_if_used: Some(used), ..gift("t:{c}", Kind::Grid, 3, 6) };
         assert_eq!(store.give(&[promised(17)]).await, Ok(0));
         assert_eq!(store.give(&[promised(16)]).await, Ok(6));
@@ -213,7 +213,7 @@ fn batched_calls_are_decided_one_by_one() {
     });
 }
 
-/// Asks for single tokens from so many tasks until told to stop; each gives up after `patience`.
+/// Many tasks request single tokens until stopped; each call times out after `patience`.
 async fn load(
     store: &RedisClient,
     want: &CounterRequest,
@@ -311,7 +311,7 @@ fn a_dropped_client_leaves_no_tasks() {
         });
         let tally = tally.await;
         assert!(tally.unknown > 0 && tally.granted > 0, "{tally:?}");
-        // What was sent before they went away is counted, and nothing else.
+        // Calls sent before the cancellation are counted, and nothing else.
         granted(store.take(&[plain("t:{a}", 2, 1)], 0).await.unwrap());
         tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
         assert_eq!(store.generation(), 1, "the connection is still the first");
@@ -377,7 +377,7 @@ fn cut_connections_under_load_duplicate_no_count() {
     });
 }
 
-/// A way to the server on which the next answer is lost, and the connection with it, each time it is told so.
+/// A proxy to the server that drops the next reply and its connection on demand.
 fn lossy_way(redis: &RedisServer) -> (u16, Arc<AtomicBool>) {
     let (listener, server) = (TcpListener::bind("127.0.0.1:0").unwrap(), redis.port);
     let (port, loses) = (listener.local_addr().unwrap().port(), Arc::new(AtomicBool::new(false)));

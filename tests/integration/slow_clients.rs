@@ -1,5 +1,4 @@
-//! slowhttptest: clients that take their time with a head, a body or an answer, and one beside them
-//! that does not.
+//! slowhttptest: clients that are slow with a head, a body or a response, beside one that is not.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,7 +11,7 @@ const SLOW: u64 = 200;
 /// They would stay for a minute.
 const LIMIT: Duration = Duration::from_secs(55);
 
-/// How the slow ones are kept in bounds.
+/// The limits on slow clients.
 const TIMEOUTS: &str = "[timeouts]\nrequest_head = \"5s\"\nbody = \"5s\"\n";
 
 struct Slow {
@@ -57,7 +56,7 @@ impl Drop for Slow {
     }
 }
 
-/// `target` is what the slow ones ask for.
+/// `target` is the request target of the slow clients.
 fn slow_ones_are_cut_and_others_served(mode: &[&str], target: &str) {
     let nginx = external_servers::nginx(|root| {
         std::fs::write(root.join("a.txt"), "small\n").unwrap();
@@ -77,7 +76,7 @@ fn slow_ones_are_cut_and_others_served(mode: &[&str], target: &str) {
         most = most.max(connections(&gateway));
     }
     assert_eq!(slow.end(), "No open connections left", "{mode:?}");
-    // Else nobody was slow.
+    // Otherwise no client was slow.
     assert!(most >= SLOW / 2, "{mode:?}: {most} at once");
     eventually("nobody is left", || connections(&gateway) == 0);
 }
@@ -98,7 +97,7 @@ fn slow_bodies_do_not_slow_other_clients() {
 
 #[test]
 fn slow_readers_do_not_slow_other_clients() {
-    // A small window, of which less is taken each second than has to be. The rest of it lies at the reader's own side,
-    // who learns of the end behind that: he must get there before his minute is over.
+    // A small window, which is read more slowly than the minimum rate. The rest is buffered at the reader, which learns of the
+    // end only behind it: the reader has to get there before its minute is over.
     slow_ones_are_cut_and_others_served(&["-X", "-n", "1", "-z", "100", "-w", "64", "-y", "128"], "/large.bin");
 }

@@ -1,4 +1,4 @@
-//! What was counted is written down, and counting goes on from there when the memory that it lay in is gone.
+//! Snapshots: counters are saved, and restored when their memory is gone.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -71,7 +71,7 @@ impl Place {
     }
 }
 
-/// What one more request leaves in each of the three rules.
+/// The remaining tokens in each of the three rules after one more request.
 fn left(process: &Process) -> [u64; 3] {
     let answer = process.get("/a").expect(200);
     ["plain", "saving", "ahead"].map(|rule| remaining(&answer, rule))
@@ -102,7 +102,7 @@ fn write(counters: &Counters, place: &Place, clock: &Clock) -> Written {
     snapshot::write(counters, &place.snapshot(), clock, Duration::ZERO).unwrap()
 }
 
-/// What stands in a table: the words by their places.
+/// The contents of a table: the words by position.
 fn words(counters: &Counters) -> BTreeMap<usize, u128> {
     counters.table.live_counters(0).map(|(place, word)| (place, word.bits())).collect()
 }
@@ -155,7 +155,7 @@ fn a_snapshot_for_another_capacity_is_ignored_with_a_warning() {
     assert!(said.contains(&place.snapshot().display().to_string()), "{said}");
 }
 
-/// A book of rules of several courses, and counters in which they were charged.
+/// A rule set of several window kinds, and counters that were charged.
 struct Counted {
     rule_set: RuleSet,
     charge_plans: Vec<ChargePlan>,
@@ -285,7 +285,7 @@ fn a_snapshot_from_the_future_is_ignored() {
     assert!(!restored(most_ms + 1, 0) && !restored(0, most_ms + 1));
 }
 
-/// How often; few where nobody asked for more.
+/// The number of kills; few by default.
 fn times(few: usize) -> usize {
     std::env::var("TRANSOM_KILLS").map_or(few, |text| text.parse::<usize>().expect("it is a number") / 10)
 }
@@ -306,7 +306,7 @@ fn a_kill_while_restoring_leaves_no_partial_file() {
     let config = place.scratch.write("gateway.toml", with_listen(&place.toml(capacity)));
     let mut rng = seeded_rng();
     let new = place.scratch.path().join("counters.new");
-    // As often as asked for, and until a kill came before the file was in its place.
+    // The requested number of times, and until a kill came before the file was in its place.
     let (mut kills, mut within) = (0, 0);
     while kills < times(10) || within == 0 {
         kills += 1;
@@ -338,7 +338,7 @@ fn a_kill_while_writing_keeps_the_former_snapshot() {
     let now_ms = clock.now().unix_ms;
     write(&many(capacity, &clock), &place, &clock);
     let mut rng = seeded_rng();
-    // As often as asked for, and until a kill came while a snapshot was being written.
+    // The requested number of times, and until a kill came while a snapshot was being written.
     let (mut kills, mut within, mut latest_ms) = (0, 0, now_ms);
     while kills < times(4) || within == 0 {
         kills += 1;
@@ -355,7 +355,7 @@ fn a_kill_while_writing_keeps_the_former_snapshot() {
         latest_ms = saved.time_ms;
         let restored = in_memory(capacity, Some(&place.snapshot()), &clock);
         assert_eq!(restored.table.live_counters(now_ms).count(), capacity);
-        // What is there is written to again; what is not yet moved is nobody's.
+        // A complete file is overwritten; a file that was not renamed yet belongs to no process.
         let _ = fs::remove_file(&new);
     }
 }
@@ -405,7 +405,7 @@ fn an_unwritable_or_foreign_path_is_refused_at_start() {
     }
 }
 
-/// A limit on the size of files stands in for a file system that is full.
+/// A limit on file size simulates a full file system.
 #[test]
 fn a_full_file_system_keeps_the_former_snapshot() {
     let place = Place::new();
@@ -444,7 +444,7 @@ fn two_gateways_can_write_one_snapshot() {
     assert_eq!(left(&Process::spawn(&place.toml(64))), [6, 5, 4]);
 }
 
-/// Holds back whoever else wants to write a snapshot, as one does that is writing.
+/// Holds the lock that a process holds while it writes a snapshot.
 fn writer(place: &Place) -> fs::File {
     let new = place.scratch.path().join("snapshot.new");
     let mut held = None;
@@ -466,7 +466,7 @@ fn the_last_snapshot_waits_for_one_that_is_being_written() {
     process.signal("TERM");
     let admin = process.admin;
     eventually("it has drained", || TcpStream::connect(admin).is_err());
-    // The time that passes is what the test is about: without a wait, the process would end now.
+    // The elapsed time is the subject of the test: without a wait, the process would end now.
     thread::sleep(Duration::from_millis(300));
     assert!(process.is_running());
     drop(held);

@@ -1,4 +1,4 @@
-//! Nothing may stand still for ever once an answer has begun, in either direction.
+//! Transfers that stall after a response has begun, in either direction, are aborted.
 
 use std::io::Read;
 use std::time::Duration;
@@ -33,7 +33,7 @@ fn a_response_in_progress_may_exceed_the_idle_timeout() {
         talk.head();
         talk.send("HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n");
         for _ in 0..8 {
-            // The time that is taken is what the test is about.
+            // The elapsed time is the subject of the test.
             std::thread::sleep(std::time::Duration::from_millis(100));
             talk.send("x");
         }
@@ -76,7 +76,7 @@ fn unsent_bytes_in_the_kernel_are_bounded() {
         before = now;
         same == 20
     });
-    // What may wait, and as much as one packet of this machine to itself.
+    // The bytes that may wait, and the maximum of one packet on this machine.
     assert!(before <= 256 * 1024, "{before}");
 }
 
@@ -107,7 +107,7 @@ fn a_client_that_does_not_read_is_closed() {
         });
     });
     assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
-    // What the kernel held for it is gone as well.
+    // The bytes in the kernel's send queue are gone as well.
     let end = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(end.kind(), std::io::ErrorKind::ConnectionReset);
 }
@@ -118,7 +118,7 @@ fn a_refused_upload_is_drained_while_it_arrives() {
     gateway.get("/a").expect(200);
     let mut client = gateway.client();
     client.send("POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 1500000\r\n\r\n");
-    // A client that reads nothing before it has sent everything. The time that it takes is what the test is about.
+    // A client that reads nothing before it has sent everything. The elapsed time is the subject of the test.
     for _ in 0..15 {
         client.send([b'x'; 100_000]);
         std::thread::sleep(std::time::Duration::from_millis(150));

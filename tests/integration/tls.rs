@@ -1,4 +1,4 @@
-//! TLS: versions, names, sessions, what is closed and why. The clients are rustls and curl.
+//! TLS: versions, names, sessions, closing. The clients are rustls and curl.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -18,7 +18,7 @@ use crate::support::{DEADLINE, Scratch, eventually, pass_all, within};
 
 const ECHO: &str = "[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/{*rest}\"\nupstream = \"u\"\n";
 
-/// What a client was shown.
+/// The certificate that a client received.
 fn shown(client: &Client<Secure>) -> &[u8] {
     &client.stream.conn.peer_certificates().unwrap()[0]
 }
@@ -66,7 +66,7 @@ fn large_bodies_are_forwarded_over_tls() {
     }
 }
 
-/// What curl says: its exit code, and the status with the version of HTTP.
+/// The result of curl: its exit code, and the status with the HTTP version.
 fn curl(authority: &Authority, address: SocketAddr, arguments: &[&str]) -> (Option<i32>, String) {
     let scratch = Scratch::new();
     let ca = scratch.write("ca.pem", &authority.pem);
@@ -118,7 +118,7 @@ fn certificates_are_selected_by_server_name() {
         ("ALSO-B.test", &all[0]),
         ("any.c.test", &all[1]),
         ("exact.c.test", &all[2]),
-        // Clients do not ask for an address by name.
+        // Clients do not send an address as server name.
         ("127.0.0.1", &main),
     ] {
         let mut client = tls.connect(gateway.https()[0], name);
@@ -174,14 +174,14 @@ fn sessions_are_resumed_until_the_certificates_change() {
             (of("full"), of("resumed"))
         };
         ask(&gateway);
-        // Whichever loop it comes to.
+        // With any worker.
         (0..8).for_each(|_| drop(ask(&gateway)));
         assert_eq!(counted(&gateway), (1, 8));
         gateway.reload(&(listen(&scratch, &issued, "") + ECHO + "name = \"other\"\n"));
         ask(&gateway);
         assert_eq!(counted(&gateway), (1, 9), "nothing about TLS has changed");
         gateway.reload(&(listen(&scratch, &authority.issue(&["a.test"]), "") + ECHO));
-        // Loops take it over one after the other.
+        // Workers adopt it one after the other.
         eventually("a session is not resumed any more", || {
             ask(&gateway);
             counted(&gateway).0 > 1
@@ -212,7 +212,7 @@ fn a_malformed_handshake_gets_an_alert() {
     let alert = client.rest();
     assert_eq!(alert.first(), Some(&21), "{alert:?}");
     eventually("it is counted", || refused(&gateway, "tls_handshake") == 1);
-    // Who only looks whether the port is open is nobody's trouble.
+    // A connection that only tests whether the port is open is not an error.
     drop(Client::connect(gateway.https()[0]));
     eventually("nobody is connected", || gateway.metrics().sum("transom_connections", &[]) == 0);
     assert_eq!(gateway.metrics().sum("transom_connections_refused_total", &[]), 1);

@@ -1,5 +1,4 @@
-//! Who is asking behind proxies: only those are believed that the configuration names, and no further than
-//! the first hop that it does not.
+//! Clients behind proxies: only configured proxies are trusted, up to the first hop that is not configured.
 
 use crate::support::client::Answer;
 use crate::support::gateway::Gateway;
@@ -34,7 +33,7 @@ fn by_list(gateway: &Gateway, lines: &[&str]) -> Answer {
 #[test]
 fn the_last_untrusted_hop_is_counted() {
     let gateway = Gateway::start(&counted_by_ip(TRUSTED, echo()));
-    // However it is spelt, and whatever stands before it, this is one client.
+    // In every notation and after any prefix, this is one client.
     let spellings: [&[&str]; 7] = [
         &["192.0.2.7"],
         &["6.6.6.6, 192.0.2.7"],
@@ -51,10 +50,10 @@ fn the_last_untrusted_hop_is_counted() {
     // The proxy itself, where it says nothing that could be read.
     assert_eq!(remaining(&by_list(&gateway, &[]), "r"), 99);
     assert_eq!(remaining(&by_list(&gateway, &["192.0.2.9, unknown"]), "r"), 98);
-    // Who it is holds for exemptions as well.
+    // The client address applies to exemptions as well.
     assert_eq!(by_list(&gateway, &["198.51.100.3"]).field("ratelimit"), None);
     assert!(by_list(&gateway, &["198.51.100.3, 192.0.2.77"]).field("ratelimit").is_some());
-    // The other field is nobody's.
+    // The other field is not used.
     assert_eq!(remaining(&gateway.get_with("/a", &[("Forwarded", "for=192.0.2.50")]).expect(200), "r"), 97);
 }
 

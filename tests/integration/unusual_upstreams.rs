@@ -1,4 +1,4 @@
-//! What upstreams and clients do that they should not, or that is rare, and nobody may suffer from.
+//! Rare and wrong behaviour of upstreams and clients that must not harm others.
 
 use std::fs;
 use std::process::Command;
@@ -17,7 +17,7 @@ fn gateway(upstream: &Upstream) -> Gateway {
 
 #[test]
 fn bytes_after_a_response_are_never_taken_for_the_next() {
-    // Else one client would get what was meant for another.
+    // Otherwise one client would receive the response to another.
     for body in [&b"fine"[..], b""] {
         let upstream = Upstream::with(move |talk| {
             while let Some(received) = talk.request() {
@@ -38,7 +38,7 @@ fn bytes_after_a_response_are_never_taken_for_the_next() {
 
 #[test]
 fn unsolicited_bytes_on_an_idle_connection_are_not_a_response() {
-    // Some servers say 408 before they close what has been idle.
+    // Some servers send 408 before they close an idle connection.
     let said = Arc::new(Barrier::new(2));
     let upstream = Upstream::with({
         let said = Arc::clone(&said);

@@ -21,7 +21,7 @@ fn echo() -> String {
     one_rule("key = \"ip\"\nwindows = [\"100000/hour\"]")
 }
 
-/// An address that nobody listens on.
+/// An address without a listener.
 fn free() -> String {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
@@ -48,7 +48,7 @@ fn the_new_process_continues_counting() {
 
 #[test]
 fn the_old_process_finishes_requests_and_the_new_one_accepts() {
-    // Whoever has not said anything yet may speak either, or only one.
+    // A connection that has sent nothing yet may use either protocol.
     ["true", "false"].iter().for_each(|h2c| one_after_the_other(&format!("[http2]\nh2c = {h2c}\n")));
 }
 
@@ -83,7 +83,7 @@ fn one_after_the_other(settings: &str) {
     let new = dynasty.succeed();
     dynasty.logged(&format!("process {new} took over, draining"));
     eventually("the old one drains", || probe.get("/p").expect(200).field("connection") == Some("close"));
-    // A connection is kept until something is asked on it, be it the first time; then the client is sent on.
+    // A connection is kept until its next request, or its first; then the client is told to reconnect.
     for mut client in [idle, fresh, scraper] {
         let target = if client.stream.peer_addr().unwrap() == dynasty.first.admin { "/readyz" } else { "/b" };
         assert_eq!(client.get(target).expect(200).field("connection"), Some("close"));
@@ -452,7 +452,7 @@ fn the_service_manager_is_notified_of_the_main_process() {
     both.sort();
     assert_eq!(both, [format!("MAINPID={new}"), "READY=1".to_owned()]);
     assert!(dynasty.first.wait().success());
-    // The old one has not said that the service stops; the new one does when it is told to.
+    // The old process has not reported the end of the service; the new one does when it is stopped.
     dynasty.signal("TERM");
     assert_eq!(told(), "STOPPING=1");
     eventually("it ends", || !is_alive(new));

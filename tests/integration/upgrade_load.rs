@@ -19,12 +19,12 @@ use crate::support::client::{HOST, request};
 use crate::support::upgrade_chain::{Dynasty, is_alive};
 use crate::support::{DEADLINE, Scratch, eventually};
 
-/// More than is asked for.
+/// More requests than the test needs.
 const LIMIT: usize = 1_000_000;
 /// After such a pause the gateway has put a connection to rest.
 const LONG: Duration = Duration::from_secs(2);
 
-/// What the clients saw.
+/// The observations of the clients.
 #[derive(Default)]
 struct Tally {
     over: AtomicBool,
@@ -45,7 +45,7 @@ impl Tally {
     }
 }
 
-/// Asks on one connection until it is told that it ends, then on the next; with a pause before each request.
+/// Sends requests on one connection until its end is announced, then on the next; with a pause before each request.
 fn keep_asking(address: SocketAddr, pause: Duration, tally: &Tally) {
     while tally.goes_on() {
         if let Err(how) = ask_on_one(address, pause, tally) {
@@ -81,7 +81,7 @@ fn ask_on_one(address: SocketAddr, pause: Duration, tally: &Tally) -> Result<(),
     Ok(())
 }
 
-/// Reads one answer, whole; its head.
+/// Reads one whole response; returns its head.
 fn answer(stream: &mut TcpStream) -> std::io::Result<String> {
     let mut received = Vec::new();
     let mut piece = [0; 4096];
@@ -126,7 +126,7 @@ async fn keep_asking_by_http2(address: SocketAddr, tally: Arc<Tally>) {
     }
 }
 
-/// Asks until the connection takes no more requests.
+/// Sends requests until the connection accepts no more.
 async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) {
     while tally.goes_on() {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -137,7 +137,7 @@ async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) 
         let answer = match tokio::time::timeout(DEADLINE, sender.try_send_request(request)).await.expect("in time") {
             Ok(answer) => answer,
             Err(mut error) => {
-                // The end had been told, and it was never taken: a client sends it on another connection.
+                // The end had been announced, and the request was never accepted: a client sends it on another connection.
                 if error.take_message().is_none() && !is_untaken(error.error()) {
                     tally.failed(format!("HTTP/2, sending: {:?}", error.error()));
                 }
@@ -153,8 +153,7 @@ async fn ask_by_http2(mut sender: SendRequest<Empty<Bytes>>, tally: Arc<Tally>) 
     }
 }
 
-/// Whether a request came behind those that the gateway said it answers (RFC 9113, section 6.8), or was not even sent
-/// because of that.
+/// Whether a request came after the last stream in GOAWAY (RFC 9113, section 6.8), or was not sent because of it.
 fn is_untaken(error: &hyper::Error) -> bool {
     let error = error.source().and_then(|source| source.downcast_ref::<h2::Error>());
     error.is_some_and(|error| error.is_go_away() && error.is_remote() && error.reason() == Some(h2::Reason::NO_ERROR))
@@ -176,7 +175,7 @@ fn ten_upgrades_under_load_fail_no_request() {
     let mut clients: Vec<_> = (0..64)
         .map(|n| {
             let tally = Arc::clone(&tally);
-            // Some ask all the time; between the requests of others the gateway puts the connection to rest.
+            // Some clients send all the time; between the requests of others the connection becomes idle.
             let pause = [3, 40, 300, 2000][n % 4] + 3 * n as u64;
             thread::spawn(move || keep_asking(address, Duration::from_millis(pause), &tally))
         })
@@ -212,12 +211,12 @@ fn ten_upgrades_under_load_fail_no_request() {
     assert!(failures.is_empty(), "{} failures, such as {:?}", failures.len(), &failures[..failures.len().min(10)]);
     let connections = tally.connections.load(Ordering::Relaxed);
     assert!(connections > 80, "nobody was ever sent on: {connections} connections");
-    // What was taken was answered, and what was not answered never reached a process.
+    // Every accepted request was answered, and no unanswered one reached a process.
     let answered = tally.answered.load(Ordering::Relaxed);
     let lines = || std::fs::read_to_string(&log).unwrap().lines().count();
     eventually("all answers are in the log", || lines() >= answered);
     assert_eq!(lines(), answered);
-    // And whoever answered it, it was counted once.
+    // And it was counted once, by either process.
     let quota = dynasty.first.get("/a").expect(200).field("ratelimit").unwrap().to_owned();
     let left = LIMIT - answered - 1;
     assert!(quota.starts_with(&format!("\"all\";r={left};")), "{answered} answers leave {quota}");

@@ -1,7 +1,8 @@
-//! What an HTTP/2 upstream does against RFC 9113: what the gateway tells the upstream, and what the client gets.
+//! Violations of RFC 9113 by an HTTP/2 upstream: the error that the gateway sends to the upstream, and the response of the
+//! client.
 //!
 //! The h2 library finds these errors and answers them. Two of its answers differ from the RFC, and one error it does not
-//! find; each is marked, and none of them lets anything wrong through to a client.
+//! find; each is marked, and none of them forwards anything wrong to a client.
 
 use std::sync::Mutex;
 use std::sync::mpsc;
@@ -25,7 +26,7 @@ const WINDOW_MAX: u32 = 0x7fff_ffff;
 /// Requests of which the body never ends.
 const UPLOAD: &str = "POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nabc";
 
-/// What an upstream answers to the first request.
+/// The reaction of an upstream to the first request.
 fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
     let (tell, told) = mpsc::channel();
     let tell = Mutex::new(tell);
@@ -33,7 +34,7 @@ fn answering(bytes: Vec<u8>) -> (Upstream, mpsc::Receiver<(u8, u32)>) {
         let mut raw = Raw::accepted(talk.stream().try_clone().unwrap());
         raw.until(HEADERS);
         raw.send(&bytes);
-        // The first error that the gateway tells.
+        // The first error that the gateway sends.
         let error = std::iter::from_fn(|| raw.next()).find(|frame| [RST_STREAM, GOAWAY].contains(&frame.kind));
         if let Some(frame) = error {
             tell.lock().unwrap().send((frame.kind, frame.code())).unwrap();
@@ -104,7 +105,7 @@ fn frames_on_closed_streams_and_beyond_the_window_are_errors() {
     }
 }
 
-/// RFC 9113, sections 8.1 and 8.3: malformed. h2 drops such fields and takes the rest, so nobody sees them.
+/// RFC 9113, sections 8.1 and 8.3: malformed. h2 drops such fields and accepts the rest, so they are not forwarded.
 #[test]
 fn misplaced_pseudo_header_fields_of_a_response_are_not_forwarded() {
     let trailers = block(&[(":status", "500"), ("x-end", "9")]);

@@ -1,5 +1,5 @@
-//! Real servers, three at a time, of which one is killed, hung and brought back under load. No client sees an
-//! error that another try could have spared it.
+//! Failover with real servers: three of a kind, of which one is killed, hung and restarted under load. No client sees an error
+//! that another attempt could have avoided.
 
 use std::fs;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,15 +22,15 @@ use crate::support::{Scratch, eventually, external_scripts, pass_to};
 
 const CLIENTS: usize = 4;
 
-/// A kind of server, and how it is asked.
+/// A kind of server, and its client.
 struct Kind {
     command: fn(&Path, SocketAddr) -> Command,
-    /// Asks at an address, again and again; `false` if it gets an error.
+    /// Sends requests to an address repeatedly; `false` if one fails.
     load: fn(SocketAddr) -> Box<dyn FnMut() -> bool>,
     settings: &'static str,
 }
 
-/// One server of that kind, with all its children in a group of its own.
+/// One server of that kind, with all its children in one process group.
 struct Server {
     address: SocketAddr,
     child: Child,
@@ -88,7 +88,7 @@ impl Drop for Server {
     }
 }
 
-/// What the clients have seen.
+/// The observations of the clients.
 #[derive(Default)]
 struct Seen {
     is_over: AtomicBool,
@@ -186,7 +186,7 @@ fn failover_between_nginx_servers_is_invisible() {
 #[test]
 fn failover_between_httpbin_servers_is_invisible() {
     let command = |home: &Path, address: SocketAddr| external_servers::gunicorn(home, &address.to_string());
-    // An answer of one piece: one that is broken off after its head can not be had again.
+    // A response of one piece: a response aborted after its head cannot be retried.
     let (errors, lost) = outage(&Kind { command, load: |address| gets(address, "/status/200"), settings: "" });
     assert_eq!(errors, 0, "{lost} were tried again");
 }
@@ -219,7 +219,7 @@ fn failover_between_websocket_servers_is_invisible_to_new_connections() {
 /// A call is a POST: one that was sent can not be tried again, and only such a one may fail.
 #[test]
 fn failover_between_grpc_servers_is_invisible() {
-    /// Answers of which the head had come: what follows it was lost with the server.
+    /// Responses whose head had come: the rest was lost with the server.
     static BROKEN: AtomicUsize = AtomicUsize::new(0);
     let load = |address: SocketAddr| -> Box<dyn FnMut() -> bool> {
         let mut client = Calm::connect(address);

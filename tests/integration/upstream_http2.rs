@@ -1,4 +1,4 @@
-//! Upstream servers that speak HTTP/2: streams, trailers, cancelling, and what servers do when they leave.
+//! HTTP/2 upstream servers: streams, trailers, cancellation, and servers that close their connections.
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -48,7 +48,7 @@ fn requests_share_one_connection() {
     let upstream = Streams::with(Setup::default(), move |mut stream| {
         let together = Arc::clone(&together);
         async move {
-            // Nobody is answered before all have come.
+            // No request is answered before all have come.
             together.wait().await;
             stream.reply("fine\n");
         }
@@ -445,7 +445,7 @@ fn a_server_without_http2_is_502_and_receives_no_request() {
 
 #[test]
 fn a_connection_without_ping_acknowledgement_is_closed() {
-    // It says what a server says at first, and then nothing for ever.
+    // It sends the initial frames of a server, and then nothing.
     let quiet = crate::support::upstream::Upstream::with(|talk| {
         talk.send([0, 0, 0, 4, 0, 0, 0, 0, 0]);
         while !talk.closed() {}
@@ -456,7 +456,7 @@ fn a_connection_without_ping_acknowledgement_is_closed() {
         quiet.toml("u")
     );
     let gateway = Gateway::start(&toml);
-    // PING is sent after half the time for which a stream may be silent, and has the other half for its answer.
+    // PING is sent after half the time for which a stream may be silent, and has the other half for its acknowledgement.
     within(Duration::from_secs(2), || gateway.get("/a").expect(502).problem());
 }
 

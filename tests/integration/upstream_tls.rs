@@ -1,4 +1,4 @@
-//! Upstream servers behind TLS: whom the gateway believes, who it is itself, and what is spoken.
+//! TLS to upstream servers: verification, client certificates, and protocols.
 
 use std::net::TcpListener;
 use std::sync::atomic::Ordering;
@@ -135,7 +135,7 @@ fn a_server_without_tls_is_502() {
 
 #[test]
 fn a_stalled_handshake_is_504() {
-    // Connections are taken by the kernel, and by nobody else.
+    // The kernel accepts connections, and no process reads from them.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let toml = format!(
         "[upstreams.u]\nservers = [\"https://{}\"]\n[timeouts]\nconnect = \"200ms\"\n{ROUTE}",

@@ -21,7 +21,7 @@ const HANDSHAKE: [(&str, &str); 4] = [
 const SWITCH: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
                       Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
 
-/// Switches protocols, and does then what the script says.
+/// Responds with 101, and then does what the script says.
 fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
     Upstream::with(move |talk| {
         if let Some(head) = talk.head() {
@@ -74,7 +74,7 @@ fn a_handshake_and_the_bytes_after_it_are_forwarded() {
     let answer = ask(&mut client).expect(101);
     assert_eq!((answer.field("upgrade"), answer.field("connection")), (Some("websocket"), Some("upgrade")));
     assert_eq!(answer.field("sec-websocket-accept"), Some("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="));
-    // Nothing is understood of it, not even what looks like HTTP.
+    // The tunnel interprets nothing, not even bytes that look like HTTP.
     for said in ["hello", "HTTP/1.1 400 Bad Request\r\n\r\n", "GET /other HTTP/1.1\r\nHost: a\r\n\r\n", "\r\n"] {
         client.send(said);
         assert_eq!(client.exactly(said.len()), said.as_bytes());
@@ -117,7 +117,7 @@ fn a_response_other_than_101_is_ordinary() {
     let mut answer = ask(&mut client).expect(426);
     client.body_of(&mut answer, "GET");
     assert_eq!(answer.text(), "no\n");
-    // The connection goes on, and what comes on it are requests.
+    // The connection continues, and later bytes on it are requests.
     client.get("/next").expect(426);
     assert_eq!(upstream.received()[1].field("upgrade"), None);
 }
@@ -277,7 +277,7 @@ fn an_idle_tunnel_is_closed_and_an_active_one_is_not() {
     let gateway = Gateway::start(&format!("{}{limits}", pass_all(&upstream)));
     let mut client = opened(&gateway);
     for _ in 0..6 {
-        // The time that is taken is what the test is about.
+        // The elapsed time is the subject of the test.
         std::thread::sleep(Duration::from_millis(100));
         client.send("x");
         assert_eq!(client.exactly(1), b"x");

@@ -1,5 +1,5 @@
-//! WebSocket through the gateway, by Python's `websockets` on both sides: messages of every size,
-//! fragments, pings, close codes and abrupt ends. The checks stand in tests/external/websocket_client.py.
+//! WebSocket through the gateway, with Python's `websockets` on both sides: messages of every size, fragments, pings, close
+//! codes and abrupt ends. The checks are in tests/external/websocket_client.py.
 
 use crate::support::external_scripts::{self, Script};
 use crate::support::test_ca::Authority;
@@ -9,7 +9,7 @@ fn upstream(server: &Script) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
-/// What fails here as well is not the gateway's fault.
+/// A failure here is not caused by the gateway.
 #[test]
 fn the_client_script_passes_without_a_gateway() {
     let theirs = Authority::new();

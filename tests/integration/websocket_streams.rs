@@ -1,5 +1,5 @@
-//! WebSocket on streams of HTTP/2 (RFC 8441): opened by an extended CONNECT, for an upstream that speaks either
-//! version. What a client of others sees is checked in tests/external/stream_client.py.
+//! WebSocket over HTTP/2 streams (RFC 8441): opened by an extended CONNECT, for upstreams of either version. External clients
+//! are covered by tests/external/stream_client.py.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
@@ -24,7 +24,7 @@ fn upstream(server: &Script) -> String {
     format!("[upstreams.u]\nservers = [\"http://{}\"]\n", server.address)
 }
 
-/// The answer of a server that has understood the handshake.
+/// The response of a server that accepts the handshake.
 fn switch(key: &str) -> String {
     let text = format!("{key}258EAFA5-E914-47DA-95CA-C5AB0DC85B11");
     let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
@@ -35,7 +35,7 @@ fn switch(key: &str) -> String {
     )
 }
 
-/// Switches protocols, and does then what the script says.
+/// Responds with 101, and then does what the script says.
 fn switching(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> Upstream {
     Upstream::with(move |talk| {
         let Some(head) = talk.head() else { return };
@@ -62,7 +62,7 @@ fn opened(gateway: &Gateway) -> Raw {
     client
 }
 
-/// A tunnel whose upstream takes nothing, and behind which nothing more can wait.
+/// A tunnel whose upstream reads nothing, with full buffers.
 fn filled(gateway: &Gateway) -> Raw {
     let mut client = Raw::connect(gateway.http);
     client.open(1, "/chat");
@@ -76,7 +76,7 @@ fn filled(gateway: &Gateway) -> Raw {
         frame.kind
     };
     while next(&mut client, &mut windows) != HEADERS {}
-    // What can move moves while the gateway answers so often.
+    // The gateway can make progress between its responses.
     let mut asked = 0;
     while asked < 20 {
         let piece = windows[0].min(windows[1]).min(16 * 1024);
@@ -185,7 +185,7 @@ fn a_refused_extended_connect_gets_an_ordinary_response() {
     let seen = upstream.received().len();
     // A server that does not change over has not opened anything, whatever it says.
     client.connect_to("websocket", "/taken", &[]).expect(502).problem();
-    // gRPC's way to tell of a fault would be a consent.
+    // A gRPC error has status 200, which would accept the handshake.
     client.connect_to("websocket", "/a", &[("content-type", "application/grpc")]).expect(501).problem();
     assert_eq!(upstream.received().len(), seen + 1);
     assert_eq!(gateway.metrics().sum("transom_tunnels", &[]), 0);
@@ -322,8 +322,8 @@ fn an_upgraded_connection_is_tunneled_to_a_stream() {
     client.expect_closed();
 }
 
-/// Follows a script, and stays until what is returned beside it is dropped; which is before the upstream is waited for, also
-/// if the test fails.
+/// Follows a script, and stays until the returned guard is dropped, which is before the upstream is joined, also if the test
+/// fails.
 fn staying(script: impl Fn(&mut Talk) + Send + Sync + 'static) -> (Upstream, mpsc::Sender<()>) {
     let (go, gone) = mpsc::channel();
     let gone = Mutex::new(gone);
@@ -392,7 +392,7 @@ fn a_client_may_keep_sending_after_the_upstream_ends() {
     let mut client = opened(&gateway);
     assert_eq!(client.until(DATA).payload, b"bye");
     while client.next().unwrap().flags & END_STREAM == 0 {}
-    // The time that is taken is what the test is about: this connection is not idle.
+    // The elapsed time is the subject of the test: this connection is not idle.
     thread::sleep(Duration::from_millis(500));
     client.send(frame(PING, 0, 0, b"12345678"));
     assert_eq!(client.next().unwrap().kind, PING);

@@ -1,5 +1,5 @@
-//! When windows begin and end, and what becomes of their tokens: opened by a first request, at a time
-//! of the operator's choice, at midnight somewhere on earth, at random; rolled over, or split.
+//! Windows of every kind, and their tokens: opened by a first request, at a configured time, at local midnight, at random;
+//! rolled over, or sharded.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::sync_channel;
@@ -14,7 +14,7 @@ use crate::support::{eventually, one_rule};
 
 const HOUR_S: u64 = 3600;
 
-/// A rule that tells users apart, with one window table.
+/// A rule that counts users separately, with one window table.
 fn per_user(window: &str) -> String {
     one_rule(&format!("key = \"header:x-user\"\non_missing_key = \"refuse\"\nwindows = [{{ {window} }}]"))
 }
@@ -48,7 +48,7 @@ fn a_first_request_opens_a_window_that_does_not_move() {
         let answer = by(&gateway, user).expect(status);
         assert_eq!(items(&answer, "ratelimit-policy")[0].get("w"), 2, "{ms}");
     }
-    // Alice's window was opened at 3002: whoever waits as told is let in.
+    // Alice's window was opened at 3002: a client that waits for Retry-After is admitted.
     let refused = by(&gateway, "alice").expect(429);
     assert_eq!((refused.field("retry-after"), t(&refused)), (Some("2"), 2));
     gateway.advance(Duration::from_millis(1998));
@@ -74,7 +74,7 @@ fn a_late_request_uses_the_window_another_opened() {
     let window = "limit = 2, period = \"1d\", start = \"first-request\"";
     let process = Process::spawn(&format!("workers = 2\n{}", per_user(window)));
     let long = format!("/{}a", "./".repeat(7000));
-    // On several connections each, which the kernel gives to both loops.
+    // On several connections each, which the kernel distributes to both workers.
     let connect = || [(); 4].map(|()| process.client());
     let ask = |clients: &mut [Client; 4], target: &str, user: usize| {
         clients[user / 16 % 4].get_with(target, &[("X-User", &user.to_string())]).expect(200);
@@ -101,7 +101,7 @@ fn a_late_request_uses_the_window_another_opened() {
 /// 2024-01-01T00:00:00Z.
 const NEW_YEAR_S: u64 = 1_704_067_200;
 
-/// A rule whose requests say what they cost.
+/// A rule whose requests state their cost.
 fn priced(window: &str) -> String {
     one_rule(&format!("key = \"ip\"\nwindows = [{{ {window} }}]\ncost = {{ request-header = \"x-cost\", max = 1000 }}"))
 }
@@ -124,7 +124,7 @@ fn unused_tokens_roll_over_up_to_the_capacity() {
         now = minute;
         assert_eq!(remaining(&spend(&mut client, cost).expect(200), "r"), value, "minute {minute}");
     }
-    // What two windows have to grant is there in two hours.
+    // The tokens of two windows are available after two hours.
     let refused = spend(&mut client, 150).expect(429);
     assert_eq!((refused.field("retry-after"), remaining(&refused, "r")), (Some("7200"), 0));
     assert_eq!(spend(&mut client, 100).expect(429).field("retry-after"), Some("3600"));

@@ -1,7 +1,7 @@
-//! A blocking HTTP/1.1 client over one raw connection, and the answers it gets.
+//! A blocking HTTP/1.1 client over one raw connection, and the responses it receives.
 //!
-//! It sends what the test says, byte for byte, and reads strictly: an answer that is not framed as
-//! RFC 9112 has it fails the test.
+//! The client sends the bytes of the test unchanged, and reads strictly: a response that is not framed as in RFC 9112
+//! fails the test.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -38,7 +38,7 @@ impl Client {
 }
 
 impl<S: Read + Write> Client<S> {
-    /// Over a connection of any kind, which has timeouts of its own.
+    /// Over a connection of any type. The connection sets its own timeouts.
     pub fn speaking(stream: S) -> Client<S> {
         Client { stream, received: Vec::new() }
     }
@@ -67,7 +67,7 @@ impl<S: Read + Write> Client<S> {
         self.ask("POST", target, &[], body.as_ref())
     }
 
-    /// Sends a request and reads its answer. A body that is not empty gets a Content-Length.
+    /// Sends a request and reads its response. A body that is not empty gets a Content-Length.
     pub fn ask(&mut self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
         self.send(request(method, target, fields, body));
         self.answer_to(method)
@@ -77,7 +77,7 @@ impl<S: Read + Write> Client<S> {
         self.answer_to("GET")
     }
 
-    /// Reads one answer, with the interim ones before it. `method` decides whether it has a body.
+    /// Reads one response and the informational responses before it. `method` decides whether it has a body.
     pub fn answer_to(&mut self, method: &str) -> Answer {
         let mut interim = Vec::new();
         loop {
@@ -92,14 +92,14 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// One answer, or `None` if the connection was closed instead.
+    /// One response, or `None` if the connection was closed instead.
     pub fn answer_or_end(&mut self) -> Option<Answer> {
         let mut answer = self.head()?;
         self.body_of(&mut answer, "GET");
         Some(answer)
     }
 
-    /// Reads the head of an answer; `None` if the connection was closed before one.
+    /// Reads the head of a response; `None` if the connection was closed before one.
     pub fn head(&mut self) -> Option<Answer> {
         let first = self.line_or_end()?;
         let (version, rest) = first.split_once(' ').unwrap_or_else(|| panic!("no status line: {first:?}"));
@@ -190,7 +190,7 @@ impl<S: Read + Write> Client<S> {
         std::mem::take(&mut self.received)
     }
 
-    /// Reads what there is; `false` at the end. A reset is an end as well.
+    /// Reads available bytes; `false` at the end. A reset counts as an end.
     fn fill(&mut self) -> bool {
         let mut piece = [0; 16 * 1024];
         match self.stream.read(&mut piece) {
@@ -238,7 +238,7 @@ pub struct Answer {
     pub body: Vec<u8>,
     pub chunked: bool,
     pub trailers: Vec<(String, String)>,
-    /// The interim answers before this one.
+    /// The informational responses before this one.
     pub interim: Vec<u16>,
 }
 
@@ -265,7 +265,7 @@ impl Answer {
         serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
     }
 
-    /// Fails unless this is a problem document that says the same status as the answer.
+    /// Fails unless this is a problem document with the same status as the response.
     #[track_caller]
     pub fn problem(&self) -> Value {
         assert_eq!(self.field("content-type"), Some("application/problem+json"), "{self:?}");

@@ -62,7 +62,7 @@ impl Notary {
         self.scratch.write("ca.pem", self.issuer.pem())
     }
 
-    /// What a server of these names takes; if `asks`, only from clients with a certificate of this authority.
+    /// The TLS settings of a server with these names. With `asks`, the server requires a client certificate of this authority.
     pub fn server(&self, identity: &Identity, protocols: &[&str], asks: bool) -> Arc<ServerConfig> {
         let chain: Vec<_> =
             CertificateDer::pem_slice_iter(identity.certificate.as_bytes()).map(Result::unwrap).collect();

@@ -1,9 +1,8 @@
-//! The same request to a server directly and through the gateway, and the two answers compared.
+//! Sends the same request to a server directly and through the gateway, and compares the two responses.
 //!
-//! Compared are the status, the body's bytes, the trailers and all fields with their values and their
-//! order among fields of one name. Left out is only what must or may differ: `Date` (the time), the
-//! fields of one connection (`Connection`, `Keep-Alive`, `Transfer-Encoding`: how the bytes were cut,
-//! not what they are; `Content-Length` stays in), and what the gateway adds, `RateLimit` and
+//! The comparison covers the status, the bytes of the body, the trailers, and all fields with their values and the order
+//! of fields of one name. It leaves out `Date`, the connection-specific fields (`Connection`, `Keep-Alive`,
+//! `Transfer-Encoding`, but not `Content-Length`), and the fields that the gateway adds, `RateLimit` and
 //! `RateLimit-Policy`, whose presence is asserted.
 
 use std::net::SocketAddr;
@@ -22,12 +21,12 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// Compares the answers to a request; returns the gateway's.
+    /// Compares the responses to a request; returns the gateway's.
     pub fn same(&self, method: &str, target: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
         self.same_bytes(method, target, &request(method, target, fields, body))
     }
 
-    /// Compares the answers to a request that is written out.
+    /// Compares the responses to a request that is written out.
     pub fn same_bytes(&self, method: &str, target: &str, bytes: &[u8]) -> Answer {
         let (direct, through) = self.both(method, bytes);
         assert_same(&format!("{method} {target}"), &direct, &through);

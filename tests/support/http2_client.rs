@@ -1,7 +1,7 @@
-//! Two clients that speak HTTP/2. `Calm` is hyper's, and asks as it should. `Raw` writes frames, one by one, right or
-//! wrong, and reads those that come back.
+//! Two HTTP/2 clients. `Calm` is hyper's client and follows the protocol. `Raw` writes single frames, valid or not, and reads
+//! the frames that come back.
 //!
-//! `Raw` writes heads without compression, and of those it receives it reads no more than it is asked for.
+//! `Raw` writes heads without compression, and decodes received heads only as far as a test needs.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -39,7 +39,7 @@ pub const INTERNAL_ERROR: u32 = 2;
 pub const CANCEL: u32 = 8;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
-/// The first byte of the head of an answer, for statuses that have a number of their own (RFC 7541, appendix A).
+/// The first byte of the head of a response, for statuses in the static table (RFC 7541, appendix A).
 pub const STATUS_200: u8 = 0x88;
 pub const STATUS_400: u8 = 0x8c;
 
@@ -68,7 +68,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A header block: fields as literals that nobody remembers.
+/// A header block of literal fields that are never indexed.
 pub fn block(fields: &[(&str, &str)]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for (name, value) in fields {
@@ -121,7 +121,7 @@ impl Raw {
         Raw { stream, received: Vec::new() }
     }
 
-    /// What a client has connected to, on which nothing was read yet: its preface is passed over, and it is greeted.
+    /// The server side of a connection on which nothing was read yet: skips the preface and sends SETTINGS.
     pub fn accepted(stream: TcpStream) -> Raw {
         Raw::accepted_with(stream, &[])
     }
@@ -135,7 +135,7 @@ impl Raw {
         raw
     }
 
-    /// Connects, and sends the preface and settings of its own.
+    /// Connects, and sends the preface and SETTINGS.
     pub fn with(address: SocketAddr, settings: &[(u16, u32)]) -> Raw {
         let mut raw = Raw::silent(address);
         raw.send("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").send(self::settings(settings));
@@ -151,7 +151,7 @@ impl Raw {
         self
     }
 
-    /// Sends what the gateway may not take any more; `false` once it does not.
+    /// Sends bytes that the gateway may no longer read; `false` once the connection is closed.
     pub fn send_if_open(&mut self, bytes: impl AsRef<[u8]>) -> bool {
         self.stream.write_all(bytes.as_ref()).is_ok()
     }
@@ -200,7 +200,7 @@ impl Raw {
         }
     }
 
-    /// The first byte of the head of the answer on a stream.
+    /// The first byte of the head of the response on a stream.
     pub fn status(&mut self, stream: u32) -> u8 {
         loop {
             let frame = self.until(HEADERS);
@@ -243,7 +243,7 @@ impl Calm {
         self.ask_for(method, &format!("http://{HOST}{path}"), fields, body)
     }
 
-    /// Asks for a whole target.
+    /// Requests a whole target.
     pub fn ask_for(&mut self, method: &str, uri: &str, fields: &[(&str, &str)], body: &[u8]) -> Answer {
         let mut request = Request::builder().method(method).uri(uri);
         for (name, value) in fields {
@@ -253,7 +253,7 @@ impl Calm {
         self.send(request.body(body).unwrap())
     }
 
-    /// Asks for a tunnel by an extended CONNECT, and is answered otherwise.
+    /// Requests a tunnel by an extended CONNECT, and expects an ordinary response.
     pub fn connect_to(&mut self, protocol: &'static str, path: &str, fields: &[(&str, &str)]) -> Answer {
         let mut request = Request::connect(format!("http://{HOST}{path}"));
         for (name, value) in fields {
@@ -267,7 +267,7 @@ impl Calm {
         self.send_unless_broken(request).expect("the answer broke off")
     }
 
-    /// `None`: there was an answer, and it broke off.
+    /// `None`: there was a response, and it was aborted.
     pub fn send_unless_broken(&mut self, request: Request<BoxBody<Bytes, std::io::Error>>) -> Option<Answer> {
         let Calm { runtime, sender } = self;
         runtime.block_on(async {
@@ -279,7 +279,7 @@ impl Calm {
         })
     }
 
-    /// Many requests at the same time; the answers in the order of the requests.
+    /// Many concurrent requests; the responses in the order of the requests.
     pub fn gets(&mut self, path: &str, count: usize) -> Vec<Answer> {
         let Calm { runtime, sender } = self;
         runtime.block_on(async {

@@ -1,6 +1,6 @@
-//! An upstream that speaks HTTP/2, in the clear or by TLS; what it makes of each request is the test's.
+//! An HTTP/2 upstream, over cleartext or TLS; the test decides on each request.
 //!
-//! It is written on the h2 library itself, so that it can do what no well-behaved server would.
+//! It uses the h2 library directly, so that it can violate the protocol.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -52,7 +52,7 @@ pub struct Stream {
     pub respond: SendResponse<Bytes>,
 }
 
-/// What becomes of the connection after a request has come.
+/// What happens to the connection after a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum After {
     Go,
@@ -124,7 +124,7 @@ impl Streams {
         Streams { address, state, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// Answers every request with 200 and a line.
+    /// Answers every request with status 200 and one line.
     pub fn replying(setup: Setup) -> Streams {
         Streams::with(setup, |mut stream| async move { stream.reply("fine\n") })
     }
@@ -185,7 +185,7 @@ async fn serve(
 impl Stream {
     pub fn reply(&mut self, text: &str) {
         let mut body = self.begin(Response::new(()));
-        // Whoever has gone away misses it.
+        // A test that has ended no longer receives.
         let _ = body.send_data(Bytes::copy_from_slice(text.as_bytes()), true);
     }
 

@@ -1,6 +1,6 @@
-//! Somebody who issues tokens: keys of every kind, made for the test, and whatever is signed with them.
+//! An issuer of tokens: keys of every type, made for the test, and tokens signed with them.
 //!
-//! Tokens are put together here by hand, so that they can be wrong in every way.
+//! Tokens are put together by hand, so that every part can be malformed.
 
 use aws_lc_rs::encoding::{AsDer, PublicKeyX509Der};
 use aws_lc_rs::rand::SystemRandom;

@@ -1,9 +1,9 @@
-//! Clients that ask without pause, whoever answers, and count who was admitted how often: the judge of gateways that
-//! are killed.
+//! Clients that send requests without pause to several gateways and count admitted requests per key and window, to check
+//! gateways that are killed under load.
 //!
-//! An answer counts in a window only if the request was sent and its answer received within it, and well within, for
-//! the gateway's clock may be a little ahead of the client's. So what the judge counts is never too much, and hardly
-//! ever too little. It does not know why an answer stays away.
+//! A response counts in a window only if its request was sent and the response received well within that window, because
+//! the clock of the gateway may be slightly ahead of the clock of the client. So the count is never too high, and rarely
+//! too low.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
@@ -16,7 +16,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::client::request;
 use super::{DEADLINE, seeded_rng};
 
-/// Keys that are asked with.
+/// The keys of the requests.
 pub const KEYS: u32 = 10_000;
 /// Half of the requests are of these, so that their limits bind.
 const HOT: u32 = 10;
@@ -30,14 +30,14 @@ pub struct Layer {
     pub period_ms: u64,
 }
 
-/// What clients were answered.
+/// The responses that clients received.
 #[derive(Default)]
 pub struct Tally {
     pub requests: u64,
     pub admitted: u64,
     /// By key, position of the layer, and number of the window.
     by_window: HashMap<(u32, usize, u64), u64>,
-    /// Of the answers that came in a window, how many there were and how many admitted.
+    /// Of the responses in a window: their number, and the number of admitted ones.
     by_answer: HashMap<(u32, usize, u64), (u64, u64)>,
 }
 
@@ -64,8 +64,8 @@ impl Tally {
         self.by_window.get(&(key, layer, window)).copied().unwrap_or(0)
     }
 
-    /// Of all windows in which a key was asked with at least twice as often as the layer grants: how many there are, and
-    /// which share of the limit was admitted.
+    /// All windows in which a key sent at least twice as many requests as the layer grants: their number, and the share of the
+    /// limit that was admitted.
     pub fn used(&self, layers: &[Layer], layer: usize) -> (usize, f64) {
         let limit = layers[layer].limit;
         let wanted = self.by_answer.iter().filter(|((_, of, _), (asked, _))| *of == layer && *asked >= 2 * limit);
@@ -74,11 +74,11 @@ impl Tally {
         (windows, admitted as f64 / (limit * windows as u64).max(1) as f64)
     }
 
-    /// Fails if a key was admitted too often; tells how many keys and windows came to their limit in each layer.
+    /// Fails if a key was admitted more often than its limit; returns how many keys and windows reached their limit per layer.
     pub fn judge(&self, layers: &[Layer]) -> Vec<usize> {
         let mut full = vec![0; layers.len()];
         for ((key, layer, window), admitted) in &self.by_window {
-            // Of the first layers only, if the test asks for these.
+            // Only the first layers, if the test names them.
             let Some(Layer { limit, .. }) = layers.get(*layer) else { continue };
             assert!(admitted <= limit, "key {key} was admitted {admitted} times in window {window} of layer {layer}");
             full[*layer] += usize::from(admitted == limit);
@@ -89,9 +89,9 @@ impl Tally {
 
 /// Where clients find the gateways, and whether they go on.
 pub struct Load {
-    /// Keys that are asked with, and how many of them half of the requests are of.
+    /// The keys of the requests, and the number of keys that get half of the requests.
     keys: (u32, u32),
-    /// Whether gateways may answer that they can not count at the moment.
+    /// Whether gateways may answer that counters are unavailable.
     may_fail: bool,
     addresses: RwLock<Vec<SocketAddr>>,
     stopped: AtomicBool,
@@ -111,13 +111,13 @@ impl Default for Load {
 }
 
 impl Load {
-    /// Of so many keys, all alike, to gateways that may have lost what they count by.
+    /// For this number of equal keys, sent to gateways that may have lost their counters.
     pub fn of(keys: u32) -> Load {
         Load { keys: (keys, keys), may_fail: true, ..Load::default() }
     }
 
-    /// From now on these gateways are asked. If there are none, clients go on with the connections that they have: where
-    /// a gateway is about to be killed, somebody else may soon have its port.
+    /// From now on requests go to these gateways. If there are none, clients keep their connections: after a gateway was
+    /// killed, another process may get its port.
     pub fn ask(&self, addresses: &[SocketAddr]) {
         *self.addresses.write().unwrap() = addresses.to_vec();
     }
@@ -127,7 +127,7 @@ impl Load {
         self.tally.lock().unwrap().judge(layers).iter().all(|full| *full > 0)
     }
 
-    /// Has four clients ask while `during` is under way, and tells what they were answered.
+    /// Four clients send requests while `during` runs; returns their responses.
     pub fn while_under_way(self, layers: &[Layer], during: impl FnOnce(&Load)) -> Tally {
         thread::scope(|scope| {
             let load = &self;
@@ -197,7 +197,7 @@ fn connect(address: SocketAddr) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// One request, and the status of its answer; an error if the other side ends in between, as one that is killed does.
+/// One request, and the status of its response; an error if the peer ends in between, as a killed process does.
 fn ask(stream: &mut TcpStream, key: u32) -> io::Result<u16> {
     stream.write_all(&request("GET", "/a", &[("X-Key", &key.to_string())], b""))?;
     let (mut head, mut piece) = (Vec::new(), [0; 4096]);

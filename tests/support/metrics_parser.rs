@@ -1,7 +1,7 @@
-//! A strict reader of Prometheus's text format, version 0.0.4.
+//! A strict parser of the Prometheus text format, version 0.0.4.
 //!
-//! What Prometheus would refuse or misread fails the test: a sample without a type, a name given
-//! twice, a series that occurs twice, a group that is torn apart, buckets that do not add up.
+//! Text that Prometheus would refuse or misread fails the test: a sample without a type, a duplicate name, a duplicate
+//! series, a family in several places, buckets that do not add up.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -109,7 +109,7 @@ fn sample(line: &str) -> (String, Labels, f64) {
     (name.to_owned(), labels, value.parse().unwrap_or_else(|_| panic!("no number: {line}")))
 }
 
-/// A label's value without its escapes, and what follows the closing quote.
+/// A label's value without its escapes, and the text after the closing quote.
 fn label_value(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut chars = text.char_indices();

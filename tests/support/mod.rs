@@ -1,13 +1,14 @@
-//! The language of the integration tests.
+//! The harness of the integration tests.
 //!
-//! `gateway` runs one in this process, with a clock that the test moves; `process` runs the real
-//! binary, and `dynasty` several in a row; `client` speaks raw HTTP/1.1 to either, byte by byte where that is the point, `h2` HTTP/2; `upstream` is
-//! a server that follows a script and remembers what it received, `streams` one that speaks HTTP/2; `parts` are real servers
-//! from Debian and PyPI, `redis`, `redis_cluster` and `sentinel` those that counters are shared through, `shared` asks them, gateways share by `siblings`; `scripts` servers and clients around libraries of others, and `edge` the gateway that they
-//! talk to, with certificates of an `authority`; `issuer` signs tokens, `tls` and `notary` certificates; `quota` and `page` read
-//! what the gateway says about limits and metrics, `judge` counts who was admitted how often.
+//! - Gateways: `gateway` runs one in this process with a manual clock, `process` the real binary, `upgrade_chain` a
+//!   process that is upgraded, `gateway_group` several on one store, `tls_gateway` one with TLS for external clients.
+//! - Clients: `client` (HTTP/1.1, byte by byte), `http2_client`, `tls`, `load_checker`, `external_scripts`.
+//! - Servers: `upstream` follows a script and records requests, `http2_upstream` the same over HTTP/2,
+//!   `external_servers` from Debian and PyPI, `redis`, `redis_cluster`, `sentinel`; `redis_client` calls the store.
+//! - Credentials: `test_ca`, `client_certificates`, `jwt_issuer`.
+//! - Parsers: `ratelimit_parser`, `metrics_parser`; `compare_direct` compares responses with and without the gateway.
 //!
-//! A panic in any thread of a gateway or an upstream fails the test: see `watch`.
+//! A panic in any thread of a gateway or an upstream fails the test: see `panic_watch`.
 
 pub mod client;
 pub mod client_certificates;
@@ -43,8 +44,8 @@ use std::time::{Duration, Instant};
 /// How long anything may take before the test gives up on it. Generous: machines are busy.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
-/// What the product promises in time is tested with this much more: on a busy machine the threads of the test and of
-/// the gateway may each wait for a core.
+/// Factor on the deadlines that the product promises: on a busy machine the threads of the test and of the gateway may
+/// wait for a core.
 const BUSY_FACTOR: u32 = 4;
 const BUSY_PAUSE: Duration = Duration::from_secs(2);
 
@@ -133,7 +134,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A directory that stays behind is no failure of what was tested.
+        // A directory that cannot be removed does not fail the test.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

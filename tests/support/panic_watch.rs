@@ -1,9 +1,9 @@
-//! Notices panics in the threads of a gateway that runs in this process.
+//! Detects panics in the threads of a gateway that runs in this process.
 //!
-//! A gateway survives a panic by design and answers 500, so a test could pass beside one. Every
-//! gateway that ends asks here, and fails its test if any has panicked. Threads are told by their
-//! names: a gateway names all of its threads, the test runner names its threads after the tests
-//! (`module::test`), and threads that a test starts have no name.
+//! A gateway survives a panic by design and answers 500, so a test could pass despite one. Each gateway checks at its end
+//! that none of its threads has panicked, and fails its test otherwise. Threads are identified by name: a gateway names
+//! all of its threads, the test runner names its threads after the tests (`module::test`), and threads started by a test
+//! have no name.
 
 use std::panic;
 use std::sync::{Mutex, Once, PoisonError};

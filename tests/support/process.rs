@@ -1,4 +1,4 @@
-//! The real binary as a process: signals, exit codes, and what it prints.
+//! The real binary as a process: signals, exit codes, and output.
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -18,8 +18,8 @@ use super::{Scratch, eventually};
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_transom");
 
-/// A process in a group of its own. The whole group is killed when it is dropped: also processes that it has started, such
-/// as those of an upgrade, and also if the test fails.
+/// A process in its own process group. Dropping it kills the whole group, including processes that it has started, such as
+/// those of an upgrade, also if the test fails.
 pub struct Owned(Child);
 
 impl Owned {
@@ -163,7 +163,7 @@ impl Process {
         status.unwrap()
     }
 
-    /// The lines on standard output behind those that tell the addresses.
+    /// The lines on standard output after those that print the addresses.
     pub fn printed(&self) -> Vec<String> {
         self.printed.lock().unwrap().clone()
     }
@@ -172,7 +172,7 @@ impl Process {
         fs::read_to_string(self.scratch.path().join("stderr")).unwrap()
     }
 
-    /// Waits until it has said this on standard error, and tells all that it said.
+    /// Waits until this appears on standard error, and returns all of standard error so far.
     pub fn says(&self, text: &str) -> String {
         eventually(&format!("it says `{text}`"), || self.stderr().contains(text));
         self.stderr()
@@ -205,7 +205,7 @@ pub fn signal(pid: u32, name: &str) {
     assert!(sent.success());
 }
 
-/// Runs the binary to its end: exit code, what it printed, what it complained about.
+/// Runs the binary to its end: exit code, standard output, standard error.
 pub fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
     let output = Command::new(BINARY).args(arguments).stdin(Stdio::null()).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();

@@ -1,4 +1,4 @@
-//! Reads the fields that tell a client about its limits (RFC 9651 lists of strings with integers).
+//! Parses the RateLimit fields of responses (RFC 9651 lists of strings with integer parameters).
 
 use super::client::Answer;
 
@@ -33,7 +33,7 @@ fn item(text: &str) -> Item {
     Item { name: name.to_owned(), params: parts.map(param).collect() }
 }
 
-/// What remains in a layer after an answer.
+/// The remaining tokens of a layer after a response.
 pub fn remaining(answer: &Answer, layer: &str) -> u64 {
     let items = items(answer, "ratelimit");
     let item = items.iter().find(|item| item.name == layer);

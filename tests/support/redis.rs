@@ -1,8 +1,7 @@
-//! A real redis-server, a process of its own on a free port of loopback, with its files in a folder that goes with it.
+//! A real redis-server in its own process, on a free loopback port, with its files in a temporary directory.
 //!
-//! It keeps nothing on disk unless the test says so: one that is started again is empty, as after a crash without a
-//! backup. It can also be reached through a socket in its folder, which is how the test looks into it,
-//! whatever the port speaks.
+//! By default nothing is saved to disk: a restarted server is empty, as after a crash without a backup. The test inspects
+//! the server through a Unix socket in its directory, whatever protocol the port speaks.
 
 use std::collections::HashSet;
 use std::fs;
@@ -99,7 +98,7 @@ impl RedisServer {
         self.scratch.write("redis.conf", text);
     }
 
-    /// Starts the process and waits until it answers; `false` if it ends instead.
+    /// Starts the process and waits until it responds; `false` if it ends instead.
     fn try_start(&mut self) -> bool {
         let log = fs::File::options().create(true).append(true).open(self.scratch.path().join("log")).unwrap();
         // One that was killed leaves its socket behind.
@@ -136,7 +135,7 @@ impl RedisServer {
         self.scratch.path()
     }
 
-    /// What redis-cli prints for a command, without the last line's end. Errors are an answer like any other.
+    /// The output of redis-cli for a command, without the last line end. Errors are returned as output.
     pub fn cli(&self, command: &[&str]) -> String {
         let mut cli = Command::new("timeout");
         cli.arg("30").arg(external_servers::program("redis-cli")).arg("-s").arg(self.socket());
@@ -147,7 +146,7 @@ impl RedisServer {
         String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
     }
 
-    /// A number that a command answers with; 0 for nothing.
+    /// The number that a command returns; 0 for nil.
     pub fn number(&self, command: &[&str]) -> i64 {
         let said = self.cli(command);
         if said.is_empty() { 0 } else { said.parse().unwrap_or_else(|_| panic!("{command:?}: {said}")) }
@@ -167,7 +166,7 @@ impl RedisServer {
         line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
     }
 
-    /// Stands still: connections stay open, and nothing is answered.
+    /// Suspends the process: connections stay open, and nothing is answered.
     pub fn stop(&self) {
         signal(self.id(), "STOP");
     }
@@ -177,7 +176,7 @@ impl RedisServer {
         signal(self.id(), "CONT");
     }
 
-    /// Ends it at once. Whoever connects is refused from then on.
+    /// Kills the process. Later connections are refused.
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().unwrap();
@@ -213,8 +212,8 @@ impl Drop for RedisServer {
     }
 }
 
-/// A port that nobody listens on, and not the one ten thousand above it, where nodes of a cluster talk to one another.
-/// The system gives neither to outgoing connections, so that a server that is killed can come back to it.
+/// A port without a listener, whose cluster bus port (10,000 higher) has no listener either. The system assigns neither to
+/// outgoing connections, so that a killed server can return to its port.
 pub fn free_port() -> u16 {
     static GIVEN: Mutex<Option<HashSet<u16>>> = Mutex::new(None);
     let mut given = GIVEN.lock().unwrap();

@@ -1,4 +1,4 @@
-//! A store of one event loop, asked directly: what tests about shared counters say to it.
+//! A Redis client of one worker, called directly by tests of shared counters.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub fn single(redis: &RedisServer) -> Shared {
     Shared::at(Nodes::Single(node(redis.port)))
 }
 
-/// Runs a test on an event loop like the gateway's.
+/// Runs a test on an event loop like that of a worker.
 pub fn on_loop<T>(test: impl Future<Output = T>) -> T {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).unwrap();
     runtime.block_on(async { tokio::time::timeout(3 * DEADLINE, test).await.expect("the test ends") })
@@ -70,7 +70,7 @@ pub fn refused(answer: Answer) -> Vec<CounterReply> {
     }
 }
 
-/// Asks until there is an answer, whichever.
+/// Repeats the call until there is a reply of any kind.
 pub async fn answered(store: &RedisClient, wants: &[CounterRequest]) -> Answer {
     let start = std::time::Instant::now();
     loop {
@@ -83,7 +83,7 @@ pub async fn answered(store: &RedisClient, wants: &[CounterRequest]) -> Answer {
     }
 }
 
-/// What became of many calls for one token.
+/// The results of many calls for one token.
 #[derive(Default, Debug)]
 pub struct Tally {
     pub granted: u64,

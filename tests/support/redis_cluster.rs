@@ -73,7 +73,7 @@ impl RedisCluster {
         owner.unwrap_or_else(|| panic!("nobody has slot {slot}"))
     }
 
-    /// The node that has a key, asked about it.
+    /// The node that owns a key, queried about it.
     pub fn cli(&self, key: &str, command: &[&str]) -> String {
         self.nodes[self.owner(self.slot(key))].cli(command)
     }
@@ -95,7 +95,7 @@ impl RedisCluster {
         self.end_move(slot, from, to);
     }
 
-    /// From here on the old node sends whoever asks for a key that it does not have to the new one (ASK).
+    /// From here on the old node redirects requests for keys that it no longer has to the new node (ASK).
     pub fn begin_move(&self, slot: u16, from: usize, to: usize) {
         let slot = slot.to_string();
         self.ok(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", &self.id(from)]);
@@ -122,7 +122,7 @@ impl RedisCluster {
     pub fn end_move(&self, slot: u16, from: usize, to: usize) {
         let (slot, id) = (slot.to_string(), self.id(to));
         let others = (0..self.nodes.len()).filter(|node| ![from, to].contains(node) && self.nodes[*node].is_running());
-        // The new one first, so that there is always one who has it.
+        // The new node first, so that the slot always has an owner.
         [to, from]
             .into_iter()
             .chain(others)

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use super::redis::{RedisServer, free_port};
 use super::{Scratch, eventually, external_servers};
 
-/// What the master is called, by sentinels and the gateway's configuration.
+/// The name of the master for the sentinels and in the gateway's configuration.
 pub const MASTER: &str = "counts";
 
 pub struct Sentinels {

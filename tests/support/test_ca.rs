@@ -15,7 +15,7 @@ use super::Scratch;
 pub const NAMES: [&str; 2] = ["localhost", "gateway.test"];
 
 pub struct Authority {
-    /// Its own certificate: what clients are told to trust.
+    /// The certificate of the authority, which clients trust.
     pub ca: PathBuf,
     pub certificate: PathBuf,
     pub private_key: PathBuf,

@@ -1,7 +1,7 @@
-//! Certificates made for a test, and clients who speak TLS.
+//! Certificates made for a test, and TLS clients.
 //!
-//! An [`Authority`] issues certificates; a [`Tls`] is what a client knows and shows; what it connects to
-//! is spoken to as any other connection, by a [`Client`].
+//! An [`Authority`] issues certificates; a [`Tls`] holds the trust and the certificate of a client; its connections are used
+//! through a [`Client`].
 
 use std::fmt::Write as _;
 use std::io;
@@ -21,7 +21,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, Support
 use super::client::{Client, HOST};
 use super::{DEADLINE, Scratch};
 
-/// Who issues certificates.
+/// A certificate authority.
 pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     der: CertificateDer<'static>,
@@ -48,7 +48,7 @@ impl Authority {
         Authority { der: certificate.der().clone(), pem: certificate.pem(), issuer: Issuer::new(params, key) }
     }
 
-    /// A certificate for names, with a key of its own (ECDSA on P-256).
+    /// A certificate for names, with its own key (ECDSA on P-256).
     pub fn issue(&self, names: &[&str]) -> Issued {
         self.issue_by(names, KeyPair::generate().unwrap(), |_| {})
     }
@@ -121,7 +121,7 @@ pub fn listen(scratch: &Scratch, certificate: &Issued, more: &str) -> String {
 
 pub type Secure = StreamOwned<ClientConnection, TcpStream>;
 
-/// What a client knows, shows and remembers.
+/// The trusted authorities, the certificate and the sessions of a client.
 #[derive(Clone)]
 pub struct Tls {
     pub config: Arc<ClientConfig>,
@@ -132,7 +132,7 @@ impl Tls {
         Tls::new(authority, None, &[&version::TLS13, &version::TLS12])
     }
 
-    /// With a certificate of its own.
+    /// With its own certificate.
     pub fn showing(authority: &Authority, own: &Issued) -> Tls {
         Tls::new(authority, Some(own), &[&version::TLS13, &version::TLS12])
     }

@@ -1,5 +1,4 @@
-//! A gateway as it stands on the internet: one listener in the clear and one with TLS, for clients that
-//! nobody here wrote.
+//! A gateway with one cleartext and one TLS listener, for external client programs.
 
 use std::net::SocketAddr;
 
@@ -33,8 +32,8 @@ impl Edge {
     }
 }
 
-/// A configuration of one route for everything, with a rule that refuses nobody or, if `refusing`,
-/// everybody after the first request.
+/// A configuration of one route for everything, with a rule that refuses no request or, with `refusing`, every request
+/// after the first.
 pub fn all_to(upstream: &str, refusing: bool) -> String {
     let window = if refusing { "1/366d" } else { "1000000/hour" };
     format!(

@@ -1,5 +1,5 @@
-//! A gateway whose processes take over from one another. It is started through a link, so that another program
-//! can be put in its place.
+//! A gateway whose processes replace each other. The first is started through a symbolic link, so that another program can
+//! replace it.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -62,7 +62,7 @@ impl Dynasty {
         signal(self.pid().unwrap(), name);
     }
 
-    /// Tells the process that serves to hand over, and waits until it has.
+    /// Signals the serving process to hand over, and waits until it has.
     pub fn succeed(&self) -> u32 {
         let old = self.pid().unwrap();
         signal(old, "USR2");

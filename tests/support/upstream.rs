@@ -1,7 +1,7 @@
-//! A server that follows a script and remembers what it received.
+//! A server that follows a script and records the requests.
 //!
-//! Every connection gets a thread, and the script a [`Talk`] to read requests from and to send bytes
-//! to, right or wrong. A script that panics fails the test when the upstream goes.
+//! Every connection gets a thread, and the script a [`Talk`] to read requests from and to send bytes to, valid or not. A
+//! script that panics fails the test when the upstream is dropped.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -17,7 +17,7 @@ pub struct Upstream {
     pub address: SocketAddr,
     state: Arc<State>,
     acceptor: Option<JoinHandle<()>>,
-    /// Holds a port on which nobody listens.
+    /// Holds a port that has no listener.
     _bound: Option<Socket>,
 }
 
@@ -96,7 +96,7 @@ impl Upstream {
         Upstream::with(move |talk| while talk.request().is_some() && talk.reply(status, &[], b"fine\n") {})
     }
 
-    /// Makes of every request an answer.
+    /// Maps every request to a response.
     pub fn answering(answer: impl Fn(&Received) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         Upstream::with(move |talk| {
             while let Some(received) = talk.request() {
@@ -107,7 +107,7 @@ impl Upstream {
         })
     }
 
-    /// An address where connections are refused, and nobody else can listen meanwhile.
+    /// An address that refuses connections, and that no other process can listen on meanwhile.
     pub fn refusing() -> Upstream {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&"127.0.0.1:0".parse::<SocketAddr>().unwrap().into()).unwrap();
@@ -164,7 +164,7 @@ pub struct Talk {
     stream: TcpStream,
     state: Arc<State>,
     buffer: Vec<u8>,
-    /// Where the request that was read last stands among all.
+    /// The position of the last request among all requests.
     place: usize,
 }
 
@@ -284,7 +284,7 @@ impl Talk {
     }
 }
 
-/// An answer as bytes, with a Content-Length.
+/// A response as bytes, with a Content-Length.
 pub fn reply(status: u16, fields: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     let mut bytes = format!("HTTP/1.1 {status} Scripted\r\n").into_bytes();
     for (name, value) in fields {
