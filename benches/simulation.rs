@@ -1,7 +1,7 @@
 //! What leases cost: Redis calls, requests that wait for one, and tokens that nobody gets, by the number of gateways and
-//! the rate of requests. A simulation, request by request; docs/shared-model.md says what it takes for granted.
+//! the rate of requests. A simulation, request by request; docs/explanation/lease-model.md says what it takes for granted.
 //!
-//! `cargo bench --bench simulation` prints the table; `-- --chart docs/shared-load.svg` draws it as well, and `-- --small`
+//! `cargo bench --bench simulation` prints the table; `-- --chart docs/explanation/lease-load.svg` draws it as well, and `-- --small`
 //! prints what benches/leases.py measures instead. What the gateway does is written down here once more; its constants
 //! are the gateway's own.
 
@@ -358,7 +358,7 @@ fn panel(svg: &mut String, left: f64, title: &str, (low, high): (i32, i32), line
 
 fn heading(load: &Load) {
     println!("\n{}\n", load.name);
-    println!("| requests/s | gateways | Redis calls/s | calls per request | waited | nobody got, of the limit |");
+    println!("| requests/s | gateways | Redis calls/s | calls per request | waited | unused, of the limit |");
     println!("| ---------: | -------: | ------------: | ----------------: | -----: | -----------------------: |");
 }
 
@@ -401,7 +401,7 @@ fn main() {
         );
         panel(&mut svg, 50.0, "Redis calls per request", (-5, 0), &figures[0]);
         panel(&mut svg, 340.0, "% of requests that waited", (-3, 2), &figures[1]);
-        panel(&mut svg, 630.0, "% of the limit that nobody got", (-3, 2), &figures[2]);
+        panel(&mut svg, 630.0, "% of the limit that stayed unused", (-3, 2), &figures[2]);
         svg.push_str("</g>\n");
     }
     if let Some(path) = chart {

@@ -1,6 +1,7 @@
 //! Runs the commands of README and docs, and compares their output.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
 use crate::support::gateway::Gateway;
@@ -11,6 +12,20 @@ const HOUR_S: u64 = 472_223 * 3600;
 
 fn document(name: &str) -> String {
     fs::read_to_string(format!("{}/{name}", env!("CARGO_MANIFEST_DIR"))).unwrap()
+}
+
+/// Names of README and of all pages in the folders of `docs`.
+fn documents() -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut names = vec!["README.md".to_owned()];
+    for folder in fs::read_dir(root.join("docs")).unwrap() {
+        for page in fs::read_dir(folder.unwrap().path()).unwrap() {
+            names.push(page.unwrap().path().strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+        }
+    }
+    names.retain(|name| Path::new(name).extension() == Some("md".as_ref()));
+    names.sort();
+    names
 }
 
 /// The shipped configuration, so many seconds before the end of an hour.
@@ -64,11 +79,10 @@ fn the_readmes_console_output_is_true() {
 
 #[test]
 fn the_documented_decision_api_responses_are_true() {
-    let operation = document("docs/operation.md");
+    let page = document("docs/guides/decision-api.md");
     let gateway = shipped(2137);
-    let command =
-        operation.lines().find(|line| line.starts_with("    curl -s http://127.0.0.1:9900/v1/limit")).unwrap();
-    let (_, shown) = operation.split_once("\n    {\"allowed\"").unwrap();
+    let command = page.lines().find(|line| line.starts_with("    curl -s http://127.0.0.1:9900/v1/limit")).unwrap();
+    let (_, shown) = page.split_once("\n    {\"allowed\"").unwrap();
     let (shown, _) = shown.split_once("\n\n").unwrap();
     // Dots stand for the other windows.
     let shown = format!("{{\"allowed\"{}", shown.replace(", …", ""));
@@ -96,8 +110,11 @@ fn the_readme_quotes_check_of_the_shipped_file() {
 #[test]
 fn every_documented_command_line_is_accepted() {
     let mut count = 0;
-    for name in ["README.md", "docs/configuration.md", "docs/operation.md", "docs/shared.md"] {
-        for line in document(name).lines().filter_map(|line| line.strip_prefix("    transom ")) {
+    for name in documents() {
+        // Code is indented by four blanks or more, text in a list by fewer.
+        let text = document(&name);
+        let code = text.lines().filter(|line| line.starts_with("    ")).map(str::trim_start);
+        for line in code.filter_map(|line| line.strip_prefix("transom ")) {
             let arguments: Vec<&str> = line.split(" #").next().unwrap().split_whitespace().chain(["--help"]).collect();
             // The arguments before `--help` are parsed first.
             let (code, _, err) = run(&arguments);
@@ -105,5 +122,43 @@ fn every_documented_command_line_is_accepted() {
             count += 1;
         }
     }
-    assert!(count >= 4, "only {count} command lines were found");
+    assert!(count >= 9, "only {count} command lines were found");
+}
+
+/// Each heading of a page, as GitHub makes an anchor of it.
+fn anchors(text: &str) -> Vec<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
+    let anchor = |heading: &str| {
+        let kept = heading.chars().filter(|sign| sign.is_alphanumeric() || [' ', '-', '_'].contains(sign));
+        kept.collect::<String>().to_lowercase().replace(' ', "-")
+    };
+    headings.map(anchor).collect()
+}
+
+#[test]
+fn every_link_of_the_documentation_leads_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut count = 0;
+    let others = ["ARCHITECTURE.md", "CHANGELOG.md", "benches/README.md"].map(str::to_owned);
+    for name in documents().into_iter().chain(others) {
+        let text = document(&name);
+        for link in text.split("](").skip(1) {
+            let link = link.split(')').next().unwrap();
+            if link.contains("://") {
+                continue;
+            }
+            let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = match path {
+                "" => root.join(&name),
+                path => root.join(&name).parent().unwrap().join(path),
+            };
+            assert!(target.exists(), "{name}: {link}");
+            if !anchor.is_empty() {
+                let found = anchors(&fs::read_to_string(&target).unwrap());
+                assert!(found.iter().any(|found| found == anchor), "{name}: {link}: {found:?}");
+            }
+            count += 1;
+        }
+    }
+    assert!(count >= 100, "only {count} links were found");
 }

@@ -114,7 +114,8 @@ fn a_killed_redis_is_an_outage_until_restarted() {
 }
 
 /// A gateway reports to a store that lost its data the last usage that it knows of a counter, when it next takes tokens of it.
-/// Usage that only other gateways know may be admitted once more until they report; see the documentation of shared counters.
+/// Usage that only other gateways know may be admitted once more until they report; see
+/// `docs/guides/shared-counters.md`.
 #[test]
 fn known_usage_is_reported_to_an_empty_store() {
     const LIMIT: usize = 100;

@@ -1,7 +1,7 @@
 //! Limits that change while requests come: what was used of a window that is open stays used.
 //!
 //! Of windows that each stand for themselves, split or not, and of those that requests open. What windows that
-//! hang together owe is read by the new limit, which ARCHITECTURE.md tells of.
+//! hang together owe is read by the new limit, see docs/explanation/windows.md.
 
 use std::collections::HashMap;
 
