@@ -15,10 +15,11 @@ use crate::http::rate_limit_key::Starts;
 use crate::http::ratelimit_headers::seconds_until;
 use crate::http::store_key_text::{Digester, Spelling};
 use transom_limiter::acquire::Charge;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, Seed};
-use transom_limiter::rule_set::{ChargePlan, CompiledRule, Decision, LayerRef, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 
 /// What is asked for.

@@ -40,11 +40,10 @@ use crate::redis_store::Shared;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError, TooManyLayers};
-use transom_limiter::counter::END_MAX_MS;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::RuleSet;
-use transom_limiter::window::PERIOD_MAX_MS;
+use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
 use worker::{DrainTimes, Order};
 
 pub mod error;

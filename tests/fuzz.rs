@@ -16,9 +16,10 @@ mod proxy_header;
 
 use fastrand::Rng;
 use transom::persistence::file_header::Header;
-use transom_limiter::counter::{CounterWord, END_MAX_MS};
+use transom_limiter::counter::CounterWord;
 use transom_limiter::key::Seed;
 use transom_limiter::table::Table;
+use transom_limiter::window::END_MAX_MS;
 
 /// Gives a property every seed, and many changes of each: bytes flipped, left out, repeated, or taken from
 /// another seed or from `pieces`.

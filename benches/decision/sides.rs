@@ -14,12 +14,13 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
-use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 const SEED: Seed = Seed(0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210);

@@ -11,11 +11,11 @@ use transom::clock::Clock;
 use transom::config::{self, Config};
 use transom::persistence::file_header::Header;
 use transom::persistence::{Counters, OpenError, snapshot};
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::{KeyHash, Seed};
-use transom_limiter::rule_set::RuleSet;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 const NOW_MS: u64 = 1_700_000_100_000;

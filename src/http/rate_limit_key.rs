@@ -19,10 +19,9 @@ use super::overrides::{self, Overrides, RuleTreatment};
 use super::store_key_text::{Digester, Spelling};
 use crate::config::Route;
 use crate::jwt::cache::Checker;
-use transom_limiter::decision_context::KeyedRequest;
 use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::rule::Cost;
-use transom_limiter::rule_set::CompiledRule;
+use transom_limiter::rule_set::{CompiledRule, KeyedRequest};
 use transom_limiter::window::Windows;
 
 /// How the key of one rule is found in the requests of one route.

@@ -21,11 +21,11 @@ use rustix::io::Errno;
 use crate::clock::Clock;
 use crate::config;
 use transom_limiter::atomics::{AtomicU128, Ordering};
-use transom_limiter::counter::END_MAX_MS;
 use transom_limiter::format_registry::FormatRegistry;
 use transom_limiter::key::Seed;
 use transom_limiter::memory::{AtomicSlice, Memory};
 use transom_limiter::table::{Table, TableStats};
+use transom_limiter::window::END_MAX_MS;
 
 pub mod background;
 pub mod file;

@@ -29,10 +29,11 @@ use sha2::{Digest, Sha256};
 use super::file::MODE;
 use super::{AHEAD_MAX_MS, Counters};
 use crate::clock::Clock;
-use transom_limiter::counter::{CounterWord, END_MAX_MS};
+use transom_limiter::counter::CounterWord;
 use transom_limiter::format_registry::{CounterFormat, CounterFormats};
 use transom_limiter::key::Seed;
 use transom_limiter::table::{TableLayout, Watermarks};
+use transom_limiter::window::END_MAX_MS;
 
 const MAGIC: [u8; 16] = *b"transom\0snapshot";
 /// As that of the counters file, of which it holds the words.

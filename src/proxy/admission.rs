@@ -14,9 +14,9 @@ use crate::http::rate_limit_key::Caller;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses::Reply;
 use crate::redis_store::decision::{Begun, SharedDecision, SharedOutcome, Unavailable};
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::Decision;
 
 /// What is asked, and by whose rules.
 pub struct PendingAdmission {

@@ -19,9 +19,10 @@ use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
 use crate::redis_store::decision::Unavailable;
 use crate::redis_store::scripts::Refund;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::{Decision, LayerRef};
+use transom_limiter::rule_set::{KeyedRequest, LayerRef};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::waiter_limit::WaiterSlot;
 

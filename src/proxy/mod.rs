@@ -53,8 +53,8 @@ use repeat_refusal::Again;
 use request_record::Record;
 use response_body::{Body, Content};
 use response_future::ResponseFuture;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::rule_set::Decision;
 use websocket::{WebSocketHandshake, conclude};
 use worker_state::{ConnectionInfo, Peer, Scratch, Target, WorkerConfig, WorkerState};
 

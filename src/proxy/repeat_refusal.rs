@@ -15,8 +15,9 @@ use http::{HeaderMap, Method, Version, header};
 use super::request_record;
 use super::worker_state::{Peer, Scratch, WorkerConfig, WorkerState};
 use crate::http::headers::SpecialFields;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule_set::KeyedRequest;
 
 /// Of such a request, all that its decision needs.
 pub struct Again {

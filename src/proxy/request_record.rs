@@ -16,8 +16,8 @@ use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_GONE};
 use crate::metrics::events::RouteMeter;
 use crate::upstream::response_body::Broken;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
-use transom_limiter::rule_set::Decision;
 
 /// Of a host and of a path, in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;

@@ -13,9 +13,10 @@ use super::worker_state::{WorkerConfig, WorkerState};
 use crate::config::Config;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::redis_store::scripts::Refund;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::Cost;
+use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::sharded_counter::ShardReceipt;
 
 /// A rule of a route whose cost the answer tells.

@@ -38,9 +38,10 @@ use crate::upstream::pool::Pool;
 use crate::upstream::request_body::BodyDrain;
 use crate::upstream::server_health::UpstreamHealth;
 use crate::upstream::server_pool::ServerPool;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
+use transom_limiter::rule_set::KeyedRequest;
 use transom_limiter::table::Table;
 
 pub struct WorkerState {

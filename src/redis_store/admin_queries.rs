@@ -11,10 +11,10 @@ use super::Shared;
 use super::decision::{DecisionProgress, SharedDecision, SharedOutcome, Unavailable};
 use super::exact_mode::Sent;
 use super::scripts::{Answer, CounterRequest, Refund, TOKENS_MAX};
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
-use transom_limiter::shared_counting::CountingMode;
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 
 /// A question about one key under one rule, which is the only one of its roster.
 pub struct Subject<'a> {

@@ -21,11 +21,10 @@ use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
 use super::scripts::{Answer, CounterRequest, Refund};
 use crate::metrics::redis::Outcome;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::{ChargePlan, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::part_of_shard;
-use transom_limiter::shared_counting::CountingMode;
 use transom_limiter::table::Counter;
 
 /// So many failures in a row open the breaker, each at least as long after the one before as a request waits.

@@ -17,11 +17,12 @@ use super::Shared;
 use super::exact_mode::Sent;
 use super::scripts::Refund;
 use crate::metrics::redis::Without;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::{OnOutage, Sharing};
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
-use transom_limiter::shared_counting::{CountingMode, LocalDecision};
+use transom_limiter::rule_set::{ChargePlan, CountingMode, LayerRef, RuleSet};
+use transom_limiter::shared_counting::LocalDecision;
 
 /// So often a request asks in vain, as when others take the tokens that it fetches before it can.
 pub(super) const ROUNDS_MAX: u32 = 64;

@@ -12,11 +12,12 @@ use super::circuit_breaker::UNLIMITED;
 use super::decision::{Next, SharedDecision, within};
 use super::lease_sizing::Record;
 use super::scripts::{Answer, CounterReply, CounterRequest, Refund, gifts};
-use transom_limiter::decision_context::{DecisionContext, DecisionResult, KeyedRequest};
+use transom_limiter::decision::{Decision, Waiter};
+use transom_limiter::decision_context::{DecisionContext, DecisionResult};
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::OnOutage;
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet, Waiter};
-use transom_limiter::shared_counting::{CountingMode, LocalDecision};
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
+use transom_limiter::shared_counting::LocalDecision;
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;

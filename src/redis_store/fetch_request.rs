@@ -8,11 +8,10 @@ use super::lease_sizing::id;
 use super::scripts::{At, CounterRequest};
 use super::token_fetch::TokenFetch;
 use transom_limiter::counter::Usage;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule::Sharing;
-use transom_limiter::rule_set::{ChargePlan, LayerRef, RuleSet, StoreFormat};
-use transom_limiter::shared_counting::CountingMode;
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet, StoreFormat};
 use transom_limiter::store_key::{NumberedWindow, numbered_window};
 use transom_limiter::table::Counter;
 

@@ -13,9 +13,9 @@ use transom::config;
 use transom::http::rate_limit_key::Starts;
 use transom::persistence::file_header::Header;
 use transom_limiter::counter::CounterWord;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
-use transom_limiter::rule_set::RuleSet;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::table::Table;
 
 use crate::support::gateway::with_listen;

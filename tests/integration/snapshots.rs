@@ -19,11 +19,12 @@ use transom::persistence::background::BackgroundWriter;
 use transom::persistence::file_header::Header;
 use transom::persistence::snapshot::{self, Written};
 use transom_limiter::counter::CounterWord;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::CounterFormats;
 use transom_limiter::key::KeyHash;
-use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::table::{Table, Watermarks};
 
 use crate::support::gateway::{START_S, with_listen};

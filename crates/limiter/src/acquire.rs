@@ -10,7 +10,7 @@ use crate::atomics::{Ordering, fence};
 use crate::counter::{AcquireRequest, Usage, WindowKind};
 use crate::sharded_counter::{ShardReceipt, Sharding, ShardsResult};
 use crate::table::{Counter, CounterResult, PeekedSlot, Receipt, Slot, Table};
-use crate::window_sequence::Time;
+use crate::window::Time;
 
 /// One counter of a request: what is asked of it, and what it answered.
 #[derive(Clone, Copy, Debug)]

@@ -16,16 +16,13 @@
 
 use std::ops::RangeInclusive;
 
-use crate::window_sequence::{Time, WindowSequence};
+use crate::window::{END_BITS, END_MAX_MS, Time, WindowSequence};
 
 /// So far the times of two threads are never apart, not even if one was put to sleep in between.
 const MAX_CLOCK_SKEW_MS: u64 = 60_000;
 const COUNT_BITS: u32 = 32;
-const END_BITS: u32 = 42;
 /// Bits of a tag: what is left of the word beside the window's end and the count.
 pub const TAG_BITS: u32 = 128 - COUNT_BITS - END_BITS;
-/// The last millisecond that a word can name: 2109-05-15T07:35:11.103Z.
-pub const END_MAX_MS: u64 = (1 << END_BITS) - 1;
 
 /// The state of one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

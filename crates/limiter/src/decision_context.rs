@@ -2,22 +2,9 @@
 //! allocates.
 
 use crate::acquire::Charge;
-use crate::key::KeyHash;
-use crate::rule_set::{ChargePlan, LayerRef, RuleSet};
+use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::ShardReceipt;
-use crate::shared_counting::CountingMode;
 use crate::window::Window;
-
-/// Who asks, under one rule, and for how much.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct KeyedRequest {
-    pub key: KeyHash,
-    /// Where the key's windows start if they start at random, as a share of the period in units of 2^-64.
-    pub offset: u64,
-    /// Which of the rule's variants applies; 0: the windows of everyone.
-    pub variant: usize,
-    pub cost: u32,
-}
 
 /// The inputs, the result and the reusable memory of one decision.
 ///

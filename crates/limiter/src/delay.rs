@@ -9,14 +9,14 @@
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::counter::{AcquireRequest, WindowKind, tokens_granted};
-use crate::decision_context::{DecisionContext, KeyedRequest};
+use crate::decision::{Decision, Waiter};
+use crate::decision_context::DecisionContext;
 use crate::decision_time::DecisionTime;
 use crate::rule::OnLimit;
-use crate::rule_set::{ChargePlan, CompiledRule, Decision, LayerRef, RuleSet, StoreFormat, Waiter};
+use crate::rule_set::{ChargePlan, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet, StoreFormat};
 use crate::sharded_counter::ShardReceipt;
-use crate::shared_counting::CountingMode;
 use crate::table::{CounterResult, Table};
-use crate::window_sequence::Time;
+use crate::window::Time;
 
 /// How often a request tries to take a place that another one took in between.
 const TRIES: u32 = 16;

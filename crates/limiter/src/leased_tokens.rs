@@ -11,8 +11,9 @@
 //! Who fetches, from where, and how much, is not known here.
 
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
-use crate::counter::{AcquireRequest, CounterWord, END_MAX_MS, Usage, WindowKind};
+use crate::counter::{AcquireRequest, CounterWord, Usage, WindowKind};
 use crate::table::{Counter, Table};
+use crate::window::END_MAX_MS;
 
 /// What tells a purse from the counter that it lies beside, and a tally from both. Purses outlive the process where
 /// counters do, so these never change.
@@ -159,7 +160,7 @@ impl<const W: usize> Table<W> {
 mod tests {
     use super::*;
     use crate::table::CounterResult;
-    use crate::window_sequence::Time;
+    use crate::window::Time;
 
     const COUNTER: Counter = Counter { key: Key { bucket_hash: 3, tag: 7 }, layer: 0 };
 

@@ -7,21 +7,42 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::acquire::{AcquireResult, Charge, acquire_all};
+use crate::acquire::Charge;
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, WindowKind};
-use crate::decision_context::{DecisionContext, KeyedRequest};
-use crate::decision_time::DecisionTime;
-use crate::key::{KeyPart, Seed};
+use crate::format_registry::{CounterFormat, CounterFormats};
+use crate::key::{KeyHash, KeyPart, Seed};
 use crate::limit::Limit;
 use crate::rule::{Cost, OnLimit, Rule, Sharing};
 use crate::sharded_counter::Sharding;
-use crate::shared_counting::CountingMode;
 use crate::store_key::WindowSegments;
-use crate::table::{Counter, Table};
-use crate::waiter_limit::{WaiterLimit, WaiterSlot};
-use crate::window::Windows;
-use crate::window_sequence::{Time, WindowSequence};
+use crate::table::Counter;
+use crate::waiter_limit::WaiterLimit;
+use crate::window::{Time, WindowSequence, Windows};
+
+/// Who asks, under one rule, and for how much.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KeyedRequest {
+    pub key: KeyHash,
+    /// Where the key's windows start if they start at random, as a share of the period in units of 2^-64.
+    pub offset: u64,
+    /// Which of the rule's variants applies; 0: the windows of everyone.
+    pub variant: usize,
+    pub cost: u32,
+}
+
+/// How the rules of a roster are counted in one decision.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CountingMode {
+    /// In ordinary counters.
+    Local,
+    /// With tokens that were fetched beforehand.
+    Leased,
+    /// In ordinary counters, beside what is known to be used elsewhere.
+    LocalFallback,
+    /// Not here.
+    Remote,
+}
 
 /// One layer made ready: what its counters are known by, and what is asked of them.
 #[derive(Debug)]
@@ -104,28 +125,6 @@ pub struct ChargePlan {
     /// Whether every layer that any client may have is plain and whole, and nothing is left to do
     /// for a refused request: all that such a decision needs is known when the code is compiled.
     is_plain: bool,
-}
-
-/// What the rules say to a request.
-#[derive(Debug)]
-pub enum Decision {
-    Admitted,
-    /// It has been charged, and may pass from this moment on.
-    Delayed {
-        until_ms: u64,
-        waiter: Option<Waiter>,
-        /// The layers that it has to be charged in again then: see [`Book::charge_again`].
-        recharge: Vec<LayerRef>,
-    },
-    Refused,
-}
-
-/// A place among those who wait because of a rule.
-#[derive(Debug)]
-pub struct Waiter {
-    /// The rule's position in the roster.
-    pub rule: usize,
-    pub slot: WaiterSlot,
 }
 
 /// All rules, made ready.
@@ -378,7 +377,7 @@ impl RuleSet {
     /// Narrow before wide: a counter of one client before the counter of all, a small limit before a
     /// large one. The narrow is likelier to be full, and a charge that must be given back is then
     /// one that few share.
-    fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
+    pub(super) fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
         layers.sort_by_key(|layer_ref| self.layer_of(charge_plan, *layer_ref).rank);
     }
 
@@ -390,119 +389,77 @@ impl RuleSet {
     pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
         self.rules[charge_plan.rules[position]].rule.is_shadow()
     }
+}
 
-    /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
-    /// `None` where the rule does not apply.
-    pub fn decide<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        now: DecisionTime<'_>,
-        context: &mut DecisionContext,
-    ) -> Decision {
-        context.clear();
-        let decision = if context.use_default_windows() {
-            self.acquire_layers(charge_plan, &charge_plan.enforced, table, now, context, true)
-        } else {
-            let layers = self.layers_of_request(charge_plan, context);
-            let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
-            context.scratch.layer_buffer = layers;
-            decision
-        };
-        if !matches!(decision, Decision::Refused) {
-            self.decide_shadow_rules(charge_plan, table, now, context);
-        }
-        decision
-    }
-
-    /// The lines of a request whose windows are not everyone's, in the desk's own list.
-    pub(super) fn layers_of_request(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
-        let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
-        layers.clear();
-        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
-            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadow_rules.contains(&position)) {
-                layers.extend(self.layers_of_rule(charge_plan, position, keyed_request.variant));
-            }
-        }
-        self.sort_layers(charge_plan, &mut layers);
-        layers
-    }
-
-    /// Lets the shadow rules decide as well.
-    fn decide_shadow_rules<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        table: &Table<W>,
-        now: DecisionTime<'_>,
-        context: &mut DecisionContext,
-    ) {
-        for position in &charge_plan.shadow_rules {
-            let Some(keyed_request) = context.inputs.keyed_requests[*position] else { continue };
-            let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
-            layers.clear();
-            layers.extend(self.layers_of_rule(charge_plan, *position, keyed_request.variant));
-            if let Decision::Refused = self.acquire_layers(charge_plan, &layers, table, now, context, false) {
-                context.result.shadowed.push(*position);
-            }
-            context.scratch.layer_buffer = layers;
+impl CompiledLayer {
+    fn counter_format(&self) -> CounterFormat {
+        CounterFormat {
+            accumulates: self.kind != WindowKind::Plain,
+            shards: self.shards,
+            max_ahead: self.max_ahead,
+            grants: (self.limit, self.capacity),
+            limits_differ: self.limit_differs,
         }
     }
+}
 
-    /// Charges the given lines, all or none, behind what is on the desk already.
-    pub(super) fn acquire_layers<const W: usize>(
-        &self,
-        charge_plan: &ChargePlan,
-        layers: &[LayerRef],
-        table: &Table<W>,
-        mut now: DecisionTime<'_>,
-        context: &mut DecisionContext,
-        may_wait: bool,
-    ) -> Decision {
-        let first = context.result.charges.len();
-        let waits = may_wait && (charge_plan.may_delay || context.inputs.reserve);
-        loop {
-            let now_ms = now.unix_ms;
-            context.result.decided_ms = context.result.decided_ms.max(now_ms);
-            match charge_plan.is_shared {
-                true => context.add_shared_charges(self, charge_plan, table, layers, now_ms, first),
-                false => context.add_charges(self, charge_plan, layers, now_ms, first),
-            }
-            let charges = &mut context.result.charges[first..];
-            let outcome = match charge_plan.is_plain {
-                true => acquire_all(table, charges, &mut context.result.shard_receipts, Time::all_plain(now_ms)),
-                false => acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)),
+impl RuleSet {
+    fn set_store_formats(&mut self) {
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            layer.store_shards = layer.shards;
+            layer.store_format = match layer.kind {
+                WindowKind::Plain | WindowKind::Leased => StoreFormat::Plain,
+                WindowKind::Grid(_) => StoreFormat::Account,
+                WindowKind::Floating(_) => StoreFormat::Floating,
             };
-            match outcome {
-                AcquireResult::Admitted
-                    if charge_plan.is_shared
-                        && self.exceeds_known_usage(charge_plan, table, now_ms, context, first) =>
-                {
-                    for receipt in context.take_receipts(first) {
-                        table.refund(receipt.receipt, receipt.request, self.time(now_ms));
-                    }
-                }
-                AcquireResult::Admitted => return Decision::Admitted,
-                // This thread's time is behind one that another thread already acted upon.
-                AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
-                // There is no later time than the last that a counter can name.
-                AcquireResult::Late => return Decision::Refused,
-                AcquireResult::Refused if charge_plan.is_plain => return Decision::Refused,
-                AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
-                AcquireResult::Refused if self.cap_debt(charge_plan, table, self.time(now_ms), context, first) => {}
-                AcquireResult::Refused => {
-                    if waits && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
-                        return delayed;
-                    }
-                    // Whoever looks for a place looks at the counters again, and may have found one full that was not.
-                    if waits && context.is_full_by_debt(first) && now.advance() {
-                        continue;
-                    }
-                    if charge_plan.counts_refused && !charge_plan.is_shared {
-                        self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
-                    }
-                    return Decision::Refused;
-                }
+        }
+    }
+
+    /// How the layers write their counters. Those of one counter, such as those of a rule's plans, do it in one way:
+    /// as tokens that roll over if they do in one of them, and in as many shards as the most of them have.
+    pub fn counter_formats(&self) -> CounterFormats {
+        let mut formats = CounterFormats::default();
+        for layer in self.rules.iter().flat_map(|entry| &entry.layers) {
+            formats.join(layer.id, layer.counter_format());
+        }
+        formats
+    }
+
+    /// Reads counters as they were written, in one of these ways or another.
+    pub fn adopt_formats(&mut self, formats: &CounterFormats) {
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
+            if format.accumulates && layer.kind == WindowKind::Plain {
+                layer.kind = WindowKind::Grid(layer.windows_index as u32);
+            }
+            layer.shards = if format.accumulates { 1 } else { format.shards };
+            layer.limit_differs = format.limits_differ;
+            layer.max_ahead = format.max_ahead;
+        }
+    }
+
+    /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
+    /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
+    /// `true` if there is one that would do otherwise.
+    pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
+        let mut holds = false;
+        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+            let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
+            holds |= layer.shards > known.shards;
+            layer.shards = layer.shards.min(known.shards);
+            // Windows that requests open are never read otherwise.
+            let rolls = own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
+            if rolls || own.max_ahead > known.max_ahead {
+                holds = true;
+                layer.is_constrained = true;
+                layer.capacity = layer.limit;
+                layer.reserve = 0;
+                layer.max_ahead = known.max_ahead;
+            }
+            if rolls {
+                layer.kind = WindowKind::Plain;
             }
         }
+        holds
     }
 }

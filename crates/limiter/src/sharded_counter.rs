@@ -7,7 +7,7 @@
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, Usage, WindowKind};
 use crate::table::{Counter, CounterResult, Receipt, Table};
-use crate::window_sequence::Time;
+use crate::window::Time;
 
 /// Into how many shards a counter may be split.
 pub const SHARDS_MAX: u32 = 1024;

@@ -6,26 +6,14 @@
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::counter::{Usage, usage};
-use crate::decision_context::{DecisionContext, DecisionResult, KeyedRequest, SharingState};
+use crate::decision::Decision;
+use crate::decision_context::{DecisionContext, DecisionResult, SharingState};
 use crate::decision_time::DecisionTime;
 use crate::rule::{OnLimit, OnOutage, Sharing};
-use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, Decision, LayerRef, RuleSet};
+use crate::rule_set::{ChargePlan, CompiledLayer, CompiledRule, CountingMode, KeyedRequest, LayerRef, RuleSet};
 use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::table::{Counter, Table};
-use crate::window_sequence::Time;
-
-/// How the rules of a roster are counted in one decision.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum CountingMode {
-    /// In ordinary counters.
-    Local,
-    /// With tokens that were fetched beforehand.
-    Leased,
-    /// In ordinary counters, beside what is known to be used elsewhere.
-    LocalFallback,
-    /// Not here.
-    Remote,
-}
+use crate::window::Time;
 
 /// What came of deciding some lines.
 #[derive(Debug)]

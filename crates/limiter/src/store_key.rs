@@ -125,10 +125,9 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::counter::END_MAX_MS;
     use crate::key::{KeyPart, OnMissing};
     use crate::rule::Plan;
-    use crate::window::Calendar;
+    use crate::window::{Calendar, END_MAX_MS};
 
     const MINUTE_MS: u64 = 60_000;
     const DAY_MS: u64 = 1440 * MINUTE_MS;

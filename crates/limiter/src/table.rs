@@ -13,11 +13,11 @@ use std::sync::Arc;
 use crate::atomics::{AtomicU64, Ordering, fence};
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
 use crate::counter::{
-    AcquireRequest, Acquired, CounterWord, END_MAX_MS, Usage, WindowKind, acquired, capped, extended_to_request,
-    overflow_usage, queue_position, queue_positions, refunded_with_rest, reset, usage,
+    AcquireRequest, Acquired, CounterWord, Usage, WindowKind, acquired, capped, extended_to_request, overflow_usage,
+    queue_position, queue_positions, refunded_with_rest, reset, usage,
 };
 use crate::memory::{AtomicSlice, LINE_BYTES, Memory};
-use crate::window_sequence::Time;
+use crate::window::{END_MAX_MS, Time};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;

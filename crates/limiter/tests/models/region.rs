@@ -5,7 +5,7 @@ use std::sync::Arc;
 use transom_limiter::bucket::{InsertResult, Key, OpenWindow, SlotArray, WATERMARKS};
 use transom_limiter::counter::{AcquireRequest, CounterWord, acquired, usage};
 use transom_limiter::memory::Memory;
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use crate::scene::{explore, race};
 

@@ -10,7 +10,7 @@ use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::counter::{AcquireRequest, WindowKind};
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
-use transom_limiter::window_sequence::{Time, WindowSequence};
+use transom_limiter::window::{Time, WindowSequence};
 
 /// Runs `model` in every interleaving with at most so many preemptions, and returns all outcomes.
 pub fn explore<T: Ord + Send + 'static>(preemptions: usize, model: fn() -> T) -> BTreeSet<T> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
 

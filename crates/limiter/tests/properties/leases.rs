@@ -7,7 +7,7 @@ use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, Usage, refunded};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use crate::scene::{START_MS, counter, mixed};
 

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
 use transom_limiter::counter::{AcquireRequest, Acquired, CounterWord, acquired, refunded, usage};
 use transom_limiter::table::Table;
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use crate::oracle::{Oracle, Stand, Wish};
 use crate::scene::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use transom_limiter::acquire::AcquireResult;
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{CounterResult, Table};
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use crate::oracle::{Oracle, Wish};
 use crate::scene::{Action, Clocks, START_MS, actions, ask, costs, counter, limits, play, wishes};

@@ -5,17 +5,17 @@
 
 use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::{Counter, Table};
-use transom_limiter::window::Windows;
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::{Time, Windows};
 
 use crate::state::{COUNTERS, Each, Gateway, NARROW, WIDE, Window};
 

@@ -4,14 +4,13 @@
 use std::collections::{BTreeMap, HashMap};
 
 use proptest::prelude::*;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Rule};
-use transom_limiter::rule_set::Decision;
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
-use transom_limiter::window::Windows;
-use transom_limiter::window_sequence::WindowSequence;
+use transom_limiter::window::{WindowSequence, Windows};
 
 use crate::oracle::{Expected, Oracle, Wish};
 use crate::scene::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};

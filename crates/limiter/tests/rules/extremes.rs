@@ -1,13 +1,12 @@
 //! The largest and the smallest numbers: nothing overflows, nothing panics, nothing that is full admits.
 
 use proptest::prelude::*;
-use transom_limiter::counter::END_MAX_MS;
 use transom_limiter::key::Seed;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::table::Table;
-use transom_limiter::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
+use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 
 use crate::oracle::Expected::{Admitted, Refused};
 use crate::scene::{Gateway, delay, limit, plain, rule};

@@ -5,11 +5,12 @@ use std::cell::{Cell, RefCell};
 
 use proptest::prelude::*;
 use transom_limiter::counter::Usage;
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Rule, Sharing};
-use transom_limiter::rule_set::{Decision, LayerRef};
+use transom_limiter::rule_set::LayerRef;
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::window::Windows;
 

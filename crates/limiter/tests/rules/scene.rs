@@ -5,12 +5,13 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, KeyValue, OnLimit, Override, Plan, Rule};
-use transom_limiter::rule_set::{ChargePlan, Decision, LayerRef, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 use transom_limiter::window::{Calendar, Windows};
 

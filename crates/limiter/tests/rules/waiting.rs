@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, OnLimit, Rule};
-use transom_limiter::rule_set::Decision;
 use transom_limiter::sharded_counter::ShardReceipt;
 
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};

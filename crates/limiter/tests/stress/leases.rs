@@ -9,7 +9,7 @@ use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::Table;
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 use super::{THREADS, counter, end_ms, mixed};
 

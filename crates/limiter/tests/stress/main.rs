@@ -17,7 +17,7 @@ use transom_limiter::acquire::{AcquireResult, Charge, acquire_all};
 use transom_limiter::bucket::Key;
 use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
-use transom_limiter::window_sequence::Time;
+use transom_limiter::window::Time;
 
 const THREADS: u64 = 8;
 /// Two layers of three rules each: length of their windows, and tokens in them.

@@ -5,12 +5,13 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::KeyHasher;
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{OnLimit, Rule, Sharing};
-use transom_limiter::rule_set::{Decision, RuleSet};
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;

@@ -9,12 +9,13 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-use transom_limiter::decision_context::{DecisionContext, KeyedRequest};
+use transom_limiter::decision::Decision;
+use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::{KeyHasher, KeyPart, OnMissing, Seed};
 use transom_limiter::limit::Limit;
 use transom_limiter::rule::{Cost, Exemptions, OnLimit, OnOutage, Rule, Sharing};
-use transom_limiter::rule_set::{ChargePlan, Decision, RuleSet};
+use transom_limiter::rule_set::{ChargePlan, KeyedRequest, RuleSet};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::table::Table;
 use transom_limiter::window::Windows;

@@ -1,0 +1,245 @@
+//! Decides requests: charges all layers of a charge plan or none, and peeks at them without charging.
+//!
+//! A decision writes into a [`DecisionContext`] that is reused from request to request, so that it does not allocate.
+
+use crate::acquire::{AcquireResult, acquire_all, peek_all};
+use crate::decision_context::DecisionContext;
+use crate::decision_time::DecisionTime;
+use crate::rule_set::{ChargePlan, CountingMode, LayerRef, RuleSet};
+use crate::table::Table;
+use crate::waiter_limit::WaiterSlot;
+use crate::window::Time;
+
+/// What the rules say to a request.
+#[derive(Debug)]
+pub enum Decision {
+    Admitted,
+    /// It has been charged, and may pass from this moment on.
+    Delayed {
+        until_ms: u64,
+        waiter: Option<Waiter>,
+        /// The layers that it has to be charged in again then: see [`Book::charge_again`].
+        recharge: Vec<LayerRef>,
+    },
+    Refused,
+}
+
+/// A place among those who wait because of a rule.
+#[derive(Debug)]
+pub struct Waiter {
+    /// The rule's position in the roster.
+    pub rule: usize,
+    pub slot: WaiterSlot,
+}
+
+impl RuleSet {
+    /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
+    /// `None` where the rule does not apply.
+    pub fn decide<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> Decision {
+        context.clear();
+        let decision = if context.use_default_windows() {
+            self.acquire_layers(charge_plan, charge_plan.enforced(), table, now, context, true)
+        } else {
+            let layers = self.layers_of_request(charge_plan, context);
+            let decision = self.acquire_layers(charge_plan, &layers, table, now, context, true);
+            context.scratch.layer_buffer = layers;
+            decision
+        };
+        if !matches!(decision, Decision::Refused) {
+            self.decide_shadow_rules(charge_plan, table, now, context);
+        }
+        decision
+    }
+
+    /// The lines of a request whose windows are not everyone's, in the desk's own list.
+    pub(super) fn layers_of_request(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
+        let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
+        layers.clear();
+        for (position, keyed_request) in context.inputs.keyed_requests.iter().enumerate() {
+            if let Some(keyed_request) = keyed_request.filter(|_| !charge_plan.shadow_rules().contains(&position)) {
+                layers.extend(self.layers_of_rule(charge_plan, position, keyed_request.variant));
+            }
+        }
+        self.sort_layers(charge_plan, &mut layers);
+        layers
+    }
+
+    /// Lets the shadow rules decide as well.
+    fn decide_shadow_rules<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) {
+        for position in charge_plan.shadow_rules() {
+            let Some(keyed_request) = context.inputs.keyed_requests[*position] else { continue };
+            let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
+            layers.clear();
+            layers.extend(self.layers_of_rule(charge_plan, *position, keyed_request.variant));
+            if let Decision::Refused = self.acquire_layers(charge_plan, &layers, table, now, context, false) {
+                context.result.shadowed.push(*position);
+            }
+            context.scratch.layer_buffer = layers;
+        }
+    }
+
+    /// Charges the given lines, all or none, behind what is on the desk already.
+    pub(super) fn acquire_layers<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        layers: &[LayerRef],
+        table: &Table<W>,
+        mut now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+        may_wait: bool,
+    ) -> Decision {
+        let first = context.result.charges.len();
+        let waits = may_wait && (charge_plan.may_delay || context.inputs.reserve);
+        loop {
+            let now_ms = now.unix_ms;
+            context.result.decided_ms = context.result.decided_ms.max(now_ms);
+            match charge_plan.is_shared {
+                true => context.add_shared_charges(self, charge_plan, table, layers, now_ms, first),
+                false => context.add_charges(self, charge_plan, layers, now_ms, first),
+            }
+            let charges = &mut context.result.charges[first..];
+            let outcome = match charge_plan.is_plain() {
+                true => acquire_all(table, charges, &mut context.result.shard_receipts, Time::all_plain(now_ms)),
+                false => acquire_all(table, charges, &mut context.result.shard_receipts, self.time(now_ms)),
+            };
+            match outcome {
+                AcquireResult::Admitted
+                    if charge_plan.is_shared
+                        && self.exceeds_known_usage(charge_plan, table, now_ms, context, first) =>
+                {
+                    for receipt in context.take_receipts(first) {
+                        table.refund(receipt.receipt, receipt.request, self.time(now_ms));
+                    }
+                }
+                AcquireResult::Admitted => return Decision::Admitted,
+                // This thread's time is behind one that another thread already acted upon.
+                AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
+                // There is no later time than the last that a counter can name.
+                AcquireResult::Late => return Decision::Refused,
+                AcquireResult::Refused if charge_plan.is_plain() => return Decision::Refused,
+                AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
+                AcquireResult::Refused if self.cap_debt(charge_plan, table, self.time(now_ms), context, first) => {}
+                AcquireResult::Refused => {
+                    if waits && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
+                        return delayed;
+                    }
+                    // Whoever looks for a place looks at the counters again, and may have found one full that was not.
+                    if waits && context.is_full_by_debt(first) && now.advance() {
+                        continue;
+                    }
+                    if charge_plan.counts_refused() && !charge_plan.is_shared {
+                        self.charge_refusal(charge_plan, table, self.time(now_ms), context, first);
+                    }
+                    return Decision::Refused;
+                }
+            }
+        }
+    }
+}
+
+impl RuleSet {
+    /// Looks at the counters of the enforced rules; `true` if all have room.
+    pub fn peek<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> bool {
+        context.clear();
+        if charge_plan.is_plain() && context.use_default_windows() {
+            context.result.decided_ms = now.unix_ms;
+            context.add_charges(self, charge_plan, charge_plan.enforced(), now.unix_ms, 0);
+            return peek_all(table, &mut context.result.charges, Time::all_plain(now.unix_ms));
+        }
+        self.peek_all_layers(charge_plan, table, now, context)
+    }
+
+    /// As [`Book::look`], whatever the counters are.
+    // Apart from it, for the plain way is that of clients who are refused again and again.
+    #[inline(never)]
+    fn peek_all_layers<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> bool {
+        let layers = self.layers_of_request(charge_plan, context);
+        let all_fit = self.peek_until_current(table, now, context, |context, now_ms| match charge_plan.is_shared {
+            true => self.add_charges_for_peek(charge_plan, &layers, table, now_ms, context),
+            false => context.add_charges(self, charge_plan, &layers, now_ms, 0),
+        });
+        if charge_plan.is_shared {
+            self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
+        }
+        context.scratch.layer_buffer = layers;
+        all_fit
+    }
+
+    /// Looks at what is put down, and again where the time may have been too old.
+    fn peek_until_current<const W: usize>(
+        &self,
+        table: &Table<W>,
+        mut now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+        put_down: impl Fn(&mut DecisionContext, u64),
+    ) -> bool {
+        loop {
+            context.result.decided_ms = now.unix_ms;
+            put_down(context, now.unix_ms);
+            let all_fit = peek_all(table, &mut context.result.charges, self.time(now.unix_ms));
+            if all_fit || !context.is_full_by_debt(0) || !now.advance() {
+                return all_fit;
+            }
+        }
+    }
+
+    /// Puts down lines to be looked at: of those that are shared, what is known of all gateways together.
+    fn add_charges_for_peek<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        layers: &[LayerRef],
+        table: &Table<W>,
+        now_ms: u64,
+        context: &mut DecisionContext,
+    ) {
+        self.set_counting_modes(charge_plan, |_within| false, &mut context.sharing.counting_modes);
+        context
+            .sharing
+            .counting_modes
+            .iter_mut()
+            .filter(|counting_mode| **counting_mode == CountingMode::Remote)
+            .for_each(|counting_mode| *counting_mode = CountingMode::Leased);
+        context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0);
+    }
+
+    /// Looks at ordinary counters, beside what is known to be used elsewhere; `true` if all have room.
+    pub fn peek_local_fallback<const W: usize>(
+        &self,
+        charge_plan: &ChargePlan,
+        layers: &[LayerRef],
+        table: &Table<W>,
+        now: DecisionTime<'_>,
+        context: &mut DecisionContext,
+    ) -> bool {
+        let put_down = |context: &mut DecisionContext, now_ms| {
+            context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0)
+        };
+        let all_fit = self.peek_until_current(table, now, context, put_down);
+        self.report_total_usage(charge_plan, table, context.result.decided_ms, context, 0);
+        all_fit
+    }
+}
