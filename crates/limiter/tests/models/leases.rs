@@ -7,7 +7,7 @@ use transom_limiter::counter::AcquireRequest;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, Receipt, Table};
 
-use crate::scene::{Got, counter, explore, hit, paid_in, race, take, time, used};
+use crate::support::{Got, counter, explore, hit, paid_in, race, take, time, used};
 
 fn k() -> Counter {
     counter(1)
@@ -81,7 +81,7 @@ fn no_deposit_is_lost() {
 
 /// Who loses a race for one of two purses leaves the other as it was, and the ordinary counter, too.
 #[test]
-fn no_more_is_spent_than_was_deposited_in_both_purses() {
+fn no_more_is_spent_than_was_deposited_in_two_leases() {
     let outcomes = explore(1, || {
         let table = with_purse::<2>(2, 2);
         assert_eq!(table.deposit(l(), 100, 2, 50), DepositResult::Stored);
@@ -134,7 +134,7 @@ fn no_more_is_spent_than_was_deposited_at_rollover() {
 
 /// What comes too late for its window is not kept, wherever the purse stands by then.
 #[test]
-fn a_late_deposit_is_over() {
+fn a_late_deposit_is_ignored() {
     let outcomes = explore(3, || {
         let table = with_purse::<1>(1, 1);
         let [late, next] = race(&table, [|t| t.deposit(k(), 100, 1, 99), |t| t.deposit(k(), 200, 1, 100)]);
@@ -166,7 +166,7 @@ fn what_is_withdrawn_cannot_be_spent() {
 
 /// Who withdraws what is left of a window takes nothing of the next.
 #[test]
-fn what_is_withdrawn_is_of_its_window() {
+fn a_withdrawal_takes_tokens_of_its_window_only() {
     let outcomes = explore(3, || {
         let table = with_purse::<1>(2, 1);
         let got = race(
@@ -187,7 +187,7 @@ fn what_is_withdrawn_is_of_its_window() {
 }
 
 #[test]
-fn a_refund_never_reaches_a_later_purse() {
+fn a_refund_never_reaches_a_later_lease() {
     let outcomes = explore(3, || {
         let table = with_purse::<1>(2, 1);
         let got = race(
@@ -240,7 +240,7 @@ fn a_refund_never_reaches_another_counter() {
 
 /// A slot becomes free for one thread while the table is still full for another.
 #[test]
-fn a_full_table_keeps_no_purse() {
+fn a_full_table_keeps_no_lease() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, counter(9), 1, 60, 50), Got::Paid(60));
@@ -274,7 +274,7 @@ fn a_full_table_keeps_no_purse() {
 /// A charge finds no purse and makes none: not in a slot that is free, nor in a spill counter that others of its
 /// group have opened, nor in the ordinary counter of its key.
 #[test]
-fn what_is_not_there_is_not_spent() {
+fn a_missing_lease_is_not_spent() {
     explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         assert_eq!(hit(&table, counter(9), 1, 1000, 50), Got::Paid(1000));
@@ -298,7 +298,7 @@ fn what_is_not_there_is_not_spent() {
 }
 
 #[test]
-fn a_tally_tells_of_the_latest_window() {
+fn known_usage_is_of_the_latest_window() {
     explore(2, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         race(

@@ -7,14 +7,14 @@
 //! requests that wait, `shards` counters that are split, `leases` tokens that were fetched to be spent here,
 //! `ledger` how counters are written. Every model also names outcomes that must have occurred, so that none proves nothing.
 
-mod charge;
-mod floating;
+mod acquire;
+mod bucket;
+mod first_request;
+mod format_registry;
 mod leases;
-mod ledger;
-mod places;
-mod region;
-mod rolling;
-mod scene;
+mod overflow;
+mod rolling_over;
 mod shards;
-mod spill;
+mod support;
 mod table;
+mod waiters;

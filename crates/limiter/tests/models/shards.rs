@@ -7,7 +7,7 @@ use transom_limiter::counter::AcquireRequest;
 use transom_limiter::sharded_counter::Sharding;
 use transom_limiter::table::Table;
 
-use crate::scene::{counter, explore, race, time};
+use crate::support::{counter, explore, race, time};
 
 /// A request of so many tokens by the loop of one shard, out of `limit`.
 fn request(table: &Table<2>, own: u32, limit: u32, cost: u32) -> bool {
@@ -32,7 +32,7 @@ fn split(tokens: u32, limit: u32) -> Arc<Table<2>> {
 }
 
 #[test]
-fn shards_give_out_exactly_the_limit() {
+fn shards_grant_exactly_the_limit() {
     let outcomes = explore(3, || {
         let table = split(2, 3);
         let got = race(&table, [|t| request(t, 0, 3, 1), |t| request(t, 1, 3, 1)]);
@@ -55,7 +55,7 @@ fn three_threads_find_the_last_two_tokens_in_two_shards() {
 
 /// Each needs both shards' tokens: one has them, or neither, and then all of them come back.
 #[test]
-fn shards_give_out_all_of_a_cost_or_nothing() {
+fn shards_grant_all_of_a_cost_or_nothing() {
     let outcomes = explore(3, || {
         let table = split(2, 4);
         let got = race(&table, [|t| request(t, 0, 4, 2), |t| request(t, 1, 4, 2)]);
@@ -69,7 +69,7 @@ fn shards_give_out_all_of_a_cost_or_nothing() {
 
 /// A token that one gives back is not lost to who asks next.
 #[test]
-fn what_a_shard_gives_back_can_be_taken_again() {
+fn tokens_refunded_to_a_shard_can_be_acquired_again() {
     explore(3, || {
         let table = split(3, 4);
         let got = race(&table, [|t| request(t, 0, 4, 2), |t| request(t, 1, 4, 1)]);
@@ -82,7 +82,7 @@ fn what_a_shard_gives_back_can_be_taken_again() {
 /// Two are left in one shard and one in the other: who asks for two is not refused because the third takes one
 /// of them from under him.
 #[test]
-fn who_loses_a_race_for_a_shard_takes_what_is_left_of_it() {
+fn a_lost_race_for_a_shard_acquires_the_rest() {
     explore(3, || {
         let table = Arc::new(Table::<2>::with_buckets(1, 1).expect("there is memory"));
         assert!(request(&table, 1, 4, 1));

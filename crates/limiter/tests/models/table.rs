@@ -6,7 +6,7 @@ use transom_limiter::counter::AcquireRequest;
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::window::Time;
 
-use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
+use crate::support::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
 
 fn k() -> Counter {
     counter(1)
@@ -141,7 +141,7 @@ fn two_keys_never_share_a_count() {
 
 /// A thread that remembers where its key lay finds another key there, and leaves it alone.
 #[test]
-fn two_keys_never_share_a_count_when_one_takes_the_slot_of_the_other() {
+fn two_keys_never_share_a_count_when_one_reuses_the_slot_of_the_other() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, k(), 2, 100, 50), Got::Paid(100));

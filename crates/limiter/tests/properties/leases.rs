@@ -9,7 +9,7 @@ use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::table::{Counter, CounterResult, Receipt, Table};
 use transom_limiter::window::Time;
 
-use crate::scene::{START_MS, counter, mixed};
+use crate::support::{START_MS, counter, mixed};
 
 const WINDOW_MS: u64 = 40;
 /// More than any purse holds.
@@ -189,7 +189,7 @@ proptest! {
 
     /// By one clock, in a table with room: exactly the map.
     #[test]
-    fn a_purse_is_what_was_deposited_and_not_spent(acts in acts()) {
+    fn a_lease_holds_the_deposited_and_unspent_tokens(acts in acts()) {
         let table = Table::<8>::with_buckets(32, 8).expect("there is memory");
         let (mut world, mut now_ms) = (World::default(), START_MS);
         for (_, moves_ms, act) in acts {
@@ -287,7 +287,7 @@ proptest! {
     }
 
     #[test]
-    fn a_refund_never_reaches_a_later_purse(
+    fn a_refund_never_reaches_a_later_lease(
         tag in 1..4u64, end_ms in 1..4u64, count in 0..9u32, paid_tag in 1..4u64, paid_end_ms in 1..4u64, cost in 0..9u32,
     ) {
         let taken = Acquired { tag: paid_tag, end_ms: paid_end_ms, used: 20, tokens: cost.into() };
@@ -304,7 +304,7 @@ proptest! {
     /// A purse is kept where a slot is free and nowhere else; nobody's slot is taken for one, and a purse gives way
     /// to nobody before its end, even when it is empty.
     #[test]
-    fn a_full_table_keeps_no_purse(keys in prop::collection::vec((0..30u64, any::<bool>()), 1..40), buckets in 1..4usize) {
+    fn a_full_table_keeps_no_lease(keys in prop::collection::vec((0..30u64, any::<bool>()), 1..40), buckets in 1..4usize) {
         let table = Table::<2>::with_buckets(buckets, 1).expect("there is memory");
         let (mut kept, mut seated) = (HashMap::<u64, u32>::new(), HashMap::<u64, u64>::new());
         for (id, is_purse) in keys {
@@ -348,7 +348,7 @@ proptest! {
 
     /// A counter, its purse and its tally are three, whatever its tag is.
     #[test]
-    fn a_purse_is_never_the_counter(id in any::<u64>(), deposited in 1..9u32, noted in 1..9u32) {
+    fn a_lease_is_never_the_counter(id in any::<u64>(), deposited in 1..9u32, noted in 1..9u32) {
         let table = Table::<8>::with_buckets(4, 1).expect("there is memory");
         let counter: Counter = counter(mixed(id));
         let (ask, time) = (AcquireRequest::plain(START_MS + 50, 9, 4), Time::plain(START_MS));

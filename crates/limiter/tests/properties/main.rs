@@ -5,11 +5,11 @@
 //! table is full, `leases` what tokens that were fetched are worth. All name each invariant as the
 //! models do.
 
+mod large_table;
 mod leases;
 mod oracle;
-mod roomy;
-mod scene;
-mod tiny;
+mod small_table;
+mod support;
 
 /// How many cases each property tries; `PROPTEST_CASES` asks for more.
 fn config() -> proptest::test_runner::Config {

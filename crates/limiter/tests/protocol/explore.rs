@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::gateway::World;
-use crate::scene::{Mistake, Scene};
+use crate::scenario::{Mistake, Scene};
 use crate::state::{COUNTERS, Gateway, Request, Sent, Stage, State, Windows};
 use crate::{ALL_ACCOUNTED_FOR, EXECUTED_ONCE, HANDED_OUT_ONCE, NEVER_OVER, NOT_FOR_EVER};
 

@@ -2,8 +2,8 @@
 
 use transom_limiter::rule::Sharing;
 
-use crate::house::{House, Said};
-use crate::scene::{Mistake, Scene};
+use crate::gateway_counters::{House, Said};
+use crate::scenario::{Mistake, Scene};
 use crate::state::{Answer, Ask, COUNTERS, Call, Each, Request, Sent, Stage, State, Then, What, Window};
 
 pub struct World {

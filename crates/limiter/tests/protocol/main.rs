@@ -7,13 +7,13 @@
 
 mod explore;
 mod gateway;
-mod house;
-mod scene;
+mod gateway_counters;
+mod scenario;
 mod state;
 mod steps;
 
 use explore::{Found, explore};
-use scene::{Mistake, Scene};
+use scenario::{Mistake, Scene};
 
 /// As long as the store forgets nothing: never over the limit. After a failover, a restart without data or a reset: over by
 /// no more than the store has forgotten and was not told again.
@@ -43,49 +43,49 @@ fn all() -> [Scene; 6] {
 }
 
 #[test]
-fn as_long_as_nothing_goes_wrong() {
+fn properties_hold_without_failures() {
     all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.requests = 3)));
 }
 
 #[test]
-fn when_tokens_are_fetched_ahead_and_given_back() {
+fn properties_hold_when_tokens_are_prefetched_and_returned() {
     all()
         .into_iter()
         .for_each(|scene| holds(scene.plainer().with(|budget| (budget.background, budget.refunds) = (1, 1))));
 }
 
 #[test]
-fn when_a_window_ends() {
+fn properties_hold_when_a_window_ends() {
     all().into_iter().for_each(|scene| holds(scene.plainer().tight().with(|budget| budget.windows = 1)));
 }
 
 #[test]
-fn when_calls_and_answers_are_lost_or_late() {
+fn properties_hold_when_calls_and_replies_are_lost_or_late() {
     all().into_iter().for_each(|scene| holds(scene.with(|budget| (budget.losses, budget.impatient) = (1, 1))));
 }
 
 #[test]
-fn when_a_gateway_is_killed() {
+fn properties_hold_when_a_gateway_is_killed() {
     all().into_iter().for_each(|scene| holds(scene.with(|budget| (budget.kills, budget.background) = (1, 0))));
 }
 
 #[test]
-fn when_a_replica_takes_over() {
+fn properties_hold_when_a_replica_is_promoted() {
     all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.failovers = 1)));
 }
 
 #[test]
-fn when_a_server_starts_again_without_its_data() {
+fn properties_hold_when_a_server_restarts_empty() {
     all().into_iter().for_each(|scene| holds(scene.with(|budget| budget.restarts = 1)));
 }
 
 #[test]
-fn when_a_key_is_reset() {
+fn properties_hold_when_a_key_is_reset() {
     all().into_iter().for_each(|scene| holds(scene.plainer().with(|budget| budget.resets = 1)));
 }
 
 #[test]
-fn mistakes_are_found() {
+fn every_deliberate_mistake_is_found() {
     let (leased, exact) = (Scene::leased(), Scene::exact());
     let three = leased.with(|budget| budget.requests = 3);
     let losses = |scene: Scene| scene.with(|budget| budget.losses = 1);

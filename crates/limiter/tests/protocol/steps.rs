@@ -1,7 +1,7 @@
 //! Everything that may happen next: each request, call, answer, loss, kill, failover and end of a window, in every order.
 
 use crate::gateway::{Told, World};
-use crate::scene::Mistake;
+use crate::scenario::Mistake;
 use crate::state::{
     Answer, COUNTERS, Call, Each, GATEWAYS, Gateway, NARROW, Request, Sent, Stage, State, WIDE, What, Windows,
 };

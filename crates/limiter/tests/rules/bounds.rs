@@ -13,7 +13,7 @@ use transom_limiter::table::Table;
 use transom_limiter::window::{WindowSequence, Windows};
 
 use crate::oracle::{Expected, Oracle, Wish};
-use crate::scene::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};
+use crate::support::{Event, Gateway, START_MS, What, events, limit, plain, rule, rules};
 
 /// Tokens that passed or will pass, by the end of the window in which they do.
 #[derive(Default)]
@@ -122,24 +122,24 @@ proptest! {
     #![proptest_config(crate::config())]
 
     #[test]
-    fn never_over_with_clocks_that_disagree(rules in rules(), events in events()) {
+    fn never_over_the_bound_with_differing_clocks(rules in rules(), events in events()) {
         never_over(Table::with_capacity(4096).expect("there is memory"), &strict(rules), &events)?;
     }
 
     #[test]
-    fn never_over_in_one_slot(rules in rules(), events in events()) {
+    fn never_over_the_bound_in_one_slot(rules in rules(), events in events()) {
         never_over(Table::<1>::with_buckets(1, 1).expect("there is memory"), &strict(rules), &events)?;
     }
 
     #[test]
-    fn never_over_in_a_few_slots(rules in rules(), events in events()) {
+    fn never_over_the_bound_in_a_few_slots(rules in rules(), events in events()) {
         never_over(Table::<2>::with_buckets(3, 2).expect("there is memory"), &strict(rules), &events)?;
     }
 
     /// Clients that ask for one token of one layer: a table that is too small has never admitted more of them
     /// in a window than the plain limiter. Windows that float are other windows where keys are counted together.
     #[test]
-    fn a_tiny_table_is_never_more_lax_than_the_plain_limiter(
+    fn a_small_table_never_admits_more_than_the_reference_limiter(
         rules in rules(), demand in prop::collection::vec((0..4u64, 0..30u64), 1..150), buckets in 1..4usize,
     ) {
         let rules = strict(rules);
@@ -166,7 +166,7 @@ proptest! {
 /// Two keys share a counter, and their windows end at different moments: the later one's does not wipe out
 /// what the earlier one has used.
 #[test]
-fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
+fn an_overflowed_key_keeps_its_usage_when_another_key_opens_its_window() {
     for capacity in [2, 3] {
         let random = limit(2, Windows::Random { period_ms: 100 });
         let sitter = rule("sitter", vec![plain(1, 1_000_000)]);
@@ -192,7 +192,7 @@ fn a_spilled_key_keeps_what_it_used_when_another_key_opens_its_window() {
 /// The slot of the client's window was given to another by a clock that is ahead: the request counts at the
 /// table's own time, and is not refused for it.
 #[test]
-fn a_request_that_is_late_is_decided_at_a_later_time() {
+fn a_late_request_is_decided_at_a_later_time() {
     let mut gateway =
         Gateway::new(&[rule("only", vec![plain(1, 10)])], Table::<1>::with_buckets(1, 1).expect("there is memory"));
     assert_eq!([gateway.ask(0, 0), gateway.ask(2, 100)], [Expected::Admitted; 2]);

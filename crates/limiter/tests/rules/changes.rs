@@ -10,7 +10,7 @@ use transom_limiter::limit::Limit;
 use transom_limiter::rule::Rule;
 
 use crate::oracle::{Expected, Wish};
-use crate::scene::{Gateway, START_MS, decision, limit, rule, windows};
+use crate::support::{Gateway, START_MS, decision, limit, rule, windows};
 
 /// Tokens used of the window that ends then.
 #[derive(Clone, Copy, Default)]
@@ -132,14 +132,14 @@ proptest! {
     #![proptest_config(crate::config())]
 
     #[test]
-    fn a_changed_limit_applies_to_what_was_used(rules in rules(), events in events()) {
+    fn a_changed_limit_applies_to_existing_usage(rules in rules(), events in events()) {
         play(rules, events)?;
     }
 }
 
 /// That more was used than a limit allows now does happen in the property above.
 #[test]
-fn random_changes_leave_more_used_than_is_allowed() {
+fn random_changes_reach_usage_above_the_limit() {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();

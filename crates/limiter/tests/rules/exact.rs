@@ -10,7 +10,7 @@ use transom_limiter::rule_set::LayerRef;
 use transom_limiter::sharded_counter::ShardReceipt;
 
 use crate::oracle::{Account, Expected, Oracle, Wish};
-use crate::scene::{Event, Gateway, START_MS, What, decision, events, rules};
+use crate::support::{Event, Gateway, START_MS, What, decision, events, rules};
 
 /// What one request took.
 struct Kept {
@@ -175,7 +175,7 @@ proptest! {
     #![proptest_config(crate::config())]
 
     #[test]
-    fn a_gateway_with_room_is_the_plain_limiter(rules in rules(), events in events()) {
+    fn a_gateway_with_a_large_table_equals_the_reference_limiter(rules in rules(), events in events()) {
         let mut game = Game::new(&rules);
         for event in &events {
             game.play(event)?;
@@ -186,7 +186,7 @@ proptest! {
 
 /// A map of what is admitted, so that the property above is known to have tried everything.
 #[test]
-fn random_rules_and_events_try_everything() {
+fn random_rules_and_events_cover_every_case() {
     use proptest::strategy::ValueTree;
     use proptest::test_runner::TestRunner;
     let mut runner = TestRunner::deterministic();

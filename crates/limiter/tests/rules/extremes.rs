@@ -9,7 +9,7 @@ use transom_limiter::table::Table;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 
 use crate::oracle::Expected::{Admitted, Refused};
-use crate::scene::{Gateway, delay, limit, plain, rule};
+use crate::support::{Gateway, delay, limit, plain, rule};
 
 const MOST: u32 = u32::MAX;
 
@@ -138,7 +138,7 @@ fn a_capacity_far_above_the_limit_is_refilled_token_by_token() {
 
 /// A debt made under a limit of one a window, looked at under the largest limit.
 #[test]
-fn a_debt_of_ages_under_another_limit_is_no_small_number() {
+fn a_long_debt_under_another_limit_does_not_overflow() {
     let cost = Cost::Response { header: String::new(), reserve: 1, max: MOST };
     let with = |tokens: u32| Rule { cost: cost.clone(), ..rule("only", vec![plain(tokens, PERIOD_MIN_MS)]) };
     let mut gateway = Gateway::roomy(&[with(1)]);
@@ -153,7 +153,7 @@ fn a_debt_of_ages_under_another_limit_is_no_small_number() {
 
 /// A clock that shows a time beyond all windows: every request gets an answer, and nothing panics.
 #[test]
-fn there_is_an_answer_after_the_last_window() {
+fn requests_after_the_last_window_are_decided() {
     for now_ms in [END_MAX_MS, END_MAX_MS + 1, 2 * END_MAX_MS] {
         let mut gateway = Gateway::new(
             &[rule("only", vec![plain(1, 1000)])],

@@ -8,13 +8,13 @@
 
 mod bounds;
 mod changes;
+mod delay;
 mod exact;
 mod extremes;
-mod late;
+mod late_threads;
 mod oracle;
-mod promises;
-mod scene;
-mod waiting;
+mod support;
+mod timelines;
 
 /// How many cases each property tries; `PROPTEST_CASES` asks for more.
 fn config() -> proptest::test_runner::Config {

@@ -199,7 +199,7 @@ fn a_window_admits_exactly_its_limit() {
 
 /// The same holds for a counter that many share because there is no slot for their own.
 #[test]
-fn a_spill_counter_admits_exactly_its_limit() {
+fn an_overflow_counter_admits_exactly_its_limit() {
     for (limit, rounds) in [(1, 200), (2, 200), (10, 100), (1000, 10)] {
         for round in 0..rounds {
             let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
@@ -213,7 +213,7 @@ fn a_spill_counter_admits_exactly_its_limit() {
 /// Threads that insert one key at once, again and again, while others take the slots of ended
 /// windows from them: each window's tokens are given out once.
 #[test]
-fn a_key_that_is_inserted_by_all_at_once_has_one_counter() {
+fn a_key_inserted_by_all_threads_has_one_counter() {
     let table = Table::<1>::with_buckets(2, 1).expect("there is memory");
     let (start, rounds) = (Barrier::new(THREADS as usize), 20_000u64);
     let granted: Vec<AtomicU64> = (0..=rounds).map(|_| AtomicU64::new(0)).collect();

@@ -83,7 +83,7 @@ fn admitted(layer: Limit) -> Vec<u32> {
 }
 
 #[test]
-fn what_is_reported_is_not_granted_again() {
+fn reported_usage_is_not_granted_again() {
     let admitted = admitted(limit(LIMIT, LIMIT, Windows::Even { period_ms: PERIOD_MS, offset_ms: 0 }));
     let most = admitted.iter().max().expect("there are keys");
     assert_eq!(*most, LIMIT, "the limit of {LIMIT} is reached, and no key gets more");

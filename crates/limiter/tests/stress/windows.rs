@@ -177,13 +177,13 @@ fn waits() -> OnLimit {
 }
 
 #[test]
-fn never_over_the_capacity_where_tokens_roll_over() {
+fn never_over_the_capacity_with_rollover() {
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 11, even()), OnLimit::Refuse, 3);
     never_over(Table::<1>::with_buckets(2, 1).expect("there is memory"), limit(3, 11, even()), OnLimit::Refuse, 5);
 }
 
 #[test]
-fn never_over_where_requests_open_the_windows() {
+fn never_over_with_first_request_windows() {
     let floating = Windows::FirstRequest { period_ms: 20 };
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 3, floating.clone()), OnLimit::Refuse, 3);
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 8, floating.clone()), OnLimit::Refuse, 3);
@@ -191,13 +191,13 @@ fn never_over_where_requests_open_the_windows() {
 }
 
 #[test]
-fn never_over_where_the_counter_is_split() {
+fn never_over_with_shards() {
     let split = Limit { shards: 4, ..limit(10, 10, even()) };
     never_over(Table::with_capacity(64).expect("there is memory"), split, OnLimit::Refuse, 2);
 }
 
 #[test]
-fn never_over_where_requests_wait_and_give_up() {
+fn never_over_with_abandoned_waits() {
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 3, even()), waits(), 3);
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 8, even()), waits(), 3);
     never_over(Table::<1>::with_buckets(2, 1).expect("there is memory"), limit(3, 3, even()), waits(), 5);
@@ -210,7 +210,7 @@ fn never_over_where_requests_wait_and_give_up() {
 }
 
 #[test]
-fn never_over_where_every_key_has_windows_of_its_own() {
+fn never_over_with_separate_windows_per_key() {
     let random = Windows::Random { period_ms: 20 };
     never_over(Table::with_capacity(64).expect("there is memory"), limit(3, 3, random.clone()), OnLimit::Refuse, 5);
     never_over(

@@ -6,7 +6,7 @@ use transom_limiter::atomics::{AtomicU64, Ordering};
 use transom_limiter::table::{Counter, Table};
 use transom_limiter::waiter_limit::WaiterLimit;
 
-use crate::scene::{counter, explore, owed, place, race, rolling, take_and_return, took};
+use crate::support::{counter, explore, owed, place, race, rolling, take_and_return, took};
 
 fn k() -> Counter {
     counter(1)
@@ -21,7 +21,7 @@ fn full() -> Arc<Table<1>> {
 
 /// One waits for the next window and gives up, one waits for it as well, and one comes when it opens.
 #[test]
-fn a_place_given_up_is_taken_again_by_one() {
+fn a_refunded_reservation_is_acquired_once() {
     let outcomes = explore(3, || {
         let table = full();
         let [_, waits, comes] = race(
@@ -45,7 +45,7 @@ fn a_place_given_up_is_taken_again_by_one() {
 
 /// As above, and a second one waits for the window after: it stays there, whoever gives up before it.
 #[test]
-fn a_place_given_up_moves_nobody() {
+fn a_refunded_reservation_moves_no_other_waiter() {
     let outcomes = explore(3, || {
         let table = full();
         let [_, waits, comes] = race(
@@ -70,7 +70,7 @@ fn a_place_given_up_moves_nobody() {
 
 /// Who waited gives up when the windows before his have passed.
 #[test]
-fn a_place_given_up_late_never_crosses_into_a_window_that_paid_it() {
+fn a_late_refund_of_a_reservation_never_crosses_a_window() {
     explore(3, || {
         let table = full();
         let [_, one, other] = race(
@@ -98,7 +98,7 @@ struct Hall {
 
 /// Three want to wait where two may, and one of them leaves.
 #[test]
-fn a_queue_is_never_longer_than_it_may_be() {
+fn waiters_never_exceed_their_limit() {
     let outcomes = explore(3, || {
         let worker = Arc::new(Hall { queue: WaiterLimit::new(2), inside: AtomicU64::new(0) });
         let job: fn(&Hall) -> bool = |worker| {

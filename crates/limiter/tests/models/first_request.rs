@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use transom_limiter::table::{Counter, Table};
 
-use crate::scene::{Got, counter, explore, floating, hit, owed, race, take, take_and_return, took};
+use crate::support::{Got, counter, explore, floating, hit, owed, race, take, take_and_return, took};
 
 fn k() -> Counter {
     counter(1)
 }
 
 #[test]
-fn threads_that_open_a_window_open_one() {
+fn concurrent_first_requests_open_one_window() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let got = race(&table, [|t| take(t, k(), floating(50, 1), 50).0, |t| take(t, k(), floating(60, 1), 60).0]);
@@ -25,7 +25,7 @@ fn threads_that_open_a_window_open_one() {
 }
 
 #[test]
-fn three_threads_at_one_moment_share_the_window_that_one_opens() {
+fn three_concurrent_first_requests_share_one_window() {
     explore(2, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         let job: fn(&Table<1>) -> Got = |t| take(t, k(), floating(50, 2), 50).0;
@@ -37,7 +37,7 @@ fn three_threads_at_one_moment_share_the_window_that_one_opens() {
 /// The slot goes to another key at the window's end while a slow thread still asks: it does not find
 /// the key unused.
 #[test]
-fn a_floating_window_given_away_is_not_opened_again() {
+fn a_reused_slot_is_not_opened_for_its_ended_window() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert!(took(&table, k(), floating(50, 1), 50));
@@ -52,7 +52,7 @@ fn a_floating_window_given_away_is_not_opened_again() {
 
 /// A window that was given back entirely is opened anew by whoever comes next, and by one only.
 #[test]
-fn a_window_given_back_is_opened_anew_once() {
+fn a_refunded_window_is_opened_again_once() {
     explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(2, 1).expect("there is memory"));
         assert!(took(&table, k(), floating(10, 1), 10));
@@ -75,7 +75,7 @@ fn a_window_given_back_is_opened_anew_once() {
 
 /// The table is full for the first, while the second sees a slot that has just become free.
 #[test]
-fn a_spilled_floating_key_keeps_to_its_spill_counter() {
+fn an_overflowed_first_request_key_keeps_its_overflow_counter() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, counter(9), 1, 60, 50), Got::Paid(60));

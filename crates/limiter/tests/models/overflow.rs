@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use transom_limiter::table::{Counter, Table};
 
-use crate::scene::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
+use crate::support::{Got, counter, counter_at, explore, hit, paid_in, pay, race, unpay, used};
 
 /// The keys of these models. `k` and `m` share a spill counter; `l` has another one.
 fn k() -> Counter {
@@ -46,7 +46,7 @@ fn a_full_table_answers_as_documented() {
 /// The table is full for one thread; for the other, whose clock is ahead, a slot has just become
 /// free. Whichever way the key is counted, it is counted once.
 #[test]
-fn a_spilled_key_gets_no_counter_of_its_own() {
+fn an_overflowed_key_gets_no_counter() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
@@ -61,7 +61,7 @@ fn a_spilled_key_gets_no_counter_of_its_own() {
 /// As above, and the thread that spilled asks once more when it sees the free slot too: its second
 /// claim looks just like the one that it removed, and must not be confirmed in its stead.
 #[test]
-fn a_claim_that_was_removed_is_not_confirmed_any_more() {
+fn a_removed_claim_is_not_confirmed() {
     explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
@@ -76,7 +76,7 @@ fn a_claim_that_was_removed_is_not_confirmed_any_more() {
 
 /// The third thread finds its clock beyond the window in which the key is being spilled.
 #[test]
-fn a_spilled_key_is_counted_once_in_every_window() {
+fn an_overflowed_key_is_counted_once_in_every_window() {
     explore(1, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         assert_eq!(hit(&table, sitter(9), 1, 60, 50), Got::Paid(60));
@@ -90,7 +90,7 @@ fn a_spilled_key_is_counted_once_in_every_window() {
 /// The spill counter's own slot goes to another group at the window's end, and with it what the
 /// key had used in that window. A slow thread, which sees a free slot, must not open it again.
 #[test]
-fn a_spill_counter_given_away_is_not_forgotten() {
+fn a_reused_overflow_counter_is_not_forgotten() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
         // Three buckets of one slot: the keys placed at 0 look into the first two, those at `FAR` into the
@@ -109,7 +109,7 @@ fn a_spill_counter_given_away_is_not_forgotten() {
 /// The spill counter rolls on to the next window, and what was charged there is given back: it
 /// stands at nothing used, and still says nothing about the window before.
 #[test]
-fn a_spill_counter_that_rolled_on_is_not_taken_for_an_unused_one() {
+fn an_overflow_counter_that_rolled_over_is_not_taken_for_unused() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(3, 1).expect("there is memory"));
         // As above: the slot that becomes free is one that only `k` can have.

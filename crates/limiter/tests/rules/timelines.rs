@@ -7,7 +7,7 @@ use transom_limiter::rule::Rule;
 use transom_limiter::window::Windows;
 
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
-use crate::scene::{Gateway, delay, limit, plain, rule};
+use crate::support::{Gateway, delay, limit, plain, rule};
 
 const MINUTE_MS: u64 = 60_000;
 const HOUR_MS: u64 = 60 * MINUTE_MS;
@@ -54,7 +54,7 @@ fn a_window_opens_with_the_first_request() {
 }
 
 #[test]
-fn a_window_opens_with_the_first_request_and_others_wait() {
+fn a_window_opens_with_the_first_request_and_later_ones_wait() {
     let layer = limit(1, FIRST_REQUEST);
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(2000), ..rule("only", vec![layer]) }]);
     assert_eq!(gateway.ask(BOB, 0), Admitted);
@@ -66,7 +66,7 @@ fn a_window_opens_with_the_first_request_and_others_wait() {
 }
 
 #[test]
-fn ten_pass_at_a_boundary_of_five_in_a_minute() {
+fn five_per_minute_admit_ten_around_a_boundary() {
     let mut gateway = only(plain(5, MINUTE_MS));
     let start_ms = 28_333_335 * MINUTE_MS;
     assert_eq!(start_ms, 1_700_000_100_000);
@@ -81,7 +81,7 @@ fn ten_pass_at_a_boundary_of_five_in_a_minute() {
 }
 
 #[test]
-fn each_user_and_endpoint_counts_apart() {
+fn each_user_and_endpoint_is_counted_separately() {
     let mut gateway = only(plain(5, MINUTE_MS));
     for (endpoint, passes) in [(0, 5), (1, 5), (0, 0)] {
         let admitted = (0..7).filter(|_| gateway.ask(endpoint, 59_000) == Admitted).count();
@@ -101,7 +101,7 @@ fn minute(gateway: &mut Gateway<8>, minute: u64, attempts: u64) -> u64 {
 }
 
 #[test]
-fn what_the_minute_refuses_does_not_use_up_the_hour() {
+fn refusals_by_the_minute_do_not_use_the_hour() {
     let mut gateway = hour_and_minute();
     let admitted: u64 = (0..60).map(|i| minute(&mut gateway, i, 50)).sum();
     assert_eq!(admitted, 33 * 60);
@@ -110,7 +110,7 @@ fn what_the_minute_refuses_does_not_use_up_the_hour() {
 }
 
 #[test]
-fn the_hour_refuses_when_the_minute_has_room() {
+fn a_used_up_hour_refuses_although_the_minute_has_room() {
     let mut gateway = Gateway::roomy(&[rule("layers", vec![plain(70, HOUR_MS), plain(33, MINUTE_MS)])]);
     let admitted: Vec<u64> = [0, 1, 2, 3, 59, 60].map(|i| minute(&mut gateway, i, 50)).into();
     assert_eq!(admitted, [33, 33, 4, 0, 0, 33]);
@@ -131,7 +131,7 @@ fn unused_tokens_roll_over_up_to_the_capacity() {
 }
 
 #[test]
-fn a_key_never_seen_is_one_long_idle() {
+fn a_new_key_equals_one_idle_for_long() {
     for capacity in [100, 120, 150] {
         let mut gateway = only(Limit { capacity, ..plain(100, HOUR_MS) });
         assert_eq!(gateway.ask_for(BOB, capacity, 0), Admitted);
@@ -146,7 +146,7 @@ fn a_key_never_seen_is_one_long_idle() {
 
 /// A day that starts when its rule says: unix time of the start, and of two requests around a change.
 #[test]
-fn days_start_where_they_are_told() {
+fn days_start_at_their_offset() {
     // 2024-01-01T00:00:00Z, and 17:00:00Z: nine in the morning, Pacific standard time.
     for offset_ms in [1_704_067_200_000, 1_704_128_400_000] {
         let mut gateway = only(limit(1, Windows::Even { period_ms: DAY_MS, offset_ms }));
@@ -158,7 +158,7 @@ fn days_start_where_they_are_told() {
 }
 
 #[test]
-fn windows_at_random_do_not_all_change_at_once() {
+fn random_windows_do_not_all_change_at_once() {
     let mut gateway = only(limit(1, Windows::Random { period_ms: DAY_MS }));
     let mut ends: Vec<u64> = (0..100).map(|client| value(&mut gateway, client, 7 * DAY_MS).1).collect();
     assert!(ends.iter().all(|end_ms| (1..=DAY_MS).contains(&(end_ms - 7 * DAY_MS))));
@@ -171,7 +171,7 @@ fn windows_at_random_do_not_all_change_at_once() {
 }
 
 #[test]
-fn a_reserve_is_taken_from_windows_to_come() {
+fn a_reservation_is_charged_to_later_windows() {
     let mut gateway = only(Limit { reserve: 200, ..plain(1000, MINUTE_MS) });
     assert_eq!(gateway.ask_for(BOB, 1000, 0), Admitted);
     assert_eq!(gateway.ask(BOB, 0), Refused, "without the wish to reserve");
@@ -187,7 +187,7 @@ fn a_reserve_is_taken_from_windows_to_come() {
 }
 
 #[test]
-fn a_reserve_says_when_the_window_comes_that_covers_it() {
+fn a_reservation_reports_the_window_that_covers_it() {
     let mut gateway = only(Limit { reserve: 10, ..plain(3, MINUTE_MS) });
     gateway.context.inputs.reserve = true;
     assert_eq!(gateway.ask_for(BOB, 3, 0), Admitted);
@@ -202,7 +202,7 @@ fn a_reserve_says_when_the_window_comes_that_covers_it() {
 
 /// In the last minute of the hour, who reserves in the minute's next window has a place in the next hour.
 #[test]
-fn a_reserve_counts_in_the_windows_to_come_of_other_layers_too() {
+fn a_reservation_is_charged_to_later_windows_of_every_layer() {
     let layers = vec![Limit { reserve: 1, ..plain(1, MINUTE_MS) }, plain(2, HOUR_MS)];
     let mut gateway = Gateway::roomy(&[rule("layers", layers)]);
     let last_ms = HOUR_MS - 1;
@@ -214,7 +214,7 @@ fn a_reserve_counts_in_the_windows_to_come_of_other_layers_too() {
 }
 
 #[test]
-fn ten_shards_give_out_what_one_counter_would() {
+fn ten_shards_grant_as_much_as_one_counter() {
     for (tokens, shards) in [(1000, 10), (1003, 10), (7, 10), (10, 3), (1, 4)] {
         let mut gateway = only(Limit { shards, ..plain(tokens, MINUTE_MS) });
         let admitted = (0..2 * tokens).filter(|i| {
@@ -227,7 +227,7 @@ fn ten_shards_give_out_what_one_counter_would() {
 }
 
 #[test]
-fn a_global_counter_is_one_for_everyone() {
+fn a_global_counter_is_shared_by_all_keys() {
     let mut gateway =
         Gateway::roomy(&[Rule { key: vec![KeyPart::Global], ..rule("sign-ups", vec![plain(100, HOUR_MS)]) }]);
     let all: Vec<Expected> = (0..100).map(|client| gateway.ask(client, client)).collect();
@@ -236,7 +236,7 @@ fn a_global_counter_is_one_for_everyone() {
 }
 
 #[test]
-fn a_look_consumes_nothing() {
+fn a_peek_consumes_nothing() {
     let mut gateway = only(Limit { capacity: 7, ..plain(5, MINUTE_MS) });
     for _ in 0..10 {
         assert_eq!(value(&mut gateway, BOB, 3), (7, MINUTE_MS));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use transom_limiter::table::{Counter, Table};
 
-use crate::scene::{Got, counter, explore, owed, race, rolling, take, take_and_return, took};
+use crate::support::{Got, counter, explore, owed, race, rolling, take, take_and_return, took};
 
 fn k() -> Counter {
     counter(1)
@@ -37,7 +37,7 @@ fn never_admits_past_the_capacity_at_a_window_change() {
 
 /// A request of the window before comes while others open the next: it counts in the one or in both.
 #[test]
-fn no_hit_is_lost_at_rollover_of_what_is_owed() {
+fn no_debt_is_lost_at_rollover() {
     let outcomes = explore(3, || {
         let table = used(1, 2, 5);
         let [one, other, late] = race(
@@ -57,7 +57,7 @@ fn no_hit_is_lost_at_rollover_of_what_is_owed() {
 /// Two windows are owed when threads of three windows meet: each sees the debt less what its own
 /// window and those before have paid.
 #[test]
-fn a_late_thread_never_rewinds_what_is_owed() {
+fn a_late_thread_never_rewinds_a_debt() {
     explore(3, || {
         let table = used(3, 1, 3);
         let [first, second, third] = race(
@@ -95,7 +95,7 @@ fn a_refund_never_crosses_a_window_that_rolled_over() {
 
 /// The slot of a key goes to another when all windows that were owed are paid, and not before.
 #[test]
-fn a_debt_keeps_its_slot_until_it_is_paid() {
+fn a_debt_keeps_its_slot_until_paid() {
     let outcomes = explore(3, || {
         let table = Arc::new(Table::<1>::with_buckets(1, 1).expect("there is memory"));
         (0..2).for_each(|_| assert!(took(&table, k(), rolling(50, 1, 2), 50)));

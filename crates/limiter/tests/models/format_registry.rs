@@ -5,7 +5,7 @@ use std::sync::Arc;
 use transom_limiter::format_registry::{CounterFormat, CounterFormats, FormatRegistry, RegistryFull};
 use transom_limiter::memory::Memory;
 
-use crate::scene::{explore, race};
+use crate::support::{explore, race};
 
 const PLAIN: CounterFormat =
     CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
@@ -29,7 +29,7 @@ fn join(ledger: &FormatRegistry, bits: u64, way: CounterFormat) -> Result<(), Re
 }
 
 #[test]
-fn two_ways_of_one_layer_become_one_in_one_entry() {
+fn two_formats_of_one_layer_merge_into_one_entry() {
     explore(3, || {
         // There is no room for a second entry.
         let ledger = Arc::new(ledger(1));
@@ -40,7 +40,7 @@ fn two_ways_of_one_layer_become_one_in_one_entry() {
 }
 
 #[test]
-fn that_others_wrote_under_another_limit_is_known_whoever_came_first() {
+fn formats_written_under_another_limit_are_known_in_any_order() {
     explore(3, || {
         let ledger = Arc::new(ledger(1));
         assert_eq!(race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 1, OTHER)]), [Ok(()), Ok(())]);
@@ -50,7 +50,7 @@ fn that_others_wrote_under_another_limit_is_known_whoever_came_first() {
 }
 
 #[test]
-fn two_layers_that_come_at_once_have_an_entry_each() {
+fn two_layers_registered_at_once_have_separate_entries() {
     explore(3, || {
         let ledger = Arc::new(ledger(2));
         let joined = race(&ledger, [|l| join(l, 1, ROLLS), |l| join(l, 2, SPLIT)]);

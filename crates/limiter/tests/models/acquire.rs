@@ -5,7 +5,7 @@ use std::sync::Arc;
 use transom_limiter::acquire::AcquireResult;
 use transom_limiter::table::{Counter, Table};
 
-use crate::scene::{counter, explore, hit, pay, race, request, used};
+use crate::support::{counter, explore, hit, pay, race, request, used};
 
 fn narrow() -> Counter {
     counter(1)
@@ -98,7 +98,7 @@ fn a_refund_never_crosses_a_window() {
             [
                 |t| request(t, &[(narrow(), 5, 100), (wide(), 1, 1000)], 50) == AcquireResult::Admitted,
                 |t| request(t, &[(wide(), 1, 1000)], 50) == AcquireResult::Admitted,
-                |t| hit(t, narrow(), 5, 200, 100) == crate::scene::Got::Paid(200),
+                |t| hit(t, narrow(), 5, 200, 100) == crate::support::Got::Paid(200),
             ],
         );
         assert!(next && first != second, "one token, one winner: {first} {second}");

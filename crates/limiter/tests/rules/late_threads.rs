@@ -16,7 +16,7 @@ use transom_limiter::window::Windows;
 
 use crate::config;
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
-use crate::scene::{Gateway, START_MS, decision, delay, limit, plain, rule, windows};
+use crate::support::{Gateway, START_MS, decision, delay, limit, plain, rule, windows};
 
 /// Asks for one token at a time that was `then_ms` once and is `now_ms`.
 fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Expected {
@@ -24,7 +24,7 @@ fn ask_late(gateway: &mut Gateway<8>, then_ms: u64, now_ms: u64) -> Expected {
 }
 
 #[test]
-fn a_window_that_another_has_opened_is_not_owed() {
+fn a_window_opened_by_another_thread_is_not_owed() {
     let floating = Limit { capacity: 3, ..limit(3, Windows::FirstRequest { period_ms: 100 }) };
     let rolling = Limit { capacity: 4, ..plain(3, 100) };
     for (layer, on_limit, opened_ms) in [
@@ -42,7 +42,7 @@ fn a_window_that_another_has_opened_is_not_owed() {
 }
 
 #[test]
-fn what_is_owed_is_owed_also_by_who_is_late() {
+fn a_late_thread_still_owes_debts() {
     let on_limit = delay(100);
     let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1050)), [Admitted, DelayedUntil(1100)]);
@@ -52,7 +52,7 @@ fn what_is_owed_is_owed_also_by_who_is_late() {
 
 /// Another opens a window of a rule that had room while the request looks for a place in one that is full.
 #[test]
-fn a_window_opened_while_somebody_looks_for_a_place_is_not_owed() {
+fn a_window_opened_during_a_reservation_is_not_owed() {
     let slow = Rule { on_limit: delay(1000), ..rule("slow", vec![plain(1, 100)]) };
     let floats = rule("floats", vec![limit(3, Windows::FirstRequest { period_ms: 100 })]);
     let mut gateway = Gateway::roomy(&[slow, floats]);
@@ -77,7 +77,7 @@ fn a_window_opened_while_somebody_looks_for_a_place_is_not_owed() {
 
 /// What was counted here without the store is not taken for more than it is, and the store is asked.
 #[test]
-fn what_was_counted_alone_is_not_owed() {
+fn local_usage_is_not_owed() {
     let layer = limit(3, Windows::FirstRequest { period_ms: 100 });
     let shared = Rule { sharing: Sharing::Lease, ..rule("only", vec![layer]) };
     let mut gateway = Gateway::roomy(&[shared]);
@@ -101,7 +101,7 @@ fn what_was_counted_alone_is_not_owed() {
 
 /// The window that was full has ended since it was looked at.
 #[test]
-fn a_turn_that_has_come_is_now() {
+fn a_reservation_that_is_due_passes_now() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(50), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1010)), [Admitted, Refused]);
     let Gateway { rule_set, charge_plan, context, .. } = &gateway;
@@ -111,7 +111,7 @@ fn a_turn_that_has_come_is_now() {
 
 /// The last to let it pass is the store, and the window in which it has a place here is over by then.
 #[test]
-fn who_waits_for_the_store_is_charged_here_when_he_passes() {
+fn a_request_that_waits_for_the_store_is_charged_when_it_passes() {
     let own = Rule { on_limit: delay(1000), ..rule("own", vec![plain(1, 100)]) };
     let shared = Rule { on_limit: delay(1000), sharing: Sharing::Exact, ..rule("shared", vec![plain(1, 300)]) };
     let mut gateway = Gateway::roomy(&[own, shared]);
@@ -128,7 +128,7 @@ fn who_waits_for_the_store_is_charged_here_when_he_passes() {
 
 /// A clock may go on each time that it is asked.
 #[test]
-fn the_time_is_not_asked_for_ever() {
+fn the_clock_is_read_a_bounded_number_of_times() {
     let mut gateway = Gateway::roomy(&[rule("only", vec![Limit { capacity: 2, ..plain(1, 1_000_000) }])]);
     assert_eq!([0; 2].map(|_| gateway.ask(0, 1000)), [Admitted; 2]);
     let clock = Cell::new(1000);
@@ -142,7 +142,7 @@ proptest! {
 
     /// Where windows hang together, whoever is refused late by one counter would be refused as well if he came now.
     #[test]
-    fn nobody_is_refused_by_a_counter_for_being_late(
+    fn no_request_is_refused_for_being_late(
         (tokens, more, windows) in (1..5u32, 1..5u32, windows()),
         events in prop::collection::vec((0..40u64, 0..40u64, 0..4u32), 1..60),
     ) {

@@ -9,7 +9,7 @@ use transom_limiter::table::Table;
 use transom_limiter::window::Time;
 
 use crate::oracle::{Oracle, Stand, Wish};
-use crate::scene::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};
+use crate::support::{Answer, Clocks, actions, ask, costs, counter, limits, play, wishes};
 
 fn table() -> Table {
     Table::with_capacity(4096).expect("there is memory")
@@ -25,7 +25,7 @@ proptest! {
     #![proptest_config(crate::config())]
 
     #[test]
-    fn a_table_with_room_is_the_plain_limiter(actions in actions(6, costs()), limits in limits()) {
+    fn a_large_table_equals_the_reference_limiter(actions in actions(6, costs()), limits in limits()) {
         let (table, mut oracle, mut clocks) = (table(), Oracle::default(), Clocks::new());
         for action in &actions {
             let wishes = wishes(action, &limits);

@@ -11,11 +11,11 @@ use transom_limiter::rule::{Cost, OnLimit, Rule};
 use transom_limiter::sharded_counter::ShardReceipt;
 
 use crate::oracle::Expected::{self, Admitted, DelayedUntil, Refused};
-use crate::scene::{Gateway, delay, plain, rule};
+use crate::support::{Gateway, delay, plain, rule};
 
 /// Whoever waits takes the next free place; nobody overtakes.
 #[test]
-fn places_are_taken_in_order() {
+fn waiters_pass_in_order() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(2, 100)]) }]);
     let got: Vec<Expected> = (0..9).map(|_| gateway.ask(0, 50)).collect();
     let at = DelayedUntil;
@@ -26,7 +26,7 @@ fn places_are_taken_in_order() {
 
 /// 350 ms is not enough for the window at 400, whatever is left of the one that is open.
 #[test]
-fn nobody_waits_longer_than_the_rule_lets_him() {
+fn no_request_waits_longer_than_max_delay() {
     for (max_delay_ms, last) in [(49, Refused), (50, DelayedUntil(100)), (149, Refused), (150, DelayedUntil(200))] {
         let mut gateway =
             Gateway::roomy(&[Rule { on_limit: delay(max_delay_ms), ..rule("only", vec![plain(1, 100)]) }]);
@@ -37,7 +37,7 @@ fn nobody_waits_longer_than_the_rule_lets_him() {
 }
 
 #[test]
-fn so_many_wait_and_no_more() {
+fn the_number_of_waiters_is_limited() {
     let on_limit = OnLimit::Delay { max_delay_ms: 10_000, max_waiting: 2 };
     let mut gateway = Gateway::roomy(&[Rule { on_limit, ..rule("only", vec![plain(1, 100)]) }]);
     let mut waiting: Vec<Decision> = (0..3).map(|_| gateway.judge(0, &[Some(1)], 50)).collect();
@@ -51,7 +51,7 @@ fn so_many_wait_and_no_more() {
 
 /// A place that is given up is there for the next, and the windows before it stay as they were.
 #[test]
-fn a_place_given_up_is_taken_by_the_next() {
+fn a_refunded_reservation_goes_to_the_next_request() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(10, 100)]) }]);
     assert_eq!(gateway.ask_for(0, 7, 50), Admitted);
     assert_eq!(gateway.ask_for(0, 5, 50), DelayedUntil(100), "three are left");
@@ -62,7 +62,7 @@ fn a_place_given_up_is_taken_by_the_next() {
 
 /// The second gives up his place; the third, who waits behind him, keeps to his own window.
 #[test]
-fn who_gives_up_moves_nobody_else() {
+fn an_abandoned_wait_moves_no_other_waiter() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
     assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, DelayedUntil(100)]);
     let shares: Vec<_> = gateway.context.all_receipts().collect();
@@ -74,7 +74,7 @@ fn who_gives_up_moves_nobody_else() {
 /// A client that leaves gives back charges of its own counter and looks at no other: with many keys, each that leaves
 /// costs the same. The sweep looks at all.
 #[test]
-fn who_leaves_retries_the_charges_of_its_own_counter_only() {
+fn an_abandoned_wait_retries_refunds_of_its_counter_only() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(300), ..rule("only", vec![plain(1, 100)]) }]);
     let (abandoned, mut charges) = (DeferredRefunds::default(), Vec::new());
     for client in [0, 1] {
@@ -110,7 +110,7 @@ fn who_leaves_retries_the_charges_of_its_own_counter_only() {
 
 /// Of two layers, the wider lets the request pass later: the narrower counts it then.
 #[test]
-fn a_request_takes_its_place_in_all_layers_when_it_passes() {
+fn a_delayed_request_is_charged_in_all_layers_when_it_passes() {
     let layers = vec![plain(2, 100), plain(3, 1000)];
     let mut gateway = Gateway::roomy(&[Rule { on_limit: delay(2000), ..rule("only", layers) }]);
     for now_ms in [0, 0, 100] {
@@ -123,7 +123,7 @@ fn a_request_takes_its_place_in_all_layers_when_it_passes() {
 
 /// The rule that is full does not let it wait, though another would.
 #[test]
-fn a_request_waits_only_where_the_rule_that_is_full_lets_it() {
+fn a_request_waits_only_if_every_full_rule_delays() {
     let rules =
         [Rule { on_limit: delay(1000), ..rule("delays", vec![plain(2, 100)]) }, rule("refuses", vec![plain(3, 1000)])];
     let mut gateway = Gateway::roomy(&rules);
@@ -133,7 +133,7 @@ fn a_request_waits_only_where_the_rule_that_is_full_lets_it() {
 
 /// Three are left, and a refused request for five takes them; the layer that had room loses as much.
 #[test]
-fn refusals_consume_where_they_count() {
+fn count_refused_charges_refused_requests() {
     for (count_refused, left) in [(false, [3, 93]), (true, [0, 88])] {
         let layers = vec![plain(10, 100), plain(100, 1000)];
         let mut gateway = Gateway::roomy(&[Rule { count_refused, ..rule("only", layers) }]);
@@ -146,7 +146,7 @@ fn refusals_consume_where_they_count() {
 
 /// A refused request takes the last of a layer that had room: the client is told when that opens.
 #[test]
-fn who_was_refused_and_counted_is_told_of_the_layer_he_emptied() {
+fn a_counted_refusal_reports_the_layer_it_emptied() {
     let layers = vec![plain(1, 100), plain(3, 1000)];
     let mut gateway = Gateway::roomy(&[Rule { count_refused: true, ..rule("only", layers) }]);
     assert_eq!([gateway.ask(0, 50), gateway.ask(0, 50)], [Admitted, Refused]);
@@ -157,7 +157,7 @@ fn who_was_refused_and_counted_is_told_of_the_layer_he_emptied() {
 
 /// What an answer cost beyond all windows is owed by those to come.
 #[test]
-fn what_an_answer_cost_is_paid_window_by_window() {
+fn a_response_cost_is_paid_window_by_window() {
     let cost = Cost::Response { header: "cost".to_owned(), reserve: 1, max: 1000 };
     let mut gateway = Gateway::roomy(&[Rule { cost, ..rule("only", vec![Limit { capacity: 15, ..plain(10, 100) }]) }]);
     assert_eq!(gateway.ask(0, 50), Admitted);
@@ -170,7 +170,7 @@ fn what_an_answer_cost_is_paid_window_by_window() {
 }
 
 #[test]
-fn a_shadow_rule_counts_and_lets_pass() {
+fn a_shadow_rule_counts_and_admits() {
     let mut gateway = Gateway::roomy(&[Rule { on_limit: OnLimit::Shadow, ..rule("tried", vec![plain(2, 100)]) }]);
     for refused in [false, false, true, true] {
         assert_eq!(gateway.ask(0, 50), Admitted);

@@ -9,7 +9,7 @@ use transom_limiter::table::{CounterResult, Table};
 use transom_limiter::window::Time;
 
 use crate::oracle::{Oracle, Wish};
-use crate::scene::{Action, Clocks, START_MS, actions, ask, costs, counter, limits, play, wishes};
+use crate::support::{Action, Clocks, START_MS, actions, ask, costs, counter, limits, play, wishes};
 
 /// Sums what is admitted per key and window, and holds it against the limit.
 fn never_past_the_limit<const W: usize>(
@@ -53,7 +53,7 @@ proptest! {
 
     /// One clock that does not go back, one rule, one token each: the plain limiter, or stricter.
     #[test]
-    fn a_tiny_table_admits_no_more_than_the_plain_limiter(demand in prop::collection::vec((0..20u64, 0..4u64), 1..200)) {
+    fn a_small_table_admits_no_more_than_the_reference_limiter(demand in prop::collection::vec((0..20u64, 0..4u64), 1..200)) {
         let (table, mut oracle, mut now_ms) = (Table::<2>::with_buckets(2, 1).expect("there is memory"), Oracle::default(), START_MS);
         let (mut mine, mut plain) = (HashMap::<(u64, u64), u64>::new(), HashMap::<(u64, u64), u64>::new());
         for (id, passes_ms) in demand {
@@ -119,7 +119,7 @@ proptest! {
 
     /// What was spilled in a window is not given out again in a slot that becomes free before its end.
     #[test]
-    fn a_spilled_key_gets_no_counter_of_its_own(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
+    fn an_overflowed_key_gets_no_counter(first in 1..5u32, again in 1..9u32, limit in 1..6u32, next in 100..300u64) {
         let table = Table::<1>::with_buckets(1, 1).expect("there is memory");
         let (sitter, key) = (counter(1), counter(2));
         let seated = table.acquire(sitter, AcquireRequest::plain(60, 1, 1), Time::plain(50), None);
@@ -137,7 +137,7 @@ proptest! {
 
     /// A clock that is behind finds its window closed once the slot was given away, and counts later.
     #[test]
-    fn a_window_given_away_is_not_opened_again(actions in actions(12, Just(1u32)), buckets in 1..4usize) {
+    fn a_reused_slot_is_not_opened_for_its_ended_window(actions in actions(12, Just(1u32)), buckets in 1..4usize) {
         let (table, mut clocks) = (Table::<1>::with_buckets(buckets, 1).expect("there is memory"), Clocks::new());
         let mut counts: HashMap<(u64, u64), u64> = HashMap::new();
         for action in &actions {

@@ -7,7 +7,7 @@ use transom_limiter::counter::{AcquireRequest, CounterWord, acquired, usage};
 use transom_limiter::memory::Memory;
 use transom_limiter::window::Time;
 
-use crate::scene::{explore, race};
+use crate::support::{explore, race};
 
 const K: Key = Key { bucket_hash: 0, tag: 1 };
 const L: Key = Key { bucket_hash: 0, tag: 2 };
@@ -100,7 +100,7 @@ fn three_threads_that_reuse_a_slot_at_different_times_share_one_counter() {
 /// Two keys that search the same slots in opposite order both find a seat, or one of them hears
 /// that there is none; neither loses its own.
 #[test]
-fn keys_that_compete_for_slots_keep_one_counter_each() {
+fn keys_that_compete_for_slots_have_one_counter_each() {
     explore(2, || {
         let region = Arc::new(region());
         let ends = race(&region, [|r| add(r, K, 100, 50), |r| add(r, M, 100, 50), |r| add(r, K, 100, 50)]);
@@ -112,7 +112,7 @@ fn keys_that_compete_for_slots_keep_one_counter_each() {
 /// The slot of a window that ended goes to another key while a slow thread still asks for that
 /// window: it must never find it open and empty.
 #[test]
-fn a_window_given_away_is_not_opened_again() {
+fn a_reused_slot_is_not_opened_for_its_ended_window() {
     let outcomes = explore(3, || {
         let region = Arc::new(region());
         assert_eq!(add(&region, K, 100, 50), 100);
