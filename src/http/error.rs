@@ -134,11 +134,11 @@ impl RequestError {
         "response_timeout",
         "panic",
         "cleartext",
-        "crowded",
+        "too_many_connections",
         "request_timeout",
         "overloaded",
         "protocol",
-        "uncounted",
+        "store_unavailable",
         "route_field",
     ];
 

@@ -57,7 +57,7 @@ static SNAPSHOT_TIME: Name = gauge(
     "transom_counters_snapshot_timestamp_seconds",
     "When the latest snapshot of the counters was written, Unix time.",
 );
-static FAULTS: Name = counter("transom_faults_total", "What went wrong with requests, by kind.");
+static FAULTS: Name = counter("transom_request_errors_total", "What went wrong with requests, by kind.");
 pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
@@ -241,7 +241,7 @@ impl LoopMeter {
             tunnels: registry.cell(&TUNNELS, owner, &[]),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
-            faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("fault", kind)])).collect(),
+            faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("error", kind)])).collect(),
         }
     }
 

@@ -19,7 +19,7 @@ pub static TOKENS: Name = counter(
     "Tokens by what became of them: fetched, returned, expired with their window, or reported after an outage.",
 );
 pub static AWAY: Name =
-    gauge("transom_shared_servers_away", "Servers of shared counters that can not be reached; each loop counts them.");
+    gauge("transom_shared_servers_unreachable", "Servers of shared counters that can not be reached; each loop counts them.");
 pub static EVICTING: Name = gauge(
     "transom_shared_servers_evicting",
     "Connected servers of shared counters whose maxmemory-policy evicts counters; each loop counts them.",
@@ -72,7 +72,7 @@ pub enum Without {
 impl SharedMeter {
     pub fn new(registry: &Registry, owner: LoopId) -> SharedMeter {
         let cell = |name| registry.cell(name, owner, &[]);
-        let tokens = |fate| registry.cell(&TOKENS, owner, &[("fate", fate)]);
+        let tokens = |fate| registry.cell(&TOKENS, owner, &[("outcome", fate)]);
         SharedMeter {
             outcomes: OUTCOMES.map(|outcome| registry.cell(&REQUESTS, owner, &[("outcome", outcome)])),
             duration: registry.histogram(&DURATION, owner, &[]),

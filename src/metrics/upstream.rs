@@ -8,7 +8,7 @@ use super::storage::Cell;
 use super::{LoopId, Name, Registry};
 
 pub static UNDER_WAY: Name =
-    gauge("transom_upstream_requests_under_way", "Requests at upstream servers, until the end of the answer.");
+    gauge("transom_upstream_requests_active", "Requests at upstream servers, until the end of the answer.");
 pub static UP: Name = gauge("transom_upstream_server_up", "Whether a server is healthy by the active checks.");
 pub static EJECTED: Name = gauge("transom_upstream_server_ejected", "Whether a server is kept away from.");
 pub static EJECTIONS: Name = counter("transom_upstream_ejections_total", "Servers ejected for failing in a row.");

@@ -105,7 +105,7 @@ impl Record {
             self.complain(&fault.for_operator());
         }
         if self.line.is_some() {
-            self.note("fault", json!(fault.to_string()));
+            self.note("error", json!(fault.to_string()));
         }
     }
 
@@ -113,7 +113,7 @@ impl Record {
     fn complain(&self, what: &str) {
         let route = self.lane.map_or("", |lane| self.view.snapshot.name_of(lane));
         if let Some(before) = self.worker.complaints.may_say(what, self.worker.clock.instant()) {
-            tracing::warn!(route, unsaid = before, "{what}");
+            tracing::warn!(route, suppressed = before, "{what}");
         }
     }
 
@@ -134,8 +134,8 @@ impl Record {
 
     /// The client did not get the whole answer.
     pub fn cut_off(&mut self) {
-        if self.line.as_ref().is_some_and(|line| !line.contains_key("fault")) {
-            self.note("fault", json!("the answer was cut off"));
+        if self.line.as_ref().is_some_and(|line| !line.contains_key("error")) {
+            self.note("error", json!("the answer was cut off"));
         }
     }
 
@@ -156,7 +156,7 @@ impl Record {
     /// It ended, and neither side had ended it.
     pub fn tunnel_broke(&mut self, what: &str) {
         if self.line.is_some() {
-            self.note("fault", json!(what));
+            self.note("error", json!(what));
         }
     }
 
@@ -217,7 +217,7 @@ pub fn refused_head(worker: &WorkerState, peer: IpAddr, fault: &RequestError) {
         line.insert("time".to_owned(), json!(time_text(time)));
         line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
         line.insert("status".to_owned(), json!(status));
-        line.insert("fault".to_owned(), json!(fault.to_string()));
+        line.insert("error".to_owned(), json!(fault.to_string()));
         if !access.write(&Value::Object(line)) {
             worker.meter.access_log_lost(1);
         }

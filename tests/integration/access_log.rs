@@ -50,7 +50,7 @@ fn every_request_is_one_line() {
     assert_eq!(lines[0]["bytes"], echo.body.len());
     assert_eq!(lines[1]["bytes"], 0);
     assert_eq!(lines[2]["refused_by"], serde_json::json!(["r"]));
-    assert!(lines[4]["fault"].as_str().unwrap().contains("above the root"));
+    assert!(lines[4]["error"].as_str().unwrap().contains("above the root"));
     for line in &lines {
         assert_eq!((&line["client"], &line["host"]), (&"127.0.0.1".into(), &"gateway.test".into()));
         assert!(line["duration_ms"].as_f64().is_some_and(|ms| (0.0..30_000.0).contains(&ms)), "{line}");
@@ -89,7 +89,7 @@ fn counted_and_written(settings: &str, cases: &[(Vec<u8>, u16, &str)]) {
         let since =
             |name: &str, labels: &[(&str, &str)]| process.metrics().sum(name, labels) - before.sum(name, labels);
         eventually(&format!("{start:?} is counted"), || since("transom_requests_total", &[("code", &code)]) == 1);
-        assert_eq!(since("transom_faults_total", &[("fault", fault)]), 1, "{start:?}");
+        assert_eq!(since("transom_request_errors_total", &[("error", fault)]), 1, "{start:?}");
     }
     let lines = so_many(&file, statuses.len());
     assert_eq!(lines.iter().map(|line| &line["status"]).collect::<Vec<_>>(), statuses);
@@ -128,7 +128,7 @@ fn a_connection_refused_with_a_response_is_counted_and_logged() {
     let mut first = process.client();
     first.get("/a").expect(200);
     process.client().answer().expect(503);
-    assert_eq!(process.metrics().sum("transom_faults_total", &[("fault", "crowded")]), 1);
+    assert_eq!(process.metrics().sum("transom_request_errors_total", &[("error", "too_many_connections")]), 1);
     assert_eq!(process.metrics().sum("transom_requests_total", &[("code", "503")]), 1);
     assert_eq!(so_many(&file, 2)[1]["status"], 503);
 }
@@ -150,8 +150,8 @@ fn a_response_to_head_is_not_logged_as_cut_off() {
     }
     let lines = so_many(&file, 3);
     assert_eq!(lines.iter().map(|line| &line["bytes"]).collect::<Vec<_>>(), [0, 0, 0]);
-    assert!(lines[..2].iter().all(|line| line.get("fault").is_none()), "{lines:#?}");
-    assert_eq!(lines[2]["fault"], "no route matches this request");
+    assert!(lines[..2].iter().all(|line| line.get("error").is_none()), "{lines:#?}");
+    assert_eq!(lines[2]["error"], "no route matches this request");
 }
 
 #[test]

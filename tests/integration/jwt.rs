@@ -363,7 +363,7 @@ fn a_bad_token_is_charged_to_rules_with_known_keys() {
     let decided = |rule, outcome| page.sum("transom_decisions_total", &[("rule", rule), ("outcome", outcome)]);
     assert_eq!((decided("address", "admitted"), decided("address", "refused")), (3, 3));
     assert_eq!((decided("subject", "admitted"), decided("subject", "refused")), (0, 0));
-    assert_eq!(page.sum("transom_faults_total", &[("fault", "token")]), 3);
+    assert_eq!(page.sum("transom_request_errors_total", &[("error", "token")]), 3);
     // All or none: a genuine token that the address refused has used nothing of its subject's windows.
     gateway.advance_s(60);
     assert_eq!(remaining(&ask(&gateway, &genuine).expect(200), "subject"), 99);

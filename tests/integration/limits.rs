@@ -13,7 +13,7 @@ use crate::support::{eventually, one_rule, pass_all, within};
 const CHUNKED: &str = "POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
 
 fn faults(gateway: &Gateway, kind: &str) -> u64 {
-    gateway.metrics().sum("transom_faults_total", &[("fault", kind)])
+    gateway.metrics().sum("transom_request_errors_total", &[("error", kind)])
 }
 
 #[test]

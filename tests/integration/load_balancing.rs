@@ -67,7 +67,7 @@ fn least_requests_avoids_busy_servers() {
     let busy = doors.lock().unwrap()[0];
     let under_way = |server: usize| {
         let url = format!("http://{}", servers[server].address);
-        gateway.metrics().sum("transom_upstream_requests_under_way", &[("server", &url)])
+        gateway.metrics().sum("transom_upstream_requests_active", &[("server", &url)])
     };
     assert_eq!((under_way(busy), under_way(1 - busy)), (1, 0));
     let mut client = gateway.client();

@@ -86,7 +86,7 @@ fn a_request_beyond_max_requests_is_503_at_once() {
     gateway.get("/a").expect(503);
     drop(gone);
     eventually("there is room again", || {
-        gateway.metrics().sum("transom_upstream_requests_under_way", &[("upstream", "u")]) == 0
+        gateway.metrics().sum("transom_upstream_requests_active", &[("upstream", "u")]) == 0
     });
     held.release();
     let mut client = ask(&gateway);

@@ -107,9 +107,9 @@ fn ambiguous_requests_are_refused_and_not_counted() {
     assert!(wrong.is_empty(), "{wrong:#?}");
     assert_eq!(remaining(&gateway.get("/a").expect(200), "r"), 999, "none of these was counted");
     let told = gateway.metrics();
-    assert_eq!(told.sum("transom_faults_total", &[]), cases.len() as u64);
-    assert_eq!(told.sum("transom_faults_total", &[("fault", "method")]), 3);
-    assert_eq!(told.sum("transom_faults_total", &[("fault", "expectation")]), 2);
+    assert_eq!(told.sum("transom_request_errors_total", &[]), cases.len() as u64);
+    assert_eq!(told.sum("transom_request_errors_total", &[("error", "method")]), 3);
+    assert_eq!(told.sum("transom_request_errors_total", &[("error", "expectation")]), 2);
 }
 
 #[test]

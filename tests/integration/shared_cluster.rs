@@ -87,7 +87,7 @@ fn a_dead_node_affects_only_its_rules() {
             eventually("the node is known to be away", || {
                 passed += admitted(gateway, key, 1);
                 let admin = gateway.admin_get("/metrics").text();
-                !admin.contains("transom_shared_servers_away 0\n")
+                !admin.contains("transom_shared_servers_unreachable 0\n")
             });
         }
         let key = counter(&cluster, "{all|}");
@@ -159,6 +159,6 @@ fn usage_of_a_sharded_counter_during_an_outage_is_reported() {
     };
     // Unspent tokens are returned.
     eventually("all are counted where somebody is", || counted() == 20);
-    let reported = [("fate", "reported")];
+    let reported = [("outcome", "reported")];
     assert!(gateways.0[0].metrics().sum("transom_shared_tokens_total", &reported) > 0, "none was counted alone");
 }

@@ -33,7 +33,7 @@ fn ask(gateway: &Process, key: &str) -> u16 {
 }
 
 fn reported(gateway: &Process) -> u64 {
-    gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "reported")])
+    gateway.metrics().sum("transom_shared_tokens_total", &[("outcome", "reported")])
 }
 
 /// Clients send requests as fast as they can, each with the next number, during an action.
@@ -216,7 +216,7 @@ fn an_oversized_counter_value_affects_no_other_counter() {
     }
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
     redis.cli(&["SET", &key, "99999999999999999999"]);
-    let returned = || gateway.metrics().sum("transom_shared_tokens_total", &[("fate", "returned")]);
+    let returned = || gateway.metrics().sum("transom_shared_tokens_total", &[("outcome", "returned")]);
     eventually("what bob does not need is returned", || returned() > 0);
     assert_eq!(redis.cli(&["GET", &key]), "99999999999999999999");
     assert_eq!(gateway.metrics().sum("transom_shared_requests_total", &[("outcome", "unreachable")]), 0);

@@ -24,7 +24,7 @@ fn a_stalled_response_is_aborted_on_both_sides() {
     client.send("GET /a HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     assert_eq!(within(LIMIT, || client.rest()), b"abc");
-    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "response_timeout")]), 1);
+    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "response_timeout")]), 1);
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn a_client_that_does_not_read_is_closed() {
                 && gateway.metrics().sum("transom_connections", &[]) == 0
         });
     });
-    assert_eq!(gateway.metrics().sum("transom_faults_total", &[("fault", "stalled")]), 1);
+    assert_eq!(gateway.metrics().sum("transom_request_errors_total", &[("error", "stalled")]), 1);
     // The bytes in the kernel's send queue are gone as well.
     let end = client.stream.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(end.kind(), std::io::ErrorKind::ConnectionReset);
