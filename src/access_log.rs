@@ -14,16 +14,16 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::config::AccessLog;
-use crate::metrics::events::AccessLogMeter;
+use crate::metrics::events::AccessLogMetrics;
 
 /// Lines that may wait for the writer.
 const QUEUE_LINES: usize = 16 * 1024;
 /// How often the end looks whether the writer has ended.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Where a loop puts its lines. The log is closed when the last sink is dropped.
 #[derive(Clone, Debug)]
-pub struct Sink {
+pub struct LogSender {
     lines: SyncSender<Vec<u8>>,
     /// Set when the file was moved away: the next line goes to a new one.
     reopen: Arc<AtomicBool>,
@@ -31,31 +31,31 @@ pub struct Sink {
 
 /// The other end of the sinks.
 #[derive(Debug)]
-pub struct Writer(thread::JoinHandle<()>);
+pub struct WriterThread(thread::JoinHandle<()>);
 
-impl Writer {
+impl WriterThread {
     /// Waits until all lines are written, but not for a disk that takes none.
     pub fn finish(self, within: Duration) {
-        let tries = within.as_millis() / LOOK.as_millis();
+        let tries = within.as_millis() / POLL_INTERVAL.as_millis();
         for _ in 0..tries {
             if self.0.is_finished() {
                 return;
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-impl Sink {
+impl LogSender {
     /// Opens the log and starts its writer, which counts the lines it can not write.
-    pub fn open(log: &AccessLog, lost: AccessLogMeter) -> io::Result<(Sink, Writer)> {
+    pub fn open(log: &AccessLog, lost: AccessLogMetrics) -> io::Result<(LogSender, WriterThread)> {
         let target = open(log)?;
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let reopen = Arc::new(AtomicBool::new(false));
         let (log, asked) = (log.clone(), Arc::clone(&reopen));
         let run = move || write_all(&log, target, &queue, &asked, &lost);
         let writer = thread::Builder::new().name("access-log".to_owned()).spawn(run)?;
-        Ok((Sink { lines, reopen }, Writer(writer)))
+        Ok((LogSender { lines, reopen }, WriterThread(writer)))
     }
 
     /// Queues a line; `false` if it was lost.
@@ -91,7 +91,7 @@ fn write_all(
     mut target: Target,
     queue: &Receiver<Vec<u8>>,
     asked: &AtomicBool,
-    lost: &AccessLogMeter,
+    lost: &AccessLogMetrics,
 ) {
     let mut failing = false;
     while let Ok(first) = queue.recv() {

@@ -32,7 +32,7 @@ const MS_NS: u64 = 1_000_000;
 
 /// A point in time, in the two ways it is needed.
 #[derive(Clone, Copy, Debug)]
-pub struct Moment {
+pub struct Timestamp {
     /// The gateway's time, Unix milliseconds.
     pub unix_ms: u64,
     /// For durations.
@@ -116,11 +116,11 @@ impl Clock {
         }
     }
 
-    pub fn now(&self) -> Moment {
+    pub fn now(&self) -> Timestamp {
         match &*self.0 {
             ClockSource::System(system) => system.now(),
             ClockSource::Manual(manual) => {
-                Moment { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: Instant::now() }
+                Timestamp { unix_ms: manual.unix_ms.load(Ordering::SeqCst), instant: Instant::now() }
             }
         }
     }
@@ -171,12 +171,12 @@ impl Clock {
 
 impl System {
     #[inline]
-    fn now(&self) -> Moment {
+    fn now(&self) -> Timestamp {
         let instant = Instant::now();
         let unix_ms = self.unix_ms(self.steady_ns(instant));
         // Ordering: relaxed; a number that means something by itself. A time that was told before is one at which
         // somebody has looked at the wall clock, or that another process has told.
-        if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Moment { unix_ms, instant } } else { self.look() }
+        if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Timestamp { unix_ms, instant } } else { self.look() }
     }
 
     /// The time by what is known of the wall clock, or of the clock that is followed.
@@ -197,7 +197,7 @@ impl System {
 
     /// The time after a look at the wall clock.
     #[cold]
-    fn look(&self) -> Moment {
+    fn look(&self) -> Timestamp {
         let (mut moment, _) = self.read();
         // Ordering: relaxed; each of the two numbers only grows and means something by itself.
         let latest_ms = self.latest_ms.load(Ordering::Relaxed);
@@ -240,7 +240,7 @@ impl System {
         self.guide_ms.store(heard.now_ms.max(heard.before_ms).max(1), Ordering::Relaxed);
     }
 
-    fn read(&self) -> (Moment, u64) {
+    fn read(&self) -> (Timestamp, u64) {
         let wall_ns = if self.guide_ms.load(Ordering::Relaxed) > 0 { 0 } else { wall_ns() };
         // Read afterwards: a thread that falls asleep in between takes the wall clock to be less ahead than it is, which
         // the next look mends. The other way round it would be ahead of it for ever.
@@ -250,7 +250,7 @@ impl System {
         if offset_ns > self.offset_ns.load(Ordering::Relaxed) {
             self.offset_ns.fetch_max(offset_ns, Ordering::Relaxed);
         }
-        (Moment { unix_ms: self.unix_ms(steady_ns), instant }, steady_ns)
+        (Timestamp { unix_ms: self.unix_ms(steady_ns), instant }, steady_ns)
     }
 }
 

@@ -24,7 +24,7 @@ use transom_limiter::table::Table;
 
 /// What is asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Verb {
+pub enum Operation {
     /// Decide and consume.
     Limit,
     /// Decide only.
@@ -41,15 +41,15 @@ pub struct DecisionService {
     rule_set: Arc<RuleSet>,
     /// Spells what is secret, where gateways share counters.
     digester: Option<Arc<Digester>>,
-    rules: Vec<Ready>,
+    rules: Vec<ServedRule>,
 }
 
 #[derive(Debug)]
-struct Ready {
+struct ServedRule {
     charge_plan: ChargePlan,
     starts: Starts,
-    spelling: Spelling,
-    exceptions: Option<Arc<Overrides>>,
+    key_text: Spelling,
+    overrides: Option<Arc<Overrides>>,
 }
 
 /// A question, read.
@@ -76,11 +76,11 @@ impl DecisionService {
         seed: Seed,
         digester: Option<Arc<Digester>>,
     ) -> DecisionService {
-        let ready = |(rule, entry): (usize, &CompiledRule)| Ready {
+        let ready = |(rule, entry): (usize, &CompiledRule)| ServedRule {
             charge_plan: rule_set.single_rule_plan(rule),
             starts: Starts::new(entry, seed, None),
-            spelling: Spelling::new(&entry.rule.name, &entry.rule.key, false),
-            exceptions: exceptions[rule].clone(),
+            key_text: Spelling::new(&entry.rule.name, &entry.rule.key, false),
+            overrides: exceptions[rule].clone(),
         };
         DecisionService {
             rules: rule_set.rules.iter().enumerate().map(ready).collect(),
@@ -90,7 +90,7 @@ impl DecisionService {
     }
 
     /// Reads a question. `None`: the rule does not count that key, and everything is allowed.
-    pub fn hear(&self, text: &[u8]) -> Result<Option<DecisionQuery>, DecisionError> {
+    pub fn parse(&self, text: &[u8]) -> Result<Option<DecisionQuery>, DecisionError> {
         let question = self.read(text)?;
         let keyed_request = self.keyed_request(&question)?;
         Ok(keyed_request.map(|keyed_request| DecisionQuery {
@@ -102,7 +102,7 @@ impl DecisionService {
     }
 
     /// What is said of a key that the rule does not count.
-    pub fn uncounted() -> Value {
+    pub fn exempt_response() -> Value {
         json!({ "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [] })
     }
 
@@ -112,19 +112,25 @@ impl DecisionService {
     }
 
     /// Answers a question in JSON, by the counters of this machine.
-    pub fn answer(&self, verb: Verb, heard: &DecisionQuery, table: &Table, clock: &dyn Fn() -> u64) -> Value {
+    pub fn decide_locally(
+        &self,
+        verb: Operation,
+        heard: &DecisionQuery,
+        table: &Table,
+        clock: &dyn Fn() -> u64,
+    ) -> Value {
         let now = DecisionTime::read(clock);
         let charge_plan = &self.rules[heard.rule].charge_plan;
         let mut context = DecisionContext::default();
         context.inputs.keyed_requests.push(Some(heard.keyed_request));
         context.inputs.reserve = heard.reserve;
         let (allowed, again_ms) = match verb {
-            Verb::Limit => {
+            Operation::Limit => {
                 let judgement = self.rule_set.decide(charge_plan, table, now, &mut context);
                 self.outcome(heard, &judgement, &context, context.result.decided_ms)
             }
             // Whether there is a place in a window to come is found out by taking it.
-            Verb::Check if heard.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
+            Operation::Check if heard.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
                 Decision::Refused => {
                     (false, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
                 }
@@ -136,18 +142,18 @@ impl DecisionService {
                     outcome
                 }
             },
-            Verb::Check | Verb::Value => {
+            Operation::Check | Operation::Value => {
                 let room = self.rule_set.peek(charge_plan, table, now, &mut context);
                 (room, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
             }
-            Verb::Reset => {
+            Operation::Reset => {
                 self.rule_set.peek(charge_plan, table, now, &mut context);
                 self.rule_set.reset(table, context.result.decided_ms, &context);
                 let room = self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
                 (room, Some(context.result.decided_ms))
             }
         };
-        self.tell(heard, &context, allowed, again_ms, context.result.decided_ms)
+        self.response(heard, &context, allowed, again_ms, context.result.decided_ms)
     }
 
     /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
@@ -161,17 +167,17 @@ impl DecisionService {
         match judgement {
             Decision::Admitted => (true, Some(now_ms)),
             Decision::Delayed { until_ms, .. } => (true, Some(*until_ms)),
-            Decision::Refused => (false, self.again_ms(heard, context, now_ms)),
+            Decision::Refused => (false, self.retry_at_ms(heard, context, now_ms)),
         }
     }
 
     /// When a question may be asked again that finds what lies on the desk.
-    pub fn again_ms(&self, heard: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
+    pub fn retry_at_ms(&self, heard: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
         self.rule_set.retry_at_ms(&self.rules[heard.rule].charge_plan, context, now_ms)
     }
 
     /// The answer in JSON.
-    pub fn tell(
+    pub fn response(
         &self,
         heard: &DecisionQuery,
         context: &DecisionContext,
@@ -179,7 +185,7 @@ impl DecisionService {
         again_ms: Option<u64>,
         now_ms: u64,
     ) -> Value {
-        told(&self.rule_set.rules[heard.rule], context, allowed, again_ms, now_ms)
+        response_json(&self.rule_set.rules[heard.rule], context, allowed, again_ms, now_ms)
     }
 
     fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
@@ -220,19 +226,19 @@ impl DecisionService {
     }
 
     /// What a question's key is in the store; `None` if the rule is not shared.
-    pub fn text_of(&self, heard: &DecisionQuery) -> Option<String> {
+    pub fn store_key(&self, heard: &DecisionQuery) -> Option<String> {
         let is_shared = self.rules[heard.rule].charge_plan.is_shared;
         let digester = self.digester.as_ref().filter(|_| is_shared)?;
         let mut text = String::new();
-        self.text(heard.rule, &heard.key, digester, &mut text).then_some(text)
+        self.write_store_key(heard.rule, &heard.key, digester, &mut text).then_some(text)
     }
 
     /// Adds the text of a key under a rule, as [`crate::http::caller::Identity::text`] does for requests that have it. Returns
     /// whether it is one; if not, nothing is added.
-    pub(super) fn text(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
+    pub(super) fn write_store_key(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
         let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
         let start = out.len();
-        ready.spelling.begin(out);
+        ready.key_text.begin(out);
         for (position, part) in entry.rule.key.iter().enumerate() {
             let value = match (part, key.get(position)) {
                 (_, Some(value)) => value.as_str(),
@@ -242,7 +248,7 @@ impl DecisionService {
                     return false;
                 }
             };
-            let mut take = |kind: u8, bytes: &[u8]| ready.spelling.part(position, kind, bytes, digester, out);
+            let mut take = |kind: u8, bytes: &[u8]| ready.key_text.part(position, kind, bytes, digester, out);
             match (part, value.parse()) {
                 (KeyPart::Ip { v4_prefix, v6_prefix }, Ok(parsed)) => {
                     address(parsed, *v4_prefix, *v6_prefix, &mut take);
@@ -285,7 +291,7 @@ impl DecisionService {
             None => 0,
         };
         let mut variant = 0;
-        if let Some(exceptions) = ready.exceptions.as_ref().filter(|exceptions| exceptions.has_keys()) {
+        if let Some(exceptions) = ready.overrides.as_ref().filter(|exceptions| exceptions.has_keys()) {
             let known = match &exceptions.by_digest {
                 Some(start) => hash(start, true)?,
                 None => key,
@@ -301,7 +307,13 @@ impl DecisionService {
 }
 
 /// The answer: at its top stands the layer nearest its limit.
-fn told(entry: &CompiledRule, context: &DecisionContext, allowed: bool, again_ms: Option<u64>, now_ms: u64) -> Value {
+fn response_json(
+    entry: &CompiledRule,
+    context: &DecisionContext,
+    allowed: bool,
+    again_ms: Option<u64>,
+    now_ms: u64,
+) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
     // In the order of the configuration, not in that of the charges.
     let mut asked: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();

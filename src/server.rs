@@ -20,7 +20,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::{oneshot, watch};
 use tokio::task::spawn_local;
 
-use crate::access_log::{Sink, Writer};
+use crate::access_log::{LogSender, WriterThread};
 use crate::admin::{self, AcceptState, AdminState};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config, lint};
@@ -30,8 +30,8 @@ use crate::downstream::listener::Inherited;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::downstream::listeners::{Listeners, WorkerListener};
 use crate::metrics::Registry;
-use crate::metrics::events::{AccessLogMeter, Expiries, ListenerMeter, SnapshotMeter};
-use crate::metrics::redis::SharedMeter;
+use crate::metrics::events::{AccessLogMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics};
+use crate::metrics::redis::StoreMetrics;
 use crate::persistence::Counters;
 use crate::persistence::background::BackgroundWriter;
 use crate::proxy::compiled_config::CompiledConfig;
@@ -73,7 +73,7 @@ pub struct Gateway {
     keeper: Option<BackgroundWriter>,
     config: Config,
     pub registry: Arc<Registry>,
-    expiries: Expiries,
+    expiries: ExpiryGauges,
     /// What requests that went away left charged.
     abandoned: Arc<DeferredRefunds>,
     ready: Arc<AtomicBool>,
@@ -101,8 +101,8 @@ pub struct Gateway {
     is_clock_off: bool,
     /// How many event loops there are.
     workers: usize,
-    access: Option<Sink>,
-    writers: Vec<Writer>,
+    access: Option<LogSender>,
+    writers: Vec<WriterThread>,
 }
 
 impl Gateway {
@@ -145,12 +145,12 @@ impl Gateway {
             is_held: false,
             keeper: None,
             registry,
-            expiries: Expiries::default(),
+            expiries: ExpiryGauges::default(),
             abandoned: Arc::default(),
             ready: Arc::new(AtomicBool::new(true)),
             orders: Vec::new(),
             sockets: opened.sockets,
-            doorway: watch::Sender::new(AcceptState::Shut),
+            doorway: watch::Sender::new(AcceptState::NotStarted),
             loops: Vec::new(),
             office: None,
             counsel: watch::Sender::default(),
@@ -175,7 +175,7 @@ impl Gateway {
         drop(alone);
         let snapshot = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
         gateway.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        gateway.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
+        gateway.counsel.send_replace(Some(Arc::clone(&snapshot.decision_service)));
         if let Some(address) = gateway.config.listen.admin {
             gateway.start_office(address, &mut inherited)?;
         }
@@ -184,7 +184,7 @@ impl Gateway {
         }
         gateway.start_loops(opened.by_loop, &snapshot)?;
         // Last: what does not come to serve leaves the snapshot alone.
-        let meter = SnapshotMeter::new(&gateway.registry);
+        let meter = SnapshotMetrics::new(&gateway.registry);
         let keeper = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
         gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
         Ok(gateway)
@@ -207,7 +207,7 @@ impl Gateway {
                     Rc::new(WorkerState::new(id, table, clock, abandoned, Arc::clone(&registry), snapshot, access));
                 let listener_context = Rc::new(ListenerContext::new(worker, capacity, terms));
                 let listeners = doors.into_iter().map(|door| {
-                    let meter = ListenerMeter::new(&registry, id, &door.address.to_string(), door.https.is_some());
+                    let meter = ListenerMetrics::new(&registry, id, &door.address.to_string(), door.https.is_some());
                     (door.socket, Rc::new(Listener::new(Rc::clone(&listener_context), meter, door.https)))
                 });
                 worker::run(Rc::clone(&listener_context), listeners.collect(), inbox)
@@ -221,7 +221,7 @@ impl Gateway {
     /// Lets connections in.
     pub fn open(&self) {
         self.tell(|| Order::Open);
-        self.doorway.send_replace(AcceptState::Open);
+        self.doorway.send_replace(AcceptState::Accepting);
     }
 
     /// The sockets that it listens on, with the addresses as configured.
@@ -294,7 +294,7 @@ impl Gateway {
         }
         let snapshot = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
         self.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        self.counsel.send_replace(Some(Arc::clone(&snapshot.counsel)));
+        self.counsel.send_replace(Some(Arc::clone(&snapshot.decision_service)));
         self.tell(|| Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
         Ok(())
     }
@@ -355,7 +355,7 @@ impl Gateway {
 
     /// Opens the access log again, which may have been moved away to be rotated.
     pub fn reopen_access_log(&self) {
-        self.access.iter().for_each(Sink::reopen);
+        self.access.iter().for_each(LogSender::reopen);
     }
 
     /// Stops accepting, lets requests finish for as long as the configuration says, and returns when
@@ -370,7 +370,7 @@ impl Gateway {
     /// and connections that lie idle are kept for as long as there is time: whoever asks for something on one is
     /// answered, and comes to the other the next time.
     pub fn drain_for_successor(self) {
-        self.doorway.send_replace(AcceptState::Left);
+        self.doorway.send_replace(AcceptState::HandedOver);
         let limit = self.config.timeouts.drain;
         self.end(DrainTimes { patience: limit - FAREWELL.min(limit / 2), limit });
     }
@@ -404,8 +404,8 @@ impl Gateway {
     }
 
     fn open_access_log(&mut self, log: &AccessLog) -> io::Result<()> {
-        let meter = AccessLogMeter::new(&self.registry, self.writers.len());
-        let (sink, writer) = Sink::open(log, meter)?;
+        let meter = AccessLogMetrics::new(&self.registry, self.writers.len());
+        let (sink, writer) = LogSender::open(log, meter)?;
         self.access = Some(sink);
         self.writers.push(writer);
         Ok(())
@@ -444,12 +444,21 @@ impl Gateway {
         self.admin = Some(listener.local_addr().map_err(failed)?);
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
-            let meter = || SharedMeter::new(&registry, owner);
+            let meter = || StoreMetrics::new(&registry, owner);
             let shared = settings
                 .map(|settings| Shared::new(&settings, Arc::clone(&counters.table), clock.clone(), abandoned, meter()));
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
-            let office =
-                AdminState { registry, counters, clock, ready, doorway, hosts, counsel, upstream_health, shared };
+            let office = AdminState {
+                registry,
+                counters,
+                clock,
+                ready,
+                accept_state: doorway,
+                hosts,
+                decision_service: counsel,
+                upstream_health,
+                shared,
+            };
             tokio::select! {
                 served = admin::serve(listener, Rc::new(office)) => {
                     if let Err(error) = served {
@@ -466,11 +475,11 @@ impl Gateway {
 }
 
 /// When certificates end, and revocation lists.
-fn expiries(registry: &Registry, config: &Config) -> Expiries {
+fn expiries(registry: &Registry, config: &Config) -> ExpiryGauges {
     let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
     let certificates = certificates.map(|certificate| (certificate.file.as_str(), certificate.not_after_s));
     let lists = lint::revocation_lists(config).map(|list| (list.file.as_str(), list.next_update_s));
-    Expiries::new(registry, certificates, lists)
+    ExpiryGauges::new(registry, certificates, lists)
 }
 
 /// Starts a thread with a runtime of its own, and returns when that runtime stands.

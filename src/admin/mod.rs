@@ -25,7 +25,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use crate::clock::Clock;
-use crate::decision::{DecisionService, Verb};
+use crate::decision::{DecisionService, Operation};
 use crate::http::error::DecisionError;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, Reply};
@@ -49,16 +49,16 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Until a request's head is there, and between requests.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
-const QUESTION_MAX_BYTES: usize = 64 * 1024;
+const QUERY_MAX_BYTES: usize = 64 * 1024;
 
 /// Who is let in at the admin address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AcceptState {
     /// Nobody yet.
-    Shut,
-    Open,
+    NotStarted,
+    Accepting,
     /// Another process is at the door; whoever is inside is asked to go there the next time.
-    Left,
+    HandedOver,
 }
 
 /// What the admin pages tell of.
@@ -68,11 +68,11 @@ pub struct AdminState {
     pub clock: Clock,
     /// Whether new clients should be sent here; down before anything else when the gateway drains.
     pub ready: Arc<AtomicBool>,
-    pub doorway: watch::Receiver<AcceptState>,
+    pub accept_state: watch::Receiver<AcceptState>,
     /// Names by which it may be asked, as the configuration has them.
     pub hosts: watch::Receiver<Vec<String>>,
     /// Who answers the decision API.
-    pub counsel: watch::Receiver<Option<Arc<DecisionService>>>,
+    pub decision_service: watch::Receiver<Option<Arc<DecisionService>>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
     /// Where gateways share counters.
     pub shared: Option<Rc<Shared>>,
@@ -80,8 +80,8 @@ pub struct AdminState {
 
 /// Serves the admin pages until the task is dropped.
 pub async fn serve(listener: StdListener, office: Rc<AdminState>) -> std::io::Result<()> {
-    let mut doorway = office.doorway.clone();
-    if doorway.wait_for(|doorway| *doorway != AcceptState::Shut).await.is_err() {
+    let mut doorway = office.accept_state.clone();
+    if doorway.wait_for(|doorway| *doorway != AcceptState::NotStarted).await.is_err() {
         return Ok(());
     }
     let listener = TcpListener::from_std(listener)?;
@@ -90,7 +90,7 @@ pub async fn serve(listener: StdListener, office: Rc<AdminState>) -> std::io::Re
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = doorway.wait_for(|doorway| *doorway == AcceptState::Left) => break,
+            _ = doorway.wait_for(|doorway| *doorway == AcceptState::HandedOver) => break,
         };
         match accepted {
             Ok((stream, _peer)) => {
@@ -104,7 +104,7 @@ pub async fn serve(listener: StdListener, office: Rc<AdminState>) -> std::io::Re
                 };
                 is_full = false;
                 let office = Rc::clone(&office);
-                let service = service_fn(move |request| answer(Rc::clone(&office), request));
+                let service = service_fn(move |request| handle(Rc::clone(&office), request));
                 let connection = http1::Builder::new()
                     .timer(TokioTimer::new())
                     .header_read_timeout(HEAD_TIMEOUT)
@@ -126,65 +126,65 @@ pub async fn serve(listener: StdListener, office: Rc<AdminState>) -> std::io::Re
     std::future::pending().await
 }
 
-async fn answer(office: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
-    if !is_addressed(&request, &office.hosts.borrow()) {
-        return Ok(seen_off(&office, responses::unanswered(&DecisionError::Host)));
+async fn handle(office: Rc<AdminState>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    if !has_allowed_host(&request, &office.hosts.borrow()) {
+        return Ok(finish_response(&office, responses::unanswered(&DecisionError::Host)));
     }
     let verb = match request.uri().path() {
-        "/v1/limit" => Verb::Limit,
-        "/v1/check" => Verb::Check,
-        "/v1/reset" => Verb::Reset,
-        "/v1/value" => Verb::Value,
-        _ => return Ok(seen_off(&office, page(&office, &request))),
+        "/v1/limit" => Operation::Limit,
+        "/v1/check" => Operation::Check,
+        "/v1/reset" => Operation::Reset,
+        "/v1/value" => Operation::Value,
+        _ => return Ok(finish_response(&office, handle_page(&office, &request))),
     };
     let decided = decide(&office, verb, request).await;
-    Ok(seen_off(&office, decided))
+    Ok(finish_response(&office, decided))
 }
 
 /// An answer, which is the last one on its connection if another process is asked from now on.
-fn seen_off(office: &AdminState, mut reply: Reply) -> Response<Full<Bytes>> {
-    if *office.doorway.borrow() == AcceptState::Left {
+fn finish_response(office: &AdminState, mut reply: Reply) -> Response<Full<Bytes>> {
+    if *office.accept_state.borrow() == AcceptState::HandedOver {
         reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
     reply.map(Full::new)
 }
 
 /// One question to the decision API.
-async fn decide(office: &AdminState, verb: Verb, request: Request<Incoming>) -> Reply {
+async fn decide(office: &AdminState, verb: Operation, request: Request<Incoming>) -> Reply {
     if request.method() != Method::POST {
         let mut reply = responses::fault(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("POST"));
         return reply;
     }
-    if is_foreign(request.headers()) {
+    if is_cross_origin(request.headers()) {
         return responses::unanswered(&DecisionError::Foreign);
     }
-    let question = Limited::new(request.into_body(), QUESTION_MAX_BYTES).collect();
+    let question = Limited::new(request.into_body(), QUERY_MAX_BYTES).collect();
     let text = match tokio::time::timeout(HEAD_TIMEOUT, question).await {
         Ok(Ok(text)) => text.to_bytes(),
         Ok(Err(_too_long_or_broken)) => return responses::unanswered(&DecisionError::TooLong),
         Err(_elapsed) => return responses::unanswered(&DecisionError::TooSlow),
     };
-    let counsel = office.counsel.borrow().clone();
+    let counsel = office.decision_service.borrow().clone();
     // There is one before the first question can come.
     let Some(counsel) = counsel else { return responses::not_ready(String::from("starting\n")) };
-    match consider(office, &counsel, verb, &text).await {
+    match execute(office, &counsel, verb, &text).await {
         Ok(answer) => responses::json(format!("{answer}\n")),
         Err(why) => responses::unanswered(&why),
     }
 }
 
 /// Answers a question: by the counters of this machine, or by those that gateways share.
-async fn consider(
+async fn execute(
     office: &AdminState,
     counsel: &DecisionService,
-    verb: Verb,
+    verb: Operation,
     text: &[u8],
 ) -> Result<Value, DecisionError> {
-    let Some(heard) = counsel.hear(text)? else { return Ok(DecisionService::uncounted()) };
+    let Some(heard) = counsel.parse(text)? else { return Ok(DecisionService::exempt_response()) };
     let now_ms = || office.clock.now().unix_ms;
-    let (Some(shared), Some(text)) = (&office.shared, counsel.text_of(&heard)) else {
-        return Ok(counsel.answer(verb, &heard, &office.counters.table, &now_ms));
+    let (Some(shared), Some(text)) = (&office.shared, counsel.store_key(&heard)) else {
+        return Ok(counsel.decide_locally(verb, &heard, &office.counters.table, &now_ms));
     };
     let (rule_set, charge_plan) = counsel.charge_plan(&heard);
     let subject = Subject {
@@ -194,41 +194,41 @@ async fn consider(
         reserve: heard.reserve,
         text: text.into(),
     };
-    let uncounted = |Unavailable| DecisionError::Uncounted;
+    let uncounted = |Unavailable| DecisionError::StoreUnavailable;
     let (context, allowed, again_ms) = match verb {
-        Verb::Limit => {
+        Operation::Limit => {
             let ruling = shared.limit(&subject).await.map_err(uncounted)?;
             let (allowed, again_ms) = counsel.outcome(&heard, &ruling.judgement, &ruling.context, now_ms());
             (ruling.context, allowed, again_ms)
         }
         // Whether there is a place in a window to come is found out by taking it.
-        Verb::Check if heard.reserve => {
+        Operation::Check if heard.reserve => {
             let (judgement, standing) = shared.check(&subject).await.map_err(uncounted)?;
             let (allowed, again_ms) = counsel.outcome(&heard, &judgement, &standing.context, now_ms());
             (standing.context, allowed, again_ms)
         }
-        Verb::Check | Verb::Value => {
+        Operation::Check | Operation::Value => {
             let KeyState { context, room } = shared.value(&subject).await.map_err(uncounted)?;
-            let again_ms = counsel.again_ms(&heard, &context, now_ms());
+            let again_ms = counsel.retry_at_ms(&heard, &context, now_ms());
             (context, room, again_ms)
         }
-        Verb::Reset => {
+        Operation::Reset => {
             let KeyState { context, room } = shared.reset(&subject).await.map_err(uncounted)?;
             (context, room, Some(now_ms()))
         }
     };
-    Ok(counsel.tell(&heard, &context, allowed, again_ms, now_ms()))
+    Ok(counsel.response(&heard, &context, allowed, again_ms, now_ms()))
 }
 
 /// Whether a request is for this address by a name that nobody else can have lead here. Clients of HTTP/1.0 need not
 /// name any; browsers always do.
-fn is_addressed<B>(request: &Request<B>, hosts: &[String]) -> bool {
+fn has_allowed_host<B>(request: &Request<B>, hosts: &[String]) -> bool {
     let fields = request.headers().get_all(HOST).iter().map(|value| Authority::try_from(value.as_bytes()).ok());
     let mut named = fields.chain(request.uri().authority().map(|authority| Some(authority.clone())));
-    named.all(|authority| authority.is_some_and(|authority| is_own(authority.host(), hosts)))
+    named.all(|authority| authority.is_some_and(|authority| is_allowed_host(authority.host(), hosts)))
 }
 
-fn is_own(host: &str, hosts: &[String]) -> bool {
+fn is_allowed_host(host: &str, hosts: &[String]) -> bool {
     let host = host.to_ascii_lowercase();
     let ip = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_ip = host.parse::<Ipv4Addr>().is_ok() || ip.is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok());
@@ -241,7 +241,7 @@ fn is_own(host: &str, hosts: &[String]) -> bool {
 
 /// Whether a browser says that a page of another origin asks: anybody's page can have it send a POST
 /// to an address that only this machine reaches.
-fn is_foreign(fields: &HeaderMap) -> bool {
+fn is_cross_origin(fields: &HeaderMap) -> bool {
     let text = |name: &HeaderName| fields.get(name).map(|value| value.to_str().unwrap_or_default());
     let site = text(&SEC_FETCH_SITE);
     let Some(origin) = text(&ORIGIN) else { return site.is_some_and(|site| !["same-origin", "none"].contains(&site)) };
@@ -249,7 +249,7 @@ fn is_foreign(fields: &HeaderMap) -> bool {
     origin.split_once("://").is_none_or(|(_, authority)| authority != host)
 }
 
-fn page<B>(office: &AdminState, request: &Request<B>) -> Reply {
+fn handle_page<B>(office: &AdminState, request: &Request<B>) -> Reply {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
         let mut reply = responses::fault(&RequestError::Method);
         reply.headers_mut().insert(http::header::ALLOW, http::HeaderValue::from_static("GET, HEAD"));

@@ -19,7 +19,7 @@ use crate::cli::upgrade::state::Succession;
 use crate::clock::Clock;
 use crate::config::{Config, lint};
 use crate::file_watch::Watch;
-use crate::metrics::events::ReloadMeter;
+use crate::metrics::events::ReloadMetrics;
 use crate::server::Gateway;
 
 /// How often the files of the configuration are looked at.
@@ -145,7 +145,7 @@ impl Attendant<'_> {
     async fn attend(mut self, place: Option<(u32, SuccessorChannel)>, mut orders: Orders) -> io::Result<()> {
         let mut stop = Stop::new()?;
         self.open(place, &mut stop).await?;
-        let meter = ReloadMeter::new(&self.gateway.registry);
+        let meter = ReloadMetrics::new(&self.gateway.registry);
         // However often signals come, it looks in between.
         let mut look = tokio::time::interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -220,7 +220,7 @@ impl Attendant<'_> {
     }
 
     /// Takes over the files as they are now; a bad one leaves everything as it was.
-    fn reload(&mut self, meter: &ReloadMeter) {
+    fn reload(&mut self, meter: &ReloadMetrics) {
         systemd::notify(systemd::RELOADING);
         match read(self.path, &mut self.watch) {
             Ok(config) => match self.gateway.reload(config) {

@@ -30,7 +30,7 @@ use crate::downstream::http2::connection;
 use crate::http::error::RequestError;
 use crate::http::responses;
 use crate::io_stream::Wire;
-use crate::metrics::events::TurnedAway;
+use crate::metrics::events::ConnectionRefusal;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::{ConnectionInfo, WorkerState};
 use crate::timer::Timer;
@@ -44,11 +44,11 @@ const LAST_ORDERS: Duration = Duration::from_secs(1);
 enum End {
     /// Nothing is left to count: the refusal was counted, or the client only looked whether the port is open.
     Left,
-    TurnedAway(TurnedAway),
+    TurnedAway(ConnectionRefusal),
 }
 
-impl From<TurnedAway> for End {
-    fn from(why: TurnedAway) -> End {
+impl From<ConnectionRefusal> for End {
+    fn from(why: ConnectionRefusal) -> End {
         End::TurnedAway(why)
     }
 }
@@ -71,20 +71,24 @@ pub async fn arrive(
 
 /// Says no to a connection for which there is no place, without taking it in.
 pub fn turn_away(stream: TcpStream, peer: IpAddr, listener: &Listener) {
-    count_refusal(TurnedAway::MaxConnections, peer, listener);
+    count_refusal(ConnectionRefusal::MaxConnections, peer, listener);
     say_no(stream, peer, listener);
 }
 
-fn count_refusal(why: TurnedAway, peer: IpAddr, listener: &Listener) {
+fn count_refusal(why: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
     tracing::debug!(%peer, ?why, "a connection was turned away");
-    listener.meter.turned_away(why);
+    listener.meter.refused(why);
 }
 
 /// Answers a connection for which there is no place, where that needs no TLS handshake first.
 fn say_no(stream: TcpStream, address: IpAddr, listener: &Listener) {
     if !listener.is_secure() {
-        request_record::refused_head(&listener.listener_context.worker, address, &RequestError::Crowded);
-        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&RequestError::Crowded)));
+        request_record::record_rejected_head(
+            &listener.listener_context.worker,
+            address,
+            &RequestError::TooManyConnections,
+        );
+        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&RequestError::TooManyConnections)));
     }
 }
 
@@ -97,10 +101,10 @@ async fn welcome(
 ) -> Result<(), End> {
     let worker = Rc::clone(&listener.listener_context.worker);
     let address = if listener.listener_context.is_proxy(peer) {
-        let limit = worker.view().snapshot.config.timeouts.proxy_protocol;
+        let limit = worker.config().compiled.config.timeouts.proxy_protocol;
         let timer = worker.timers.timer();
         let source = Box::pin(within(&timer, limit, &drain_guard, read_source(&mut stream))).await;
-        match source.ok_or(TurnedAway::ProxyHeaderTimeout)?? {
+        match source.ok_or(ConnectionRefusal::ProxyHeaderTimeout)?? {
             ProxiedAddress::Client(address) => address,
             ProxiedAddress::Proxy => peer,
         }
@@ -109,7 +113,7 @@ async fn welcome(
     };
     if !place.is_free_for(address) {
         // Counted before the answer: a client that has read it finds it in the metrics.
-        count_refusal(TurnedAway::MaxConnectionsPerClient, address, listener);
+        count_refusal(ConnectionRefusal::MaxConnectionsPerClient, address, listener);
         say_no(stream, address, listener);
         return Err(End::Left);
     }
@@ -121,7 +125,7 @@ async fn welcome(
     let (wire, spoken) = match origin.is_secure {
         // Where a client names nothing, it speaks HTTP/1.1.
         true if wire.alpn() == Some(HTTP2) => (wire, Spoken::Http2),
-        false if worker.view().snapshot.config.http2.h2c => match listen_for(wire, &worker, &drain_guard).await {
+        false if worker.config().compiled.config.http2.h2c => match listen_for(wire, &worker, &drain_guard).await {
             Some(found) => found,
             None => return Ok(()),
         },
@@ -144,10 +148,10 @@ async fn secure(
     drain_guard: &DrainGuard,
 ) -> Result<(Wire, ConnectionInfo), End> {
     let worker = &listener.listener_context.worker;
-    let limit = worker.view().snapshot.config.timeouts.tls_handshake;
+    let limit = worker.config().compiled.config.timeouts.tls_handshake;
     let timer = worker.timers.timer();
     let shaken = within(&timer, limit, drain_guard, handshake(stream, tls, address, worker)).await;
-    let stream = shaken.ok_or(TurnedAway::HandshakeTimeout)??;
+    let stream = shaken.ok_or(ConnectionRefusal::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
     listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
@@ -167,15 +171,15 @@ async fn handshake(
     match stream.peek(&mut first).await {
         Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
         Ok(1..) => {
-            request_record::refused_head(worker, address, &RequestError::Cleartext);
+            request_record::record_rejected_head(worker, address, &RequestError::Cleartext);
             part(stream, &RequestError::Cleartext).await;
-            return Err(TurnedAway::Cleartext.into());
+            return Err(ConnectionRefusal::Cleartext.into());
         }
         Ok(0) | Err(_) => return Err(End::Left),
     }
     TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
         tracing::debug!(%address, %error, "a TLS handshake failed");
-        TurnedAway::Handshake.into()
+        ConnectionRefusal::Handshake.into()
     })
 }
 
@@ -201,17 +205,17 @@ async fn read_source(stream: &mut TcpStream) -> Result<ProxiedAddress, End> {
         match stream.peek(&mut peeked).await {
             // Balancers look whether a port is open.
             Ok(0) if taken == 0 => return Err(End::Left),
-            Ok(0) | Err(_) => return Err(TurnedAway::ProxyHeader.into()),
+            Ok(0) | Err(_) => return Err(ConnectionRefusal::ProxyHeader.into()),
             Ok(count) => seen.extend_from_slice(&peeked[..count]),
         }
         let (length, source) = match parse(&seen) {
             HeaderProgress::More => (seen.len(), None),
             HeaderProgress::Complete { length, source } => (length, Some(source)),
-            HeaderProgress::Malformed => return Err(TurnedAway::ProxyHeader.into()),
+            HeaderProgress::Malformed => return Err(ConnectionRefusal::ProxyHeader.into()),
         };
         // These bytes are there, so nothing is waited for. What was seen of the header before is taken already.
         seen.truncate(length);
-        stream.read_exact(&mut seen[taken..]).await.map_err(|_gone| TurnedAway::ProxyHeader)?;
+        stream.read_exact(&mut seen[taken..]).await.map_err(|_gone| ConnectionRefusal::ProxyHeader)?;
         if let Some(source) = source {
             return Ok(source);
         }

@@ -12,7 +12,7 @@ use super::connection_limit::ConnectionLimit;
 use super::drain::Drain;
 use super::tls;
 use crate::config::listen::Listen;
-use crate::metrics::events::ListenerMeter;
+use crate::metrics::events::ListenerMetrics;
 use crate::proxy::worker_state::WorkerState;
 use transom_limiter::ip_prefix::Networks;
 
@@ -36,7 +36,7 @@ pub struct ListenerContext {
 /// One address, as one loop listens on it.
 pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
-    pub meter: ListenerMeter,
+    pub meter: ListenerMetrics,
     /// Position in `listen.https`; `None`: it speaks HTTP in the clear.
     https: Option<usize>,
 }
@@ -76,7 +76,7 @@ impl ListenerContext {
 }
 
 impl Listener {
-    pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMeter, https: Option<usize>) -> Listener {
+    pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMetrics, https: Option<usize>) -> Listener {
         Listener { listener_context, meter, https }
     }
 

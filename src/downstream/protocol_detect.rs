@@ -35,7 +35,7 @@ pub enum Spoken {
 /// nobody to answer.
 pub async fn listen_for(mut wire: Wire, worker: &Rc<WorkerState>, drain_guard: &DrainGuard) -> Option<(Wire, Spoken)> {
     let timer = worker.timers.timer();
-    let limit = worker.view().snapshot.config.timeouts.request_head;
+    let limit = worker.config().compiled.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
     let (first, spoken) = poll_fn(|cx| {

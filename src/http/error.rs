@@ -41,7 +41,7 @@ pub enum RequestError {
     /// HTTP in the clear, where TLS is spoken.
     Cleartext,
     /// There are as many connections as there may be.
-    Crowded,
+    TooManyConnections,
     /// CONNECT and TRACE.
     Method,
     /// CONNECT for a protocol that is not served, or not here.
@@ -89,7 +89,7 @@ pub enum RequestError {
     /// The upstream has as many requests as it may have.
     Overloaded,
     /// A rule can not be asked for the moment, and lets nobody pass uncounted.
-    Uncounted,
+    StoreUnavailable,
     /// A defect of the gateway.
     Panic,
 }
@@ -172,11 +172,11 @@ impl RequestError {
             RequestError::ResponseTimeout => 24,
             RequestError::Panic => 25,
             RequestError::Cleartext => 26,
-            RequestError::Crowded => 27,
+            RequestError::TooManyConnections => 27,
             RequestError::RequestTimeout => 28,
             RequestError::Overloaded => 29,
             RequestError::Protocol(_) => 30,
-            RequestError::Uncounted => 31,
+            RequestError::StoreUnavailable => 31,
             RequestError::RouteField(_) => 32,
         }
     }
@@ -193,7 +193,7 @@ impl RequestError {
             | RequestError::Malformed
             | RequestError::HeadTimeout
             | RequestError::Cleartext
-            | RequestError::Crowded
+            | RequestError::TooManyConnections
             | RequestError::Method
             | RequestError::Protocol(_)
             | RequestError::Expectation
@@ -214,7 +214,7 @@ impl RequestError {
             | RequestError::ResponseTimeout
             | RequestError::RequestTimeout
             | RequestError::Overloaded => Side::Upstream,
-            RequestError::Uncounted | RequestError::Panic => Side::Gateway,
+            RequestError::StoreUnavailable | RequestError::Panic => Side::Gateway,
         }
     }
 
@@ -231,7 +231,7 @@ impl RequestError {
             | RequestError::Malformed
             | RequestError::HeadTimeout
             | RequestError::Cleartext
-            | RequestError::Crowded
+            | RequestError::TooManyConnections
             | RequestError::Method
             | RequestError::Expectation
             | RequestError::RouteField(_)
@@ -253,7 +253,7 @@ impl RequestError {
             | RequestError::ResponseTimeout
             | RequestError::RequestTimeout
             | RequestError::Overloaded
-            | RequestError::Uncounted => false,
+            | RequestError::StoreUnavailable => false,
         }
     }
 }
@@ -292,7 +292,7 @@ impl fmt::Display for RequestError {
             RequestError::Malformed => f.write_str("the request is not well-formed HTTP"),
             RequestError::HeadTimeout => f.write_str("the head of the request took too long"),
             RequestError::Cleartext => f.write_str("this port speaks TLS: use https"),
-            RequestError::Crowded => f.write_str("there are too many connections"),
+            RequestError::TooManyConnections => f.write_str("there are too many connections"),
             RequestError::Method => f.write_str("the method is not allowed here"),
             RequestError::Expectation => f.write_str("the only expectation understood is `100-continue`"),
             RequestError::NoRoute => f.write_str("no route matches this request"),
@@ -312,7 +312,7 @@ impl fmt::Display for RequestError {
             RequestError::ResponseTimeout => f.write_str("the upstream server took too long to answer"),
             RequestError::RequestTimeout => f.write_str("the request took too long"),
             RequestError::Overloaded => f.write_str("the upstream has too many requests at the moment"),
-            RequestError::Uncounted => f.write_str("the limits can not be checked at the moment"),
+            RequestError::StoreUnavailable => f.write_str("the limits can not be checked at the moment"),
             RequestError::Panic => f.write_str("the gateway failed on this request"),
         }
     }
@@ -327,7 +327,7 @@ pub enum DecisionError {
     TooLong,
     TooSlow,
     /// The store of shared counters can not be asked, and the rule lets nobody pass uncounted.
-    Uncounted,
+    StoreUnavailable,
     /// The admin address is asked by a name that is not configured.
     Host,
     /// A page of another origin asks, in the browser of somebody who can reach the admin address.

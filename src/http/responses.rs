@@ -157,7 +157,7 @@ pub fn fault(fault: &RequestError) -> Reply {
     if *fault == RequestError::Method {
         reply.headers_mut().insert(header::ALLOW, ALLOW);
     }
-    if *fault == RequestError::Uncounted {
+    if *fault == RequestError::StoreUnavailable {
         reply.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     }
     if let RequestError::Token(_) = fault {
@@ -220,7 +220,7 @@ pub fn fault_status(fault: &RequestError) -> StatusCode {
         RequestError::Token(_) => StatusCode::UNAUTHORIZED,
         RequestError::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
         RequestError::TargetTooLong => StatusCode::URI_TOO_LONG,
-        RequestError::Crowded => StatusCode::SERVICE_UNAVAILABLE,
+        RequestError::TooManyConnections => StatusCode::SERVICE_UNAVAILABLE,
         RequestError::HeadTimeout | RequestError::BodyTimeout | RequestError::BodyTooSlow | RequestError::Stalled => {
             StatusCode::REQUEST_TIMEOUT
         }
@@ -233,7 +233,7 @@ pub fn fault_status(fault: &RequestError) -> StatusCode {
         RequestError::ConnectTimeout | RequestError::ResponseTimeout | RequestError::RequestTimeout => {
             StatusCode::GATEWAY_TIMEOUT
         }
-        RequestError::Overloaded | RequestError::Uncounted => StatusCode::SERVICE_UNAVAILABLE,
+        RequestError::Overloaded | RequestError::StoreUnavailable => StatusCode::SERVICE_UNAVAILABLE,
         RequestError::Panic => StatusCode::INTERNAL_SERVER_ERROR,
     }
 }
@@ -342,7 +342,9 @@ pub fn unanswered(why: &DecisionError) -> Reply {
             StatusCode::MISDIRECTED_REQUEST,
             String::from("the admin address has no such name: use its IP address, or list the name in `[admin] hosts`"),
         ),
-        DecisionError::Uncounted => (StatusCode::SERVICE_UNAVAILABLE, RequestError::Uncounted.to_string()),
+        DecisionError::StoreUnavailable => {
+            (StatusCode::SERVICE_UNAVAILABLE, RequestError::StoreUnavailable.to_string())
+        }
         DecisionError::TooSlow => (StatusCode::REQUEST_TIMEOUT, String::from("the question did not come in time")),
     };
     problem(status, &detail)

@@ -180,7 +180,7 @@ mod tests {
         let counsel = DecisionService::new(&rule_set, &[None], SEED, None);
         let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
         let mut text = String::new();
-        counsel.text(0, &values, &digester(), &mut text).then_some(text)
+        counsel.write_store_key(0, &values, &digester(), &mut text).then_some(text)
     }
 
     #[test]

@@ -4,64 +4,65 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::storage::{Cell, Histogram, RouteCells};
-use super::{Kind, LoopId, Name, Registry, redis, upstream};
+use super::storage::{Histogram, MetricCell, RouteCells};
+use super::{Metric, MetricKind, Registry, WorkerId, redis, upstream};
 
-pub const fn counter(name: &'static str, help: &'static str) -> Name {
-    Name { name, help, kind: Kind::Counter }
+pub const fn counter(name: &'static str, help: &'static str) -> Metric {
+    Metric { name, help, kind: MetricKind::Counter }
 }
 
-pub const fn gauge(name: &'static str, help: &'static str) -> Name {
-    Name { name, help, kind: Kind::Gauge }
+pub const fn gauge(name: &'static str, help: &'static str) -> Metric {
+    Metric { name, help, kind: MetricKind::Gauge }
 }
 
-pub const fn histogram(name: &'static str, help: &'static str) -> Name {
-    Name { name, help, kind: Kind::Histogram }
+pub const fn histogram(name: &'static str, help: &'static str) -> Metric {
+    Metric { name, help, kind: MetricKind::Histogram }
 }
 
-pub static REQUESTS: Name =
+pub static REQUESTS: Metric =
     counter("transom_requests_total", "Requests answered, by route and status code; 499: the client went away.");
-pub static REQUEST_DURATION: Name =
+pub static REQUEST_DURATION: Metric =
     histogram("transom_request_duration_seconds", "From the head of a request to the end of its answer.");
-pub static DECISIONS: Name = counter("transom_decisions_total", "What the rules decided.");
-static REFUSED: Name = counter("transom_refused_total", "Requests refused, by the window that was full.");
-static DECISION_DURATION: Name =
+pub static DECISIONS: Metric = counter("transom_decisions_total", "What the rules decided.");
+static REFUSED: Metric = counter("transom_refused_total", "Requests refused, by the window that was full.");
+static DECISION_DURATION: Metric =
     histogram("transom_decision_duration_seconds", "Finding the counters and charging them.");
-static UPSTREAM_REQUESTS: Name = counter("transom_upstream_requests_total", "Requests sent to upstream servers.");
-static UPSTREAM_DURATION: Name =
+static UPSTREAM_REQUESTS: Metric = counter("transom_upstream_requests_total", "Requests sent to upstream servers.");
+static UPSTREAM_DURATION: Metric =
     histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
-static CONNECTIONS: Name = gauge("transom_connections", "Open client connections.");
-static CONNECTIONS_REFUSED: Name =
+static CONNECTIONS: Metric = gauge("transom_connections", "Open client connections.");
+static CONNECTIONS_REFUSED: Metric =
     counter("transom_connections_refused_total", "Connections that were closed before their first request, and why.");
-static TLS_HANDSHAKES: Name = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
-static CERTIFICATE_EXPIRY: Name =
+static TLS_HANDSHAKES: Metric = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
+static CERTIFICATE_EXPIRY: Metric =
     gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
-static REVOCATION_EXPIRY: Name =
+static REVOCATION_EXPIRY: Metric =
     gauge("transom_revocation_list_expiry_timestamp_seconds", "Until when revocation lists are valid, Unix time.");
-static HTTP2_ABUSE: Name =
+static HTTP2_ABUSE: Metric =
     counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
-static TUNNELS: Name = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
-static RELOADS: Name = counter("transom_config_reloads_total", "Configurations that were read again.");
-static UPGRADES: Name = counter("transom_upgrades_total", "Processes that were to take the place of another.");
-static ACCESS_LOG_LOST: Name =
+static TUNNELS: Metric = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
+static RELOADS: Metric = counter("transom_config_reloads_total", "Configurations that were read again.");
+static UPGRADES: Metric = counter("transom_upgrades_total", "Processes that were to take the place of another.");
+static ACCESS_LOG_LOST: Metric =
     counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
-pub static COUNTERS: Name = gauge("transom_counters", "Windows that are open, and room for more.");
-pub static OVERFLOW: Name =
+pub static COUNTERS: Metric = gauge("transom_counters", "Windows that are open, and room for more.");
+pub static OVERFLOW: Metric =
     counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
-pub static CLOCK_OFFSET: Name = gauge(
+pub static CLOCK_OFFSET: Metric = gauge(
     "transom_clock_offset_seconds",
     "How far the time of windows is ahead of the machine's clock; negative: behind.",
 );
-static SNAPSHOTS: Name = counter("transom_counters_snapshots_total", "Snapshots of the counters, by what came of it.");
-static SNAPSHOT_TIME: Name = gauge(
+static SNAPSHOTS: Metric =
+    counter("transom_counters_snapshots_total", "Snapshots of the counters, by what came of it.");
+static SNAPSHOT_TIME: Metric = gauge(
     "transom_counters_snapshot_timestamp_seconds",
     "When the latest snapshot of the counters was written, Unix time.",
 );
-static FAULTS: Name = counter("transom_request_errors_total", "What went wrong with requests, by kind.");
-pub static BUILD_INFO: Name = gauge("transom_build_info", "The version that runs.");
+static REQUEST_ERRORS: Metric = counter("transom_request_errors_total", "What went wrong with requests, by kind.");
+pub static BUILD_INFO: Metric = gauge("transom_build_info", "The version that runs.");
 
 /// Every metric, in the order of the page.
-pub static NAMES: [&Name; 39] = [
+pub static NAMES: [&Metric; 39] = [
     &REQUESTS,
     &REQUEST_DURATION,
     &DECISIONS,
@@ -69,7 +70,7 @@ pub static NAMES: [&Name; 39] = [
     &DECISION_DURATION,
     &UPSTREAM_REQUESTS,
     &UPSTREAM_DURATION,
-    &upstream::UNDER_WAY,
+    &upstream::REQUESTS_ACTIVE,
     &upstream::UP,
     &upstream::EJECTED,
     &upstream::EJECTIONS,
@@ -90,16 +91,16 @@ pub static NAMES: [&Name; 39] = [
     &redis::DURATION,
     &redis::OUTSTANDING,
     &redis::TOKENS,
-    &redis::AWAY,
+    &redis::UNREACHABLE,
     &redis::EVICTING,
     &redis::OUTAGES,
-    &redis::WITHOUT,
+    &redis::OUTAGE_DECISIONS,
     &SNAPSHOTS,
     &SNAPSHOT_TIME,
     &RELOADS,
     &UPGRADES,
     &ACCESS_LOG_LOST,
-    &FAULTS,
+    &REQUEST_ERRORS,
     &BUILD_INFO,
 ];
 
@@ -108,14 +109,14 @@ pub const OUTCOMES: [&str; 4] = ["admitted", "refused", "delayed", "shadowed"];
 
 /// Counts what happens on one route, in one loop.
 #[derive(Debug)]
-pub struct RouteMeter(Arc<RouteCells>);
+pub struct RouteMetrics(Arc<RouteCells>);
 
-impl RouteMeter {
-    pub fn new(registry: &Registry, owner: LoopId, route: &str, rules: &[&str]) -> RouteMeter {
-        RouteMeter(registry.route(owner, route, rules))
+impl RouteMetrics {
+    pub fn new(registry: &Registry, owner: WorkerId, route: &str, rules: &[&str]) -> RouteMetrics {
+        RouteMetrics(registry.route(owner, route, rules))
     }
 
-    pub fn answered(&self, code: u16, took: Duration) {
+    pub fn request_ended(&self, code: u16, took: Duration) {
         self.0.codes.count(code);
         self.0.duration.record(took);
     }
@@ -140,18 +141,18 @@ impl RouteMeter {
 
 /// Counts what the windows of a list of rules refused, in one loop.
 #[derive(Debug)]
-pub struct WindowMeter(Vec<Vec<Arc<Cell>>>);
+pub struct WindowMetrics(Vec<Vec<Arc<MetricCell>>>);
 
-impl WindowMeter {
+impl WindowMetrics {
     /// `rules` are names, each with those of its layers.
-    pub fn new(registry: &Registry, owner: LoopId, rules: &[(&str, &[String])]) -> WindowMeter {
+    pub fn new(registry: &Registry, owner: WorkerId, rules: &[(&str, &[String])]) -> WindowMetrics {
         let rule = |(rule, layers): &(&str, &[String])| {
             layers.iter().map(|layer| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)])).collect()
         };
-        WindowMeter(rules.iter().map(rule).collect())
+        WindowMetrics(rules.iter().map(rule).collect())
     }
 
-    pub fn refused_by(&self, rule: usize, layer: usize) {
+    pub fn refused(&self, rule: usize, layer: usize) {
         self.0[rule][layer].add(1);
     }
 }
@@ -169,14 +170,14 @@ pub enum UpstreamOutcome {
 
 /// Counts what happens with one upstream, in one loop.
 #[derive(Debug)]
-pub struct UpstreamMeter {
+pub struct UpstreamMetrics {
     duration: Arc<Histogram>,
     /// By server, then by outcome.
-    servers: Vec<[Arc<Cell>; 5]>,
+    servers: Vec<[Arc<MetricCell>; 5]>,
 }
 
-impl UpstreamMeter {
-    pub fn new(registry: &Registry, owner: LoopId, upstream: &str, servers: &[&str]) -> UpstreamMeter {
+impl UpstreamMetrics {
+    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
         let cells = |server: &&str| {
             ["answered", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
                 registry.cell(
@@ -186,13 +187,13 @@ impl UpstreamMeter {
                 )
             })
         };
-        UpstreamMeter {
+        UpstreamMetrics {
             duration: registry.histogram(&UPSTREAM_DURATION, owner, &[("upstream", upstream)]),
             servers: servers.iter().map(cells).collect(),
         }
     }
 
-    pub fn ended(&self, server: usize, outcome: UpstreamOutcome) {
+    pub fn request_ended(&self, server: usize, outcome: UpstreamOutcome) {
         let index = match outcome {
             UpstreamOutcome::Answered => 0,
             UpstreamOutcome::ConnectFailed => 1,
@@ -203,7 +204,7 @@ impl UpstreamMeter {
         self.servers[server][index].add(1);
     }
 
-    pub fn answered_in(&self, took: Duration) {
+    pub fn responded_in(&self, took: Duration) {
         self.duration.record(took);
     }
 }
@@ -224,24 +225,27 @@ const HTTP2_ABUSES: [&str; 10] = [
 
 /// Counts what belongs to no route, in one loop.
 #[derive(Debug)]
-pub struct LoopMeter {
-    http2_abuse: [Arc<Cell>; HTTP2_ABUSES.len()],
-    tunnels: Arc<Cell>,
+pub struct WorkerMetrics {
+    http2_abuse: [Arc<MetricCell>; HTTP2_ABUSES.len()],
+    tunnels: Arc<MetricCell>,
     decision: Arc<Histogram>,
-    access_log_lost: Arc<Cell>,
+    access_log_lost: Arc<MetricCell>,
     /// By the kind of the fault.
-    faults: Vec<Arc<Cell>>,
+    request_errors: Vec<Arc<MetricCell>>,
 }
 
-impl LoopMeter {
+impl WorkerMetrics {
     /// `faults` are the names of the kinds that there are.
-    pub fn new(registry: &Registry, owner: LoopId, faults: &[&str]) -> LoopMeter {
-        LoopMeter {
+    pub fn new(registry: &Registry, owner: WorkerId, faults: &[&str]) -> WorkerMetrics {
+        WorkerMetrics {
             http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
             tunnels: registry.cell(&TUNNELS, owner, &[]),
             decision: registry.histogram(&DECISION_DURATION, owner, &[]),
             access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
-            faults: faults.iter().map(|kind| registry.cell(&FAULTS, owner, &[("error", kind)])).collect(),
+            request_errors: faults
+                .iter()
+                .map(|kind| registry.cell(&REQUEST_ERRORS, owner, &[("error", kind)]))
+                .collect(),
         }
     }
 
@@ -259,7 +263,7 @@ impl LoopMeter {
         self.tunnels.sub(1);
     }
 
-    pub fn decided(&self, took: Duration) {
+    pub fn decision_took(&self, took: Duration) {
         self.decision.record(took);
     }
 
@@ -268,14 +272,14 @@ impl LoopMeter {
     }
 
     /// `kind` is the position of its name.
-    pub fn fault(&self, kind: usize) {
-        self.faults[kind].add(1);
+    pub fn request_error(&self, kind: usize) {
+        self.request_errors[kind].add(1);
     }
 }
 
 /// Why a connection was closed before its first request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum TurnedAway {
+pub enum ConnectionRefusal {
     MaxConnections,
     MaxConnectionsPerClient,
     /// No PROXY header, where one is due.
@@ -287,7 +291,7 @@ pub enum TurnedAway {
     HandshakeTimeout,
 }
 
-const TURNED_AWAY: [&str; 7] = [
+const REFUSAL_REASONS: [&str; 7] = [
     "max_connections",
     "max_connections_per_client",
     "proxy_protocol",
@@ -299,22 +303,22 @@ const TURNED_AWAY: [&str; 7] = [
 
 /// Counts the connections of one listener, in one loop.
 #[derive(Debug)]
-pub struct ListenerMeter {
-    open: Arc<Cell>,
+pub struct ListenerMetrics {
+    open: Arc<MetricCell>,
     /// By reason.
-    turned_away: [Arc<Cell>; TURNED_AWAY.len()],
+    refusals: [Arc<MetricCell>; REFUSAL_REASONS.len()],
     /// Full handshakes, and sessions that were resumed.
-    handshakes: Option<[Arc<Cell>; 2]>,
+    handshakes: Option<[Arc<MetricCell>; 2]>,
 }
 
-impl ListenerMeter {
+impl ListenerMetrics {
     /// `listener` is the address as configured.
-    pub fn new(registry: &Registry, owner: LoopId, listener: &str, is_secure: bool) -> ListenerMeter {
+    pub fn new(registry: &Registry, owner: WorkerId, listener: &str, is_secure: bool) -> ListenerMetrics {
         let handshakes =
             |outcome| registry.cell(&TLS_HANDSHAKES, owner, &[("listener", listener), ("outcome", outcome)]);
-        ListenerMeter {
+        ListenerMetrics {
             open: registry.cell(&CONNECTIONS, owner, &[("listener", listener)]),
-            turned_away: TURNED_AWAY.map(|reason| registry.cell(&CONNECTIONS_REFUSED, owner, &[("reason", reason)])),
+            refusals: REFUSAL_REASONS.map(|reason| registry.cell(&CONNECTIONS_REFUSED, owner, &[("reason", reason)])),
             handshakes: is_secure.then(|| ["full", "resumed"].map(handshakes)),
         }
     }
@@ -327,17 +331,17 @@ impl ListenerMeter {
         self.open.sub(1);
     }
 
-    pub fn turned_away(&self, why: TurnedAway) {
+    pub fn refused(&self, why: ConnectionRefusal) {
         let index = match why {
-            TurnedAway::MaxConnections => 0,
-            TurnedAway::MaxConnectionsPerClient => 1,
-            TurnedAway::ProxyHeader => 2,
-            TurnedAway::ProxyHeaderTimeout => 3,
-            TurnedAway::Cleartext => 4,
-            TurnedAway::Handshake => 5,
-            TurnedAway::HandshakeTimeout => 6,
+            ConnectionRefusal::MaxConnections => 0,
+            ConnectionRefusal::MaxConnectionsPerClient => 1,
+            ConnectionRefusal::ProxyHeader => 2,
+            ConnectionRefusal::ProxyHeaderTimeout => 3,
+            ConnectionRefusal::Cleartext => 4,
+            ConnectionRefusal::Handshake => 5,
+            ConnectionRefusal::HandshakeTimeout => 6,
         };
-        self.turned_away[index].add(1);
+        self.refusals[index].add(1);
     }
 
     pub fn handshake(&self, resumed: bool) {
@@ -349,33 +353,33 @@ impl ListenerMeter {
 
 /// Keeps the ends of certificates and revocation lists among the metrics, until it is dropped.
 #[derive(Debug, Default)]
-pub struct Expiries {
-    _cells: Vec<Arc<Cell>>,
+pub struct ExpiryGauges {
+    _cells: Vec<Arc<MetricCell>>,
 }
 
-impl Expiries {
+impl ExpiryGauges {
     /// Both are named by their files as configured, with Unix seconds. Replaces what was told before.
     pub fn new<'c>(
         registry: &Registry,
         certificates: impl IntoIterator<Item = (&'c str, i64)>,
         lists: impl IntoIterator<Item = (&'c str, i64)>,
-    ) -> Expiries {
-        let mut cells = ends(registry, &CERTIFICATE_EXPIRY, "certificate", certificates);
-        cells.extend(ends(registry, &REVOCATION_EXPIRY, "list", lists));
-        Expiries { _cells: cells }
+    ) -> ExpiryGauges {
+        let mut cells = expiry_cells(registry, &CERTIFICATE_EXPIRY, "certificate", certificates);
+        cells.extend(expiry_cells(registry, &REVOCATION_EXPIRY, "list", lists));
+        ExpiryGauges { _cells: cells }
     }
 }
 
-fn ends<'c>(
+fn expiry_cells<'c>(
     registry: &Registry,
-    name: &Name,
+    name: &Metric,
     label: &'static str,
     all: impl IntoIterator<Item = (&'c str, i64)>,
-) -> Vec<Arc<Cell>> {
-    registry.forget(name);
+) -> Vec<Arc<MetricCell>> {
+    registry.remove(name);
     let mut cells = Vec::new();
     for (file, end_s) in all {
-        let cell = registry.cell(name, LoopId::MAX, &[(label, file)]);
+        let cell = registry.cell(name, WorkerId::MAX, &[(label, file)]);
         let end_s = u64::try_from(end_s).unwrap_or(0);
         let told_s = cell.get();
         // Of one file that two listeners name, or that holds several, there is one: the first to end.
@@ -390,12 +394,12 @@ fn ends<'c>(
 
 /// Counts what the access log's writer could not write; each has its own, beside the loops.
 #[derive(Debug)]
-pub struct AccessLogMeter(Arc<Cell>);
+pub struct AccessLogMetrics(Arc<MetricCell>);
 
-impl AccessLogMeter {
+impl AccessLogMetrics {
     /// `nth`: how many writers there were before.
-    pub fn new(registry: &Registry, nth: usize) -> AccessLogMeter {
-        AccessLogMeter(registry.cell(&ACCESS_LOG_LOST, LoopId::MAX - 1 - nth, &[]))
+    pub fn new(registry: &Registry, nth: usize) -> AccessLogMetrics {
+        AccessLogMetrics(registry.cell(&ACCESS_LOG_LOST, WorkerId::MAX - 1 - nth, &[]))
     }
 
     pub fn lost(&self, lines: u64) {
@@ -405,15 +409,15 @@ impl AccessLogMeter {
 
 /// Counts the reloads; there is one, beside the loops.
 #[derive(Debug)]
-pub struct ReloadMeter {
-    applied: Arc<Cell>,
-    refused: Arc<Cell>,
+pub struct ReloadMetrics {
+    applied: Arc<MetricCell>,
+    refused: Arc<MetricCell>,
 }
 
-impl ReloadMeter {
-    pub fn new(registry: &Registry) -> ReloadMeter {
-        let cell = |outcome| registry.cell(&RELOADS, LoopId::MAX, &[("outcome", outcome)]);
-        ReloadMeter { applied: cell("applied"), refused: cell("refused") }
+impl ReloadMetrics {
+    pub fn new(registry: &Registry) -> ReloadMetrics {
+        let cell = |outcome| registry.cell(&RELOADS, WorkerId::MAX, &[("outcome", outcome)]);
+        ReloadMetrics { applied: cell("applied"), refused: cell("refused") }
     }
 
     pub fn applied(&self) {
@@ -427,17 +431,17 @@ impl ReloadMeter {
 
 /// Counts snapshots; there is one, beside the loops.
 #[derive(Debug)]
-pub struct SnapshotMeter {
+pub struct SnapshotMetrics {
     registry: Arc<Registry>,
-    written: Arc<Cell>,
-    failed: Arc<Cell>,
-    latest_s: OnceLock<Arc<Cell>>,
+    written: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
+    latest_s: OnceLock<Arc<MetricCell>>,
 }
 
-impl SnapshotMeter {
-    pub fn new(registry: &Arc<Registry>) -> SnapshotMeter {
-        let cell = |outcome| registry.cell(&SNAPSHOTS, LoopId::MAX, &[("outcome", outcome)]);
-        SnapshotMeter {
+impl SnapshotMetrics {
+    pub fn new(registry: &Arc<Registry>) -> SnapshotMetrics {
+        let cell = |outcome| registry.cell(&SNAPSHOTS, WorkerId::MAX, &[("outcome", outcome)]);
+        SnapshotMetrics {
             written: cell("written"),
             failed: cell("failed"),
             latest_s: OnceLock::new(),
@@ -448,7 +452,7 @@ impl SnapshotMeter {
     pub fn written(&self, now_ms: u64) {
         self.written.add(1);
         // Before the first one there is no time to tell.
-        let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, LoopId::MAX, &[]));
+        let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, WorkerId::MAX, &[]));
         latest_s.sub(latest_s.get());
         latest_s.add(now_ms / 1000);
     }
@@ -460,15 +464,15 @@ impl SnapshotMeter {
 
 /// Counts upgrades. Those that succeed are counted by the process that they brought.
 #[derive(Debug)]
-pub struct UpgradeMeter {
-    taken_over: Arc<Cell>,
-    failed: Arc<Cell>,
+pub struct UpgradeMetrics {
+    taken_over: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
 }
 
-impl UpgradeMeter {
-    pub fn new(registry: &Registry) -> UpgradeMeter {
-        let cell = |outcome| registry.cell(&UPGRADES, LoopId::MAX, &[("outcome", outcome)]);
-        UpgradeMeter { taken_over: cell("taken_over"), failed: cell("failed") }
+impl UpgradeMetrics {
+    pub fn new(registry: &Registry) -> UpgradeMetrics {
+        let cell = |outcome| registry.cell(&UPGRADES, WorkerId::MAX, &[("outcome", outcome)]);
+        UpgradeMetrics { taken_over: cell("taken_over"), failed: cell("failed") }
     }
 
     pub fn taken_over(&self) {

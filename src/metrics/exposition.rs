@@ -11,11 +11,11 @@ use metrics_exporter_prometheus::formatting::{write_help_line, write_metric_line
 
 use super::events::{DECISIONS, OUTCOMES, REQUEST_DURATION, REQUESTS};
 use super::storage::{BOUNDS_US, HistogramSum};
-use super::{Kind, Name, Registry, Series};
+use super::{Metric, MetricKind, Registry, Series};
 
 /// A number that is not counted but looked up when the page is rendered.
 pub struct Reading {
-    pub name: &'static Name,
+    pub name: &'static Metric,
     pub labels: Vec<(&'static str, &'static str)>,
     /// Of a gauge, in two's complement.
     pub value: u64,
@@ -24,7 +24,7 @@ pub struct Reading {
 type Sums<T> = BTreeMap<&'static str, BTreeMap<Vec<Label>, T>>;
 
 /// Renders all of `names` that have a series, in their order.
-pub fn render(registry: &Registry, names: &[&'static Name], readings: &[Reading]) -> String {
+pub fn render(registry: &Registry, names: &[&'static Metric], readings: &[Reading]) -> String {
     let mut counts = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
     let mut histograms = sum(&registry.histograms, |total: &mut HistogramSum, histogram| histogram.add_to(total));
     add_routes(registry, &mut counts, &mut histograms);
@@ -35,9 +35,9 @@ pub fn render(registry: &Registry, names: &[&'static Name], readings: &[Reading]
     let mut text = String::new();
     for name in names {
         match name.kind {
-            Kind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name), |value| value),
-            Kind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name), |value| value as i64),
-            Kind::Histogram => write_histograms(&mut text, name, histograms.remove(name.name)),
+            MetricKind::Counter => write_counts(&mut text, name, "counter", counts.remove(name.name), |value| value),
+            MetricKind::Gauge => write_counts(&mut text, name, "gauge", counts.remove(name.name), |value| value as i64),
+            MetricKind::Histogram => write_histograms(&mut text, name, histograms.remove(name.name)),
         }
     }
     text
@@ -61,7 +61,8 @@ fn add_routes(registry: &Registry, counts: &mut Sums<u64>, histograms: &mut Sums
             let more = more.iter().map(|(key, value)| Label::new(*key, (*value).to_owned()));
             std::iter::once(Label::new("route", route.clone())).chain(more).collect()
         };
-        let mut count = |name: &Name, labels, n| *counts.entry(name.name).or_default().entry(labels).or_default() += n;
+        let mut count =
+            |name: &Metric, labels, n| *counts.entry(name.name).or_default().entry(labels).or_default() += n;
         for cells in owners.values() {
             for (code, n) in cells.codes.counts() {
                 count(&REQUESTS, label(&[("code", &code)]), n);
@@ -81,14 +82,14 @@ fn label_set(labels: Vec<Label>) -> LabelSet {
     LabelSet::from_key_and_global(&Key::from_parts("", labels), &IndexMap::new())
 }
 
-fn write_head(text: &mut String, name: &Name, kind: &str) {
+fn write_head(text: &mut String, name: &Metric, kind: &str) {
     write_help_line(text, name.name, None, None, name.help);
     write_type_line(text, name.name, None, None, kind);
 }
 
 fn write_counts<T: Display>(
     text: &mut String,
-    name: &Name,
+    name: &Metric,
     kind: &str,
     series: Option<BTreeMap<Vec<Label>, u64>>,
     shown: impl Fn(u64) -> T,
@@ -100,7 +101,7 @@ fn write_counts<T: Display>(
     }
 }
 
-fn write_histograms(text: &mut String, name: &Name, series: Option<BTreeMap<Vec<Label>, HistogramSum>>) {
+fn write_histograms(text: &mut String, name: &Metric, series: Option<BTreeMap<Vec<Label>, HistogramSum>>) {
     let Some(series) = series else { return };
     write_head(text, name, "histogram");
     for (labels, sum) in series {
@@ -124,9 +125,9 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    static HITS: Name = Name { name: "hits_total", help: "Hits.", kind: Kind::Counter };
-    static TOOK: Name = Name { name: "took_seconds", help: "Time taken.", kind: Kind::Histogram };
-    static LIVE: Name = Name { name: "live", help: "Alive.", kind: Kind::Gauge };
+    static HITS: Metric = Metric { name: "hits_total", help: "Hits.", kind: MetricKind::Counter };
+    static TOOK: Metric = Metric { name: "took_seconds", help: "Time taken.", kind: MetricKind::Histogram };
+    static LIVE: Metric = Metric { name: "live", help: "Alive.", kind: MetricKind::Gauge };
 
     #[test]
     fn loops_are_added_up_and_labels_escaped() {

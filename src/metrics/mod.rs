@@ -15,27 +15,27 @@ pub mod redis;
 pub mod storage;
 pub mod upstream;
 
-use storage::{Cell, Histogram, RouteCells};
+use storage::{Histogram, MetricCell, RouteCells};
 
 /// A metric's name, what it means, and whether it counts or measures.
 #[derive(Debug)]
-pub struct Name {
+pub struct Metric {
     pub name: &'static str,
     pub help: &'static str,
-    pub kind: Kind,
+    pub kind: MetricKind,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
+pub enum MetricKind {
     Counter,
     Gauge,
     Histogram,
 }
 
 /// Which loop a cell belongs to.
-pub type LoopId = usize;
+pub type WorkerId = usize;
 
-type Series<T> = BTreeMap<(&'static str, Vec<Label>), BTreeMap<LoopId, Arc<T>>>;
+type Series<T> = BTreeMap<(&'static str, Vec<Label>), BTreeMap<WorkerId, Arc<T>>>;
 
 /// A route and the names of its rules, in order.
 type RouteKey = (String, Vec<String>);
@@ -43,20 +43,20 @@ type RouteKey = (String, Vec<String>);
 /// All cells of all loops.
 #[derive(Debug, Default)]
 pub struct Registry {
-    cells: Mutex<Series<Cell>>,
+    cells: Mutex<Series<MetricCell>>,
     histograms: Mutex<Series<Histogram>>,
-    routes: Mutex<BTreeMap<RouteKey, BTreeMap<LoopId, Arc<RouteCells>>>>,
+    routes: Mutex<BTreeMap<RouteKey, BTreeMap<WorkerId, Arc<RouteCells>>>>,
 }
 
 impl Registry {
     /// The loop's own cell of a series, made when it is first asked for. Not for the request path:
     /// it takes a lock and compares labels.
-    pub fn cell(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Cell> {
-        own(&self.cells, name, owner, labels)
+    pub fn cell(&self, name: &Metric, owner: WorkerId, labels: &[(&'static str, &str)]) -> Arc<MetricCell> {
+        series_entry(&self.cells, name, owner, labels)
     }
 
     /// Forgets all series of a metric, where what they were about may be gone.
-    fn forget(&self, name: &Name) {
+    fn remove(&self, name: &Metric) {
         self.cells.lock().unwrap_or_else(PoisonError::into_inner).retain(|(known, _), _| *known != name.name);
     }
 
@@ -69,11 +69,11 @@ impl Registry {
         retain_used(&self.routes);
     }
 
-    pub fn histogram(&self, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
-        own(&self.histograms, name, owner, labels)
+    pub fn histogram(&self, name: &Metric, owner: WorkerId, labels: &[(&'static str, &str)]) -> Arc<Histogram> {
+        series_entry(&self.histograms, name, owner, labels)
     }
 
-    pub fn route(&self, owner: LoopId, route: &str, rules: &[&str]) -> Arc<RouteCells> {
+    pub fn route(&self, owner: WorkerId, route: &str, rules: &[&str]) -> Arc<RouteCells> {
         let key = (route.to_owned(), rules.iter().map(|rule| (*rule).to_owned()).collect());
         let mut routes = self.routes.lock().unwrap_or_else(PoisonError::into_inner);
         let cells = routes.entry(key).or_default().entry(owner);
@@ -81,13 +81,18 @@ impl Registry {
     }
 }
 
-fn retain_used<K: Ord, T>(series: &Mutex<BTreeMap<K, BTreeMap<LoopId, Arc<T>>>>) {
+fn retain_used<K: Ord, T>(series: &Mutex<BTreeMap<K, BTreeMap<WorkerId, Arc<T>>>>) {
     let mut series = series.lock().unwrap_or_else(PoisonError::into_inner);
     // Those who count hold a reference beside the registry's, and get it under this lock.
     series.retain(|_, owners| owners.values().any(|cell| Arc::strong_count(cell) > 1));
 }
 
-fn own<T: Default>(series: &Mutex<Series<T>>, name: &Name, owner: LoopId, labels: &[(&'static str, &str)]) -> Arc<T> {
+fn series_entry<T: Default>(
+    series: &Mutex<Series<T>>,
+    name: &Metric,
+    owner: WorkerId,
+    labels: &[(&'static str, &str)],
+) -> Arc<T> {
     let labels = labels.iter().map(|(key, value)| Label::new(*key, (*value).to_owned())).collect();
     let mut series = series.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::clone(series.entry((name.name, labels)).or_default().entry(owner).or_default())

@@ -17,9 +17,9 @@ pub const BOUNDS_US: [u64; 20] = [
 
 /// A number that goes up, or, as a gauge, down again. Written by one thread.
 #[derive(Debug, Default)]
-pub struct Cell(AtomicU64);
+pub struct MetricCell(AtomicU64);
 
-impl Cell {
+impl MetricCell {
     pub fn add(&self, n: u64) {
         // Ordering: relaxed; one writer, and a reader for whom any recent value will do.
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
@@ -44,8 +44,8 @@ impl Cell {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Histogram {
-    sum_ns: Cell,
-    buckets: [Cell; BOUNDS_US.len() + 1],
+    sum_ns: MetricCell,
+    buckets: [MetricCell; BOUNDS_US.len() + 1],
 }
 
 impl Histogram {
@@ -77,17 +77,17 @@ const CODES: usize = 16;
 
 /// How often each status code was answered. Written by one thread.
 #[derive(Debug, Default)]
-pub struct Codes {
+pub struct StatusCounts {
     /// A code and its count; code 0 is a place not taken yet.
-    places: [(Cell, Cell); CODES],
+    slots: [(MetricCell, MetricCell); CODES],
     /// What found no place.
-    others: Cell,
+    others: MetricCell,
 }
 
-impl Codes {
+impl StatusCounts {
     pub fn count(&self, code: u16) {
         let code = u64::from(code);
-        let place = self.places.iter().find(|(known, _)| known.get() == code || known.get() == 0);
+        let place = self.slots.iter().find(|(known, _)| known.get() == code || known.get() == 0);
         let Some((known, count)) = place else { return self.others.add(1) };
         if known.get() == 0 {
             known.add(code);
@@ -97,7 +97,7 @@ impl Codes {
 
     /// The codes counted, as labels, with their counts.
     pub fn counts(&self) -> impl Iterator<Item = (String, u64)> + '_ {
-        let places = self.places.iter().filter(|(code, _)| code.get() != 0);
+        let places = self.slots.iter().filter(|(code, _)| code.get() != 0);
         let others = (self.others.get() > 0).then(|| ("other".to_owned(), self.others.get()));
         places.map(|(code, count)| (code.get().to_string(), count.get())).chain(others)
     }
@@ -110,14 +110,14 @@ impl Codes {
 pub struct RouteCells {
     pub duration: Histogram,
     /// For each rule of the route: admitted, refused, shadowed.
-    pub outcomes: SmallVec<[[Cell; 4]; 2]>,
-    pub codes: Codes,
+    pub outcomes: SmallVec<[[MetricCell; 4]; 2]>,
+    pub codes: StatusCounts,
 }
 
 impl RouteCells {
     pub fn new(rules: usize) -> RouteCells {
         RouteCells {
-            codes: Codes::default(),
+            codes: StatusCounts::default(),
             duration: Histogram::default(),
             outcomes: (0..rules).map(|_| Default::default()).collect(),
         }
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_gauge_goes_down_again() {
-        let cell = Cell::default();
+        let cell = MetricCell::default();
         cell.add(3);
         cell.sub(2);
         assert_eq!(cell.get(), 1);
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn codes_are_counted_apart_and_the_seventeenth_is_another() {
-        let codes = Codes::default();
+        let codes = StatusCounts::default();
         (400..416).for_each(|code| codes.count(code));
         codes.count(400);
         codes.count(599);

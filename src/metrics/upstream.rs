@@ -4,39 +4,39 @@
 use std::sync::Arc;
 
 use super::events::{counter, gauge};
-use super::storage::Cell;
-use super::{LoopId, Name, Registry};
+use super::storage::MetricCell;
+use super::{Metric, Registry, WorkerId};
 
-pub static UNDER_WAY: Name =
+pub static REQUESTS_ACTIVE: Metric =
     gauge("transom_upstream_requests_active", "Requests at upstream servers, until the end of the answer.");
-pub static UP: Name = gauge("transom_upstream_server_up", "Whether a server is healthy by the active checks.");
-pub static EJECTED: Name = gauge("transom_upstream_server_ejected", "Whether a server is kept away from.");
-pub static EJECTIONS: Name = counter("transom_upstream_ejections_total", "Servers ejected for failing in a row.");
-pub static CHECKS: Name = counter("transom_upstream_health_checks_total", "Active health checks.");
-pub static RETRIES: Name =
+pub static UP: Metric = gauge("transom_upstream_server_up", "Whether a server is healthy by the active checks.");
+pub static EJECTED: Metric = gauge("transom_upstream_server_ejected", "Whether a server is kept away from.");
+pub static EJECTIONS: Metric = counter("transom_upstream_ejections_total", "Servers ejected for failing in a row.");
+pub static CHECKS: Metric = counter("transom_upstream_health_checks_total", "Active health checks.");
+pub static RETRIES: Metric =
     counter("transom_upstream_retries_total", "Further tries: made, or not made for want of budget.");
-pub static REFUSED: Name =
+pub static REFUSED: Metric =
     counter("transom_upstream_refused_total", "Requests refused because the upstream had too many.");
 
 /// What all loops know of one server; told under a lock, or by one thread.
 #[derive(Debug)]
-pub struct ServerMeter {
-    up: Arc<Cell>,
-    ejected: Arc<Cell>,
-    ejections: Arc<Cell>,
-    passed: Arc<Cell>,
-    failed: Arc<Cell>,
+pub struct ServerMetrics {
+    up: Arc<MetricCell>,
+    ejected: Arc<MetricCell>,
+    ejections: Arc<MetricCell>,
+    passed: Arc<MetricCell>,
+    failed: Arc<MetricCell>,
 }
 
-impl ServerMeter {
-    pub fn new(registry: &Registry, upstream: &str, server: &str) -> ServerMeter {
+impl ServerMetrics {
+    pub fn new(registry: &Registry, upstream: &str, server: &str) -> ServerMetrics {
         let labels = [("upstream", upstream), ("server", server)];
-        let cell = |name| registry.cell(name, LoopId::MAX, &labels);
+        let cell = |name| registry.cell(name, WorkerId::MAX, &labels);
         let checks = |outcome| {
             let labels = [("upstream", upstream), ("server", server), ("outcome", outcome)];
-            registry.cell(&CHECKS, LoopId::MAX, &labels)
+            registry.cell(&CHECKS, WorkerId::MAX, &labels)
         };
-        ServerMeter {
+        ServerMetrics {
             up: cell(&UP),
             ejected: cell(&EJECTED),
             ejections: cell(&EJECTIONS),
@@ -45,11 +45,11 @@ impl ServerMeter {
         }
     }
 
-    pub fn is_up(&self, up: bool) {
+    pub fn set_up(&self, up: bool) {
         set(&self.up, up);
     }
 
-    pub fn is_ejected(&self, ejected: bool) {
+    pub fn set_ejected(&self, ejected: bool) {
         if ejected && self.ejected.get() == 0 {
             self.ejections.add(1);
         }
@@ -61,21 +61,21 @@ impl ServerMeter {
     }
 }
 
-fn set(gauge: &Cell, value: bool) {
+fn set(gauge: &MetricCell, value: bool) {
     gauge.sub(gauge.get());
     gauge.add(u64::from(value));
 }
 
 /// Requests under way to one server, from one loop.
 #[derive(Debug)]
-pub struct UnderWay(Arc<Cell>);
+pub struct ActiveGauge(Arc<MetricCell>);
 
-impl UnderWay {
-    pub fn new(registry: &Registry, owner: LoopId, upstream: &str, server: &str) -> UnderWay {
-        UnderWay(registry.cell(&UNDER_WAY, owner, &[("upstream", upstream), ("server", server)]))
+impl ActiveGauge {
+    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str, server: &str) -> ActiveGauge {
+        ActiveGauge(registry.cell(&REQUESTS_ACTIVE, owner, &[("upstream", upstream), ("server", server)]))
     }
 
-    pub fn began(&self) {
+    pub fn started(&self) {
         self.0.add(1);
     }
 
@@ -86,26 +86,26 @@ impl UnderWay {
 
 /// Why a request was refused for the upstream's sake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Limit {
+pub enum UpstreamLimit {
     Requests,
     Pending,
     /// It waited for a connection, and none became free in time.
-    Waited,
+    ConnectWait,
 }
 
 /// What one loop tried again, and what it refused.
 #[derive(Debug)]
-pub struct RetryMeter {
-    retried: Arc<Cell>,
-    over_budget: Arc<Cell>,
-    refused: [Arc<Cell>; 3],
+pub struct RetryMetrics {
+    retried: Arc<MetricCell>,
+    over_budget: Arc<MetricCell>,
+    refused: [Arc<MetricCell>; 3],
 }
 
-impl RetryMeter {
-    pub fn new(registry: &Registry, owner: LoopId, upstream: &str) -> RetryMeter {
+impl RetryMetrics {
+    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str) -> RetryMetrics {
         let retries = |outcome| registry.cell(&RETRIES, owner, &[("upstream", upstream), ("outcome", outcome)]);
         let refused = |limit| registry.cell(&REFUSED, owner, &[("upstream", upstream), ("limit", limit)]);
-        RetryMeter {
+        RetryMetrics {
             retried: retries("retried"),
             over_budget: retries("budget"),
             refused: ["max_requests", "max_pending", "connect"].map(refused),
@@ -120,11 +120,11 @@ impl RetryMeter {
         self.over_budget.add(1);
     }
 
-    pub fn refused(&self, limit: Limit) {
+    pub fn refused(&self, limit: UpstreamLimit) {
         let index = match limit {
-            Limit::Requests => 0,
-            Limit::Pending => 1,
-            Limit::Waited => 2,
+            UpstreamLimit::Requests => 0,
+            UpstreamLimit::Pending => 1,
+            UpstreamLimit::ConnectWait => 2,
         };
         self.refused[index].add(1);
     }

@@ -15,7 +15,7 @@ use super::Counters;
 use super::snapshot::{self, Written};
 use crate::clock::Clock;
 use crate::config;
-use crate::metrics::events::SnapshotMeter;
+use crate::metrics::events::SnapshotMetrics;
 
 /// How often the time is told.
 const TICK: Duration = Duration::from_secs(1);
@@ -38,7 +38,7 @@ struct Work {
     clock: Clock,
     /// Where a snapshot goes, and how often.
     snapshot: Option<(PathBuf, Duration)>,
-    meter: SnapshotMeter,
+    meter: SnapshotMetrics,
     failing: bool,
     /// The file is not where it was, and that was told.
     displaced: bool,
@@ -49,7 +49,7 @@ impl BackgroundWriter {
         counters: Arc<Counters>,
         clock: Clock,
         config: &config::Counters,
-        meter: SnapshotMeter,
+        meter: SnapshotMetrics,
     ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
         let (finish, told) = mpsc::channel();

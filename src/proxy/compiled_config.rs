@@ -36,26 +36,26 @@ pub struct CompiledConfig {
     /// The servers of each upstream, as all loops know them.
     pub upstream_health: Vec<Arc<UpstreamHealth>>,
     /// What each upstream chooses a server by, if that is a hash.
-    pub affinities: Vec<Option<Affinity>>,
+    pub hash_keys: Vec<Option<Affinity>>,
     pub rule_set: Arc<RuleSet>,
     /// Answers those who ask without a request.
-    pub counsel: Arc<DecisionService>,
+    pub decision_service: Arc<DecisionService>,
     /// What refusals look like; one for each rule of the book.
-    pub forms: Vec<RefusalTemplate>,
+    pub refusal_templates: Vec<RefusalTemplate>,
     /// Who is known by name.
     pub clients: Option<Clients>,
     /// One for each route, in the order of the configuration.
-    pub lanes: Vec<CompiledRoute>,
+    pub routes: Vec<CompiledRoute>,
     /// What routes with the same rules have in common.
-    pub slates: Vec<RouteRules>,
+    pub route_rules: Vec<RouteRules>,
     /// Spells what is secret, where gateways share counters.
     digester: Option<Arc<Digester>>,
     /// Claims that some rule counts by, or that name a client.
     claims: Vec<String>,
     /// What hashes of tokens start from.
-    token_hash: KeyHasher,
+    token_hasher: KeyHasher,
     /// Proxies that are believed about whom they were asked by.
-    pub trust: Option<Trust>,
+    pub trusted_proxies: Option<Trust>,
     /// What routes change on the way; those that change something.
     actions: Vec<Action>,
     /// Fields that some rule counts by, that tell a cost, that name a client, or that choose a route: no Connection field
@@ -67,9 +67,9 @@ pub struct CompiledConfig {
 #[derive(Debug)]
 pub struct CompiledRoute {
     /// Position in the snapshot.
-    pub slate: u32,
+    pub rules_index: u32,
     /// Position in the configuration.
-    pub upstream: u32,
+    pub upstream_index: u32,
     /// One more than the position in the snapshot's actions, if the route has any.
     action: Option<NonZeroU32>,
 }
@@ -79,10 +79,10 @@ pub struct CompiledRoute {
 pub struct RouteRules {
     pub charge_plan: ChargePlan,
     /// One for each rule of the roster.
-    pub identities: Vec<RuleKey>,
-    pub sheet: RateLimitTemplate,
+    pub rule_keys: Vec<RuleKey>,
+    pub rate_limit_template: RateLimitTemplate,
     /// The rules whose cost the answer tells.
-    pub terms: Vec<ResponseCostRule>,
+    pub response_costs: Vec<ResponseCostRule>,
     /// Whether a request that was refused can be refused again by a look at its counters: nothing passes for another reason than that
     /// they have room, a refusal leaves nothing behind, and no client is known by a token, which may end.
     pub is_repeatable: bool,
@@ -111,7 +111,7 @@ impl CompiledConfig {
             });
             actions.extend(route.actions.as_ref().map(|own| Action::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
-            lanes.push(CompiledRoute { slate: slate as u32, upstream: route.upstream as u32, action });
+            lanes.push(CompiledRoute { rules_index: slate as u32, upstream_index: route.upstream as u32, action });
         }
         let affinities = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
@@ -125,19 +125,19 @@ impl CompiledConfig {
         let counsel = Arc::new(DecisionService::new(&rule_set, &exceptions, seed, digester.clone()));
         Arc::new(CompiledConfig {
             digester,
-            trust: config.proxies.as_ref().map(Trust::new),
+            trusted_proxies: config.proxies.as_ref().map(Trust::new),
             actions,
             router,
             upstream_health,
-            affinities,
-            forms,
-            lanes,
-            slates,
+            hash_keys: affinities,
+            refusal_templates: forms,
+            routes: lanes,
+            route_rules: slates,
             claims,
-            token_hash,
+            token_hasher: token_hash,
             key_fields,
             clients,
-            counsel,
+            decision_service: counsel,
             rule_set,
             config,
         })
@@ -146,33 +146,33 @@ impl CompiledConfig {
 
 impl CompiledConfig {
     /// What says which tokens are genuine; one for each loop. Without keys, none is.
-    pub fn checker(&self) -> Checker {
-        Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hash.clone())
+    pub fn token_checker(&self) -> Checker {
+        Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
     }
 
-    pub fn slate_of(&self, lane: &CompiledRoute) -> &RouteRules {
-        &self.slates[lane.slate as usize]
+    pub fn rules_of(&self, lane: &CompiledRoute) -> &RouteRules {
+        &self.route_rules[lane.rules_index as usize]
     }
 
-    pub fn action_of(&self, lane: &CompiledRoute) -> Option<&Action> {
+    pub fn actions_of(&self, lane: &CompiledRoute) -> Option<&Action> {
         lane.action.map(|behind| &self.actions[behind.get() as usize - 1])
     }
 
     /// What the key of a request is in the store, under a rule of a slate; `None` if the rule is not shared or does not apply.
-    pub fn text_of(&self, slate: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
+    pub fn store_key(&self, slate: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
         let rule = &self.rule_set.rules[slate.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
-        slate.identities[position].text(caller, digester, &mut text).then(|| text.into())
+        slate.rule_keys[position].text(caller, digester, &mut text).then(|| text.into())
     }
 
     /// As [`Snapshot::text_of`], for all rules of a slate.
-    pub fn texts_of(&self, slate: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
-        (0..slate.charge_plan.rules.len()).map(|position| self.text_of(slate, position, caller)).collect()
+    pub fn store_keys(&self, slate: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
+        (0..slate.charge_plan.rules.len()).map(|position| self.store_key(slate, position, caller)).collect()
     }
 
     /// The name of a route; a lane has its route's position.
-    pub fn name_of(&self, lane: usize) -> &str {
+    pub fn route_name(&self, lane: usize) -> &str {
         &self.config.routes[lane].name
     }
 }
@@ -191,10 +191,10 @@ impl RouteRules {
         let terms = ResponseCostRule::of(config, &route.rules);
         let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();
         RouteRules {
-            identities,
-            sheet: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
+            rule_keys: identities,
+            rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
             charge_plan,
-            terms,
+            response_costs: terms,
             is_repeatable,
         }
     }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-const PAUSE: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(1);
 /// Causes that are told apart; beyond, all are forgotten and begun again.
 const CAUSES_MAX: usize = 256;
 
@@ -15,10 +15,10 @@ pub struct LogThrottle(RefCell<HashMap<String, (Instant, u64)>>);
 
 impl LogThrottle {
     /// Whether a cause may be told now; if so, how often it was not told before.
-    pub fn may_say(&self, cause: &str, now: Instant) -> Option<u64> {
+    pub fn allow(&self, cause: &str, now: Instant) -> Option<u64> {
         let mut causes = self.0.borrow_mut();
         if let Some((said, unsaid)) = causes.get_mut(cause) {
-            if now.duration_since(*said) < PAUSE {
+            if now.duration_since(*said) < INTERVAL {
                 *unsaid += 1;
                 return None;
             }
@@ -39,15 +39,15 @@ mod tests {
     use crate::clock::Clock;
 
     #[test]
-    fn a_cause_is_told_once_a_second_with_what_was_left_out() {
+    fn a_cause_is_logged_once_a_second_with_the_number_suppressed() {
         let complaints = LogThrottle::default();
         let start = Clock::manual(0).instant();
         let at = |ms| start + Duration::from_millis(ms);
-        assert_eq!(complaints.may_say("a", at(0)), Some(0));
-        assert_eq!(complaints.may_say("a", at(10)), None);
-        assert_eq!(complaints.may_say("b", at(10)), Some(0));
-        assert_eq!(complaints.may_say("a", at(999)), None);
-        assert_eq!(complaints.may_say("a", at(1000)), Some(2));
-        assert_eq!(complaints.may_say("a", at(2000)), Some(0));
+        assert_eq!(complaints.allow("a", at(0)), Some(0));
+        assert_eq!(complaints.allow("a", at(10)), None);
+        assert_eq!(complaints.allow("b", at(10)), Some(0));
+        assert_eq!(complaints.allow("a", at(999)), None);
+        assert_eq!(complaints.allow("a", at(1000)), Some(2));
+        assert_eq!(complaints.allow("a", at(2000)), Some(0));
     }
 }

@@ -11,10 +11,10 @@ use http::request::Parts;
 use serde_json::{Map, Value, json};
 
 use super::worker_state::{WorkerConfig, WorkerState};
-use crate::clock::Moment;
+use crate::clock::Timestamp;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_GONE};
-use crate::metrics::events::RouteMeter;
+use crate::metrics::events::RouteMetrics;
 use crate::upstream::response_body::Broken;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -22,37 +22,37 @@ use transom_limiter::decision_context::DecisionContext;
 /// Of a host and of a path, in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
 
-pub struct Record {
+pub struct RequestRecord {
     worker: Rc<WorkerState>,
-    view: Rc<WorkerConfig>,
-    lane: Option<usize>,
+    config: Rc<WorkerConfig>,
+    route: Option<usize>,
     status: u16,
-    started: Moment,
+    started: Timestamp,
     bytes: u64,
     /// What only the access log wants to know; `None` where there is none.
-    line: Option<Box<Map<String, Value>>>,
+    log_entry: Option<Box<Map<String, Value>>>,
 }
 
-impl Record {
+impl RequestRecord {
     pub fn new(
         worker: &Rc<WorkerState>,
         view: &Rc<WorkerConfig>,
         peer: IpAddr,
         parts: &Parts,
-        started: Moment,
-    ) -> Record {
-        let line = view.access.as_ref().map(|_| Box::new(first_half(peer, parts, started)));
+        started: Timestamp,
+    ) -> RequestRecord {
+        let line = view.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
         let (worker, view) = (Rc::clone(worker), Rc::clone(view));
-        Record { worker, view, lane: None, status: CLIENT_GONE, started, bytes: 0, line }
+        RequestRecord { worker, config: view, route: None, status: CLIENT_GONE, started, bytes: 0, log_entry: line }
     }
 
-    pub fn route(&mut self, lane: usize) {
-        self.lane = Some(lane);
+    pub fn set_route(&mut self, lane: usize) {
+        self.route = Some(lane);
     }
 
     /// Tells the meters what the rules decided, on the request's own route.
-    pub fn decision(&mut self, slate: usize, context: &DecisionContext, judgement: &Decision) {
-        let meter = self.meter();
+    pub fn record_decision(&mut self, slate: usize, context: &DecisionContext, judgement: &Decision) {
+        let meter = self.route_metrics();
         match judgement {
             Decision::Admitted | Decision::Delayed { .. } => {
                 for (position, _) in context
@@ -71,11 +71,11 @@ impl Record {
                     }
                 }
             }
-            Decision::Refused => refused(&self.view, self.lane, slate, context),
+            Decision::Refused => record_refusal(&self.config, self.route, slate, context),
         }
-        if self.line.is_some() {
-            let rules = &self.view.snapshot.slates[slate].charge_plan.rules;
-            let name = |position: &usize| json!(self.view.snapshot.rule_set.rules[rules[*position]].rule.name);
+        if self.log_entry.is_some() {
+            let rules = &self.config.compiled.route_rules[slate].charge_plan.rules;
+            let name = |position: &usize| json!(self.config.compiled.rule_set.rules[rules[*position]].rule.name);
             let full = context
                 .result
                 .charges
@@ -86,119 +86,119 @@ impl Record {
             let shadowed: Vec<Value> = context.result.shadowed.iter().map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
                 if !rules.is_empty() {
-                    self.note(name, Value::Array(rules));
+                    self.set_log_field(name, Value::Array(rules));
                 }
             }
         }
     }
 
-    pub fn upstream(&mut self, name: &str) {
-        if self.line.is_some() {
-            self.note("upstream", json!(name));
+    pub fn set_upstream(&mut self, name: &str) {
+        if self.log_entry.is_some() {
+            self.set_log_field("upstream", json!(name));
         }
     }
 
     /// What went wrong: to the log, if it is more than a client's mistake.
-    pub fn fault(&mut self, fault: &RequestError) {
-        self.worker.meter.fault(fault.kind());
+    pub fn record_error(&mut self, fault: &RequestError) {
+        self.worker.metrics.request_error(fault.kind());
         if fault.is_worth_a_warning() {
-            self.complain(&fault.for_operator());
+            self.warn(&fault.for_operator());
         }
-        if self.line.is_some() {
-            self.note("error", json!(fault.to_string()));
+        if self.log_entry.is_some() {
+            self.set_log_field("error", json!(fault.to_string()));
         }
     }
 
     /// Tells the operator, once a second at most for every cause.
-    fn complain(&self, what: &str) {
-        let route = self.lane.map_or("", |lane| self.view.snapshot.name_of(lane));
-        if let Some(before) = self.worker.complaints.may_say(what, self.worker.clock.instant()) {
+    fn warn(&self, what: &str) {
+        let route = self.route.map_or("", |lane| self.config.compiled.route_name(lane));
+        if let Some(before) = self.worker.log_throttle.allow(what, self.worker.clock.instant()) {
             tracing::warn!(route, suppressed = before, "{what}");
         }
     }
 
     /// The status that the client is told.
-    pub fn answer(&mut self, status: u16) {
+    pub fn set_status(&mut self, status: u16) {
         self.status = status;
     }
 
-    pub fn sent(&mut self, bytes: usize) {
+    pub fn add_bytes_sent(&mut self, bytes: usize) {
         self.bytes += bytes as u64;
     }
 
     /// The upstream's answer ended before its end.
-    pub fn broke_off(&mut self, error: &Broken) {
-        self.complain(&format!("the upstream server's answer broke off: {error}"));
-        self.cut_off();
+    pub fn record_upstream_abort(&mut self, error: &Broken) {
+        self.warn(&format!("the upstream server's answer broke off: {error}"));
+        self.record_truncation();
     }
 
     /// The client did not get the whole answer.
-    pub fn cut_off(&mut self) {
-        if self.line.as_ref().is_some_and(|line| !line.contains_key("error")) {
-            self.note("error", json!("the answer was cut off"));
+    pub fn record_truncation(&mut self) {
+        if self.log_entry.as_ref().is_some_and(|line| !line.contains_key("error")) {
+            self.set_log_field("error", json!("the answer was cut off"));
         }
     }
 
     /// The answer has opened a tunnel.
     pub fn tunnel_opened(&self) {
-        self.worker.meter.tunnel_opened();
+        self.worker.metrics.tunnel_opened();
     }
 
     /// How many bytes have passed through it by its end.
-    pub fn tunneled(&mut self, to_client: u64, to_upstream: u64) {
-        self.worker.meter.tunnel_ended();
+    pub fn record_tunnel_end(&mut self, to_client: u64, to_upstream: u64) {
+        self.worker.metrics.tunnel_ended();
         self.bytes += to_client;
-        if self.line.is_some() {
-            self.note("bytes_received", json!(to_upstream));
+        if self.log_entry.is_some() {
+            self.set_log_field("bytes_received", json!(to_upstream));
         }
     }
 
     /// It ended, and neither side had ended it.
-    pub fn tunnel_broke(&mut self, what: &str) {
-        if self.line.is_some() {
-            self.note("error", json!(what));
+    pub fn record_tunnel_error(&mut self, what: &str) {
+        if self.log_entry.is_some() {
+            self.set_log_field("error", json!(what));
         }
     }
 
-    fn note(&mut self, name: &str, value: Value) {
-        if let Some(line) = &mut self.line {
+    fn set_log_field(&mut self, name: &str, value: Value) {
+        if let Some(line) = &mut self.log_entry {
             line.insert(name.to_owned(), value);
         }
     }
 
-    fn meter(&self) -> &RouteMeter {
-        meter(&self.view, self.lane)
+    fn route_metrics(&self) -> &RouteMetrics {
+        route_metrics(&self.config, self.route)
     }
 }
 
-impl Drop for Record {
+impl Drop for RequestRecord {
     fn drop(&mut self) {
-        let took = self.worker.end().duration_since(self.started.instant);
-        self.meter().answered(self.status, took);
-        if let (Some(mut line), Some(access)) = (self.line.take(), &self.view.access) {
-            let route = self.lane.map(|lane| self.view.snapshot.name_of(lane));
+        let took = self.worker.end_time().duration_since(self.started.instant);
+        self.route_metrics().request_ended(self.status, took);
+        if let (Some(mut line), Some(access)) = (self.log_entry.take(), &self.config.access_log) {
+            let route = self.route.map(|lane| self.config.compiled.route_name(lane));
             line.insert("route".to_owned(), json!(route));
             line.insert("status".to_owned(), json!(self.status));
             line.insert("bytes".to_owned(), json!(self.bytes));
             line.insert("duration_ms".to_owned(), json!(took.as_micros() as f64 / 1e3));
             if !access.write(&Value::Object(*line)) {
-                self.worker.meter.access_log_lost(1);
+                self.worker.metrics.access_log_lost(1);
             }
         }
     }
 }
 
-fn meter(view: &WorkerConfig, lane: Option<usize>) -> &RouteMeter {
-    lane.map_or(&view.unrouted, |lane| &view.meters[lane])
+fn route_metrics(view: &WorkerConfig, lane: Option<usize>) -> &RouteMetrics {
+    lane.map_or(&view.unrouted_metrics, |lane| &view.route_metrics[lane])
 }
 
 /// Tells the meters which windows of a slate have refused a request.
-pub fn refused(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: &DecisionContext) {
+pub fn record_refusal(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: &DecisionContext) {
     let mut told = None;
     for (_, line) in context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full) {
-        view.windows[slate].refused_by(line.rule, line.layer);
+        view.window_metrics[slate].refused(line.rule, line.layer);
         if told != Some(line.rule) {
-            meter(view, lane).refused(line.rule);
+            route_metrics(view, lane).refused(line.rule);
             told = Some(line.rule);
         }
     }
@@ -206,44 +206,44 @@ pub fn refused(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: 
 
 /// An answer to what never became a request: a head that is malformed, too large or late, or a connection for which there is no
 /// room.
-pub fn refused_head(worker: &WorkerState, peer: IpAddr, fault: &RequestError) {
-    worker.meter.fault(fault.kind());
-    let view = worker.view();
+pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, fault: &RequestError) {
+    worker.metrics.request_error(fault.kind());
+    let view = worker.config();
     let status = responses::fault_status(fault).as_u16();
-    view.unrouted.answered(status, Duration::ZERO);
-    if let Some(access) = &view.access {
+    view.unrouted_metrics.request_ended(status, Duration::ZERO);
+    if let Some(access) = &view.access_log {
         let time = worker.clock.now();
         let mut line = Map::new();
-        line.insert("time".to_owned(), json!(time_text(time)));
+        line.insert("time".to_owned(), json!(rfc3339(time)));
         line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
         line.insert("status".to_owned(), json!(status));
         line.insert("error".to_owned(), json!(fault.to_string()));
         if !access.write(&Value::Object(line)) {
-            worker.meter.access_log_lost(1);
+            worker.metrics.access_log_lost(1);
         }
     }
 }
 
-fn time_text(moment: Moment) -> Option<String> {
+fn rfc3339(moment: Timestamp) -> Option<String> {
     jiff::Timestamp::from_millisecond(moment.unix_ms as i64).map(|time| format!("{time:.3}")).ok()
 }
 
 /// What a line of the log has of a text that the client chose the length of.
-fn shortened(text: &str) -> &str {
+fn truncate(text: &str) -> &str {
     let end = (0..=LOGGED_MAX_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
 
 /// What is known of a request before it is decided. The query is left out: secrets travel there.
-fn first_half(peer: IpAddr, parts: &Parts, started: Moment) -> Map<String, Value> {
+fn head_fields(peer: IpAddr, parts: &Parts, started: Timestamp) -> Map<String, Value> {
     let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
     let host = host.or_else(|| parts.uri.authority().map(|authority| authority.as_str().into()));
     let mut line = Map::new();
-    line.insert("time".to_owned(), json!(time_text(started)));
+    line.insert("time".to_owned(), json!(rfc3339(started)));
     line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
     line.insert("method".to_owned(), json!(parts.method.as_str()));
     line.insert("protocol".to_owned(), json!(format!("{:?}", parts.version)));
-    line.insert("host".to_owned(), json!(host.as_deref().map(shortened)));
-    line.insert("path".to_owned(), json!(shortened(parts.uri.path())));
+    line.insert("host".to_owned(), json!(host.as_deref().map(truncate)));
+    line.insert("path".to_owned(), json!(truncate(parts.uri.path())));
     line
 }

@@ -8,19 +8,19 @@ use http::Response;
 use http::header::CONTENT_LENGTH;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
-use super::request_record::Record;
+use super::request_record::RequestRecord;
 use crate::upstream::response_body::{Broken, Download};
 
 /// Where the bytes come from.
 pub enum Content {
     /// An answer of the gateway's own; `None` once it was taken.
-    Own(Option<Bytes>),
+    Local(Option<Bytes>),
     Upstream(Download),
 }
 
 impl From<Bytes> for Content {
     fn from(bytes: Bytes) -> Content {
-        Content::Own(Some(bytes).filter(|bytes| !bytes.is_empty()))
+        Content::Local(Some(bytes).filter(|bytes| !bytes.is_empty()))
     }
 }
 
@@ -32,74 +32,74 @@ impl From<Download> for Content {
 
 /// A body that knows its request's record: when it is dropped, the request is over. It is handed on many times with
 /// the head of its answer, and so is small.
-pub struct Body(Box<Outgoing>);
+pub struct ResponseBody(Box<BodyState>);
 
-struct Outgoing {
+struct BodyState {
     content: Content,
-    record: Option<Record>,
+    record: Option<RequestRecord>,
     /// How the upstream's answer broke off, until hyper has been told.
-    broken: Option<Broken>,
+    pending_error: Option<Broken>,
 }
 
-impl Body {
-    pub fn new(content: Content, record: Record) -> Body {
-        Body(Box::new(Outgoing { content, record: Some(record), broken: None }))
+impl ResponseBody {
+    pub fn new(content: Content, record: RequestRecord) -> ResponseBody {
+        ResponseBody(Box::new(BodyState { content, record: Some(record), pending_error: None }))
     }
 
     /// Takes the content as a whole, where it is the gateway's own: there is nothing to wait for.
-    pub fn take_own(&mut self) -> Option<Bytes> {
-        let Content::Own(bytes) = &mut self.0.content else { return None };
+    pub fn take_local(&mut self) -> Option<Bytes> {
+        let Content::Local(bytes) = &mut self.0.content else { return None };
         let bytes = bytes.take()?;
         if let Some(record) = &mut self.0.record {
-            record.sent(bytes.len());
+            record.add_bytes_sent(bytes.len());
         }
         Some(bytes)
     }
 
     /// For an answer to a request whose record was lost in a panic.
-    pub fn unrecorded(content: Content) -> Body {
-        Body(Box::new(Outgoing { content, record: None, broken: None }))
+    pub fn unrecorded(content: Content) -> ResponseBody {
+        ResponseBody(Box::new(BodyState { content, record: None, pending_error: None }))
     }
 }
 
 /// Makes an answer one to HEAD: the length of its body stays, the body goes.
-pub fn leave_out(answer: &mut Response<Body>) {
+pub fn strip_body(answer: &mut Response<ResponseBody>) {
     if !answer.body().is_end_stream() {
-        tell_length(answer);
-        answer.body_mut().0.content = Content::Own(None);
+        set_content_length(answer);
+        answer.body_mut().0.content = Content::Local(None);
     }
 }
 
 /// Names the length of a body in the head, if it is known.
-pub fn tell_length(answer: &mut Response<Body>) {
+pub fn set_content_length(answer: &mut Response<ResponseBody>) {
     if let (Some(length), false) = (answer.body().size_hint().exact(), answer.headers().contains_key(CONTENT_LENGTH)) {
         answer.headers_mut().insert(CONTENT_LENGTH, length.into());
     }
 }
 
-impl HttpBody for Body {
+impl HttpBody for ResponseBody {
     type Data = Bytes;
     type Error = Broken;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         let this = &mut *self.get_mut().0;
-        if let Some(error) = this.broken.take() {
+        if let Some(error) = this.pending_error.take() {
             return Poll::Ready(Some(Err(error)));
         }
         let frame = match &mut this.content {
-            Content::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Content::Local(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Upstream(download) => Pin::new(download).poll_frame(cx),
         };
         if let (Some(record), Poll::Ready(Some(frame))) = (&mut this.record, &frame) {
             match frame {
-                Ok(frame) => record.sent(frame.data_ref().map_or(0, Bytes::len)),
-                Err(error) => record.broke_off(error),
+                Ok(frame) => record.add_bytes_sent(frame.data_ref().map_or(0, Bytes::len)),
+                Err(error) => record.record_upstream_abort(error),
             }
         }
         if let Poll::Ready(Some(Err(error))) = frame {
             // hyper drops what it has not sent yet when it hears of an error. What came before it,
             // the head above all, goes out first: hyper flushes while it waits.
-            this.broken = Some(error);
+            this.pending_error = Some(error);
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -108,23 +108,23 @@ impl HttpBody for Body {
 
     fn is_end_stream(&self) -> bool {
         match &self.0.content {
-            Content::Own(bytes) => bytes.is_none(),
+            Content::Local(bytes) => bytes.is_none(),
             Content::Upstream(download) => download.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.0.content {
-            Content::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Content::Local(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Content::Upstream(download) => download.size_hint(),
         }
     }
 }
 
-impl Drop for Body {
+impl Drop for ResponseBody {
     fn drop(&mut self) {
         if let (false, Some(record)) = (self.is_end_stream(), &mut self.0.record) {
-            record.cut_off();
+            record.record_truncation();
         }
     }
 }

@@ -45,7 +45,7 @@ impl ResponseCostRule {
     }
 
     /// What an answer says that the request cost; `None` if it says nothing, or nothing clear.
-    fn told(&self, fields: &HeaderMap) -> Option<u32> {
+    fn cost_in(&self, fields: &HeaderMap) -> Option<u32> {
         let mut values = fields.get_all(&self.field).iter();
         let (Some(value), None) = (values.next(), values.next()) else { return None };
         let text = value.to_str().ok()?.trim();
@@ -57,48 +57,48 @@ impl ResponseCostRule {
 
 /// A request whose cost is not known yet.
 pub struct PendingCost {
-    slate: usize,
+    rules_index: usize,
     keyed_requests: Vec<Option<KeyedRequest>>,
     /// What was charged before, for each term of the slate.
     reserved: Vec<Vec<ShardReceipt>>,
     /// What the store has charged before, for rules by their position.
-    gifts: Vec<(usize, Refund)>,
+    refunds: Vec<(usize, Refund)>,
     /// What the keys are in the store, of the rules that are shared.
-    texts: Vec<Option<Rc<str>>>,
+    store_keys: Vec<Option<Rc<str>>>,
 }
 
 impl PendingCost {
     /// Remembers what was decided on `desk`, if the slate has terms.
-    pub fn of(
+    pub fn new(
         slate: &RouteRules,
         position: usize,
         context: &DecisionContext,
         gifts: &[(usize, Refund)],
         texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
     ) -> Option<Box<PendingCost>> {
-        if slate.terms.is_empty() {
+        if slate.response_costs.is_empty() {
             return None;
         }
-        let reserved = slate.terms.iter().map(|term| context.receipts_of_rule(term.position).collect());
+        let reserved = slate.response_costs.iter().map(|term| context.receipts_of_rule(term.position).collect());
         Some(Box::new(PendingCost {
-            slate: position,
+            rules_index: position,
             keyed_requests: context.inputs.keyed_requests.clone(),
             reserved: reserved.collect(),
-            gifts: gifts.to_vec(),
-            texts: texts(),
+            refunds: gifts.to_vec(),
+            store_keys: texts(),
         }))
     }
 
     /// Takes note of what was charged again, on `desk`, because the request passes in another window.
-    pub fn charged_again(
+    pub fn add_recharge(
         &mut self,
         slate: &RouteRules,
         context: &DecisionContext,
         gifts: &[(usize, Refund)],
         now_ms: u64,
     ) {
-        self.gifts.extend_from_slice(gifts);
-        for (term, reserved) in slate.terms.iter().zip(&mut self.reserved) {
+        self.refunds.extend_from_slice(gifts);
+        for (term, reserved) in slate.response_costs.iter().zip(&mut self.reserved) {
             reserved.retain(|share| share.receipt.end_ms() > now_ms);
             reserved.extend(context.receipts_of_rule(term.position));
         }
@@ -106,26 +106,26 @@ impl PendingCost {
 
     /// Charges or gives back the difference; returns what is to be said of the limits afterwards.
     pub fn settle(self, worker: &Rc<WorkerState>, view: &WorkerConfig, fields: &HeaderMap) -> Option<RateLimitFields> {
-        let snapshot = &*view.snapshot;
-        let (rule_set, slate) = (&snapshot.rule_set, &snapshot.slates[self.slate]);
+        let snapshot = &*view.compiled;
+        let (rule_set, slate) = (&snapshot.rule_set, &snapshot.route_rules[self.rules_index]);
         let clock = || worker.clock.now().unix_ms;
         let now_ms = clock();
         let mut settled = false;
-        for (term, reserved) in slate.terms.iter().zip(&self.reserved) {
-            let (Some(keyed_request), Some(cost)) = (self.keyed_requests[term.position], term.told(fields)) else {
+        for (term, reserved) in slate.response_costs.iter().zip(&self.reserved) {
+            let (Some(keyed_request), Some(cost)) = (self.keyed_requests[term.position], term.cost_in(fields)) else {
                 continue;
             };
             settled = true;
             if cost > term.reserve {
                 let keyed_request = KeyedRequest { cost: cost - term.reserve, ..keyed_request };
-                let (rule, text) = (slate.charge_plan.rules[term.position], self.texts.get(term.position));
+                let (rule, text) = (slate.charge_plan.rules[term.position], self.store_keys.get(term.position));
                 match (&worker.shared, text.and_then(Option::as_ref)) {
                     (Some(shared), Some(text)) => shared.overdraw(rule_set, rule, keyed_request, text),
                     _ => rule_set.charge_excess(rule, keyed_request, &worker.table, now_ms),
                 }
             } else {
                 rule_set.refund(reserved, term.reserve - cost, &worker.table, now_ms);
-                let of_rule = self.gifts.iter().filter(|(position, _)| *position == term.position);
+                let of_rule = self.refunds.iter().filter(|(position, _)| *position == term.position);
                 let less = |(_, gift): &(usize, Refund)| Refund {
                     tokens: gift.tokens.min(u64::from(term.reserve - cost)),
                     ..gift.clone()
@@ -134,7 +134,12 @@ impl PendingCost {
             }
         }
         settled.then(|| {
-            view.stamp(self.slate, &self.keyed_requests, &worker.table, DecisionTime::starting_at(now_ms, &clock))
+            view.rate_limit_fields(
+                self.rules_index,
+                &self.keyed_requests,
+                &worker.table,
+                DecisionTime::starting_at(now_ms, &clock),
+            )
         })
     }
 }

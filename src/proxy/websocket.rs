@@ -6,25 +6,25 @@
 
 use http::{HeaderMap, Response};
 
-use super::request_record::Record;
-use super::response_body::{Body, Content};
+use super::request_record::RequestRecord;
+use super::response_body::{Content, ResponseBody};
 use super::tunnel_session::TunnelSession;
 use super::worker_state::{Peer, WorkerConfig};
-use super::{fail, finish};
+use super::{error_response, finish};
 use crate::http::error::RequestError;
 use crate::http::responses::ErrorFormat;
 use crate::http::websocket_handshake::{self, Key, UpgradeMethod};
 
 /// How a tunnel is opened for a client.
 pub struct WebSocketHandshake {
-    way: UpgradeMethod,
+    method: UpgradeMethod,
     /// Of the handshake with the upstream: the client's where its connection changes over, or else the gateway's own.
     key: Key,
 }
 
 impl WebSocketHandshake {
     /// `None`: the request goes on as an ordinary one. `takes`: whether the route and its upstream take WebSockets.
-    pub fn of(
+    pub fn new(
         way: Option<UpgradeMethod>,
         headers: &HeaderMap,
         takes: impl FnOnce() -> bool,
@@ -34,68 +34,68 @@ impl WebSocketHandshake {
             Some(UpgradeMethod::Upgrade) => Key::of(headers).filter(|_| takes()),
             Some(UpgradeMethod::Connect) => Some(Key::new()?),
         };
-        Ok(way.zip(key).map(|(way, key)| Box::new(WebSocketHandshake { way, key })))
+        Ok(way.zip(key).map(|(way, key)| Box::new(WebSocketHandshake { method: way, key })))
     }
 
     /// Asks the upstream to change protocols.
-    pub fn ask(&self, headers: &mut HeaderMap) {
+    pub fn write_request(&self, headers: &mut HeaderMap) {
         websocket_handshake::ask(headers);
         self.key.put(headers);
     }
 }
 
 /// Makes of the upstream's answer, or the route's own, what the client is told.
-pub async fn conclude(
+pub async fn finish_handshake(
     answer: Response<Content>,
     opening: Box<WebSocketHandshake>,
     dialect: ErrorFormat,
-    record: Record,
+    record: RequestRecord,
     peer: &Peer,
     view: &WorkerConfig,
-) -> Response<Body> {
+) -> Response<ResponseBody> {
     if websocket_handshake::is_switch(&answer) {
-        return open(answer, &opening, dialect, record, peer, view).await;
+        return open_tunnel(answer, &opening, dialect, record, peer, view).await;
     }
-    let fault = match (opening.way, answer.body()) {
-        (UpgradeMethod::Connect, Content::Own(_)) if answer.status().is_success() => RequestError::NO_WEBSOCKET,
+    let fault = match (opening.method, answer.body()) {
+        (UpgradeMethod::Connect, Content::Local(_)) if answer.status().is_success() => RequestError::NO_WEBSOCKET,
         (UpgradeMethod::Connect, Content::Upstream(_)) if answer.status().is_success() => {
             RequestError::Upstream("it did not switch protocols".to_owned())
         }
         (UpgradeMethod::Upgrade | UpgradeMethod::Connect, _) => return finish(answer, record),
     };
-    fail(&fault, dialect, record)
+    error_response(&fault, dialect, record)
 }
 
 /// Makes the answer that opens a tunnel, and the tunnel behind it.
-async fn open(
+async fn open_tunnel(
     mut answer: Response<Content>,
     opening: &WebSocketHandshake,
     dialect: ErrorFormat,
-    mut record: Record,
+    mut record: RequestRecord,
     peer: &Peer,
     view: &WorkerConfig,
-) -> Response<Body> {
+) -> Response<ResponseBody> {
     if !opening.key.is_accepted(answer.headers()) {
         let why = "it switched protocols without the `Sec-WebSocket-Accept` of this handshake";
-        return fail(&RequestError::Upstream(why.to_owned()), dialect, record);
+        return error_response(&RequestError::Upstream(why.to_owned()), dialect, record);
     }
-    match opening.way {
+    match opening.method {
         UpgradeMethod::Upgrade => websocket_handshake::ask(answer.headers_mut()),
         UpgradeMethod::Connect => websocket_handshake::grant_stream(&mut answer),
     }
     let (parts, content) = answer.into_parts();
     let tunnel = match content {
         Content::Upstream(download) => download.into_tunnel().await,
-        Content::Own(_) => None,
+        Content::Local(_) => None,
     };
     let Some(tunnel) = tunnel else {
-        return fail(
+        return error_response(
             &RequestError::Upstream("it broke off behind its switch of protocols".to_owned()),
             dialect,
             record,
         );
     };
-    record.answer(parts.status.as_u16());
-    peer.passage.replace(Some(TunnelSession::new(tunnel, record, view.snapshot.config.timeouts.tunnel)));
-    Response::from_parts(parts, Body::unrecorded(Content::Own(None)))
+    record.set_status(parts.status.as_u16());
+    peer.tunnel.replace(Some(TunnelSession::new(tunnel, record, view.compiled.config.timeouts.tunnel)));
+    Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))
 }

@@ -14,9 +14,9 @@ use http::{HeaderMap, HeaderValue};
 
 use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
 use super::log_throttle::LogThrottle;
-use super::repeat_refusal::Again;
+use super::repeat_refusal::RepeatRefusal;
 use super::tunnel_session::TunnelSession;
-use crate::access_log::Sink;
+use crate::access_log::LogSender;
 use crate::clock::Clock;
 use crate::config::{Server, Target as Configured, TransportSettings, Upstream};
 use crate::http::date::Date;
@@ -27,10 +27,10 @@ use crate::http::refusal_cache::RefusalCache;
 use crate::http::responses::{self, Refused};
 use crate::informational::Interim;
 use crate::jwt::cache::Checker;
-use crate::metrics::events::{LoopMeter, RouteMeter, UpstreamMeter, WindowMeter};
-use crate::metrics::redis::SharedMeter;
-use crate::metrics::upstream::{RetryMeter, UnderWay};
-use crate::metrics::{LoopId, Registry};
+use crate::metrics::events::{RouteMetrics, UpstreamMetrics, WindowMetrics, WorkerMetrics};
+use crate::metrics::redis::StoreMetrics;
+use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
+use crate::metrics::{Registry, WorkerId};
 use crate::redis_store::Shared;
 use crate::timer::{Timer, Timers};
 use crate::upstream::forward::Servers;
@@ -47,19 +47,19 @@ use transom_limiter::table::Table;
 pub struct WorkerState {
     pub table: Arc<Table>,
     pub clock: Clock,
-    pub meter: LoopMeter,
+    pub metrics: WorkerMetrics,
     pub timers: Rc<Timers>,
-    pub complaints: LogThrottle,
-    pub abandoned: Arc<DeferredRefunds>,
+    pub log_throttle: LogThrottle,
+    pub deferred_refunds: Arc<DeferredRefunds>,
     /// When several requests end at once: then each looks here instead of at the clock.
-    end: Cell<Option<Instant>>,
+    batch_end: Cell<Option<Instant>>,
     /// Where gateways share counters.
     pub shared: Option<Rc<Shared>>,
-    owner: LoopId,
+    worker_id: WorkerId,
     registry: Arc<Registry>,
     /// The Date of answers, and the tick at which it was looked up.
     date: RefCell<(Option<u64>, Date)>,
-    view: RefCell<Rc<WorkerConfig>>,
+    config: RefCell<Rc<WorkerConfig>>,
 }
 
 /// Where a connection comes from; shared by all requests of it.
@@ -68,7 +68,7 @@ pub struct ConnectionInfo {
     /// Of the client, or of the proxy that opened the connection.
     pub address: IpAddr,
     /// The address as a field value.
-    pub text: HeaderValue,
+    pub address_field: HeaderValue,
     /// Whether it came by TLS.
     pub is_secure: bool,
     /// The fingerprint of the client's certificate, if it has shown one that was verified: SHA-256, in lower-case hex.
@@ -77,7 +77,7 @@ pub struct ConnectionInfo {
 
 impl ConnectionInfo {
     pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
-        ConnectionInfo { address, text: headers::address(address), is_secure, client_cert: None }
+        ConnectionInfo { address, address_field: headers::address(address), is_secure, client_cert: None }
     }
 
     pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
@@ -87,70 +87,70 @@ impl ConnectionInfo {
 
 /// Who is at the other end, for one request at a time.
 pub struct Peer {
-    pub origin: Rc<ConnectionInfo>,
+    pub connection: Rc<ConnectionInfo>,
     /// Limits whatever the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Takes an upstream's informational answers to the client.
-    pub interim: Rc<Interim>,
+    pub informational: Rc<Interim>,
     /// Whether a request waits for its turn: then it is looked whether the client is still there.
-    pub waits: Rc<Cell<bool>>,
+    pub is_delayed: Rc<Cell<bool>>,
     /// Where the rest of a request's body is left; `None` where a connection is closed instead.
-    pub unwanted: Option<Rc<BodyDrain>>,
+    pub body_drain: Option<Rc<BodyDrain>>,
     /// How long a body may stand still, for whoever looks after it: what the configuration says, or the route.
-    pub body_limit: Rc<Cell<Duration>>,
+    pub body_timeout: Rc<Cell<Duration>>,
     /// The tunnel that the answer opens.
-    pub passage: RefCell<Option<TunnelSession>>,
+    pub tunnel: RefCell<Option<TunnelSession>>,
     /// Whether the head of the request is that of the one before, to the byte; only whoever has read both can tell.
-    pub repeats: Cell<bool>,
+    pub repeats_previous: Cell<bool>,
     /// The last request, if it was refused and repeated the one before.
-    pub again: RefCell<Option<Again>>,
+    pub repeat_refusal: RefCell<Option<RepeatRefusal>>,
 }
 
 impl Peer {
     pub fn new(origin: Rc<ConnectionInfo>, timer: Rc<Timer>, interim: Rc<Interim>, waits: Rc<Cell<bool>>) -> Peer {
         Peer {
-            origin,
+            connection: origin,
             timer,
-            interim,
-            waits,
-            unwanted: None,
-            body_limit: Rc::default(),
-            passage: RefCell::default(),
-            repeats: Cell::default(),
-            again: RefCell::default(),
+            informational: interim,
+            is_delayed: waits,
+            body_drain: None,
+            body_timeout: Rc::default(),
+            tunnel: RefCell::default(),
+            repeats_previous: Cell::default(),
+            repeat_refusal: RefCell::default(),
         }
     }
 
     /// For one stream of many on a connection. Nobody looks for waits there: h2 sees by itself that a stream is reset.
-    pub fn of_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
-        let (origin, waits) = (Rc::clone(&whole.origin), Rc::clone(&whole.waits));
-        Peer { unwanted: Some(Rc::default()), ..Peer::new(origin, timer, Rc::default(), waits) }
+    pub fn for_stream(whole: &Peer, timer: Rc<Timer>) -> Peer {
+        let (origin, waits) = (Rc::clone(&whole.connection), Rc::clone(&whole.is_delayed));
+        Peer { body_drain: Some(Rc::default()), ..Peer::new(origin, timer, Rc::default(), waits) }
     }
 }
 
 /// The configuration as one loop sees it. A request keeps the view it started with.
 pub struct WorkerConfig {
-    pub snapshot: Arc<CompiledConfig>,
+    pub compiled: Arc<CompiledConfig>,
     /// One for each lane.
-    pub meters: Vec<RouteMeter>,
+    pub route_metrics: Vec<RouteMetrics>,
     /// One for each slate.
-    pub windows: Vec<WindowMeter>,
+    pub window_metrics: Vec<WindowMetrics>,
     /// `RateLimit-Policy` of each slate; this loop's own copy, so that loops do not share its count
     /// of references.
-    pub policies: Vec<Option<HeaderValue>>,
+    pub policy_fields: Vec<Option<HeaderValue>>,
     /// For requests that no route took.
-    pub unrouted: RouteMeter,
+    pub unrouted_metrics: RouteMetrics,
     /// One for each upstream.
     pub targets: Vec<Target>,
-    pub access: Option<Sink>,
+    pub access_log: Option<LogSender>,
     /// Forgotten with the view, so that no token outlives the keys it was verified with.
-    pub tokens: Checker,
-    places: Places,
+    pub token_cache: Checker,
+    server_pools: ServerPools,
     scratch: RefCell<Scratch>,
 }
 
 /// The servers of all upstreams, by the name of the upstream and their URL.
-type Places = HashMap<(String, String), (Server, TransportSettings, Rc<ServerPool>)>;
+type ServerPools = HashMap<(String, String), (Server, TransportSettings, Rc<ServerPool>)>;
 
 #[allow(clippy::large_enum_variant, reason = "there is one for each upstream, and a request goes through it")]
 pub enum Target {
@@ -160,7 +160,7 @@ pub enum Target {
 
 impl Target {
     /// Whether it can change over to another protocol.
-    pub fn takes_upgrades(&self) -> bool {
+    pub fn supports_upgrade(&self) -> bool {
         match self {
             Target::Echo => false,
             Target::Servers(_) => true,
@@ -174,43 +174,43 @@ pub struct Scratch {
     pub context: DecisionContext,
     pub params: Vec<Range<usize>>,
     pub text: Vec<u8>,
-    pub last: RefusalCache,
+    pub refusal_cache: RefusalCache,
 }
 
 impl WorkerState {
     pub fn new(
-        owner: LoopId,
+        owner: WorkerId,
         table: Arc<Table>,
         clock: Clock,
         abandoned: Arc<DeferredRefunds>,
         registry: Arc<Registry>,
         snapshot: Arc<CompiledConfig>,
-        access: Option<Sink>,
+        access: Option<LogSender>,
     ) -> WorkerState {
         let settings = snapshot.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
-            let meter = SharedMeter::new(&registry, owner);
+            let meter = StoreMetrics::new(&registry, owner);
             Shared::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&abandoned), meter)
         });
-        let view = WorkerConfig::new(owner, &registry, &clock, snapshot, access, &Places::new());
+        let view = WorkerConfig::new(owner, &registry, &clock, snapshot, access, &ServerPools::new());
         WorkerState {
             shared,
-            meter: LoopMeter::new(&registry, owner, &RequestError::KINDS),
+            metrics: WorkerMetrics::new(&registry, owner, &RequestError::KINDS),
             timers: Rc::default(),
-            complaints: LogThrottle::default(),
-            abandoned,
+            log_throttle: LogThrottle::default(),
+            deferred_refunds: abandoned,
             date: RefCell::default(),
-            end: Cell::default(),
-            view: RefCell::new(Rc::new(view)),
+            batch_end: Cell::default(),
+            config: RefCell::new(Rc::new(view)),
             table,
             clock,
-            owner,
+            worker_id: owner,
             registry,
         }
     }
 
     /// Lets all requests that end in `ending` end at one time.
-    pub fn end_together(&self, ending: impl FnOnce()) {
+    pub fn share_end_time(&self, ending: impl FnOnce()) {
         /// Whether or not one of them panics, time goes on for those after them.
         struct Together<'a>(&'a Cell<Option<Instant>>);
         impl Drop for Together<'_> {
@@ -218,19 +218,19 @@ impl WorkerState {
                 self.0.set(None);
             }
         }
-        self.end.set(Some(self.clock.instant()));
-        let together = Together(&self.end);
+        self.batch_end.set(Some(self.clock.instant()));
+        let together = Together(&self.batch_end);
         ending();
         drop(together);
     }
 
     /// When a request ends that ends now.
-    pub fn end(&self) -> Instant {
-        self.end.get().unwrap_or_else(|| self.clock.instant())
+    pub fn end_time(&self) -> Instant {
+        self.batch_end.get().unwrap_or_else(|| self.clock.instant())
     }
 
-    pub fn view(&self) -> Rc<WorkerConfig> {
-        Rc::clone(&self.view.borrow())
+    pub fn config(&self) -> Rc<WorkerConfig> {
+        Rc::clone(&self.config.borrow())
     }
 
     /// The Date of answers. The wall clock is looked at ten times a second: what tells seconds need not be asked more often.
@@ -244,50 +244,57 @@ impl WorkerState {
     }
 
     /// Whether this is the view that requests get now.
-    pub fn has_view(&self, view: &Rc<WorkerConfig>) -> bool {
-        Rc::ptr_eq(&self.view.borrow(), view)
+    pub fn is_current(&self, view: &Rc<WorkerConfig>) -> bool {
+        Rc::ptr_eq(&self.config.borrow(), view)
     }
 
     /// Takes over a configuration. Connections to servers that are still named are kept.
-    pub fn adopt(&self, snapshot: Arc<CompiledConfig>, access: Option<Sink>) {
-        let view = WorkerConfig::new(self.owner, &self.registry, &self.clock, snapshot, access, &self.view().places);
-        *self.view.borrow_mut() = Rc::new(view);
+    pub fn apply_config(&self, snapshot: Arc<CompiledConfig>, access: Option<LogSender>) {
+        let view = WorkerConfig::new(
+            self.worker_id,
+            &self.registry,
+            &self.clock,
+            snapshot,
+            access,
+            &self.config().server_pools,
+        );
+        *self.config.borrow_mut() = Rc::new(view);
     }
 
     /// Closes upstream connections that have been idle for too long, and gives back what requests that went away left
     /// charged.
     pub fn sweep(&self) {
-        self.abandoned.sweep(&self.table, self.clock.now().unix_ms);
-        let view = self.view();
-        let limit = view.snapshot.config.timeouts.upstream_idle;
-        view.places.values().for_each(|(.., place)| place.pool.sweep(limit));
+        self.deferred_refunds.sweep(&self.table, self.clock.now().unix_ms);
+        let view = self.config();
+        let limit = view.compiled.config.timeouts.upstream_idle;
+        view.server_pools.values().for_each(|(.., place)| place.pool.sweep(limit));
     }
 }
 
 impl WorkerConfig {
     #[allow(clippy::mutable_key_type, reason = "of a way's TLS only the digest is compared")]
     fn new(
-        owner: LoopId,
+        owner: WorkerId,
         registry: &Arc<Registry>,
         clock: &Clock,
         snapshot: Arc<CompiledConfig>,
-        access: Option<Sink>,
-        known: &Places,
+        access: Option<LogSender>,
+        known: &ServerPools,
     ) -> WorkerConfig {
         let rules = |slate: &RouteRules| {
             slate.charge_plan.rules.iter().map(|rule| &snapshot.rule_set.rules[*rule]).collect::<Vec<_>>()
         };
         let meter = |(lane, ready): (usize, &CompiledRoute)| {
             let names: Vec<&str> =
-                rules(snapshot.slate_of(ready)).iter().map(|entry| entry.rule.name.as_str()).collect();
-            RouteMeter::new(registry, owner, snapshot.name_of(lane), &names)
+                rules(snapshot.rules_of(ready)).iter().map(|entry| entry.rule.name.as_str()).collect();
+            RouteMetrics::new(registry, owner, snapshot.route_name(lane), &names)
         };
         let windows = |slate: &RouteRules| {
             let layers: Vec<_> =
                 rules(slate).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
-            WindowMeter::new(registry, owner, &layers)
+            WindowMetrics::new(registry, owner, &layers)
         };
-        let mut places = Places::new();
+        let mut places = ServerPools::new();
         let servers_of = |upstream: &Upstream| match &upstream.target {
             Configured::Echo => 0,
             Configured::Servers(servers) => servers.len(),
@@ -304,7 +311,7 @@ impl WorkerConfig {
                     let same = known.get(&name).filter(is_same);
                     let place = same.map_or_else(
                         || {
-                            let meter = UnderWay::new(registry, owner, &upstream.name, &server.url);
+                            let meter = ActiveGauge::new(registry, owner, &upstream.name, &server.url);
                             ServerPool::new(Pool::new(server.clone(), &upstream.way, clock.clone()), meter)
                         },
                         |(.., place)| Rc::clone(place),
@@ -314,42 +321,42 @@ impl WorkerConfig {
                     place
                 };
                 let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
-                let meter = UpstreamMeter::new(registry, owner, &upstream.name, &urls);
-                let retries = RetryMeter::new(registry, owner, &upstream.name);
+                let meter = UpstreamMetrics::new(registry, owner, &upstream.name, &urls);
+                let retries = RetryMetrics::new(registry, owner, &upstream.name);
                 let places = servers.iter().map(&mut place).collect();
                 Target::Servers(Servers::new(Arc::clone(upstream_health), places, meter, retries, clock.clone()))
             }
         };
         let context = DecisionContext::for_worker(owner as u32);
         WorkerConfig {
-            meters: snapshot.lanes.iter().enumerate().map(meter).collect(),
-            windows: snapshot.slates.iter().map(windows).collect(),
-            policies: snapshot.slates.iter().map(|slate| slate.sheet.policy()).collect(),
-            unrouted: RouteMeter::new(registry, owner, "", &[]),
+            route_metrics: snapshot.routes.iter().enumerate().map(meter).collect(),
+            window_metrics: snapshot.route_rules.iter().map(windows).collect(),
+            policy_fields: snapshot.route_rules.iter().map(|slate| slate.rate_limit_template.policy()).collect(),
+            unrouted_metrics: RouteMetrics::new(registry, owner, "", &[]),
             targets: snapshot.config.upstreams.iter().zip(&snapshot.upstream_health).map(&mut target).collect(),
-            access,
-            tokens: snapshot.checker(),
-            places,
-            snapshot,
+            access_log: access,
+            token_cache: snapshot.token_checker(),
+            server_pools: places,
+            compiled: snapshot,
             scratch: RefCell::new(Scratch { context, ..Scratch::default() }),
         }
     }
 
     /// What is to be said of the limits now, to somebody who was charged before.
-    pub fn stamp(
+    pub fn rate_limit_fields(
         &self,
         slate: usize,
         keyed_requests: &[Option<KeyedRequest>],
         table: &Table,
         now: DecisionTime<'_>,
     ) -> RateLimitFields {
-        let RouteRules { charge_plan, sheet, .. } = &self.snapshot.slates[slate];
+        let RouteRules { charge_plan, rate_limit_template: sheet, .. } = &self.compiled.route_rules[slate];
         let mut scratch = self.scratch();
         let Scratch { context, text, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from_slice(keyed_requests);
-        self.snapshot.rule_set.peek(charge_plan, table, now, context);
-        sheet.render(context, self.policies[slate].as_ref(), context.result.decided_ms, text)
+        self.compiled.rule_set.peek(charge_plan, table, now, context);
+        sheet.render(context, self.policy_fields[slate].as_ref(), context.result.decided_ms, text)
     }
 
     /// The answer to a request that the rules of a slate have refused on `desk`; `text` and `headers` are memory to use again.
@@ -362,9 +369,9 @@ impl WorkerConfig {
         text: &mut Vec<u8>,
         headers: HeaderMap,
     ) -> Refused {
-        let CompiledConfig { rule_set, forms, slates, .. } = &*self.snapshot;
-        let RouteRules { charge_plan, sheet, .. } = &slates[slate];
-        let stamp = sheet.render(context, self.policies[slate].as_ref(), now_ms, text);
+        let CompiledConfig { rule_set, refusal_templates: forms, route_rules: slates, .. } = &*self.compiled;
+        let RouteRules { charge_plan, rate_limit_template: sheet, .. } = &slates[slate];
+        let stamp = sheet.render(context, self.policy_fields[slate].as_ref(), now_ms, text);
         let mut refused = responses::refusal(rule_set, charge_plan, context, forms, now_ms, stamp, text, headers);
         // At once: copies of it are sent.
         refused.reply.headers_mut().insert(DATE, date);

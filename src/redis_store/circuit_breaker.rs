@@ -20,7 +20,7 @@ use super::client::StoreError;
 use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
 use super::scripts::{Answer, CounterRequest, Refund};
-use crate::metrics::redis::Outcome;
+use crate::metrics::redis::StoreOutcome;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
@@ -177,11 +177,11 @@ impl Shared {
     pub(super) fn failed(self: &Rc<Self>, server: Server, error: &StoreError) {
         match error {
             StoreError::Key(what) => {
-                self.meter.failed(Outcome::Error);
+                self.meter.call_failed(StoreOutcome::Error);
                 self.complain(what);
             }
             StoreError::Unreachable(why) => {
-                self.meter.failed(Outcome::Unreachable);
+                self.meter.call_failed(StoreOutcome::Unreachable);
                 self.lost(server, 1, why);
             }
         }
@@ -189,7 +189,7 @@ impl Shared {
 
     /// A request has waited for as long as it may.
     pub(super) fn timed_out(self: &Rc<Self>, server: Server) {
-        self.meter.failed(Outcome::Timeout);
+        self.meter.call_failed(StoreOutcome::Timeout);
         self.lost(server, 1, &format!("{}: it does not answer in time", self.store.name_of(server)));
     }
 
@@ -205,7 +205,7 @@ impl Shared {
     fn lost(self: &Rc<Self>, server: Server, times: u32, why: &str) {
         if self.breaker.failed(server, times, self.clock.instant(), self.timeout) {
             tracing::warn!("shared counters can not be reached, rules do without: {}", short(why));
-            self.meter.lost();
+            self.meter.server_lost();
             spawn_local(Rc::clone(self).recover(server));
         }
     }
@@ -250,7 +250,7 @@ impl Shared {
             }
         }
         self.breaker.close(server, self.clock.instant());
-        self.meter.found();
+        self.meter.server_recovered();
         tracing::info!("shared counters are reached again: {}", self.store.name_of(server));
         // Others may have its slots by now.
         self.report_arrears().await;

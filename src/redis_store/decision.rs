@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::Shared;
 use super::exact_mode::Sent;
 use super::scripts::Refund;
-use crate::metrics::redis::Without;
+use crate::metrics::redis::OutageDecision;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -198,7 +198,7 @@ impl Shared {
             };
             progress.settle_stands(rule_set, charge_plan, context);
             if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &lines, context, progress) {
-                self.meter.did_without(Without::Refused);
+                self.meter.decided_in_outage(OutageDecision::Refused);
                 return Next::Unavailable;
             }
             let first = context.result.charges.len();
@@ -281,8 +281,8 @@ impl Shared {
             let rule = &rule_set.rules[*rule].rule;
             if rule.sharing != Sharing::Local && context.inputs.keyed_requests[position].is_some() {
                 match rule.on_outage {
-                    OnOutage::Local => self.meter.did_without(Without::Local),
-                    OnOutage::Allow => self.meter.did_without(Without::Allowed),
+                    OnOutage::Local => self.meter.decided_in_outage(OutageDecision::Local),
+                    OnOutage::Allow => self.meter.decided_in_outage(OutageDecision::Allowed),
                     OnOutage::Refuse => {}
                 }
             }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock::Clock;
 use crate::config::redis::Shared as Settings;
-use crate::metrics::redis::SharedMeter;
+use crate::metrics::redis::StoreMetrics;
 use circuit_breaker::{Breaker, UnreportedUsage};
 use client::RedisClient;
 use lease_sizing::Leases;
@@ -65,7 +65,7 @@ pub struct Shared {
     breaker: Breaker,
     debts: UnreportedUsage,
     abandoned: Arc<DeferredRefunds>,
-    meter: SharedMeter,
+    meter: StoreMetrics,
     /// Which shard of a split counter this loop asks first.
     own_shard: u32,
     /// As of which time, Unix milliseconds, the store may not know what was counted before: it is another server, or
@@ -81,7 +81,7 @@ impl Shared {
         table: Arc<Table>,
         clock: Clock,
         abandoned: Arc<DeferredRefunds>,
-        meter: SharedMeter,
+        meter: StoreMetrics,
     ) -> Rc<Shared> {
         Rc::new(Shared {
             store: RedisClient::new(settings),

@@ -17,7 +17,7 @@ use super::client::StoreError;
 use super::lease_sizing::{Id, id};
 use super::reconnecting::Server;
 use super::scripts::{Answer, CounterReply, CounterRequest, Kind, Refund, RefundTarget};
-use crate::metrics::redis::Outcome;
+use crate::metrics::redis::StoreOutcome;
 use transom_limiter::leased_tokens::DepositResult;
 use transom_limiter::sharded_counter::part_of_shard;
 use transom_limiter::table::Counter;
@@ -267,9 +267,9 @@ impl Shared {
         let answer = self.store.take(wants, now_ms).await;
         self.met(began);
         match &answer {
-            Ok(Answer::Granted { time_ms, .. }) => self.answered(server, Outcome::Granted, *time_ms, began),
-            Ok(Answer::Refused { time_ms, .. }) => self.answered(server, Outcome::Refused, *time_ms, began),
-            Ok(Answer::OtherWindow { time_ms }) => self.answered(server, Outcome::OtherWindow, *time_ms, began),
+            Ok(Answer::Granted { time_ms, .. }) => self.answered(server, StoreOutcome::Granted, *time_ms, began),
+            Ok(Answer::Refused { time_ms, .. }) => self.answered(server, StoreOutcome::Refused, *time_ms, began),
+            Ok(Answer::OtherWindow { time_ms }) => self.answered(server, StoreOutcome::OtherWindow, *time_ms, began),
             Err(error) => self.failed(server, error),
         }
         answer
@@ -312,7 +312,7 @@ impl Shared {
         match self.store.give(&gifts).await {
             Ok(returned) => {
                 self.meter.returned(returned);
-                self.meter.asked(Outcome::GivenBack, self.clock.instant().duration_since(began));
+                self.meter.call_completed(StoreOutcome::GivenBack, self.clock.instant().duration_since(began));
             }
             Err(error) => self.failed(self.store.server_of(&first.base), &error),
         }
@@ -353,10 +353,10 @@ impl Shared {
         }
     }
 
-    fn answered(&self, server: Server, outcome: Outcome, time_ms: u64, began: Instant) {
+    fn answered(&self, server: Server, outcome: StoreOutcome, time_ms: u64, began: Instant) {
         self.clock.follow(time_ms);
         self.breaker.answered(server);
-        self.meter.asked(outcome, self.clock.instant().duration_since(began));
+        self.meter.call_completed(outcome, self.clock.instant().duration_since(began));
     }
 }
 

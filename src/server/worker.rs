@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::access_log::Sink;
+use crate::access_log::LogSender;
 use crate::downstream::drain::Drain;
 use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
@@ -21,7 +21,7 @@ const SWEEP: Duration = Duration::from_secs(5);
 pub enum Order {
     /// From now on connections are accepted.
     Open,
-    Adopt(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<Sink>),
+    Adopt(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<LogSender>),
     Drain(DrainTimes),
     /// The drain should not wait any longer for those who do not ask for anything.
     Release,
@@ -71,7 +71,7 @@ pub async fn run(
             // It can come before the drain has begun.
             Order::Release => patience = Some(Duration::ZERO),
             Order::Adopt(snapshot, terms, access) => {
-                worker.adopt(snapshot, access);
+                worker.apply_config(snapshot, access);
                 listener_context.adopt(terms);
             }
             Order::Drain(pace) => {

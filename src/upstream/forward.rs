@@ -32,8 +32,8 @@ use crate::config::Timeouts;
 use crate::http::error::RequestError;
 use crate::http::{headers, websocket_handshake};
 use crate::informational::Interim;
-use crate::metrics::events::{UpstreamMeter, UpstreamOutcome};
-use crate::metrics::upstream::{Limit, RetryMeter};
+use crate::metrics::events::{UpstreamMetrics, UpstreamOutcome};
+use crate::metrics::upstream::{RetryMetrics, UpstreamLimit};
 use crate::timer::Timer;
 
 /// Further tries where the configuration does not say: one for each other server, and at most so many.
@@ -44,8 +44,8 @@ pub struct Servers {
     upstream_health: Arc<UpstreamHealth>,
     balancer: Balancer,
     budget: Budget,
-    meter: UpstreamMeter,
-    retries: RetryMeter,
+    meter: UpstreamMetrics,
+    retries: RetryMetrics,
     clock: Clock,
 }
 
@@ -81,7 +81,7 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let (servers, server) = (self.servers, self.choice.server);
         if let Some(outcome) = self.outcome {
-            servers.meter.ended(server, outcome);
+            servers.meter.request_ended(server, outcome);
         }
         servers.upstream_health.report(server, self.sign, self.choice.chosen, || servers.clock.instant());
     }
@@ -118,8 +118,8 @@ impl Servers {
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
         places: Vec<Rc<ServerPool>>,
-        meter: UpstreamMeter,
-        retries: RetryMeter,
+        meter: UpstreamMetrics,
+        retries: RetryMetrics,
         clock: Clock,
     ) -> Servers {
         let policy = &upstream_health.policy.retries;
@@ -211,7 +211,7 @@ impl Servers {
         let ticket = match self.upstream_health.policy.circuit.max_requests {
             None => None,
             Some(max) => match self.upstream_health.circuit.request(max) {
-                None => return Err(self.refuse(Limit::Requests)),
+                None => return Err(self.refuse(UpstreamLimit::Requests)),
                 ticket => ticket,
             },
         };
@@ -223,7 +223,7 @@ impl Servers {
         Ok(Forwarding { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
     }
 
-    fn refuse(&self, limit: Limit) -> RequestError {
+    fn refuse(&self, limit: UpstreamLimit) -> RequestError {
         self.retries.refused(limit);
         RequestError::Overloaded
     }
@@ -264,12 +264,12 @@ impl Servers {
                 let Some(_pending) =
                     self.upstream_health.circuit.pending(self.upstream_health.policy.circuit.max_pending)
                 else {
-                    return Err(self.refuse(Limit::Pending));
+                    return Err(self.refuse(UpstreamLimit::Pending));
                 };
                 match tokio::time::timeout(limit, place.queue(!course.alone)).await {
                     Ok(Ok(Offer::Carrier(carrier))) => return Ok((carrier, true)),
                     Ok(Ok(Offer::Room(slot))) => Some(slot),
-                    Ok(Err(_)) | Err(_) => return Err(self.refuse(Limit::Waited)),
+                    Ok(Err(_)) | Err(_) => return Err(self.refuse(UpstreamLimit::ConnectWait)),
                 }
             }
         };
@@ -320,7 +320,7 @@ impl Servers {
             return Next::Fault(RequestError::Upstream(why.to_owned()));
         }
         let answered = self.clock.instant();
-        self.meter.answered_in(answered.duration_since(started));
+        self.meter.responded_in(answered.duration_since(started));
         connection.answered(answered);
         attempt.ended(UpstreamOutcome::Answered, self.sign_of(response.status()));
         let again = if course.asked.repeatable && self.may_try_again(course, Cause::Status(response.status())) {

@@ -19,7 +19,7 @@ use super::server_state::ServerState;
 use crate::config::upstream_policy::{Ejection, Policy};
 use crate::config::{Config, Server, Target, TransportSettings, Upstream};
 use crate::metrics::Registry;
-use crate::metrics::upstream::ServerMeter;
+use crate::metrics::upstream::ServerMetrics;
 
 /// A server of full weight that is just back begins with a tenth of it.
 const RAMP_FROM: f64 = 0.1;
@@ -127,7 +127,7 @@ impl UpstreamHealth {
         known.retain(|_, standing| standing.strong_count() > 0);
         let standing = |server: &Server| {
             known.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
-                let standing = Arc::new(ServerState::new(ServerMeter::new(registry, &upstream.name, &server.url)));
+                let standing = Arc::new(ServerState::new(ServerMetrics::new(registry, &upstream.name, &server.url)));
                 known.insert(server.url.clone(), Arc::downgrade(&standing));
                 standing
             })
@@ -154,10 +154,10 @@ impl UpstreamHealth {
         let _held = self.tally.lock();
         for standing in &self.standings {
             if self.policy.health.is_none() && !standing.up.swap(true, Relaxed) {
-                standing.meter.is_up(true);
+                standing.meter.set_up(true);
             }
             if self.ejection().is_none() && standing.out_until_ms.swap(0, Relaxed) != 0 {
-                standing.meter.is_ejected(false);
+                standing.meter.set_ejected(false);
             }
         }
     }
@@ -283,7 +283,7 @@ impl UpstreamHealth {
         let time = ejection.time.saturating_mul(1 << before.min(20)).min(ejection.max_time.max(ejection.time));
         standing.out_until_ms.store(now_ms + whole_ms(time), Relaxed);
         standing.failures.store(0, Relaxed);
-        standing.meter.is_ejected(true);
+        standing.meter.set_ejected(true);
         self.tally.changes.fetch_add(1, Relaxed);
         let (upstream, url, for_ms) = (&self.name, &self.servers[server].url, whole_ms(time));
         if was_out {
@@ -308,7 +308,7 @@ impl UpstreamHealth {
         if standing.out_until_ms.swap(0, Relaxed) != 0 {
             standing.back_ms.store(self.ms(now), Relaxed);
             standing.failures.store(0, Relaxed);
-            standing.meter.is_ejected(false);
+            standing.meter.set_ejected(false);
             self.tally.changes.fetch_add(1, Relaxed);
             tracing::info!(upstream = self.name, server = self.servers[server].url, "the server is back: {why}");
         }
@@ -321,7 +321,7 @@ impl UpstreamHealth {
         if standing.up.swap(up, Relaxed) == up {
             return;
         }
-        standing.meter.is_up(up);
+        standing.meter.set_up(up);
         let (upstream, url) = (&self.name, &self.servers[server].url);
         if up {
             standing.back_ms.store(self.ms(now), Relaxed);

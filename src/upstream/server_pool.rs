@@ -15,7 +15,7 @@ use super::connection::UpstreamConnection;
 use super::pool::Pool;
 use crate::config::upstream_policy::Circuit;
 use crate::io_stream::descriptors;
-use crate::metrics::upstream::UnderWay;
+use crate::metrics::upstream::ActiveGauge;
 
 /// Idle connections to all servers together take one of so many descriptors at most.
 const IDLE_SHARE: u64 = 4;
@@ -23,7 +23,7 @@ const IDLE_SHARE: u64 = 4;
 pub struct ServerPool {
     pub pool: Rc<Pool>,
     under_way: Cell<u32>,
-    meter: UnderWay,
+    meter: ActiveGauge,
     /// Connections that this loop may have; `None`: as many as it takes.
     most: Cell<Option<u32>>,
     /// Those that stand or are being made, where they are limited.
@@ -51,7 +51,7 @@ pub struct ConnectionPermit(Weak<ServerPool>);
 pub struct ActiveRequest(Rc<ServerPool>);
 
 impl ServerPool {
-    pub fn new(pool: Rc<Pool>, meter: UnderWay) -> Rc<ServerPool> {
+    pub fn new(pool: Rc<Pool>, meter: ActiveGauge) -> Rc<ServerPool> {
         Rc::new(ServerPool {
             pool,
             under_way: Cell::new(0),
@@ -77,7 +77,7 @@ impl ServerPool {
 
     pub fn visit(self: &Rc<ServerPool>) -> ActiveRequest {
         self.under_way.set(self.under_way.get() + 1);
-        self.meter.began();
+        self.meter.started();
         ActiveRequest(Rc::clone(self))
     }
 

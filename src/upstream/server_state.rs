@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 
-use crate::metrics::upstream::ServerMeter;
+use crate::metrics::upstream::ServerMetrics;
 
 /// What is known of one server.
 #[derive(Debug)]
@@ -20,13 +20,13 @@ pub struct ServerState {
     pub back_ms: AtomicU64,
     /// How often in a row it was ejected.
     pub ejections: AtomicU32,
-    pub meter: ServerMeter,
+    pub meter: ServerMetrics,
 }
 
 impl ServerState {
     /// Of a server that nothing is known of yet.
-    pub fn new(meter: ServerMeter) -> ServerState {
-        meter.is_up(true);
+    pub fn new(meter: ServerMetrics) -> ServerState {
+        meter.set_up(true);
         ServerState {
             up: AtomicBool::new(true),
             checked: AtomicBool::new(false),
@@ -42,7 +42,7 @@ impl ServerState {
 impl Drop for ServerState {
     /// A server that is no longer named is neither up nor ejected.
     fn drop(&mut self) {
-        self.meter.is_up(false);
-        self.meter.is_ejected(false);
+        self.meter.set_up(false);
+        self.meter.set_ejected(false);
     }
 }

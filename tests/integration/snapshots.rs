@@ -13,7 +13,7 @@ use std::time::Duration;
 use transom::clock::Clock;
 use transom::config;
 use transom::metrics::Registry;
-use transom::metrics::events::SnapshotMeter;
+use transom::metrics::events::SnapshotMetrics;
 use transom::persistence::Counters;
 use transom::persistence::background::BackgroundWriter;
 use transom::persistence::file_header::Header;
@@ -482,7 +482,7 @@ fn only_a_graceful_exit_writes_a_last_snapshot() {
     let config = settings(64, Some(&place.snapshot()));
     let counters = Arc::new(Counters::open(&config, None, 1, &clock).unwrap().0);
     let start = || {
-        let meter = SnapshotMeter::new(&Arc::new(Registry::default()));
+        let meter = SnapshotMetrics::new(&Arc::new(Registry::default()));
         BackgroundWriter::start(Arc::clone(&counters), clock.clone(), &config, meter).unwrap()
     };
     // A start that fails lets go of it.

@@ -6,7 +6,7 @@ use std::process;
 use crate::cli::upgrade::child::{Program, Successor};
 use crate::cli::upgrade::protocol::HandoverSet;
 use crate::cli::upgrade::{Word, say};
-use crate::metrics::events::UpgradeMeter;
+use crate::metrics::events::UpgradeMetrics;
 use crate::server::Gateway;
 
 /// The first process of a container, whose end is the end of all.
@@ -15,12 +15,12 @@ const INIT: u32 = 1;
 pub struct Succession {
     program: Program,
     successor: Option<Successor>,
-    meter: UpgradeMeter,
+    meter: UpgradeMetrics,
 }
 
 impl Succession {
     pub fn new(program: Program, gateway: &Gateway) -> Succession {
-        Succession { program, successor: None, meter: UpgradeMeter::new(&gateway.registry) }
+        Succession { program, successor: None, meter: UpgradeMetrics::new(&gateway.registry) }
     }
 
     /// This process has itself taken the place of another.

@@ -22,8 +22,8 @@ use crate::downstream::http1::io::Http1Io;
 use crate::http::error::RequestError;
 use crate::http::headers::SpecialFields;
 use crate::io_stream::Wire;
-use crate::proxy::pass;
-use crate::proxy::response_body::{self, Body};
+use crate::proxy::handle;
+use crate::proxy::response_body::{self, ResponseBody};
 use crate::proxy::response_future::ResponseFuture;
 use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
 
@@ -38,7 +38,7 @@ const USUAL_FIELDS: usize = 100;
 pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
     let (stage, shape) = {
-        let config = &worker.view().snapshot.config;
+        let config = &worker.config().compiled.config;
         let (timeouts, limits) = (&config.timeouts, &config.limits);
         let timer = worker.timers.timer();
         let drain = Rc::clone(drain_guard.drain());
@@ -46,7 +46,7 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
         (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
     };
     let mut peer = Peer::new(origin, worker.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
-    peer.body_limit = Rc::clone(stage.body_limit());
+    peer.body_timeout = Rc::clone(stage.body_limit());
     let peer = Rc::new(peer);
     let mut door = Http1Service { worker: Rc::clone(&worker), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
     let mut guard = Http1Io::new(wire, Rc::clone(&stage), Rc::clone(&worker), Rc::clone(&peer));
@@ -61,7 +61,7 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
             Ok(End::Tired) => {
                 let parts = connection.into_parts();
                 (guard, door) = (parts.io.into_inner(), parts.service);
-                peer.again.take();
+                peer.repeat_refusal.take();
                 // What is no request may have come, as an empty line.
                 if !parts.read_buf.is_empty() {
                     guard.put_back(parts.read_buf);
@@ -79,7 +79,7 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
                 match stage.lateness() {
                     Some(fault @ RequestError::HeadTimeout) => guard.refuse(&fault),
                     Some(fault) => {
-                        worker.meter.fault(fault.kind());
+                        worker.metrics.request_error(fault.kind());
                         if fault == RequestError::Stalled {
                             guard.abandon();
                         }
@@ -194,7 +194,7 @@ fn leave<'a>(
     peer: &'a Peer,
 ) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
     Box::pin(async move {
-        let Some(passage) = peer.passage.take() else {
+        let Some(passage) = peer.tunnel.take() else {
             // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
             let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
                 Poll::Pending if !stage.poll_late(cx) => Poll::Pending,
@@ -203,7 +203,7 @@ fn leave<'a>(
             return closed.await;
         };
         guard.step_aside();
-        passage.open(guard, early, &peer.timer).await;
+        passage.run(guard, early, &peer.timer).await;
     })
 }
 
@@ -220,13 +220,13 @@ impl Service<Request<Incoming>> for Http1Service {
     type Future = Answering;
 
     fn call(&self, request: Request<Incoming>) -> Answering {
-        self.peer.repeats.set(self.stage.repeats());
+        self.peer.repeats_previous.set(self.stage.repeats());
         self.stage.begin(request.body().size_hint().exact());
         // What only the bytes tell.
         let fields = request.headers().len();
         let is_head = request.method() == Method::HEAD;
         let doubts = |marks: SpecialFields| self.stage.doubt(marks, fields);
-        let passing = ResponseFuture::begin(|| pass(&self.worker, &self.peer, request, doubts));
+        let passing = ResponseFuture::start(|| handle(&self.worker, &self.peer, request, doubts));
         Answering { passing, is_head, stage: Rc::clone(&self.stage), worker: Rc::clone(&self.worker) }
     }
 }
@@ -244,9 +244,9 @@ impl Future for Answering {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let mut answer = ready!(this.passing.poll_answer(cx));
+        let mut answer = ready!(this.passing.poll_response(cx));
         if this.is_head {
-            response_body::leave_out(&mut answer);
+            response_body::strip_body(&mut answer);
         }
         let stage = Rc::clone(&this.stage);
         stage.moved();
@@ -264,13 +264,13 @@ impl Future for Answering {
 
 /// A body that tells the guard of the socket when it has been handed over.
 struct TrackedBody {
-    body: Body,
+    body: ResponseBody,
     stage: Rc<ConnectionState>,
 }
 
 impl HttpBody for TrackedBody {
     type Data = Bytes;
-    type Error = <Body as HttpBody>::Error;
+    type Error = <ResponseBody as HttpBody>::Error;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = self.get_mut();

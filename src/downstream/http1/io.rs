@@ -96,12 +96,12 @@ impl Http1Io {
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
             let mut fault = responses::fault_of_parser(status);
-            let head_bytes = || self.worker.view().snapshot.config.limits.request_head;
+            let head_bytes = || self.worker.config().compiled.config.limits.request_head;
             if fault == RequestError::HeadTooLarge && self.stage.has_long_target(head_bytes()) {
                 fault = RequestError::TargetTooLong;
             }
             self.ahead = responses::written(&responses::fault(&fault));
-            request_record::refused_head(&self.worker, self.peer.origin.address, &fault);
+            request_record::record_rejected_head(&self.worker, self.peer.connection.address, &fault);
             self.replaced = true;
         }
         status.is_some()
@@ -111,14 +111,14 @@ impl Http1Io {
     /// way has room for the answer.
     pub fn refuse(&mut self, fault: &RequestError) {
         if self.stage.is_quiet() && !self.replaced && !self.at_end {
-            request_record::refused_head(&self.worker, self.peer.origin.address, fault);
+            request_record::record_rejected_head(&self.worker, self.peer.connection.address, fault);
             self.stream.send_at_once(&responses::written(&responses::fault(fault)));
         }
     }
 
     /// Answers what has just come, if that is a request that is refused as the one before.
     fn refuses_again(&mut self) -> bool {
-        let mut again = self.peer.again.borrow_mut();
+        let mut again = self.peer.repeat_refusal.borrow_mut();
         let Some(known) = &*again else { return false };
         // The last answer of a connection says so, and hyper sees to it.
         let may_be = self.stage.repeats() && !self.stage.is_last();

@@ -11,19 +11,19 @@ use http_body::Body as _;
 
 use crate::downstream::http2::flood_guard;
 use crate::http::headers;
-use crate::proxy::response_body::Body;
+use crate::proxy::response_body::ResponseBody;
 use crate::proxy::worker_state::Peer;
 
 /// A body, and where it goes.
 pub struct Outflow {
-    body: Body,
+    body: ResponseBody,
     sending: SendStream<Bytes>,
     /// A piece that waits for the window, and whether it is the last.
     held: Option<(Bytes, bool)>,
 }
 
 impl Outflow {
-    pub fn new(body: Body, sending: SendStream<Bytes>) -> Outflow {
+    pub fn new(body: ResponseBody, sending: SendStream<Bytes>) -> Outflow {
         Outflow { body, sending, held: None }
     }
 
@@ -55,7 +55,7 @@ impl Outflow {
                 }
             }
             let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
-            peer.timer.arm(peer.body_limit.get());
+            peer.timer.arm(peer.body_timeout.get());
             let frame = match frame {
                 None => return Poll::Ready(self.sending.send_data(Bytes::new(), true)),
                 Some(Ok(frame)) => frame,

@@ -111,8 +111,8 @@ impl Serving {
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
 pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
-    let view = worker.view();
-    let config = &view.snapshot.config;
+    let view = worker.config();
+    let config = &view.compiled.config;
     let http2 = &config.http2;
     let block_bytes = config.limits.request_head.max(BLOCK_BYTES) as u32;
     let budget = Budget {
@@ -150,7 +150,7 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
                     Some(Late::Leave) => told = true,
                     Some(Late::Close { in_head }) => {
                         if in_head {
-                            request_record::refused_head(&worker, address, &RequestError::HeadTimeout);
+                            request_record::record_rejected_head(&worker, address, &RequestError::HeadTimeout);
                         }
                         return Poll::Ready(Ok(()));
                     }
@@ -164,11 +164,11 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
         tracing::debug!(%address, %error, "a client connection broke off");
     }
     if let Some(abuse) = session.abuse() {
-        worker.meter.http2_abuse(abuse.name());
+        worker.metrics.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
     } else if session.is_broken() && !serving.is_lost {
         // h2 says farewell to one that does not answer a PING all the same.
-        worker.meter.http2_abuse("protocol_error");
+        worker.metrics.http2_abuse("protocol_error");
     }
 }
 

@@ -27,10 +27,10 @@ use crate::downstream::http2::tunnel::Strand;
 use crate::http::error::RequestError;
 use crate::http::headers;
 use crate::informational;
-use crate::proxy::response_body::{self, Body};
+use crate::proxy::response_body::{self, ResponseBody};
 use crate::proxy::response_future::ResponseFuture;
 use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
-use crate::proxy::{pass, request_record};
+use crate::proxy::{handle, request_record};
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
 /// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
@@ -48,7 +48,7 @@ type Respond = SendResponse<Bytes>;
 pub struct Streams {
     shared: Rc<Shared>,
     /// Answers that are there, and not sent yet.
-    at_hand: Vec<(Response<Body>, Respond)>,
+    at_hand: Vec<(Response<ResponseBody>, Respond)>,
 }
 
 struct Shared {
@@ -93,11 +93,11 @@ impl Streams {
         let (peer, is_bare) = (self.shared.peer(), body.is_none());
         let request = Request::from_parts(parts, body);
         // Chunks are unknown here, and so is a length beside them.
-        let mut passing = ResponseFuture::begin(|| pass(&self.shared.worker, &peer, request, |_marks| flaw));
-        if is_bare && let Some(mut answer) = passing.at_once() {
+        let mut passing = ResponseFuture::start(|| handle(&self.shared.worker, &peer, request, |_marks| flaw));
+        if is_bare && let Some(mut answer) = passing.take_ready() {
             self.shared.give_back(peer);
             if is_head {
-                response_body::leave_out(&mut answer);
+                response_body::strip_body(&mut answer);
             }
             return self.at_hand.push((answer, respond));
         }
@@ -108,7 +108,7 @@ impl Streams {
     pub fn record_refused(&self) {
         let Shared { worker, whole, session, .. } = &*self.shared;
         for _ in 0..session.take_unrecorded() {
-            request_record::refused_head(worker, whole.origin.address, &RequestError::HeadTooLarge);
+            request_record::record_rejected_head(worker, whole.connection.address, &RequestError::HeadTooLarge);
         }
     }
 
@@ -119,7 +119,7 @@ impl Streams {
             return false;
         }
         let Streams { shared, at_hand } = self;
-        shared.worker.end_together(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
+        shared.worker.share_end_time(|| at_hand.drain(..).for_each(|(answer, respond)| shared.answer(answer, respond)));
         true
     }
 }
@@ -127,13 +127,13 @@ impl Streams {
 impl Shared {
     fn peer(&self) -> Rc<Peer> {
         let free = self.free.borrow_mut().pop();
-        free.unwrap_or_else(|| Rc::new(Peer::of_stream(&self.whole, self.worker.timers.timer())))
+        free.unwrap_or_else(|| Rc::new(Peer::for_stream(&self.whole, self.worker.timers.timer())))
     }
 
     fn give_back(&self, peer: Rc<Peer>) {
         // A body that somebody still has would be left with a stream to come, and hints told there. So they go with the peer.
-        let is_free = peer.unwanted.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1)
-            && Rc::strong_count(&peer.interim) == 1;
+        let is_free = peer.body_drain.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1)
+            && Rc::strong_count(&peer.informational) == 1;
         let mut free = self.free.borrow_mut();
         if is_free && free.len() < FREE_MAX {
             free.push(peer);
@@ -148,30 +148,30 @@ impl Shared {
     }
 
     /// Gives an answer of the gateway's own.
-    fn answer(self: &Rc<Self>, answer: Response<Body>, mut respond: Respond) {
+    fn answer(self: &Rc<Self>, answer: Response<ResponseBody>, mut respond: Respond) {
         let Some((mut sending, mut body)) = self.send_head(answer, &mut respond, false) else { return };
         // Some of the client's window at least must be open: else the stream is looked after.
         sending.reserve_capacity(1);
         if sending.capacity() > 0
-            && let Some(bytes) = body.take_own()
+            && let Some(bytes) = body.take_local()
         {
             // Fails if the client has reset the stream meanwhile.
             let _ = sending.send_data(bytes, true);
             return;
         }
         let peer = self.peer();
-        peer.body_limit.set(self.worker.view().snapshot.config.timeouts.body);
-        peer.timer.arm(peer.body_limit.get());
+        peer.body_timeout.set(self.worker.config().compiled.config.timeouts.body);
+        peer.timer.arm(peer.body_timeout.get());
         self.work(StreamState::Body(Outflow::new(body, sending)), respond, peer);
     }
 
     /// Sends the head of an answer; `None` if nothing follows. A stream that `stays_open` does not end with it.
     fn send_head(
         &self,
-        answer: Response<Body>,
+        answer: Response<ResponseBody>,
         respond: &mut Respond,
         stays_open: bool,
-    ) -> Option<(SendStream<Bytes>, Body)> {
+    ) -> Option<(SendStream<Bytes>, ResponseBody)> {
         let (mut head, body) = answer.into_parts();
         if !headers::answer_on_stream(&mut head.headers) {
             head.headers.insert(header::DATE, self.worker.date());
@@ -220,8 +220,8 @@ impl Future for Work {
         loop {
             match &mut this.stage {
                 StreamState::Passing { passing, is_head, tunnel } => {
-                    let answer = passing.poll_answer(cx);
-                    let hints = this.peer.interim.take();
+                    let answer = passing.poll_response(cx);
+                    let hints = this.peer.informational.take();
                     // The client may have changed its mind.
                     if (answer.is_pending() || hints.is_some()) && this.respond.poll_reset(cx).is_ready() {
                         return Poll::Ready(());
@@ -231,7 +231,7 @@ impl Future for Work {
                     }
                     let mut answer = ready!(answer);
                     if *is_head {
-                        response_body::leave_out(&mut answer);
+                        response_body::strip_body(&mut answer);
                     }
                     let tunnel = tunnel.take();
                     this.stage = this.begin_answer(answer, tunnel);
@@ -251,16 +251,16 @@ impl Future for Work {
 
 impl Work {
     /// Sends the head of an answer; what is to be done next.
-    fn begin_answer(&mut self, mut answer: Response<Body>, tunnel: Option<RecvStream>) -> StreamState {
+    fn begin_answer(&mut self, mut answer: Response<ResponseBody>, tunnel: Option<RecvStream>) -> StreamState {
         let (shared, peer) = (&self.shared, &self.peer);
-        peer.timer.arm(peer.body_limit.get());
-        if let Some((inward, passage)) = tunnel.zip(peer.passage.take()) {
+        peer.timer.arm(peer.body_timeout.get());
+        if let Some((inward, passage)) = tunnel.zip(peer.tunnel.take()) {
             let Some((outward, _)) = shared.send_head(answer, &mut self.respond, true) else { return self.rest() };
             shared.session.tunnel_opened();
             return StreamState::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
         }
         if !answer.body().is_end_stream() {
-            response_body::tell_length(&mut answer);
+            response_body::set_content_length(&mut answer);
         }
         match shared.send_head(answer, &mut self.respond, false) {
             Some((sending, body)) => StreamState::Body(Outflow::new(body, sending)),
@@ -278,7 +278,7 @@ impl Work {
 
     /// Nothing more of the answer leaves for now.
     fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
-        let Peer { timer, unwanted, body_limit, .. } = &*self.peer;
+        let Peer { timer, body_drain: unwanted, body_timeout: body_limit, .. } = &*self.peer;
         if !timer.poll_up(cx) {
             return Poll::Pending;
         }
@@ -302,7 +302,7 @@ fn tell_hints(heads: &[u8], hinted: &mut usize, respond: &mut Respond) {
 }
 
 fn poll_rest(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
-    let Some(unwanted) = peer.unwanted.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
+    let Some(unwanted) = peer.body_drain.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
     while *read < UNWANTED_MAX_BYTES {
         match unwanted.poll_piece(cx) {
             Poll::Ready(Some(bytes)) => *read += bytes,
@@ -321,7 +321,7 @@ impl Drop for Work {
             self.shared.session.tunnel_ended();
         }
         drop(stage);
-        let Peer { timer, unwanted, passage, interim, .. } = &*self.peer;
+        let Peer { timer, body_drain: unwanted, tunnel: passage, informational: interim, .. } = &*self.peer;
         drop(interim.take());
         if let Some(unwanted) = unwanted {
             unwanted.clear();

@@ -60,7 +60,7 @@ impl Strand {
         let outward = Rc::new(Outward { sending: RefCell::new(sending), is_shut: Cell::default() });
         let client = Client { outward: Rc::clone(&outward), inward, early: Bytes::new() };
         let peer = Rc::clone(peer);
-        let passing = Box::pin(async move { passage.open(client, Bytes::new(), &peer.timer).await });
+        let passing = Box::pin(async move { passage.run(client, Bytes::new(), &peer.timer).await });
         Strand { outward, passing }
     }
 
