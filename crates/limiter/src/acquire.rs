@@ -1,10 +1,9 @@
-//! Charging several counters for one request: all of them, or none.
+//! Charges several counters for one request: all of them, or none.
 //!
-//! First all counters are looked at; if one of them is full, the request is refused and no counter
-//! was touched. Then they are charged from the narrowest to the widest. Only if another thread took
-//! the last tokens in between, what was charged is given back, in the window it was charged in: a
-//! doomed charge exists for the nanoseconds of a lost race, and can make another request of that
-//! moment be refused, but can never let one too many pass.
+//! All counters are peeked at first: if one of them is full, the request is refused and no counter is touched. Then the
+//! counters are charged, those most likely to be full first. Only if another thread took the last tokens meanwhile, the
+//! charges made so far are refunded, in the windows in which they were made. Such a charge exists for the nanoseconds
+//! of a lost race. It can cause another request to be refused, but can never admit one too many.
 
 use crate::atomics::{Ordering, fence};
 use crate::counter::{AcquireRequest, Usage, WindowKind};
@@ -12,26 +11,31 @@ use crate::sharded_counter::{ShardReceipt, Sharding, ShardsResult};
 use crate::table::{Counter, CounterResult, PeekedSlot, Receipt, Slot, Table};
 use crate::window::Time;
 
-/// One counter of a request: what is asked of it, and what it answered.
+/// One counter of a request: the tokens to take, and the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Charge {
+    /// The counter to charge.
     pub counter: Counter,
+    /// The tokens to take.
     pub request: AcquireRequest,
+    /// How the counter is sharded.
     pub sharding: Sharding,
-    /// After [`decide`]: what is used, this request included if it was admitted.
+    /// After [`acquire_all`]: the usage, including this request if it was admitted.
     pub usage: Usage,
-    /// After [`decide`] refused: whether this counter had no room.
+    /// After [`acquire_all`] refused: whether this counter had too few tokens left.
     pub is_full: bool,
-    /// After [`look`]: whether a shard is used beyond its part, so that the parts alone do not keep the limit.
+    /// After [`peek_all`]: whether a shard has used more than its part, so that the parts alone do not enforce the
+    /// limit.
     is_shard_over_part: bool,
     hint: Option<PeekedSlot>,
-    /// Where it was charged, if it was, and by how much that raised what is used. Small, because it
-    /// is written for every counter of every request and read for hardly any.
+    /// The charged slot, and the increase of the usage. Small, because both are written for every counter of every
+    /// request and rarely read.
     slot: Option<Slot>,
     tokens: u64,
 }
 
 impl Charge {
+    /// A charge that was not made yet, of a counter without shards.
     pub fn new(counter: Counter, request: AcquireRequest) -> Charge {
         Charge {
             counter,
@@ -46,24 +50,24 @@ impl Charge {
         }
     }
 
-    /// Whether it is a request that opens the window.
+    /// Whether the request opens the window.
     pub fn is_floating(&self) -> bool {
         matches!(self.request.kind, WindowKind::Floating(_))
     }
 
-    /// Whether what is used there may be owed by windows to come.
+    /// Whether the usage may be debt of later windows.
     pub fn may_carry_debt(&self) -> bool {
         matches!(self.request.kind, WindowKind::Grid(_) | WindowKind::Floating(_))
     }
 
-    /// As [`Charge::share`], for whoever is about to give it back: from then on it counts as not charged.
+    /// As [`Charge::receipt`], for a caller that refunds it: afterwards the charge counts as not made.
     pub fn take_receipt(&mut self) -> Option<ShardReceipt> {
         let receipt = self.receipt();
         self.slot = None;
         receipt
     }
 
-    /// What was charged here, if the counter is not split.
+    /// The receipt of this charge, if it was made and the counter is not sharded.
     pub fn receipt(&self) -> Option<ShardReceipt> {
         self.slot.map(|slot| ShardReceipt {
             request: self.request,
@@ -72,18 +76,20 @@ impl Charge {
     }
 }
 
-/// What became of a request.
+/// The result of charging all counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AcquireResult {
+    /// All counters were charged.
     Admitted,
+    /// No counter was charged: at least one is full.
     Refused,
-    /// The windows asked for are over: nothing was charged. Decide again, with windows for a time
-    /// not before [`Table::horizon_ms`].
+    /// The requested windows have ended, and nothing was charged. Decide again, with windows for a time not before
+    /// [`Table::horizon_ms`].
     Late,
 }
 
-/// Decides one request on all its counters, which stand in the order in which they are charged.
-/// `shares` is added to where a counter is split.
+/// Decides one request on all its counters, in the order in which they are to be charged. Receipts of sharded counters
+/// are added to `shard_receipts`.
 #[inline(always)]
 pub fn acquire_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
@@ -98,7 +104,7 @@ pub fn acquire_all<const W: usize, const PLAIN: bool>(
     }
 }
 
-/// Fills in what is used of each counter; `true` if all have room. Nothing is charged.
+/// Fills in the usage of each counter; `true` if the request fits in all. Nothing is charged.
 #[inline(always)]
 pub fn peek_all<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
@@ -119,7 +125,7 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
     room
 }
 
-/// Charges all counters that [`look`] has seen, or none.
+/// Charges all counters after [`peek_all`], or none.
 #[inline(always)]
 pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
@@ -170,7 +176,7 @@ pub fn acquire_peeked<const W: usize, const PLAIN: bool>(
     AcquireResult::Admitted
 }
 
-/// Charges a split counter. What it answers with as paid is only the last share of it.
+/// Charges a sharded counter. The receipt in the result is only that of the last shard.
 #[cold]
 fn acquire_shards<const W: usize, const PLAIN: bool>(
     table: &Table<W>,
@@ -182,8 +188,8 @@ fn acquire_shards<const W: usize, const PLAIN: bool>(
     match (split.acquire(table, counter, request, time, shard_receipts), shard_receipts.last()) {
         (ShardsResult::Acquired, Some(receipt)) => {
             if charge.is_shard_over_part {
-                // Ordering: the charge stands before, the look after, for every thread that takes what
-                // is left; so of two that take the same at least one sees both, and steps back.
+                // Ordering: the charge comes before, the peek after, for every thread that takes the remaining tokens;
+                // so of two threads that take the same tokens at least one sees both charges, and withdraws.
                 fence(Ordering::SeqCst);
                 let (after, _) = split.peek(table, counter, request, time);
                 if after.used > request.ceiling {
@@ -209,7 +215,7 @@ fn refund_all<const W: usize, const PLAIN: bool>(table: &Table<W>, charges: &mut
             table.refund(receipt.receipt, receipt.request, time);
             charge.slot = None;
         }
-        // Looked at again only for the answer; a split counter's shares are given back by the caller.
+        // Only the reported usage; the caller refunds the shards of a sharded counter.
         charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
     }
 }

@@ -1,24 +1,22 @@
 //! A fixed array of slots in which every key has at most one counter.
 //!
-//! A key may lie in one of two buckets of `W` slots, so a look-up touches a bounded number of
-//! slots however full the region is and whoever chose the keys. Nothing is ever linked to a slot,
-//! so nothing has to be reclaimed: a slot whose window has ended is simply taken by the next key.
-//! This room neither reads the clock nor hashes: time and hashes are handed in.
+//! A key may be in one of two buckets of `W` slots, so a look-up reads a bounded number of slots, however full the
+//! array is and whichever keys clients choose. Slots contain no pointers, so there is nothing to reclaim: the next key
+//! takes a slot whose window has ended. Time and hashes are arguments.
 //!
-//! How a slot changes hands (`K`, `L` are keys; every arrow is one compare-and-swap):
+//! How a slot changes (`K`, `L` are keys; every change is one compare-and-swap):
 //!
 //! | from | to | by |
 //! | --- | --- | --- |
 //! | empty, or ended counter of `L` | claim of `K` | a thread that found no counter of `K` |
-//! | claim of `K` | counter of `K`, nothing used | any thread that saw no other counter of `K` afterwards |
-//! | claim of `K` | empty | a thread that did see one, or a veto |
+//! | claim of `K` | counter of `K`, nothing used | a thread that then saw no other counter of `K` |
+//! | claim of `K` | empty | a thread that saw another counter of `K`, or for which new counters are blocked |
 //! | counter of `K` | counter of `K` | a charge, a refund, a later window |
 //!
-//! Why there is never a second counter of one key: whoever confirms a claim has looked through all
-//! the slots of the key after the claim was visible. Of two claims at least one is therefore seen
-//! by the other's confirmer (a fence stands between seeing the claim and looking), who removes it
-//! or stands back; a removed claim can not be confirmed any more, because the nonce in it makes it
-//! a different word from any later claim.
+//! Why a key never has two counters: a thread that confirms a claim has searched all slots of the key after the claim
+//! became visible. Of two claims, at least one is therefore seen by the thread that confirms the other (a fence
+//! separates reading the claim from the search). That thread removes the claim or gives up its own. A removed claim
+//! cannot be confirmed, because its nonce makes it a different word from every later claim.
 
 use std::ops::Range;
 
@@ -26,78 +24,82 @@ use crate::atomics::{AtomicU64, AtomicU128, Ordering, fence};
 use crate::counter::{CounterWord, TAG_BITS};
 use crate::memory::{AtomicSlice, LINE_BYTES};
 
-/// How often a thread tries to seat a key before it gives up and treats the region as full.
-/// Every failed try means that another thread moved on in the same two buckets.
+/// How often a thread tries to insert a key before it treats the array as full. Every failed try means that another
+/// thread made progress in the same two buckets.
 const INSERT_TRIES: u32 = 64;
 
-/// Where a counter lives and whose it is.
+/// Where a counter is, and which key it belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Key {
-    /// Evenly spread bits that choose the two buckets.
+    /// Uniformly distributed bits that select the two buckets.
     pub bucket_hash: u64,
-    /// [`TAG_BITS`] bits, independent of `place`, not 0, that tell keys of one bucket apart.
+    /// [`TAG_BITS`] bits, independent of `bucket_hash`, not 0, that distinguish the keys of a bucket.
     pub tag: u64,
 }
 
 impl Key {
-    /// A key from 64 bits of `place` and 64 of which the upper [`TAG_BITS`] become the tag.
+    /// A key of 64 bits that select buckets, and 64 bits of which the upper [`TAG_BITS`] become the tag.
     pub fn new(place: u64, tag_source: u64) -> Key {
         Key { bucket_hash: place, tag: (tag_source >> (64 - TAG_BITS)).max(1) }
     }
 }
 
-/// What a search for a key came upon.
+/// The result of a search for a key.
 pub enum FindResult {
-    /// Its counter, at this index, and the word read there.
+    /// The counter of the key: its index, and the word read there.
     Counter(usize, CounterWord),
-    /// No counter, but a claim of somebody who is about to make one.
+    /// No counter, but a claim of a thread that is about to create one: its index, and the word.
     Claim(usize, CounterWord),
+    /// Neither a counter nor a claim.
     Nothing,
 }
 
-/// The window for which a counter is made, Unix milliseconds.
+/// The window for which a counter is created.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OpenWindow {
-    /// Its end.
+    /// The end of the window, Unix milliseconds.
     pub end_ms: u64,
-    /// From when on it must not be opened any more: slots of it may have been given away by then.
+    /// The time from which the window must not be opened, because its slots may have been reused, Unix milliseconds.
     pub closes_ms: u64,
 }
 
-/// Where a key got a counter.
+/// The result of an insertion.
 pub enum InsertResult {
+    /// The counter of the key: its index, and its word.
     At(usize, CounterWord),
-    /// All slots are taken by open windows of other keys, or a veto stands against a new counter.
+    /// All slots hold open windows of other keys, or new counters of the key are blocked.
     Full,
-    /// The window asked for has ended: slots of that window may have been given away already.
+    /// The requested window has ended: its slots may have been reused.
     Late,
 }
 
-/// What became of an attempt to confirm a claim.
+/// The result of an attempt to confirm a claim.
 enum Confirm {
-    /// The slots changed, for better or worse: search again.
+    /// The slots changed: search again.
     Retry,
     Blocked,
     Late,
 }
 
+/// An array of buckets with `W` slots each. `W` is a power of two.
 pub struct SlotArray<const W: usize> {
-    /// In buckets of `W`; of eight, one is two neighbouring cache lines.
+    /// Buckets of `W` words. A bucket of eight is two adjacent cache lines.
     words: AtomicSlice<AtomicU128>,
     watermarks: AtomicSlice<AtomicU64>,
 }
 
-/// Numbers that a region needs beside its slots, where each lies alone in its cache lines.
+/// Numbers that an array needs in addition to its slots, each in its own cache lines.
 pub const WATERMARKS: usize = 2 * WATERMARK_STRIDE;
 const WATERMARK_STRIDE: usize = LINE_BYTES / size_of::<u64>();
 
 impl<const W: usize> SlotArray<W> {
-    /// A region in these words, of which there are whole buckets and at least one, with [`MARKS`] numbers.
+    /// An array in these words, which are one or more whole buckets, with [`WATERMARKS`] numbers.
     pub fn new(words: AtomicSlice<AtomicU128>, marks: AtomicSlice<AtomicU64>) -> SlotArray<W> {
         const { assert!(W.is_power_of_two(), "slots are told apart by their bits") }
         SlotArray { words, watermarks: marks }
     }
 
+    /// The number of slots.
     pub fn slots(&self) -> usize {
         self.words.len()
     }
@@ -107,43 +109,43 @@ impl<const W: usize> SlotArray<W> {
         self.words.as_chunks().0
     }
 
-    /// The latest end of a window whose slot was given to another key, Unix milliseconds.
+    /// The latest end of a window whose slot was reused for another key, Unix milliseconds.
     #[inline(always)]
     fn horizon(&self) -> &AtomicU64 {
         &self.watermarks[0]
     }
 
-    /// Counts claims.
+    /// The number of claims so far.
     #[inline(always)]
     fn nonce(&self) -> &AtomicU64 {
         &self.watermarks[WATERMARK_STRIDE]
     }
 
-    /// Every word, for a census. Words change while this goes on.
+    /// Every word. Words may change during the iteration.
     pub fn words(&self) -> impl Iterator<Item = CounterWord> + '_ {
         self.words_in(0..self.words.len())
     }
 
-    /// The words of these slots, as far as there are such.
+    /// The words of these slots; slots out of bounds are skipped.
     pub fn words_in(&self, slots: Range<usize>) -> impl Iterator<Item = CounterWord> + '_ {
         let end = slots.end.min(self.words.len());
-        // Ordering: relaxed; a census orders nothing and is not exact.
+        // Ordering: relaxed; statistics need no order and are not exact.
         self.words[slots.start.min(end)..end].iter().map(|slot| CounterWord::from_bits(slot.load(Ordering::Relaxed)))
     }
 
-    /// Time that has certainly passed: no counter of a window that ended by then may be opened.
+    /// The watermark of time: counters of windows that ended by then must not be opened.
     pub fn horizon_ms(&self) -> u64 {
-        // Ordering: acquire pairs with the release in `seat`; see there.
+        // Ordering: acquire pairs with the release in `insert`; see there.
         self.horizon().load(Ordering::Acquire)
     }
 
-    /// Says that time has passed until then.
+    /// Raises the watermark of time.
     pub fn raise_horizon(&self, horizon_ms: u64) {
-        // Ordering: acquire and release, see `seat`.
+        // Ordering: acquire and release, see `insert`.
         self.horizon().fetch_max(horizon_ms, Ordering::AcqRel);
     }
 
-    /// Writes a word as it was once read there; `false` if there is no such slot.
+    /// Writes a word that was read at this index before; `false` if the index is out of bounds.
     pub fn restore(&self, index: usize, word: CounterWord) -> bool {
         let slot = self.words.get(index);
         // Ordering: release, as in `swap`.
@@ -153,7 +155,7 @@ impl<const W: usize> SlotArray<W> {
         })
     }
 
-    /// The two buckets of a key; one and the same where the region has only one.
+    /// The two buckets of a key; the same bucket twice if the array has only one.
     fn buckets_of(&self, key: Key) -> [usize; 2] {
         let first = self.first_bucket(key);
         [first, self.second_bucket(key, first)]
@@ -175,14 +177,14 @@ impl<const W: usize> SlotArray<W> {
         if second >= n { second - n } else { second }
     }
 
-    /// The half of a bucket in which a key's slots are looked at first: all counters of a key agree
-    /// on it, so that they tend to share a cache line. Slot `i` comes at turn `i ^ half`.
+    /// Selects the half of a bucket that is searched first. All counters of a key use the same half, so that they tend
+    /// to share a cache line. Slot `i` is visited in step `i ^ slot_mask`.
     #[inline]
     fn slot_mask(key: Key) -> usize {
         if key.bucket_hash & 1 == 1 { W / 2 } else { 0 }
     }
 
-    /// The indices of all slots a key may lie in, in the order in which they are searched.
+    /// The indices of all slots of a key, in the order of the search.
     fn slots_of(&self, key: Key) -> impl Iterator<Item = usize> {
         let [first, second] = self.buckets_of(key);
         let buckets = if first == second { 1 } else { 2 };
@@ -194,25 +196,30 @@ impl<const W: usize> SlotArray<W> {
         &self.words[index]
     }
 
+    /// The word at `index`.
     pub fn load(&self, index: usize) -> CounterWord {
-        // Ordering: acquire, so that who sees a slot in new hands also sees the horizon that was
-        // raised before it was handed over.
+        // Ordering: acquire, so that a thread that sees a reused slot also sees the horizon that was raised before the
+        // reuse.
         CounterWord::from_bits(self.slot(index).load(Ordering::Acquire))
     }
 
-    /// Swaps the word at `index`, or returns the word that stood in the way.
+    /// Replaces the word at `index`.
+    ///
+    /// # Errors
+    ///
+    /// The word that is there instead of `from`.
     pub fn swap(&self, index: usize, from: CounterWord, to: CounterWord) -> Result<(), CounterWord> {
-        // Ordering: release publishes the horizon raised before; acquire on success keeps what
-        // follows behind it, and on failure serves as a `load`.
+        // Ordering: release publishes the horizon raised before; acquire on success keeps later operations behind the
+        // swap, and on failure acts as a `load`.
         self.slot(index)
             .compare_exchange(from.bits(), to.bits(), Ordering::AcqRel, Ordering::Acquire)
             .map(drop)
             .map_err(CounterWord::from_bits)
     }
 
-    /// The counter of `key`; failing that, the first claim to one.
-    // Inlined, because a result of this size goes through memory otherwise, and is read back in
-    // other pieces than it was written in: a stall on every decision.
+    /// The counter of `key`, or else the first claim of one.
+    // Inlined: a result of this size would be returned through memory and read back in other pieces than it was written
+    // in, which stalls every decision.
     #[inline(always)]
     pub fn find(&self, key: Key) -> FindResult {
         let mut claim = FindResult::Nothing;
@@ -238,15 +245,15 @@ impl<const W: usize> SlotArray<W> {
         claim
     }
 
-    /// Finds or makes the counter of `key`.
+    /// Finds or creates the counter of `key`.
     ///
-    /// `vetoed` is asked after the claim is visible to everyone and before it is confirmed.
+    /// `is_blocked` is called after the claim is visible to all threads and before the claim is confirmed.
     pub fn insert(&self, key: Key, window: OpenWindow, now_ms: u64, vetoed: impl Fn() -> bool) -> InsertResult {
         let mut mine = None;
         for _ in 0..INSERT_TRIES {
             match self.find(key) {
                 FindResult::Counter(index, word) => {
-                    // Another claim of the key was faster: this thread's own would hold a slot for nobody.
+                    // Another claim of the key was faster: this thread's own claim would occupy a slot without use.
                     if let Some((claimed, claim)) = mine.filter(|&(claimed, _)| claimed != index) {
                         self.revoke(claimed, claim);
                     }
@@ -259,22 +266,21 @@ impl<const W: usize> SlotArray<W> {
                 },
                 FindResult::Nothing => {
                     let Some((index, old)) = self.free_slot(key, now_ms) else {
-                        // The last free slot may just have become this key's own counter.
+                        // The last free slot may just have become the counter of this key.
                         if matches!(self.find(key), FindResult::Nothing) {
                             return InsertResult::Full;
                         }
                         continue;
                     };
-                    // Ordering: raised before the slot changes hands, and released by that swap:
-                    // a slow thread that no longer finds the counter that was here does find, in
-                    // `confirm`, that its window is over.
+                    // Ordering: raised before the slot is reused, and released by that swap: a slow thread that no
+                    // longer finds the counter that was here finds, in `confirm`, that its window has ended.
                     if old.end_ms() > self.horizon_ms() {
                         self.raise_horizon(old.end_ms());
                     }
                     // Ordering: relaxed; the number only has to differ from recent ones.
                     let nonce = self.nonce().fetch_add(1, Ordering::Relaxed) as u32;
                     let claim = CounterWord::claim(key.tag, nonce);
-                    // Whoever lost this race looks again; the claim is confirmed in the next turn.
+                    // If this thread lost the race, it searches again; the claim is confirmed in the next iteration.
                     mine = self.swap(index, old, claim).is_ok().then_some((index, claim));
                 }
             }
@@ -282,8 +288,8 @@ impl<const W: usize> SlotArray<W> {
         InsertResult::Full
     }
 
-    /// Turns the claim at `index` into a counter with nothing used, unless the key has another
-    /// counter or an earlier claim, or the window is over, or it is vetoed.
+    /// Turns the claim at `index` into a counter with nothing used, unless the key has another counter or an earlier
+    /// claim, the window has ended, or new counters are blocked.
     fn confirm(
         &self,
         key: Key,
@@ -292,9 +298,9 @@ impl<const W: usize> SlotArray<W> {
         window: OpenWindow,
         vetoed: &impl Fn() -> bool,
     ) -> Confirm {
-        // Ordering: the claim was read (acquire) before, everything below is read after; of two
-        // threads that confirm two claims of one key, the one whose fence comes second sees the
-        // claim of the other. The same holds between a veto's charge and this look at it.
+        // Ordering: the claim was read (acquire) before, and everything below is read after. Of two threads that
+        // confirm two claims of one key, the one whose fence comes second sees the claim of the other. The same holds
+        // between the charge that blocks new counters and the check for it below.
         fence(Ordering::SeqCst);
         for (order, other) in self.slots_of(key).enumerate() {
             let word = self.load(other);
@@ -310,8 +316,8 @@ impl<const W: usize> SlotArray<W> {
                 return Confirm::Retry;
             }
         }
-        // Ordering: read after the slots. If the key had a counter for this window and lost it to
-        // another key, the slot it lay in was read in its new hands, and the horizon with it.
+        // Ordering: read after the slots. If the key had a counter for this window and its slot was reused, the slot
+        // was read in its new state, and the horizon with it.
         if window.closes_ms <= self.horizon_ms() {
             self.revoke(index, claim);
             return Confirm::Late;
@@ -324,13 +330,13 @@ impl<const W: usize> SlotArray<W> {
         Confirm::Retry
     }
 
-    /// Removes a claim that must not become a counter; `false` if it already changed.
+    /// Removes a claim that must not become a counter; `false` if the claim has changed.
     pub fn revoke(&self, index: usize, claim: CounterWord) -> bool {
         self.swap(index, claim, CounterWord::EMPTY).is_ok()
     }
 
-    /// A slot that no open window occupies: in the first bucket while that is at most half full,
-    /// otherwise in the emptier of the two. Claims of others are taken only as a last resort.
+    /// A slot without an open window: in the first bucket while that is at most half full, otherwise in the emptier one
+    /// of the two. Claims of other keys are taken only as a last resort.
     fn free_slot(&self, key: Key, now_ms: u64) -> Option<(usize, CounterWord)> {
         let mut best: Option<(usize, usize, CounterWord)> = None;
         let mut claim = None;
@@ -362,8 +368,8 @@ impl<const W: usize> SlotArray<W> {
     }
 }
 
-/// Maps 64 evenly spread bits evenly to `0..n` (Lemire, "Fast Random Integer Generation in an
-/// Interval", 2019).
+/// Maps 64 uniformly distributed bits uniformly to `0..n` (Lemire, "Fast Random Integer Generation in an Interval",
+/// 2019).
 fn scale_to(bits: u64, n: u64) -> u64 {
     ((u128::from(bits) * u128::from(n)) >> 64) as u64
 }

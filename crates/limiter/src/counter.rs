@@ -1,27 +1,27 @@
-//! A counter as one machine word, and the only arithmetic ever done on it.
+//! A counter as one 128-bit word, and all arithmetic on counters.
 //!
-//! Everything here is a pure function of its arguments: this file never reads the clock, never
-//! touches memory that is shared, and cannot fail. One word of 128 bits holds the whole state of
-//! one counter, so one compare-and-swap changes all of it: there is no moment at which a count
-//! belongs to one window and its expiry to another, and nothing a kill could leave half-written.
+//! Every function here is pure: it does not read the clock, does not access shared memory, and cannot fail. One word
+//! holds the whole state of a counter, so one compare-and-swap changes all of it. A count never belongs to one window
+//! and its end to another, and a killed process never leaves a half-written counter.
 //!
 //! | bits | field | meaning |
 //! | --- | --- | --- |
-//! | 127..74 | `tag` (54) | whose counter it is; 0: nobody's |
-//! | 73..32 | `end_ms` (42) | end of the window counted, Unix milliseconds (until the year 2109); 0: a claim |
+//! | 127..74 | `tag` (54) | identifies the key of the counter; 0: an empty slot |
+//! | 73..32 | `end_ms` (42) | end of the counted window, Unix milliseconds (until the year 2109); 0: a claim |
 //! | 31..0 | `count` (32) | tokens used in that window; in a claim, a nonce |
 //!
-//! The end of the window is stored rather than its number, so that anyone can tell whether a
-//! counter is over without knowing the rule it belongs to.
+//! The word stores the end of the window, not its number. So a counter can be recognized as expired without knowing its
+//! rule.
 
 use std::ops::RangeInclusive;
 
 use crate::window::{END_BITS, END_MAX_MS, Time, WindowSequence};
 
-/// So far the times of two threads are never apart, not even if one was put to sleep in between.
+/// The largest difference between the times of two threads, including a thread that was suspended between reading the
+/// clock and using the time.
 const MAX_CLOCK_SKEW_MS: u64 = 60_000;
 const COUNT_BITS: u32 = 32;
-/// Bits of a tag: what is left of the word beside the window's end and the count.
+/// Bits of a tag: the bits of the word that the end of the window and the count leave.
 pub const TAG_BITS: u32 = 128 - COUNT_BITS - END_BITS;
 
 /// The state of one counter.
@@ -29,94 +29,101 @@ pub const TAG_BITS: u32 = 128 - COUNT_BITS - END_BITS;
 pub struct CounterWord(u128);
 
 impl CounterWord {
-    /// A slot that nobody ever used.
+    /// A slot that was never used.
     pub const EMPTY: CounterWord = CounterWord(0);
 
-    /// `tag` must fit [`TAG_BITS`] and not be 0; `end_ms` must fit [`END_MAX_MS`].
+    /// A counter of `tag` with `count` tokens used in the window that ends at `end_ms`. `tag` must fit [`TAG_BITS`] and
+    /// not be 0; `end_ms` must fit [`END_MAX_MS`].
     pub fn new(tag: u64, end_ms: u64, count: u32) -> CounterWord {
         debug_assert!(tag != 0 && tag >> TAG_BITS == 0 && end_ms <= END_MAX_MS);
         CounterWord(u128::from(tag) << (COUNT_BITS + END_BITS) | u128::from(end_ms) << COUNT_BITS | u128::from(count))
     }
 
-    /// A reservation of a slot for `tag` that nothing may be counted in yet. The nonce makes two
-    /// claims of one key in one slot different words, so that a late confirmation cannot hit the
-    /// wrong one.
+    /// A claim: a slot reserved for `tag` in which nothing can be counted yet. The nonce makes two claims of one key in
+    /// one slot different words, so that a late confirmation cannot confirm the wrong claim.
     pub fn claim(tag: u64, nonce: u32) -> CounterWord {
         CounterWord::new(tag, 0, nonce)
     }
 
+    /// The word with these bits.
     pub fn from_bits(bits: u128) -> CounterWord {
         CounterWord(bits)
     }
 
+    /// The bits of the word.
     pub fn bits(self) -> u128 {
         self.0
     }
 
+    /// The tag of the key; 0 in an empty slot.
     pub fn tag(self) -> u64 {
         (self.0 >> (COUNT_BITS + END_BITS)) as u64
     }
 
+    /// The end of the counted window, Unix milliseconds; 0 in a claim.
     pub fn end_ms(self) -> u64 {
         (self.0 >> COUNT_BITS) as u64 & END_MAX_MS
     }
 
+    /// Tokens used in the window; in a claim, the nonce.
     pub fn count(self) -> u32 {
         self.0 as u32
     }
 
+    /// Whether the word reserves a slot and counts nothing yet.
     pub fn is_claim(self) -> bool {
         self.tag() != 0 && self.end_ms() == 0
     }
 
-    /// Whether the window counted is still open, so that the slot may not be given to another key.
+    /// Whether the counted window is still open, so that the slot must not be reused for another key.
     pub fn is_live(self, now_ms: u64) -> bool {
         self.end_ms() > now_ms
     }
 }
 
-/// How the windows of a counter hang together.
+/// How the windows of a counter depend on each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WindowKind {
-    /// Every window stands for itself: what it leaves is gone, and nothing is taken beforehand.
+    /// Windows are independent: unused tokens expire with their window, and tokens of later windows cannot be taken.
     Plain,
-    /// Windows of a grid; tokens roll over, or are taken from windows to come. Names its pace in
-    /// [`Time::paces`].
+    /// Windows of a fixed grid, where tokens roll over or are taken from later windows. The number is the position of
+    /// the window sequence in [`Time::sequences`].
     Grid(u32),
-    /// As `Grid`, but the first request opens a window, and the others follow it until the counter
-    /// is as if it had never been used. Its pace is even.
+    /// As `Grid`, but the first request of a key opens a window and later windows follow it, until the counter is
+    /// unused again. All windows have the same length.
     Floating(u32),
-    /// A purse: the word counts what may still be spent until it ends, and nothing may be once it has ended.
+    /// A lease: the word counts the tokens that can still be spent until its end. After its end nothing can be spent.
     Leased,
 }
 
-/// What a request asks of one counter.
+/// The tokens that a request takes from one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AcquireRequest {
-    /// End of the window that is open at the time of the request, Unix milliseconds; of the one that
-    /// the request would open, where windows float.
+    /// The end of the window that is open at the time of the request, Unix milliseconds. Where requests open windows:
+    /// the end of the window that this request would open.
     pub end_ms: u64,
-    /// The most tokens that may be used or owed after the request: what may accumulate, and beside
-    /// it what may be taken from windows to come.
+    /// The most tokens that may be used or owed after the request: the capacity, and the tokens that may be taken from
+    /// later windows.
     pub ceiling: u64,
-    /// What the counter counts as at least used before the request: a request that is let through
-    /// in a later window leaves no token of the windows before. 0 if it is let through now.
+    /// The least usage to assume before the request. A request that is admitted in a later window uses up the windows
+    /// before; for a request that is admitted now this is 0.
     pub floor: u64,
     /// Tokens granted per window; at least 1.
     pub limit: u32,
-    /// Tokens asked for; 0 asks nothing and is always admitted where the ceiling is not passed.
+    /// Tokens to take. A cost of 0 takes nothing, and is admitted unless the ceiling is exceeded already.
     pub cost: u32,
+    /// How the windows of the counter depend on each other.
     pub kind: WindowKind,
 }
 
 impl AcquireRequest {
-    /// `cost` tokens out of `limit`, in a plain window ending at `end_ms`.
+    /// A request for `cost` of `limit` tokens in a plain window that ends at `end_ms`.
     pub fn plain(end_ms: u64, limit: u32, cost: u32) -> AcquireRequest {
         AcquireRequest { end_ms, ceiling: u64::from(limit), floor: 0, limit, cost, kind: WindowKind::Plain }
     }
 
-    /// The moment from which on the window of this request is certainly over, so that a counter must
-    /// not be opened for it any more, Unix milliseconds.
+    /// The time from which the window of this request has certainly ended, so that no counter may be opened for it,
+    /// Unix milliseconds.
     #[inline]
     pub fn closes_ms<const PLAIN: bool>(&self, time: Time<'_, PLAIN>) -> u64 {
         match self.kind_in(time) {
@@ -125,14 +132,14 @@ impl AcquireRequest {
         }
     }
 
-    /// Its course in a decision that may know that all are plain.
+    /// The window kind. If `PLAIN`, the compiler knows that it is [`WindowKind::Plain`].
     #[inline]
     pub fn kind_in<const PLAIN: bool>(&self, _time: Time<'_, PLAIN>) -> WindowKind {
         debug_assert!(!PLAIN || self.kind == WindowKind::Plain);
         if PLAIN { WindowKind::Plain } else { self.kind }
     }
 
-    /// Whether charges of its counter stand in line, each with its place in a window.
+    /// Whether charges of the counter have an order, each with its position in a window.
     pub fn is_queued(&self) -> bool {
         match self.kind {
             WindowKind::Grid(_) | WindowKind::Floating(_) => true,
@@ -140,33 +147,34 @@ impl AcquireRequest {
         }
     }
 
-    /// What was used, or is counted as used.
+    /// The usage to assume before the request.
     #[inline]
     fn used_before<const PLAIN: bool>(&self, used: u64) -> u64 {
         if PLAIN { used } else { used.max(self.floor) }
     }
 }
 
-/// What a counter has to say: how much is used, and when the window that is open ends.
+/// The usage of a counter and the end of its current window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
-    /// Tokens used or owed; less than that is left of the ceiling.
+    /// Tokens used or owed.
     pub used: u64,
+    /// The end of the current window, Unix milliseconds.
     pub end_ms: u64,
 }
 
 impl Usage {
-    /// Whether `ask` still fits beside what is used.
+    /// Whether `request` still fits.
     #[inline]
     pub fn admits(self, request: AcquireRequest) -> bool {
         self.used.max(request.floor) + u64::from(request.cost) <= request.ceiling
     }
 }
 
-/// What is used in the window that `ask` falls into.
+/// The usage of the window of `request`.
 ///
-/// A plain word of a later window than the one asked for belongs to a thread whose clock is ahead:
-/// the request counts in that later window. Rolling the word back would hand out the later window twice.
+/// A plain word of a later window than the requested one was written by a thread whose clock is ahead: the request
+/// counts in that later window. Resetting the word to the earlier window would grant the later window twice.
 #[inline]
 pub fn usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     if request.kind_in(time) != WindowKind::Plain {
@@ -179,14 +187,14 @@ pub fn usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time
     }
 }
 
-/// What so many windows grant. Under another limit than they were owed at they may come to any number; it is
-/// cut off where a cost beside it still fits a `u64`.
+/// The tokens that this many windows grant. The product can be any number if the tokens were owed under another limit;
+/// it is capped so that a cost can be added without overflow.
 pub fn tokens_granted(windows: u64, limit: u32) -> u64 {
     windows.saturating_mul(u64::from(limit)).min(u64::MAX >> 1)
 }
 
-/// As [`usage`], where windows hang together: a word that ends some windows from now says that
-/// those windows' grants are owed, and its count besides.
+/// As [`usage`], where windows depend on each other: if the word ends some windows from now, the grants of those
+/// windows are owed, and the count in addition.
 #[inline(never)]
 fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     let fresh = Usage { used: 0, end_ms: request.end_ms };
@@ -202,11 +210,11 @@ fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireReque
         WindowKind::Floating(sequence) => {
             let period_ms = match &time.sequences[sequence as usize] {
                 WindowSequence::Even { period_ms } => *period_ms,
-                // Listed windows stand in the calendar and do not float.
+                // Calendar windows are never opened by requests.
                 WindowSequence::Listed(_) => return fresh,
             };
             let windows = (word.end_ms() - time.now_ms).div_ceil(period_ms) - 1;
-            // A window in which nothing is used is not open: the next request opens its own.
+            // A window without usage is not open: the next request opens a new one.
             match owed(windows) {
                 0 => fresh,
                 used => Usage { used, end_ms: word.end_ms() - windows * period_ms },
@@ -219,8 +227,8 @@ fn accumulated_usage<const PLAIN: bool>(word: CounterWord, request: AcquireReque
     }
 }
 
-/// As [`usage`], for a counter that several keys share. Their windows may end at different moments: what
-/// one of them used is counted until nobody's window is open any more.
+/// As [`usage`], for a counter that several keys share. The windows of the keys may end at different times, so usage
+/// counts until the last of those windows has ended.
 pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
         WindowKind::Plain | WindowKind::Grid(_) if word.end_ms() < request.end_ms && word.is_live(time.now_ms) => {
@@ -232,9 +240,9 @@ pub fn overflow_usage<const PLAIN: bool>(word: CounterWord, request: AcquireRequ
     }
 }
 
-/// What is used of a counter that several keys share, as the next charge is to find it. A key's window floats
-/// from its own request on, so each charge holds the window open for as long as that of the key charged: a
-/// window that another key opened, or a charge that was taken back, would end too early for it.
+/// The usage of a counter that several keys share, as a charge of `request` finds it. Where requests open windows, each
+/// charge keeps the window open for as long as the window of its own key lasts. A window opened by another key, or a
+/// refunded charge, would end too early.
 pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireRequest, time: Time<'_, PLAIN>) -> Usage {
     match request.kind_in(time) {
         WindowKind::Plain | WindowKind::Grid(_) | WindowKind::Leased => before,
@@ -242,8 +250,8 @@ pub fn extended_to_request<const PLAIN: bool>(before: Usage, request: AcquireReq
     }
 }
 
-/// The word after `ask` was charged beside what is used `before`, and what it says; `None` if it
-/// does not fit. Plain words only ever roll forward.
+/// The word after `request` was charged on top of the usage `before`, and its usage; `None` if the request does not
+/// fit. Plain words only move to later windows.
 #[inline]
 pub fn acquired<const PLAIN: bool>(
     tag: u64,
@@ -256,8 +264,8 @@ pub fn acquired<const PLAIN: bool>(
     (used <= request.ceiling).then(|| (with_usage(tag, after, request, time), after))
 }
 
-/// The word of a counter with so much used or owed: it ends when all but the last window's part is
-/// paid, and counts that part.
+/// The word of a counter with this usage: it ends with the last window of which tokens are used or owed, and counts the
+/// tokens of that window.
 #[inline]
 fn with_usage<const PLAIN: bool>(
     tag: u64,
@@ -266,14 +274,14 @@ fn with_usage<const PLAIN: bool>(
     time: Time<'_, PLAIN>,
 ) -> CounterWord {
     match request.kind_in(time) {
-        // What is used is at most the ceiling, and a plain counter's ceiling is its limit.
+        // The usage is at most the ceiling, and the ceiling of a plain counter is its limit.
         WindowKind::Plain => CounterWord::new(tag, end_ms, used as u32),
-        // No more than was in it.
+        // At most the tokens that the lease held.
         WindowKind::Leased => CounterWord::new(tag, end_ms, request.ceiling.saturating_sub(used) as u32),
         WindowKind::Grid(sequence) | WindowKind::Floating(sequence) => {
             let limit = u64::from(request.limit);
             let sequence = &time.sequences[sequence as usize];
-            // A debt that reaches beyond what a word can name is cut off there.
+            // A debt beyond the last time that a word can hold is cut off.
             let windows =
                 (used.saturating_sub(1) / limit).min(sequence.windows_between(end_ms, END_MAX_MS).saturating_sub(1));
             let count = (used - windows * limit).min(limit);
@@ -282,9 +290,9 @@ fn with_usage<const PLAIN: bool>(
     }
 }
 
-/// The word of the same counter with `most` used or owed, if it owes windows and they come to more. What
-/// is used of the window that is open is read in one way under all limits, and stays as it is. So does a
-/// word that may only look so to a thread whose clock is behind.
+/// The word of the same counter with at most `most` tokens used or owed, if it owes more than that in later windows.
+/// The usage of the current window is read in the same way under all limits and does not change. A word that is less
+/// than the clock skew ahead does not change either: it may only look indebted to a thread whose clock is behind.
 pub fn capped(word: CounterWord, request: AcquireRequest, most: u64, time: Time<'_>) -> Option<CounterWord> {
     let now = usage(word, request, time);
     let (WindowKind::Grid(sequence) | WindowKind::Floating(sequence)) = request.kind else { return None };
@@ -295,30 +303,32 @@ pub fn capped(word: CounterWord, request: AcquireRequest, most: u64, time: Time<
     (owes && now.used > used).then(|| with_usage(word.tag(), Usage { used, ..now }, request, time))
 }
 
-/// The word of the same counter with nothing used or owed; of a purse, with nothing left.
+/// The word of the same counter with nothing used or owed; of a lease, with nothing left to spend.
 pub fn reset(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> CounterWord {
     let now = usage(word, request, time);
     let used = if request.kind == WindowKind::Leased { request.ceiling } else { 0 };
     with_usage(word.tag(), Usage { used, ..now }, request, time)
 }
 
-/// What was taken from a counter: enough to give it back.
+/// Tokens that were taken from a counter, with what a refund needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Acquired {
+    /// The tag of the charged counter.
     pub tag: u64,
-    /// End of the window in which it was taken, Unix milliseconds.
+    /// The end of the window in which they were taken, Unix milliseconds.
     pub end_ms: u64,
-    /// What was used or owed afterwards.
+    /// Tokens used or owed afterwards.
     pub used: u64,
+    /// Tokens taken.
     pub tokens: u64,
 }
 
-/// The word after `taken` was given back, or `None` if there is nothing to give it back to: the
-/// counter is another's, or the window it was taken from is over.
+/// The word after the refund of `taken`; `None` if the counter belongs to another key, or the window of the charge has
+/// ended.
 ///
-/// Where windows hang together, others may have been promised places behind it, each in a certain window.
-/// Theirs must not move to an earlier one, which would leave their own window to be given out twice: so
-/// unless nobody came after it, only what was taken of the last window with places comes back.
+/// Where windows depend on each other, later requests may have positions in certain windows behind this charge. They
+/// must not move to an earlier window, because their own window would then be granted twice. Unless the charge is the
+/// last one, only its tokens of the last window are refunded.
 pub fn refunded<const PLAIN: bool>(
     word: CounterWord,
     taken: Acquired,
@@ -328,10 +338,11 @@ pub fn refunded<const PLAIN: bool>(
     refunded_with_rest(word, taken, false, request, time).map(|(word, _)| word)
 }
 
-/// As [`refunded`]. The second value is the rest: what cannot be given back before the charges behind it are. The
-/// charge that opened the last window with places has one, even if it holds no tokens: the word may step back to the
-/// window before that charge once the window is empty. Only that charge knows how much was used there.
-/// `is_rest`: `taken` is such a rest.
+/// As [`refunded`]. The second value is the rest, which can be refunded only after the charges behind it.
+///
+/// The charge that opened the last window has a rest even if it holds no tokens: the word may return to the window
+/// before that charge once the window is empty, and only that charge knows the usage there. `is_rest`: `taken` is such
+/// a rest.
 pub fn refunded_with_rest<const PLAIN: bool>(
     word: CounterWord,
     taken: Acquired,
@@ -355,7 +366,7 @@ pub fn refunded_with_rest<const PLAIN: bool>(
     }
     let at = |used: u64| with_usage(word.tag(), Usage { used, end_ms: taken.end_ms }, request, time);
     let windows = sequence.windows_between(taken.end_ms, word.end_ms());
-    // Windows that were opened anew do not stand where they stood when it was taken.
+    // Windows that were opened anew are not on the grid of the charge.
     let aligned = sequence.end_after(taken.end_ms, windows) == word.end_ms();
     let before_last = tokens_granted(windows, request.limit);
     let is_empty_behind = is_rest && word.count() == 0 && aligned && before_last == taken.used;
@@ -367,14 +378,14 @@ pub fn refunded_with_rest<const PLAIN: bool>(
     (aligned && of_last > 0).then(|| (less(of_last), (windows > 0 && rest.used == before_last).then_some(rest)))
 }
 
-/// Where a charge stands in the line of those of its counter: later ones have greater numbers. The rest of a charge
-/// stands between the windows.
+/// The position of a charge in the order of the charges of its counter: later charges have greater numbers. The rest of
+/// a charge comes between the windows.
 pub fn queue_position(taken: Acquired, is_rest: bool, request: AcquireRequest, time: Time<'_>) -> u128 {
     let used = Usage { used: taken.used, end_ms: taken.end_ms };
     with_usage(taken.tag, used, request, time).bits() + u128::from(is_rest)
 }
 
-/// The positions in the line of one counter.
+/// All positions in the order of one counter.
 pub fn queue_positions(tag: u64) -> RangeInclusive<u128> {
     let lowest = u128::from(tag) << (COUNT_BITS + END_BITS);
     lowest..=(lowest | ((1 << (COUNT_BITS + END_BITS)) - 1))
@@ -447,7 +458,7 @@ mod tests {
 
     const PACES: [WindowSequence; 1] = [WindowSequence::Even { period_ms: 100 }];
 
-    /// 100 in each window of 100 ms, of which 150 may accumulate.
+    /// 100 tokens in each window of 100 ms, of which 150 may accumulate.
     fn rolling(end_ms: u64, cost: u32) -> AcquireRequest {
         AcquireRequest { end_ms, ceiling: 150, floor: 0, limit: 100, cost, kind: WindowKind::Grid(0) }
     }
@@ -468,7 +479,7 @@ mod tests {
         assert_eq!(charge(word, rolling(200, 100), time(150)), Some(CounterWord::new(1, 300, 50)));
     }
 
-    /// A charge, and what is needed to give it back.
+    /// A charge, and what its refund needs.
     fn taken(word: CounterWord, request: AcquireRequest, time: Time<'_>) -> (CounterWord, Acquired) {
         let before = usage(word, request, time);
         let (word, after) = acquired(1, before, request, time).expect("fits");
@@ -482,24 +493,24 @@ mod tests {
             charge(CounterWord::new(1, 100, 0), AcquireRequest { cost: 100, ..request }, time(50)).expect("fits");
         let (word, taken) = taken(first, request, time(50));
         assert_eq!((word, taken.used), (CounterWord::new(1, 300, 20), 220));
-        // Nobody came after it: as if it had never been.
+        // No request came after it: the counter is as before.
         for now_ms in [60, 160, 260] {
             assert_eq!(refunded(word, taken, request, time(now_ms)), Some(first));
         }
-        // Somebody holds a place behind it, which must stay in its window.
+        // A later request holds a position, which must stay in its window.
         assert_eq!(
             refunded(CounterWord::new(1, 300, 30), taken, request, time(60)),
             Some(CounterWord::new(1, 300, 10))
         );
         assert_eq!(refunded(CounterWord::new(1, 400, 30), taken, request, time(60)), None);
         assert_eq!(refunded(word, taken, request, time(300)), None);
-        // Windows that were opened anew stand elsewhere.
+        // Windows that were opened anew are on another grid.
         assert_eq!(refunded(CounterWord::new(1, 290, 30), taken, request, time(60)), None);
     }
 
     #[test]
     fn a_refund_never_frees_a_place_in_the_window_of_another() {
-        // Two places in the two windows to come; the first is given up, and the second stays where it is.
+        // Two positions in the next two windows; the first is refunded, and the second does not move.
         let request_after = |granted| AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
         let full = charge(CounterWord::new(1, 100, 0), request_after(0), time(50)).expect("fits");
         let (word, first) = taken(full, request_after(100), time(50));
@@ -508,7 +519,7 @@ mod tests {
         assert_eq!(refunded(word, first, request_after(100), time(60)), None);
         let word = refunded(word, second, request_after(200), time(60)).expect("is the last");
         assert_eq!(usage(word, request_after(0), time(60)), Usage { used: 200, end_ms: 100 });
-        // What had to be given up for a place is there again when the place is given up, if nobody came after.
+        // Tokens that a charge forfeits are available again after its refund, if no request came after it.
         let (word, lifted) =
             taken(CounterWord::new(1, 100, 60), AcquireRequest { cost: 10, ..request_after(100) }, time(50));
         assert_eq!((word, lifted.tokens), (CounterWord::new(1, 200, 10), 50));
@@ -520,7 +531,7 @@ mod tests {
         let permutations: [[usize; 4]; 6] =
             [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [2, 0, 3, 1], [1, 2, 3, 0], [1, 3, 0, 2]];
         for order in permutations {
-            // 60 of 100 are used; four charges of 50 follow in two windows, the first of which gives up the 40 left.
+            // 60 of 100 are used; four charges of 50 follow in two windows, the first of which forfeits the 40 left.
             let start = CounterWord::new(1, 100, 60);
             let (mut word, mut layer_ref) = (start, Vec::new());
             for granted in [100, 100, 200, 200] {
@@ -569,7 +580,7 @@ mod tests {
         assert_eq!(word, CounterWord::new(1, 130, 1));
         assert_eq!(charge(word, request(129), time(129)), None);
         assert_eq!(charge(word, request(131), time(131)), Some(CounterWord::new(1, 231, 1)));
-        // Given back, the window is closed: the next request opens its own.
+        // After the refund the window is closed: the next request opens a new one.
         let taken = Acquired { tag: 1, end_ms: 130, used: 1, tokens: 1 };
         let empty = refunded(word, taken, request(30), time(40)).expect("is open");
         assert_eq!(charge(empty, request(40), time(40)), Some(CounterWord::new(1, 140, 1)));

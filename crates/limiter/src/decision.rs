@@ -10,31 +10,33 @@ use crate::table::Table;
 use crate::waiter_limit::WaiterSlot;
 use crate::window::Time;
 
-/// What the rules say to a request.
+/// The decision on a request.
 #[derive(Debug)]
 pub enum Decision {
+    /// The request was charged in all layers.
     Admitted,
-    /// It has been charged, and may pass from this moment on.
+    /// The request was charged, and may proceed at `until_ms`.
     Delayed {
         until_ms: u64,
         waiter: Option<Waiter>,
-        /// The layers that it has to be charged in again then: see [`Book::charge_again`].
+        /// The layers to charge again then: see [`RuleSet::recharge`].
         recharge: Vec<LayerRef>,
     },
+    /// The request was refused. No layer was charged, except where refusals count.
     Refused,
 }
 
-/// A place among those who wait because of a rule.
+/// A delayed request in the waiter limit of a rule.
 #[derive(Debug)]
 pub struct Waiter {
-    /// The rule's position in the roster.
+    /// The position of the rule in the charge plan.
     pub rule: usize,
+    /// The slot; dropped when the wait is over.
     pub slot: WaiterSlot,
 }
 
 impl RuleSet {
-    /// Decides a request. `desk.askers` holds, for every rule of the roster, who asks under it, or
-    /// `None` where the rule does not apply.
+    /// Decides the request in `context.inputs`, which has an entry for every rule of the charge plan.
     pub fn decide<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -57,7 +59,7 @@ impl RuleSet {
         decision
     }
 
-    /// The lines of a request whose windows are not everyone's, in the desk's own list.
+    /// The layers of a request that has other windows than the default, in the context's buffer.
     pub(super) fn layers_of_request(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
         let mut layers = std::mem::take(&mut context.scratch.layer_buffer);
         layers.clear();
@@ -70,7 +72,7 @@ impl RuleSet {
         layers
     }
 
-    /// Lets the shadow rules decide as well.
+    /// Decides the shadow rules as well.
     fn decide_shadow_rules<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -90,7 +92,7 @@ impl RuleSet {
         }
     }
 
-    /// Charges the given lines, all or none, behind what is on the desk already.
+    /// Charges the given layers, all or none, and appends them to the charges in the context.
     pub(super) fn acquire_layers<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -124,9 +126,9 @@ impl RuleSet {
                     }
                 }
                 AcquireResult::Admitted => return Decision::Admitted,
-                // This thread's time is behind one that another thread already acted upon.
+                // The time of this thread is behind the time at which another thread reused a slot.
                 AcquireResult::Late if now.advance_to(table.horizon_ms()) => {}
-                // There is no later time than the last that a counter can name.
+                // Counters cannot hold a later time.
                 AcquireResult::Late => return Decision::Refused,
                 AcquireResult::Refused if charge_plan.is_plain() => return Decision::Refused,
                 AcquireResult::Refused if context.is_full_by_debt(first) && now.advance() => {}
@@ -135,7 +137,7 @@ impl RuleSet {
                     if waits && let Some(delayed) = self.delay(charge_plan, table, self.time(now_ms), context) {
                         return delayed;
                     }
-                    // Whoever looks for a place looks at the counters again, and may have found one full that was not.
+                    // The delay peeked at the counters again, and may have found another one full.
                     if waits && context.is_full_by_debt(first) && now.advance() {
                         continue;
                     }
@@ -150,7 +152,7 @@ impl RuleSet {
 }
 
 impl RuleSet {
-    /// Looks at the counters of the enforced rules; `true` if all have room.
+    /// Peeks at the counters of the enforced rules; `true` if the request fits. Nothing is charged.
     pub fn peek<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -167,8 +169,8 @@ impl RuleSet {
         self.peek_all_layers(charge_plan, table, now, context)
     }
 
-    /// As [`Book::look`], whatever the counters are.
-    // Apart from it, for the plain way is that of clients who are refused again and again.
+    /// As [`RuleSet::peek`], for counters of any kind.
+    // Separate, because the plain case is that of clients that are refused again and again.
     #[inline(never)]
     fn peek_all_layers<const W: usize>(
         &self,
@@ -189,7 +191,7 @@ impl RuleSet {
         all_fit
     }
 
-    /// Looks at what is put down, and again where the time may have been too old.
+    /// Peeks at the charges, and again if the time may have been too old.
     fn peek_until_current<const W: usize>(
         &self,
         table: &Table<W>,
@@ -207,7 +209,7 @@ impl RuleSet {
         }
     }
 
-    /// Puts down lines to be looked at: of those that are shared, what is known of all gateways together.
+    /// Adds the charges to peek at. For shared rules, they state the known usage of all gateways.
     fn add_charges_for_peek<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -226,7 +228,7 @@ impl RuleSet {
         context.add_shared_charges(self, charge_plan, table, layers, now_ms, 0);
     }
 
-    /// Looks at ordinary counters, beside what is known to be used elsewhere; `true` if all have room.
+    /// Peeks at local counters, on top of the known usage of other gateways; `true` if the request fits.
     pub fn peek_local_fallback<const W: usize>(
         &self,
         charge_plan: &ChargePlan,

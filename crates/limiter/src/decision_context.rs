@@ -1,5 +1,5 @@
-//! What one decision reads and writes; kept and used again by the next of the same book, so that none
-//! allocates.
+//! The memory of one decision: inputs, results and buffers. Reused by the next decision of the same rule set, so that
+//! decisions do not allocate.
 
 use crate::acquire::Charge;
 use crate::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
@@ -81,6 +81,15 @@ impl DecisionContext {
         }
     }
 
+    /// Forgets everything that belongs to one rule set or request, so that a decision of another rule set can follow.
+    pub(super) fn reset_rule_set(&mut self) {
+        self.inputs.keyed_requests.clear();
+        self.inputs.reserve = false;
+        self.sharing.counting_modes.clear();
+        self.scratch.windows.clear();
+    }
+
+    /// Removes the result of the last decision.
     pub fn clear(&mut self) {
         self.result.decided_ms = 0;
         self.result.shadowed.clear();
@@ -91,23 +100,23 @@ impl DecisionContext {
         self.sharing.prepaid.clear();
     }
 
-    /// Whether a counter behind `first` has no room because of what may be owed there.
+    /// Whether a counter from `first` on is full because of tokens that may be owed.
     #[cold]
     pub(super) fn is_full_by_debt(&self, first: usize) -> bool {
         self.result.charges[first..].iter().any(|charge| charge.is_full && charge.may_carry_debt())
     }
 
-    /// Whether all who ask have the windows of everyone.
+    /// Whether the request has the default windows under all rules.
     pub(super) fn use_default_windows(&self) -> bool {
         self.inputs.keyed_requests.iter().flatten().all(|keyed_request| keyed_request.variant == 0)
     }
 
-    /// The answer of one layer, or `None` if it does not apply to the request.
+    /// The charge of one layer; `None` if the layer does not apply to the request.
     pub fn charge_of(&self, layer_ref: LayerRef) -> Option<&Charge> {
         self.result.layers.iter().position(|other| *other == layer_ref).map(|i| &self.result.charges[i])
     }
 
-    /// What was charged for the request in the layers of one rule, so that it can be taken back.
+    /// The receipts of all charges in the layers of one rule. Charges of sharded counters are not included.
     pub fn receipts_of_rule(&self, position: usize) -> impl Iterator<Item = ShardReceipt> + '_ {
         let of_rule = self
             .result
@@ -118,12 +127,12 @@ impl DecisionContext {
         of_rule.filter_map(|(charge, _)| charge.receipt())
     }
 
-    /// All that was charged for the request, so that it can be taken back.
+    /// The receipts of all charges of the request.
     pub fn all_receipts(&self) -> impl Iterator<Item = ShardReceipt> + '_ {
         self.result.charges.iter().filter_map(Charge::receipt).chain(self.result.shard_receipts.iter().copied())
     }
 
-    /// Puts down what the request asks of each of `lines`, from place `first` on.
+    /// Replaces the charges from `first` on by those of the request in `layers`.
     #[inline]
     pub(super) fn add_charges(
         &mut self,
@@ -144,7 +153,7 @@ impl DecisionContext {
         }
     }
 
-    /// What a request asks of one layer in the window that is open.
+    /// The charge of the request in one layer, in the current window.
     #[inline(always)]
     pub(super) fn new_charge(
         &mut self,
@@ -162,7 +171,7 @@ impl DecisionContext {
         layer.new_charge(keyed_request, end_ms, self.inputs.own_shard)
     }
 
-    /// The end of the window that is open on a timeline which is the same for all keys.
+    /// The end of the current window, for windows that are the same for all keys.
     #[inline]
     fn window_end_ms(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
         match self.scratch.windows.get(timeline) {

@@ -1,11 +1,11 @@
-//! What this window alone does not decide: waiting for one to come, refusals that count, costs that
-//! are known only afterwards, and when a refused request may come back.
+//! Decisions beyond the current window: delays, refusals that count, costs known only after the response, and the time
+//! to retry.
 //!
-//! A request that waits takes its place at once: in the layers of a rule that is full, in the window in
-//! which that rule lets it pass. Nobody of the same key overtakes it: what is left of the windows before
-//! is given up in these layers. Rules that have room are charged now, as for any request; what they hold
-//! is others' as well, and must not be blocked by one who waits. Where their window is over by the time
-//! that the request passes, they are charged again then, and may still refuse.
+//! A delayed request is charged at once. In the layers of a full rule, it takes tokens of the window in which the rule
+//! admits it, and no later request of the same key overtakes it: the remaining tokens of earlier windows are forfeited
+//! in these layers. Layers that are not full are charged now, because other keys share them and must not be blocked by
+//! a waiting request. If their window ends before the request proceeds, they are charged again then, and may still
+//! refuse.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::counter::{AcquireRequest, WindowKind, tokens_granted};
@@ -18,11 +18,11 @@ use crate::sharded_counter::ShardReceipt;
 use crate::table::{CounterResult, Table};
 use crate::window::Time;
 
-/// How often a request tries to take a place that another one took in between.
+/// How often a delayed request tries again after another request took its tokens.
 const TRIES: u32 = 16;
 
 impl RuleSet {
-    /// Charges a request that does not fit now in windows to come, if its rules let it wait.
+    /// Charges a request that does not fit now in later windows, if its rules allow a delay.
     #[cold]
     pub(super) fn delay<const W: usize>(
         &self,
@@ -64,20 +64,20 @@ impl RuleSet {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
                 return Some(Decision::Delayed { until_ms, waiter: wait, recharge: again });
             }
-            // Another request took a place: what is left now?
+            // Another request took the tokens: peek again.
             context.result.charges.iter_mut().zip(&requests).for_each(|(charge, request)| charge.request = *request);
             if peek_all(table, &mut context.result.charges, time) {
                 context.result.charges.iter_mut().for_each(|charge| charge.is_full = false);
             }
         }
-        // The answer tells of the windows as they are.
+        // The result states the windows as they are.
         context.result.charges.iter_mut().zip(requests).for_each(|(charge, request)| charge.request = request);
         None
     }
 
-    /// A place among those who wait because of a rule that is full, if one of them is kept; `None` if there are too many.
+    /// A slot in the waiter limit of a full rule, if one limits its waiters; `None` if there are too many.
     pub fn reserve_waiter(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> Option<Option<Waiter>> {
-        // Of several rules that let it wait, the first holds the place.
+        // If several rules delay the request, the first one holds the slot.
         let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
         let delays =
             full.map(|(_, layer_ref)| *layer_ref).find(|layer_ref| self.rule_of(charge_plan, *layer_ref).rule.delays());
@@ -86,7 +86,7 @@ impl RuleSet {
         Some(Some(Waiter { rule: layer_ref.rule, slot }))
     }
 
-    /// When each rule of the roster has room for a request, if it may wait for that.
+    /// The time at which each rule of the charge plan admits a request, if the rules allow a delay.
     pub fn admission_times(
         &self,
         charge_plan: &ChargePlan,
@@ -100,7 +100,7 @@ impl RuleSet {
             let entry = self.rule_of(charge_plan, *layer_ref);
             let layer = entry.layer(layer_ref.layer);
             let opens_ms = self.available_at_ms(charge, entry, layer_ref.layer, time.now_ms)?;
-            // What lies on the desk may say of a window that it ends when it has ended.
+            // The window of a charge may have ended since.
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
             let may_wait = charge_plan.may_delay || layer.reserve > 0;
             match entry.rule.on_limit {
@@ -114,7 +114,7 @@ impl RuleSet {
         Some(admission_times)
     }
 
-    /// Asks a counter for tokens of the window that is open at `until_ms`; returns the end of that.
+    /// Requests tokens of the window that is open at `until_ms`, and returns the end of that window.
     pub(super) fn request_window_at(
         &self,
         charge: &mut Charge,
@@ -130,7 +130,7 @@ impl RuleSet {
         let granted = tokens_granted(windows, charge.request.limit);
         charge.request.ceiling = charge.request.ceiling.saturating_add(granted);
         if charge.is_full && layer.reserve > 0 {
-            // Tokens of this window and of those to come are one account, up to the reserve.
+            // Tokens of this window and of later ones are one account, up to the reserve.
             charge.request.ceiling = charge.request.ceiling.min(u64::from(layer.capacity) + u64::from(layer.reserve));
         } else {
             charge.request.floor = granted;
@@ -138,8 +138,8 @@ impl RuleSet {
         end_ms
     }
 
-    /// Charges a request whose turn has come in the layers whose windows are over since it was charged
-    /// there: all of them, or none. Where one is full, it may have to wait again.
+    /// Charges a delayed request again in the layers whose windows have ended since: in all, or in none. If one is
+    /// full, the request may be delayed again.
     #[cold]
     pub fn recharge<const W: usize>(
         &self,
@@ -153,7 +153,7 @@ impl RuleSet {
         self.acquire_layers(charge_plan, layers, table, now, context, true)
     }
 
-    /// The longest that any rule of a roster lets a request wait.
+    /// The longest delay of any rule of a charge plan.
     pub fn max_delay_ms(&self, charge_plan: &ChargePlan) -> u64 {
         let delay = |rule: &usize| match self.rules[*rule].rule.on_limit {
             OnLimit::Delay { max_delay_ms, .. } => max_delay_ms,
@@ -162,13 +162,13 @@ impl RuleSet {
         charge_plan.rules.iter().map(delay).max().unwrap_or(0)
     }
 
-    /// When a counter that had no room will have some, if nobody else asks; `None` if it never will.
+    /// The time at which a full counter has tokens again, if the key makes no other requests; `None` if never.
     pub fn available_at_ms(&self, charge: &Charge, entry: &CompiledRule, layer: usize, now_ms: u64) -> Option<u64> {
         let missing = (charge.usage.used + u64::from(charge.request.cost)).saturating_sub(charge.request.ceiling);
         if u64::from(charge.request.cost) > charge.request.ceiling {
             return None;
         }
-        // What a window that stands for itself has too much is not owed by the next: it may have been used under a greater limit.
+        // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
         let hangs_together = match charge.request.kind {
             WindowKind::Plain => false,
             WindowKind::Leased => entry.layer(layer).store_format != StoreFormat::Plain,
@@ -184,9 +184,9 @@ impl RuleSet {
         }
     }
 
-    /// When a request that was just refused would be admitted if nobody else asked, Unix milliseconds; `None`
-    /// if it never would. Not only the counters that refused it have a say: where refusals consume, they may
-    /// have taken the last of another.
+    /// The time at which a refused request would be admitted if the key made no other requests, Unix milliseconds;
+    /// `None` if never. All counters matter, not only the full ones: where refusals count, they may have taken the last
+    /// tokens of another.
     pub fn retry_at_ms(&self, charge_plan: &ChargePlan, context: &DecisionContext, now_ms: u64) -> Option<u64> {
         let layers = context.result.charges.iter().zip(&context.result.layers);
         let mut opens = layers.map(|(charge, layer_ref)| {
@@ -195,9 +195,9 @@ impl RuleSet {
         opens.try_fold(now_ms, |latest_ms, opens_ms| Some(latest_ms.max(opens_ms?)))
     }
 
-    /// Corrects counters that say more than can be owed, which was written under another limit, so that
-    /// nobody waits for windows that were never used; `true` if there were some. Plainly full is what they
-    /// are then.
+    /// Corrects counters that hold more debt than the limit allows, because they were written under another limit, so
+    /// that requests do not wait for windows that were never used. Returns whether there were any; they are full
+    /// without debt then.
     #[cold]
     pub(super) fn cap_debt<const W: usize>(
         &self,
@@ -217,8 +217,7 @@ impl RuleSet {
         amended
     }
 
-    /// Forgets what was used and owed in the counters that are on the desk. What was counted together
-    /// with other keys, because the table was full, stays.
+    /// Resets the counters of the charges in the context. Overflow counters are not reset.
     #[cold]
     pub fn reset<const W: usize>(&self, table: &Table<W>, now_ms: u64, context: &DecisionContext) {
         for charge in &context.result.charges {
@@ -233,7 +232,7 @@ impl RuleSet {
         &self.rules[charge_plan.rules[layer_ref.rule]]
     }
 
-    /// Lets a refused request consume what is left, in the layers of the rules that say so.
+    /// Lets a refused request consume the remaining tokens, in layers of rules that count refusals.
     #[cold]
     pub(super) fn charge_refusal<const W: usize>(
         &self,
@@ -244,7 +243,7 @@ impl RuleSet {
         first: usize,
     ) {
         for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(first) {
-            // What is counted elsewhere is consumed there.
+            // Shared counters are charged by the store.
             let is_here = !matches!(
                 context.sharing.counting_modes.get(layer_ref.rule),
                 Some(CountingMode::Leased | CountingMode::Remote)
@@ -255,8 +254,8 @@ impl RuleSet {
         }
     }
 
-    /// Charges what a request turned out to cost beside what it was charged before, whatever is left:
-    /// what is too much is owed, and the windows to come grant that much less.
+    /// Charges the cost by which a request exceeds its first charge, whatever remains. The excess is owed, and later
+    /// windows grant that much less.
     #[cold]
     pub fn charge_excess<const W: usize>(
         &self,
@@ -280,14 +279,14 @@ impl RuleSet {
                 match table.acquire(charge.counter, charge.request, self.time(now_ms), None) {
                     CounterResult::Acquired(..) | CounterResult::Full(_) => break,
                     CounterResult::Late if now_ms < table.horizon_ms() => now_ms = table.horizon_ms(),
-                    // There is no later time than the last.
+                    // Counters cannot hold a later time.
                     CounterResult::Late => break,
                 }
             }
         }
     }
 
-    /// Gives back what was charged, or the last `tokens` of it.
+    /// Refunds charges, or the last `tokens` of each.
     #[cold]
     pub fn refund<const W: usize>(&self, shard_receipts: &[ShardReceipt], tokens: u32, table: &Table<W>, now_ms: u64) {
         for receipt in shard_receipts.iter().rev() {
@@ -296,7 +295,7 @@ impl RuleSet {
     }
 }
 
-/// Takes what is left of a counter, up to the cost. A window that is not open is not opened.
+/// Takes the remaining tokens of a counter, up to the cost. Does not open a window.
 fn acquire_remaining<const W: usize>(charge: &mut Charge, table: &Table<W>, time: Time<'_>) {
     for _ in 0..TRIES {
         let left = charge.request.ceiling.saturating_sub(charge.usage.used);

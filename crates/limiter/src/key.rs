@@ -6,7 +6,7 @@
 //! where a part comes from in a request.
 
 use std::fmt;
-use std::hash::Hasher;
+use std::hash::{Hash, Hasher};
 
 use siphasher::sip128::{Hasher128, SipHasher13};
 
@@ -114,6 +114,12 @@ impl KeyHasher {
         self.0.write(bytes);
     }
 
+    /// Adds a key of any type that can be hashed.
+    pub fn add<K: Hash + ?Sized>(&mut self, key: &K) {
+        key.hash(&mut self.0);
+    }
+
+    /// The hash of all parts.
     pub fn finish(self) -> KeyHash {
         let hash = self.0.finish128();
         KeyHash { bucket_hash: hash.h1, tag: hash.h2 }

@@ -1,32 +1,31 @@
-//! Leases: tokens that were fetched from a counter which several gateways share, and wait here to be spent.
+//! Leases: tokens that were fetched from a counter which several gateways share, to be spent locally.
 //!
-//! Beside the ordinary counter of a key lie two words, in the same buckets. The *purse* counts what was fetched and
-//! is not spent yet. It is charged as any counter is, with [`Course::Leased`], so that a request on leased counters
-//! and others is still decided as one. What is in it is worth something in one window only: a purse whose
-//! window has ended is empty, and nothing goes from one window to the next. The *tally* is what the shared counter
-//! was last heard to stand at; it grants nothing.
+//! Next to the counter of a key there are two more words in the same buckets. The *lease* holds tokens that were
+//! fetched and not spent yet. It is charged like any counter, with [`WindowKind::Leased`], so that a request on leased
+//! and other counters is decided at once. A lease is valid in one window: when the window ends, its tokens expire. The
+//! *known usage* is the last reported usage of the shared counter; it grants nothing.
 //!
-//! Tokens are only ever moved: what was deposited is spent once, or withdrawn once. A purse that can not be kept, because the table is
-//! full, is no loss for anyone but its key; it is never put into a spill counter, where others would spend from it.
-//! Who fetches, from where, and how much, is not known here.
+//! Tokens are only moved: a deposited token is spent once, or withdrawn once. A lease that does not fit into a full
+//! table costs only its own key; leases never go to overflow counters, where other keys would spend them. Fetching
+//! tokens is the caller's task.
 
 use crate::bucket::{FindResult, InsertResult, Key, OpenWindow};
 use crate::counter::{AcquireRequest, CounterWord, Usage, WindowKind};
 use crate::table::{Counter, Table};
 use crate::window::END_MAX_MS;
 
-/// What tells a purse from the counter that it lies beside, and a tally from both. Purses outlive the process where
-/// counters do, so these never change.
+/// These constants distinguish a lease from its counter, and the known usage from both. Leases may outlive the process,
+/// so the constants never change.
 const LEASE_TAG: u64 = 0x27_8DDE_6E5F_D29F;
 const KNOWN_USAGE_TAG: u64 = 0x35_BA3F_AE19_967F;
 
 impl Counter {
-    /// The purse of this counter, to be charged with [`Ask::leased`].
+    /// The lease of this counter, to be charged with [`AcquireRequest::leased`].
     pub fn lease(self) -> Counter {
         self.beside(LEASE_TAG)
     }
 
-    /// The tally of this counter.
+    /// The known usage of this counter.
     fn known_usage_counter(self) -> Counter {
         self.beside(KNOWN_USAGE_TAG)
     }
@@ -38,47 +37,47 @@ impl Counter {
 }
 
 impl AcquireRequest {
-    /// The same tokens out of the counter's purse. Whoever asks for more than the ceiling gets no more than
-    /// that, and what else is in the purse is given up: it was fetched under another limit.
+    /// The same request, to be charged to the lease of the counter. If the lease holds more tokens than the ceiling,
+    /// the excess is dropped: it was fetched under another limit.
     pub fn leased(self) -> AcquireRequest {
-        // Cut off where a cost beside it still fits a `u64`.
+        // Capped so that a cost can be added without overflow.
         AcquireRequest { ceiling: self.ceiling.min(u64::MAX >> 1), floor: 0, kind: WindowKind::Leased, ..self }
     }
 
-    /// What a purse has to say that is over, or not there.
+    /// The usage of a lease that has expired or does not exist.
     pub(super) fn nothing_leased(&self) -> Usage {
         Usage { used: self.ceiling, end_ms: self.end_ms }
     }
 }
 
 impl CounterWord {
-    /// The same word with so many tokens more, or as many as it can count.
+    /// The same word with `tokens` more, or as many as it can count.
     pub(super) fn plus(self, tokens: u64) -> CounterWord {
         let count = u64::from(self.count()).saturating_add(tokens);
         CounterWord::new(self.tag(), self.end_ms(), u32::try_from(count).unwrap_or(u32::MAX))
     }
 }
 
-/// What became of tokens that were to be kept.
+/// The result of a deposit.
 #[must_use = "tokens that are not kept can still be given back to whom they were fetched from"]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum DepositResult {
+    /// The tokens can be spent.
     Stored,
-    /// All slots that the purse may lie in are taken by open windows.
+    /// All slots of the lease hold open windows.
     Full,
-    /// Their window is over, or the purse is that of a later one.
+    /// The window of the tokens has ended, or the lease is of a later window.
     Expired,
 }
 
 impl<const W: usize> Table<W> {
-    /// Puts tokens of the window ending at `end_ms` into the purse of `counter`. What is left of a window before is
-    /// worth nothing any more, and gone.
+    /// Adds tokens of the window ending at `end_ms` to the lease of `counter`. Tokens of an earlier window expire.
     pub fn deposit(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) -> DepositResult {
         self.write_window(counter.lease(), end_ms, now_ms, |left| left.saturating_add(tokens))
     }
 
-    /// Takes at most so many tokens out of the purse again, if it is still that of the window ending at `end_ms`;
-    /// the answer is how many. They can not be spent any more.
+    /// Takes at most `most` tokens out of the lease again, if the lease is still of the window ending at `end_ms`.
+    /// Returns their number; they cannot be spent any more.
     pub fn withdraw(&self, counter: Counter, end_ms: u64, most: u32) -> u32 {
         let key = counter.lease().key;
         while let FindResult::Counter(index, word) = self.counters.find(key) {
@@ -94,25 +93,25 @@ impl<const W: usize> Table<W> {
         0
     }
 
-    /// What is left in the purse of `counter`.
+    /// The unspent tokens in the lease of `counter`.
     pub fn leased_tokens(&self, counter: Counter, now_ms: u64) -> u32 {
         self.find_live(counter.lease(), now_ms).map_or(0, CounterWord::count)
     }
 
-    /// Remembers what the shared counter stands at in the window ending at `end_ms`, if there is room for it and
-    /// nothing is known of a later window.
+    /// Stores the usage of the shared counter in the window ending at `end_ms`, unless the table is full or the usage
+    /// of a later window is known.
     pub fn set_known_usage(&self, counter: Counter, end_ms: u64, used: u32, now_ms: u64) {
-        // Nobody's tokens depend on it.
+        // Known usage grants no tokens, so the result does not matter.
         let _ = self.write_window(counter.known_usage_counter(), end_ms, now_ms, |_before| used);
     }
 
-    /// Adds tokens to what the shared counter of a window is known to stand at.
+    /// Adds tokens to the known usage of the shared counter.
     pub fn add_known_usage(&self, counter: Counter, end_ms: u64, tokens: u32, now_ms: u64) {
         let _ =
             self.write_window(counter.known_usage_counter(), end_ms, now_ms, |before| before.saturating_add(tokens));
     }
 
-    /// The end of the shared counter's window, and what it was last heard to stand at.
+    /// The end of the shared counter's window, and its last known usage.
     pub fn known_usage(&self, counter: Counter, now_ms: u64) -> Option<(u64, u32)> {
         self.find_live(counter.known_usage_counter(), now_ms).map(|word| (word.end_ms(), word.count()))
     }
@@ -124,7 +123,7 @@ impl<const W: usize> Table<W> {
         }
     }
 
-    /// Writes the word of a window, with a count that follows from what it counted of that window before.
+    /// Writes the word of a window, with a count computed from the count of the same window before.
     fn write_window(&self, counter: Counter, end_ms: u64, now_ms: u64, count: impl Fn(u32) -> u32) -> DepositResult {
         let (key, end_ms) = (counter.key, end_ms.min(END_MAX_MS));
         if end_ms <= now_ms {
@@ -137,7 +136,7 @@ impl<const W: usize> Table<W> {
                 InsertResult::Full => return DepositResult::Full,
                 InsertResult::Late => return DepositResult::Expired,
             };
-            // It may become another key's, if its window was over.
+            // If its window had ended, the slot may be reused for another key.
             while word.tag() == key.tag && !word.is_claim() {
                 if word.end_ms() > end_ms {
                     return DepositResult::Expired;
@@ -207,7 +206,7 @@ mod tests {
         assert_eq!(table.deposit(COUNTER, u64::MAX, u32::MAX, 50), DepositResult::Stored);
         assert_eq!(table.deposit(COUNTER, END_MAX_MS, 5, 50), DepositResult::Stored);
         assert_eq!((table.leased_tokens(COUNTER, 50), table.leased_tokens(COUNTER, END_MAX_MS)), (u32::MAX, 0));
-        // As it is where what a request costs is only known afterwards.
+        // As for rules whose cost is known only after the response.
         let request = AcquireRequest { ceiling: u64::MAX, ..AcquireRequest::plain(100, 10, u32::MAX) }.leased();
         assert!(matches!(spend(&table, request), CounterResult::Acquired(..)));
         assert!(matches!(spend(&table, AcquireRequest { cost: 1, ..request }), CounterResult::Full(_)));

@@ -1,6 +1,80 @@
 //! Exact, lock-free rate limiting: layered fixed windows for millions of keys in a table of fixed size.
 //!
-//! The crate does no I/O and never reads a clock: each call is handed the time.
+//! A [`Limiter`] answers one question: may this key take another token? A key is anything that can be hashed, such as
+//! an IP address or a user name. Each key may take a number of tokens in every window of every *layer*: "33 in a
+//! minute, and 2000 in an hour". A request is admitted only if all layers have tokens left, and is then charged in all
+//! of them. A refused request is charged in none.
+//!
+//! The crate does no I/O and never reads a clock: the caller passes the time.
+//!
+//! ```
+//! use std::time::{Duration, SystemTime, UNIX_EPOCH};
+//! use transom_limiter::{Limiter, LimiterDecision};
+//!
+//! let limiter = Limiter::builder()
+//!     .layer(33, Duration::from_secs(60))
+//!     .layer(2000, Duration::from_secs(3600))
+//!     .capacity(10_000)
+//!     .build()?;
+//!
+//! let now_ms = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis() as u64;
+//! match limiter.acquire("203.0.113.7", 1, now_ms) {
+//!     LimiterDecision::Admitted(admission) => {
+//!         println!("{} left in this minute", admission.layers()[0].remaining);
+//!         // The request failed for a reason that is not the client's: give the token back.
+//!         limiter.refund(admission, now_ms);
+//!     }
+//!     LimiterDecision::Refused(refusal) => println!("retry after {:?}", refusal.retry_after()),
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Windows, layers and counters
+//!
+//! A *window* is an interval of time in which a limit holds: window number floor(unix time / period). A *layer* is a
+//! limit together with its windows. A *counter* is the usage of one key in the current window of one layer: one
+//! 128-bit word with the tag of the key, the end of the window and the tokens used. A counter is changed by
+//! compare-and-swap only, so a charge never falls between two windows.
+//!
+//! Fixed windows admit at most twice the limit in an interval as long as a window, around the moment at which one
+//! window ends and the next begins. A second layer with a shorter period bounds such bursts; [`burst_bound`] computes
+//! the bound.
+//!
+//! # Guarantees
+//!
+//! Each guarantee is checked by a [loom](https://docs.rs/loom) model or a property test of the same name:
+//!
+//! - `never_admits_past_the_limit`: no interleaving of threads admits more than a window allows.
+//! - `no_hit_is_lost_at_rollover`: a charge at the end of a window counts in that window or in the next.
+//! - `a_late_thread_never_rewinds`: a thread whose time is behind never reopens a window that has ended.
+//! - `the_refused_leave_no_mark`: a refused request consumes nothing, in any layer.
+//! - `a_refund_never_crosses_a_window`: tokens return to the window in which they were taken, or expire.
+//! - `two_keys_never_share_a_count`: while the table has free slots. Keys are compared by 54 bits of a keyed hash
+//!   and by their buckets.
+//! - `a_full_table_answers_as_documented`: a full table never gives a key its quota back. New keys share overflow
+//!   counters, which is too strict for them, never too lax.
+//!
+//! # Memory
+//!
+//! The table is allocated once, with 32 bytes for each counter of its capacity, and never grows. Slots of windows that
+//! have ended are reused. There is no background task and nothing to sweep. A decision allocates nothing; [`Limiter`]
+//! keeps a buffer for each thread, which grows in the first decisions of the thread.
+//!
+//! # Limits
+//!
+//! Limits and costs are from 1 (costs from 0) to 2^32 - 1. Periods are from 10 ms to 366 days. Times are Unix
+//! milliseconds until the year 2109.
+//!
+//! # Beyond `Limiter`
+//!
+//! The Transom gateway uses the modules directly: [`rule_set`] compiles rules with several keys, plans and overrides;
+//! [`window`] has calendar windows, random offsets and windows opened by the first request; [`limit`] has tokens that
+//! roll over and reserves; [`delay`] lets requests wait for a later window; [`sharded_counter`] divides a hot counter;
+//! [`leased_tokens`] and [`shared_counting`] spend tokens of a shared store; [`memory`] maps the table from a file.
+//!
+//! # Features
+//!
+//! - `loom`: replaces atomics by those of loom, for the crate's own models. Not for other use.
 #![warn(clippy::too_many_lines)]
 
 pub mod acquire;
@@ -18,6 +92,7 @@ pub mod ip_prefix;
 pub mod key;
 pub mod leased_tokens;
 pub mod limit;
+pub mod limiter;
 #[cfg_attr(feature = "loom", path = "memory_loom.rs")]
 pub mod memory;
 pub mod rule;
@@ -29,3 +104,10 @@ pub mod store_key;
 pub mod table;
 pub mod waiter_limit;
 pub mod window;
+
+pub use limiter::{Admission, BuildError, LayerState, Limiter, LimiterBuilder, LimiterDecision, Refusal};
+
+/// The examples of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,8 +1,7 @@
-//! The rule book: which counters a request is charged in, and what the counters' answers mean.
+//! Compiled rules: which counters a request is charged in, and in which order.
 //!
-//! Rules go in as the operator wrote them and come out as rosters, one per route: the layers of all
-//! its rules in the order in which they are charged. A decision fills a desk that is reused from
-//! request to request, so it allocates nothing. This file knows neither HTTP nor the clock.
+//! A [`RuleSet`] is compiled from rules as configured, and gives each route a [`ChargePlan`]: the layers of all its
+//! rules, in the order in which they are charged. This module knows neither HTTP nor the clock.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,125 +19,136 @@ use crate::table::Counter;
 use crate::waiter_limit::WaiterLimit;
 use crate::window::{Time, WindowSequence, Windows};
 
-/// Who asks, under one rule, and for how much.
+/// A request under one rule: its key and its cost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct KeyedRequest {
+    /// The hash of the key.
     pub key: KeyHash,
-    /// Where the key's windows start if they start at random, as a share of the period in units of 2^-64.
+    /// The offset of the key's windows, for windows with random offsets: a fraction of the period in units of 2^-64.
     pub offset: u64,
-    /// Which of the rule's variants applies; 0: the windows of everyone.
+    /// The variant of the rule that applies; 0: the default windows.
     pub variant: usize,
+    /// Tokens that the request takes.
     pub cost: u32,
 }
 
-/// How the rules of a roster are counted in one decision.
+/// How a rule is counted in one decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CountingMode {
-    /// In ordinary counters.
+    /// In local counters.
     Local,
-    /// With tokens that were fetched beforehand.
+    /// With leased tokens.
     Leased,
-    /// In ordinary counters, beside what is known to be used elsewhere.
+    /// In local counters during an outage of the store, on top of the known usage of other gateways.
     LocalFallback,
-    /// Not here.
+    /// Not here: by the store.
     Remote,
 }
 
-/// One layer made ready: what its counters are known by, and what is asked of them.
+/// A compiled layer: the identity of its counters, and what requests take from them.
 #[derive(Debug)]
 pub struct CompiledLayer {
     pub(super) id: u64,
     /// Moves the counters of the layer away from those of the rule's other layers.
     bucket_offset: u64,
-    /// Position in [`Book::timelines`].
+    /// The position in [`RuleSet::windows`].
     pub windows_index: usize,
+    /// How its windows depend on each other.
     pub kind: WindowKind,
+    /// Tokens granted per window.
     pub limit: u32,
-    /// What may accumulate.
+    /// Tokens that may accumulate; at least the limit.
     pub capacity: u32,
-    /// What may be taken from windows to come.
+    /// Tokens that may be taken from later windows.
     pub reserve: u32,
+    /// Shards of each counter; 1: not sharded.
     pub shards: u32,
-    /// The most that can be owed beside what may accumulate or be reserved: places that were promised.
+    /// The most tokens that can be owed beyond capacity and reserve, by delayed requests.
     pub(super) max_ahead: u64,
     /// Whether the counters may have been written under another limit.
     pub(super) limit_differs: bool,
-    /// Whether others count here who would not know what it writes: then its windows stand for themselves.
+    /// Whether another process uses the same counters and does not know the format that this layer needs. Its windows
+    /// are independent then.
     pub(super) is_constrained: bool,
-    /// How the store has its counters, and in how many shards, where gateways share them.
+    /// The format of the layer's counters in the store.
     pub store_format: StoreFormat,
+    /// Shards of each counter in the store.
     pub store_shards: u32,
-    /// The narrow are charged before the wide.
+    /// The order of charging: layers with the smallest value first.
     rank: (bool, u32, u64),
 }
 
-/// How a store has the counters of a layer. It follows from the rules alone: gateways that share counters agree on it
-/// whatever they have in memory.
+/// The format of a layer's counters in a store. It follows from the rules alone, so gateways that share counters agree
+/// on it whatever their memory holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StoreFormat {
     /// A number for each window.
     Plain,
-    /// What is used or owed, and as of which window.
+    /// Tokens used or owed, and the window to which they refer.
     Account,
-    /// What is used or owed, and when the first window was opened.
+    /// Tokens used or owed, and the time at which the first window was opened.
     Floating,
 }
 
-/// A rule made ready.
+/// A compiled rule.
 #[derive(Debug)]
 pub struct CompiledRule {
+    /// The rule as configured.
     pub rule: Rule,
-    /// Hash prefix of every key of this rule.
+    /// The prefix of the hash of every key of this rule.
     pub hash_prefix: u64,
-    /// The layers of everyone, then those of each plan and of each override.
+    /// The default layers, then those of each plan, then those of each override.
     pub(super) layers: Vec<CompiledLayer>,
     names: Vec<String>,
-    /// What the names of its counters end in, where gateways share them; one for each layer.
+    /// The suffixes of the counters' names in the store, one for each layer.
     suffixes: Vec<String>,
     variants: Vec<Range<usize>>,
-    /// Who waits because of this rule.
+    /// The requests that this rule delays.
     pub waiters: Arc<WaiterLimit>,
 }
 
-/// A layer of a roster: the rule's position in the route's list, and the layer's in the entry.
+/// A layer of a charge plan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LayerRef {
+    /// The position of the rule in [`ChargePlan::rules`].
     pub rule: usize,
+    /// The position of the layer in the compiled rule.
     pub layer: usize,
 }
 
-/// The rules of one route, in the order of the configuration, and the order in which they charge.
+/// The rules of one route, and the order in which their layers are charged.
 #[derive(Debug, Default)]
 pub struct ChargePlan {
-    /// Positions in the book.
+    /// Positions in [`RuleSet::rules`], in the order of the configuration.
     pub rules: Vec<usize>,
-    /// Layers that everyone has of the enforced rules, from the narrowest to the widest.
+    /// The default layers of the enforced rules, in the order of charging.
     enforced: Vec<LayerRef>,
     /// Positions of the shadow rules.
     shadow_rules: Vec<usize>,
-    /// Whether several gateways share counters of any of its rules.
+    /// Whether several gateways share counters of any of the rules.
     pub is_shared: bool,
-    /// How each rule is counted as long as the store can be asked.
+    /// How each rule is counted while the store is reachable.
     pub(super) counting_modes: Vec<CountingMode>,
     pub(super) may_delay: bool,
     counts_refused: bool,
-    /// Whether every layer that any client may have is plain and whole, and nothing is left to do
-    /// for a refused request: all that such a decision needs is known when the code is compiled.
+    /// Whether every layer of every variant is plain and not sharded, and a refusal has no side effects. The compiler
+    /// specializes such decisions.
     is_plain: bool,
 }
 
-/// All rules, made ready.
+/// All rules, compiled.
 #[derive(Debug, Default)]
 pub struct RuleSet {
+    /// The compiled rules, in the order of the configuration.
     pub rules: Vec<CompiledRule>,
-    /// The ways in which the layers divide time, each once.
+    /// The windows of all layers, each kind once.
     pub windows: Vec<Windows>,
-    /// The pace of each timeline.
+    /// The sequence of each of the windows.
     sequences: Vec<WindowSequence>,
 }
 
 impl CompiledLayer {
-    /// What one request asks of this layer, in the window ending at `end_ms`.
+    /// The charge of one request in this layer, in the window ending at `end_ms`.
     #[inline]
     pub(super) fn new_charge(&self, keyed_request: KeyedRequest, end_ms: u64, own_shard: u32) -> Charge {
         let bucket_hash = keyed_request.key.bucket_hash.wrapping_add(self.bucket_offset);
@@ -153,36 +163,39 @@ impl CompiledLayer {
         charge
     }
 
-    /// The most that can be used or owed here.
+    /// The most tokens that can be used or owed here.
     pub(super) fn max_usage(&self) -> u64 {
         self.max_ahead.saturating_add(u64::from(self.capacity) + u64::from(self.reserve))
     }
 }
 
 impl CompiledRule {
+    /// The layer at this position.
     pub fn layer(&self, layer: usize) -> &CompiledLayer {
         &self.layers[layer]
     }
 
+    /// The name of a layer in responses and metrics.
     pub fn layer_name(&self, layer: usize) -> &str {
         &self.names[layer]
     }
 
-    /// What the name of a layer's counters ends in, in a store.
+    /// The suffix of the names of a layer's counters in the store.
     pub fn suffix(&self, layer: usize) -> &str {
         &self.suffixes[layer]
     }
 
+    /// The names of all layers.
     pub fn layer_names(&self) -> &[String] {
         &self.names
     }
 
-    /// The layers that a variant has, and their limits.
+    /// The positions of the layers of a variant.
     pub fn variant(&self, variant: usize) -> Range<usize> {
         self.variants[variant].clone()
     }
 
-    /// The variant for the clients of a plan; that of everyone, if the rule has none for them.
+    /// The variant for the clients of a plan; 0, the default, if the rule has none.
     pub fn variant_of_plan(&self, plan: &str) -> usize {
         self.rule.plans.iter().position(|known| known.name == plan).map_or(0, |position| 1 + position)
     }
@@ -193,8 +206,8 @@ impl CompiledRule {
     }
 }
 
-/// Layers of similar periods share a bucket, and so a cache line; all of a rule's would crowd it. It
-/// depends on the period alone: where a layer stands among others must not move its counters.
+/// Layers of similar periods share a bucket, and so a cache line; all layers of a rule would overfill it. The group
+/// depends on the period alone, so that the order of layers does not move their counters.
 fn bucket_group(usual_ms: u64) -> u64 {
     match usual_ms {
         0..=10_000 => 0,
@@ -205,17 +218,17 @@ fn bucket_group(usual_ms: u64) -> u64 {
 }
 
 impl ChargePlan {
-    /// The layers that everyone has of the enforced rules, from the narrowest to the widest.
+    /// The default layers of the enforced rules, in the order of charging.
     pub fn enforced(&self) -> &[LayerRef] {
         &self.enforced
     }
 
-    /// Whether refusals count under any of its rules.
+    /// Whether any of the rules counts refused requests.
     pub fn counts_refused(&self) -> bool {
         self.counts_refused
     }
 
-    /// Whether a refused request has asked plain counters, leaves no trace in any, and waits for nothing.
+    /// Whether a decision reads plain counters only, and a refusal neither changes a counter nor waits.
     pub fn is_plain(&self) -> bool {
         self.is_plain
     }
@@ -227,12 +240,12 @@ impl ChargePlan {
 }
 
 impl RuleSet {
-    /// A book of these rules.
+    /// Compiles these rules.
     ///
-    /// Counters outlive books, and what is in them has to be read as it was written: `former` is the
-    /// book before, if there was one.
+    /// Counters outlive rule sets, and must be read as they were written: `former` is the previous rule set, if there
+    /// is one.
     pub fn new(rules: &[Rule], seed: Seed, former: Option<&RuleSet>) -> RuleSet {
-        // Whoever waits, or reserves, takes a place in a window to come; an answer may tell of any cost.
+        // Delayed requests and reservations take tokens of later windows; a response may state any cost.
         let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut rule_set = RuleSet::default();
         for rule in rules {
@@ -253,8 +266,8 @@ impl RuleSet {
     }
 
     fn compile_rule(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
-        // A rule's counters are known by its name and its key; a layer adds its windows. The limit
-        // is not part of it, so a changed limit applies to what was already counted.
+        // A rule's counters are identified by its name and key, and by the windows of the layer. The limit is not
+        // included, so a changed limit applies to the usage so far.
         let identity = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
         let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
         for variant in rule.variants() {
@@ -291,7 +304,7 @@ impl RuleSet {
         let floating = matches!(limit.windows, Windows::FirstRequest { .. });
         let sequence = timeline as u32;
         let ahead_most = match rule.on_limit {
-            // What the answer tells may be any number.
+            // The cost stated by a response may be any number.
             _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
             OnLimit::Delay { max_delay_ms, .. } => {
                 (max_delay_ms / limit.windows.typical_ms().max(1) + 2).saturating_mul(u64::from(limit.tokens))
@@ -322,12 +335,12 @@ impl RuleSet {
         }
     }
 
-    /// The time of a decision by this book.
+    /// The time of a decision by this rule set.
     pub fn time(&self, now_ms: u64) -> Time<'_> {
         Time { now_ms, sequences: &self.sequences }
     }
 
-    /// The roster for a route that names these rules (positions in the book).
+    /// The charge plan of a route with these rules (positions in [`RuleSet::rules`]).
     pub fn charge_plan(&self, rules: &[usize]) -> ChargePlan {
         let rule = |position: usize| &self.rules[rules[position]].rule;
         let mut charge_plan = ChargePlan {
@@ -352,8 +365,8 @@ impl RuleSet {
         charge_plan
     }
 
-    /// A roster of one rule, for those who ask it without a request: it decides also if it is a shadow
-    /// rule, and nobody waits.
+    /// The charge plan of one rule, for decisions without an HTTP request. A shadow rule is enforced in it, and
+    /// requests are not delayed.
     pub fn single_rule_plan(&self, rule: usize) -> ChargePlan {
         let mut charge_plan = self.charge_plan(&[rule]);
         charge_plan.shadow_rules.clear();
@@ -364,7 +377,7 @@ impl RuleSet {
         charge_plan
     }
 
-    /// The layers of one rule, as one of its variants has them.
+    /// The layers of one variant of a rule.
     pub(super) fn layers_of_rule(
         &self,
         charge_plan: &ChargePlan,
@@ -374,18 +387,18 @@ impl RuleSet {
         self.rules[charge_plan.rules[position]].variant(variant).map(move |layer| LayerRef { rule: position, layer })
     }
 
-    /// Narrow before wide: a counter of one client before the counter of all, a small limit before a
-    /// large one. The narrow is likelier to be full, and a charge that must be given back is then
-    /// one that few share.
+    /// Counters that are likelier to be full come first: those of one client before those of all, and small limits
+    /// before large ones. A charge that must be refunded is then in a counter that few requests share.
     pub(super) fn sort_layers(&self, charge_plan: &ChargePlan, layers: &mut [LayerRef]) {
         layers.sort_by_key(|layer_ref| self.layer_of(charge_plan, *layer_ref).rank);
     }
 
+    /// The compiled layer.
     pub fn layer_of(&self, charge_plan: &ChargePlan, layer_ref: LayerRef) -> &CompiledLayer {
         self.rules[charge_plan.rules[layer_ref.rule]].layer(layer_ref.layer)
     }
 
-    /// Whether the rule at a position of the roster is only tried out.
+    /// Whether the rule at this position of the charge plan is a shadow rule.
     pub fn is_shadow(&self, charge_plan: &ChargePlan, position: usize) -> bool {
         self.rules[charge_plan.rules[position]].rule.is_shadow()
     }
@@ -415,8 +428,8 @@ impl RuleSet {
         }
     }
 
-    /// How the layers write their counters. Those of one counter, such as those of a rule's plans, do it in one way:
-    /// as tokens that roll over if they do in one of them, and in as many shards as the most of them have.
+    /// The formats of the counters of all layers. Layers with the same counters, such as those of a rule's plans, use
+    /// one format: accumulating if one of them needs that, with the largest number of shards.
     pub fn counter_formats(&self) -> CounterFormats {
         let mut formats = CounterFormats::default();
         for layer in self.rules.iter().flat_map(|entry| &entry.layers) {
@@ -425,7 +438,7 @@ impl RuleSet {
         formats
     }
 
-    /// Reads counters as they were written, in one of these ways or another.
+    /// Adopts the formats in which counters were written before, joined with the formats of the rules.
     pub fn adopt_formats(&mut self, formats: &CounterFormats) {
         for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
             let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
@@ -438,16 +451,16 @@ impl RuleSet {
         }
     }
 
-    /// Writes counters in no other way than these: others count in the same memory, and know of no other. A layer that
-    /// would roll over, wait or reserve has windows that stand for themselves then, and what would be owed is not.
-    /// `true` if there is one that would do otherwise.
+    /// Restricts the layers to these formats, because other processes use the same counters and know no others. A layer
+    /// that would accumulate, delay or reserve gets independent windows, and debt is not recorded. Returns whether any
+    /// layer had to be restricted.
     pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
         let mut holds = false;
         for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
             let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
             holds |= layer.shards > known.shards;
             layer.shards = layer.shards.min(known.shards);
-            // Windows that requests open are never read otherwise.
+            // Windows opened by requests have only one format.
             let rolls = own.accumulates && !known.accumulates && !matches!(layer.kind, WindowKind::Floating(_));
             if rolls || own.max_ahead > known.max_ahead {
                 holds = true;

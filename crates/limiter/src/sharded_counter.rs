@@ -1,60 +1,63 @@
-//! One hot counter split in several, so that the loops of a gateway do not wait for one word.
+//! One hot counter divided into shards, so that workers do not contend for one word.
 //!
-//! Each shard has a part of the limit; the parts add up to it. A request is charged in the shard of
-//! its own loop, and what that lacks is borrowed from the others before it is refused: the sum
-//! admitted is the limit, not more and not less. Shards are for plain windows only.
+//! Each shard has a part of the limit; the parts add up to the limit. A request is charged in the shard of its own
+//! worker. Missing tokens are taken from the other shards before the request is refused, so the sum admitted is exactly
+//! the limit. Only plain windows can be sharded.
 
 use crate::bucket::Key;
 use crate::counter::{AcquireRequest, Usage, WindowKind};
 use crate::table::{Counter, CounterResult, Receipt, Table};
 use crate::window::Time;
 
-/// Into how many shards a counter may be split.
+/// The most shards of a counter.
 pub const SHARDS_MAX: u32 = 1024;
 
-/// A charge that was made in one shard.
+/// A charge with its receipt. A sharded counter has one for each charged shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShardReceipt {
+    /// The charged request.
     pub request: AcquireRequest,
+    /// The receipt for a refund.
     pub receipt: Receipt,
 }
 
-/// What one of several shards has of a whole; the parts add up to it.
+/// The part of `whole` that one of several shards has. The parts add up to the whole.
 pub fn part_of_shard(whole: u64, shards: u32, shard: u32) -> u64 {
     let (shards, shard) = (u64::from(shards), u64::from(shard));
     whole / shards + u64::from(shard < whole % shards)
 }
 
-/// How a counter is split.
+/// How a counter is sharded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sharding {
+    /// The number of shards; 1: not sharded.
     pub shards: u32,
-    /// The shard that is asked first.
+    /// The shard that is charged first.
     pub first_shard: u32,
 }
 
 impl Sharding {
-    /// Not split at all.
+    /// Not sharded.
     pub const NONE: Sharding = Sharding { shards: 1, first_shard: 0 };
 
-    /// All shards, the own one first.
+    /// All shards, the first one first.
     fn shards_in_order(self) -> impl Iterator<Item = u32> {
         (0..self.shards).map(move |i| (self.first_shard + i) % self.shards)
     }
 
-    /// All counters, where the whole is `whole`.
+    /// The counters of all shards.
     pub fn counters(self, whole: Counter) -> impl Iterator<Item = Counter> {
         (0..self.shards).map(move |shard| Sharding::shard_counter(shard, whole))
     }
 
-    /// What a shard grants of what is asked of all.
+    /// The request for one shard, with the limit of its part.
     fn shard_request(self, shard: u32, request: AcquireRequest) -> AcquireRequest {
         debug_assert!(request.kind != WindowKind::Leased, "a purse is not split");
         let ceiling = part_of_shard(u64::from(request.limit), self.shards, shard);
         AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, kind: WindowKind::Plain, cost: 0, ..request }
     }
 
-    /// The counter of a shard; that of the first is the whole's own.
+    /// The counter of a shard. The first shard uses the whole's own counter.
     fn shard_counter(shard: u32, whole: Counter) -> Counter {
         let bits = u64::from(shard).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let key = Key::new(whole.key.bucket_hash.wrapping_add(bits), whole.key.tag << 10 ^ bits << 10);
@@ -62,8 +65,8 @@ impl Sharding {
         Counter { key, layer: whole.layer ^ bits }
     }
 
-    /// What is used of all shards together, and when their window ends; and whether one is used beyond
-    /// its part, as it may be where the limit was lowered: the others have that much less to give.
+    /// The usage of all shards together, the end of their window, and whether one shard has used more than its part.
+    /// That happens after the limit was lowered: the other shards have that much less to give.
     pub fn peek<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
@@ -83,8 +86,8 @@ impl Sharding {
         (sum, is_over_part)
     }
 
-    /// Charges the shards, the own one first, until all of the cost is taken; `shares` receives what
-    /// was charged where, even if it is not enough.
+    /// Charges the shards, the own shard first, until the cost is taken. `shard_receipts` receives each charge, even if
+    /// they are not enough.
     pub fn acquire<const W: usize, const PLAIN: bool>(
         self,
         table: &Table<W>,
@@ -110,7 +113,7 @@ impl Sharding {
                         left -= shard_request.cost;
                         break;
                     }
-                    // Others took from this shard in between: what do they leave?
+                    // Other threads took tokens from this shard meanwhile: peek again.
                     CounterResult::Full(usage) if usage.used < shard_request.ceiling => shard_request.cost = 0,
                     CounterResult::Full(_) => break,
                     CounterResult::Late => return ShardsResult::Late,
@@ -124,11 +127,13 @@ impl Sharding {
     }
 }
 
-/// What came of charging the shards.
+/// The result of charging the shards.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ShardsResult {
+    /// The whole cost was taken.
     Acquired,
+    /// The shards have too few tokens left.
     TooFew,
-    /// The window asked for is over.
+    /// The requested window has ended.
     Late,
 }

@@ -1,8 +1,8 @@
-//! Rules whose counters several gateways share: what is decided here with tokens that were fetched beforehand, what is left for
-//! the store to decide, and what is counted on this machine alone as long as the store can not be reached.
+//! Decisions on rules whose counters several gateways share: with leased tokens, by the store, or in local counters
+//! while the store is unreachable.
 //!
-//! Nothing is waited for here, and no store is known. Whoever asks is told that tokens lack, fetches some, and asks
-//! again; everything else of the request is charged with them, or nothing is.
+//! This module neither waits nor talks to a store. If leased tokens are missing, it reports so and charges nothing. The
+//! caller fetches tokens and decides again.
 
 use crate::acquire::{AcquireResult, Charge, acquire_peeked, peek_all};
 use crate::counter::{Usage, usage};
@@ -15,21 +15,22 @@ use crate::sharded_counter::{ShardReceipt, Sharding};
 use crate::table::{Counter, Table};
 use crate::window::Time;
 
-/// What came of deciding some lines.
+/// The result of deciding some layers.
 #[derive(Debug)]
 pub enum LocalDecision {
+    /// Decided without the store.
     Decided(Decision),
-    /// Nothing was charged: the counters at `desk.lacking` need more tokens than were fetched for them.
+    /// Nothing was charged: the leases at `sharing.missing_tokens` of the context hold too few tokens.
     MissingTokens,
 }
 
 impl CompiledLayer {
-    /// The counter of one key, as it is where it is not shared.
+    /// The counter of one key. Leases and known usage are found by it.
     pub fn counter(&self, keyed_request: KeyedRequest) -> Counter {
         self.new_charge(keyed_request, 0, 0).counter
     }
 
-    /// Makes a charge one of tokens that were fetched.
+    /// Charges the lease of the counter instead of the counter.
     fn use_lease(&self, charge: &mut Charge) {
         charge.counter = charge.counter.lease();
         charge.request = charge.request.leased();
@@ -38,8 +39,8 @@ impl CompiledLayer {
 }
 
 impl RuleSet {
-    /// The stand of each rule of a roster.
-    /// `in_outage`: whether a rule does what it does in an outage.
+    /// Sets the counting mode of each rule of a charge plan. `in_outage` returns whether the outage policy of the rule
+    /// at a position applies.
     pub fn set_counting_modes(
         &self,
         charge_plan: &ChargePlan,
@@ -58,8 +59,8 @@ impl RuleSet {
         }
     }
 
-    /// The enforced lines of a request in the order in which they are charged.
-    /// They are in the desk's own list: see [`Desk::put_back`].
+    /// The enforced layers of a request, in the order of charging. They are in the context's buffer, to be returned by
+    /// [`DecisionContext::return_layer_buffer`].
     pub fn enforced_layers(&self, charge_plan: &ChargePlan, context: &mut DecisionContext) -> Vec<LayerRef> {
         if context.inputs.keyed_requests.iter().flatten().any(|keyed_request| keyed_request.variant != 0) {
             return self.layers_of_request(charge_plan, context);
@@ -70,7 +71,7 @@ impl RuleSet {
         layers
     }
 
-    /// The lines of a shadow rule, by its position.
+    /// The layers of the shadow rule at this position.
     pub fn shadow_layers(
         &self,
         charge_plan: &ChargePlan,
@@ -80,7 +81,7 @@ impl RuleSet {
         self.layers_of_rule(charge_plan, position, keyed_request.variant).collect()
     }
 
-    /// Charges lines as `desk.stands` says, all or none, behind what is on the desk already.
+    /// Charges layers by the counting modes in the context, all or none, and appends them to the charges there.
     pub fn decide_locally<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -93,7 +94,7 @@ impl RuleSet {
         let first = context.result.charges.len();
         context.sharing.missing_tokens.clear();
         context.result.decided_ms = 0;
-        // Who waits for windows to come asks the store for his place; here he can not have it.
+        // Requests that wait for later windows get their position from the store, not from leases.
         let leases = |layer_ref: &LayerRef| {
             context.sharing.counting_modes[layer_ref.rule] == CountingMode::Leased
                 && context.inputs.keyed_requests[layer_ref.rule].is_some()
@@ -116,7 +117,7 @@ impl RuleSet {
         LocalDecision::Decided(decision)
     }
 
-    /// What a key has used of a layer by the counters of this machine; `rule` is a position in the book.
+    /// The usage of a layer by a key, by local counters; `rule` is a position in [`RuleSet::rules`].
     pub fn local_usage<const W: usize>(
         &self,
         rule: usize,
@@ -134,9 +135,9 @@ impl RuleSet {
         }
     }
 
-    /// Forgets what a key has used of a layer by the counters of this machine; returns how much it was. Before a counter
-    /// becomes empty, `announce` is told the tokens in it. What is announced is never less than what is forgotten; it is more
-    /// if another thread empties the same counter.
+    /// Resets the usage of a layer by a key in local counters, and returns it. Before a counter becomes empty,
+    /// `announce` is called with its tokens. The announced tokens are never fewer than those reset; they are more if
+    /// another thread resets the same counter.
     pub fn reset_local<const W: usize>(
         &self,
         rule: usize,
@@ -168,7 +169,7 @@ impl RuleSet {
         layer.new_charge(KeyedRequest { cost: 0, ..keyed_request }, end_ms, 0)
     }
 
-    /// Whether nothing stands against a request that was refused but that too few tokens were fetched.
+    /// Whether missing leased tokens are the only reason of a refusal.
     fn lacks_only_tokens<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -196,10 +197,10 @@ impl RuleSet {
             }
         }
         if is_full {
-            // What might have been fetched is not what refused it.
+            // The missing tokens are not the reason of the refusal.
             for i in missing_tokens.drain(..) {
                 charges[i].is_full = false;
-                // That no tokens were fetched says nothing about what is left, if nothing else is known of the counter.
+                // A missing lease says nothing about the remaining tokens unless the usage is known.
                 let known = keyed_requests[layers[i].rule].and_then(|keyed_request| {
                     table.known_usage(self.layer_of(charge_plan, layers[i]).counter(keyed_request), now_ms)
                 });
@@ -211,10 +212,10 @@ impl RuleSet {
         !is_full && !missing_tokens.is_empty()
     }
 
-    /// Whether a charge that was made without the store is more than is left by what is known now: since it was put down,
-    /// another event loop has made what is used elsewhere more, and may have emptied its counter before it was charged.
-    // Ordering: that loop raises the tally and then empties the counter, each by an acquiring and releasing swap. A charge
-    // of the emptied counter has acquired the raised tally, so it is read here.
+    /// Whether a charge made without the store exceeds what the known usage leaves. After the charge was prepared,
+    /// another worker may have raised the known usage and reset the counter before it was charged.
+    // Ordering: that worker raises the known usage and then resets the counter, each by an acquiring and releasing
+    // swap. A charge of the reset counter has acquired the raised known usage, so it is read here.
     pub(super) fn exceeds_known_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -231,7 +232,7 @@ impl RuleSet {
         })
     }
 
-    /// Makes charges say what is used by all gateways together, as far as it is known.
+    /// Makes charges state the usage of all gateways together, as far as it is known.
     pub fn report_total_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -269,7 +270,8 @@ impl RuleSet {
         }
     }
 
-    /// Puts down lines for the store to decide, or for later, as ordinary charges that nobody has made; returns from where on.
+    /// Adds charges for layers that the store decides, or that are charged later. Returns the position of the first
+    /// one.
     pub fn add_prepared_charges<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -292,8 +294,8 @@ impl RuleSet {
         behind
     }
 
-    /// Charges what lies on the desk from `behind` up to `until`, all or none, without looking at it first; `false` if
-    /// somebody else has taken it.
+    /// Charges the prepared charges from `behind` to `until`, all or none, without a peek; `false` if another request
+    /// took the tokens.
     pub fn acquire_prepared<const W: usize>(
         &self,
         table: &Table<W>,
@@ -306,8 +308,8 @@ impl RuleSet {
         acquire_peeked(table, &mut charges[behind..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
     }
 
-    /// Looks anew at what lies on the desk behind `behind`: at what is counted here, and by the use that is known of it at
-    /// what the store decides.
+    /// Reads the usage of the charges from `behind` on again: from local counters, and from the known usage for layers
+    /// that the store decides.
     pub fn refresh_usage<const W: usize>(
         &self,
         charge_plan: &ChargePlan,
@@ -332,8 +334,8 @@ impl RuleSet {
         }
     }
 
-    /// Asks for places in the windows in which rules let a request pass; `told` is what is used of each layer. Returns
-    /// the lines, charged before `behind` or placed, whose windows are over by the time that the last of them lets it pass.
+    /// Requests tokens of the windows in which rules admit a delayed request; `known` is the usage of each layer.
+    /// Returns the layers whose windows will have ended by the time that the last rule admits it.
     #[allow(clippy::too_many_arguments, reason = "what is asked, of whom, and when")]
     pub fn request_future_windows(
         &self,
@@ -369,7 +371,7 @@ impl RuleSet {
         again
     }
 
-    /// Whether a refused request could be let through in a window to come, by rules that are full.
+    /// Whether all full rules could admit a refused request in a later window.
     pub fn may_be_delayed(&self, charge_plan: &ChargePlan, context: &DecisionContext) -> bool {
         let full = context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full);
         let mut waits = full.map(|(_, layer_ref)| {
@@ -388,27 +390,27 @@ impl RuleSet {
     }
 }
 
-/// Leaves to a charge on this machine alone what is not known to be used elsewhere.
+/// Reduces the ceiling of a local charge by the known usage of other gateways.
 fn subtract_remote_usage<const W: usize>(charge: &mut Charge, table: &Table<W>, now_ms: u64) {
     charge.request.ceiling = charge.request.ceiling.saturating_sub(remote_usage(charge.counter, table, now_ms));
 }
 
-/// What is known to be used of a counter by other gateways, or was reported to the store by this one.
+/// The known usage of a counter: by other gateways, or reported to the store by this one.
 fn remote_usage<const W: usize>(counter: Counter, table: &Table<W>, now_ms: u64) -> u64 {
     table.known_usage(counter, now_ms).map_or(0, |(_, used)| u64::from(used))
 }
 
 impl CompiledRule {
-    /// Whether any of its counters is split, where gateways share them.
+    /// Whether any of its counters is sharded in the store.
     pub fn is_sharded(&self) -> bool {
         self.layers.iter().any(|layer| layer.store_shards > 1)
     }
 
-    /// How it is counted as long as the store can be asked.
+    /// How the rule is counted while the store is reachable.
     pub(super) fn counting_mode(&self) -> CountingMode {
         match self.rule.sharing {
             Sharing::Local => CountingMode::Local,
-            // No one call decides on all shards: tokens of a split counter are always fetched.
+            // No single call can decide on all shards, so sharded counters are always leased.
             Sharing::Exact if !self.is_sharded() => CountingMode::Remote,
             Sharing::Exact | Sharing::Lease => CountingMode::Leased,
         }
@@ -416,8 +418,7 @@ impl CompiledRule {
 }
 
 impl CompiledLayer {
-    /// Whether it is known that all gateways together have used too much of a window for this charge, with what was
-    /// counted `here` alone.
+    /// Whether the known usage of all gateways, with the usage counted `here`, leaves too few tokens for this charge.
     fn is_exhausted<const W: usize>(
         &self,
         table: &Table<W>,
@@ -428,33 +429,33 @@ impl CompiledLayer {
     ) -> bool {
         let (cost, capacity) = (u64::from(charge.request.cost), u64::from(self.capacity));
         let counter = self.counter(keyed_request);
-        // What was fetched here and is not spent is not used.
+        // Leased tokens that are not spent are not used.
         let spent = |(_, used): (u64, u32)| u64::from(used.saturating_sub(table.leased_tokens(counter, now_ms)));
         cost > capacity || table.known_usage(counter, now_ms).is_some_and(|known| spent(known) + here + cost > capacity)
     }
 }
 
 impl DecisionContext {
-    /// Takes back the list that was used for lines, so that the next request need not allocate one.
+    /// Returns the buffer of [`RuleSet::enforced_layers`], so that the next request need not allocate one.
     pub fn return_layer_buffer(&mut self, layers: Vec<LayerRef>) {
         self.scratch.layer_buffer = layers;
     }
 
-    /// Takes off the desk what was charged behind `first`, to be given back: nobody else can give it back as well.
+    /// Takes the receipts of all charges from `first` on, for a refund. They cannot be taken again.
     pub fn take_receipts(&mut self, first: usize) -> Vec<ShardReceipt> {
         let split = if first == 0 { 0 } else { self.sharing.first_shard_receipt.min(self.result.shard_receipts.len()) };
         let whole = self.result.charges.iter_mut().skip(first).filter_map(Charge::take_receipt);
         whole.chain(self.result.shard_receipts.drain(split..)).collect()
     }
 
-    /// Makes charges that were taken back say so.
+    /// Reduces the usage in refunded charges by their cost.
     pub fn subtract_costs(&mut self, first: usize, behind: usize) {
         for charge in &mut self.result.charges[first..behind] {
             charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
         }
     }
 
-    /// Puts down what the request asks of each of `lines` where several gateways share counters.
+    /// Replaces the charges from `first` on by those of the request in `layers`, by the counting modes.
     pub(super) fn add_shared_charges<const W: usize>(
         &mut self,
         rule_set: &RuleSet,
@@ -481,7 +482,8 @@ impl DecisionContext {
             match counting_mode {
                 CountingMode::Leased => {
                     layer.use_lease(&mut charge);
-                    // More was handed out than this request's limit, which is another one than others have, or had.
+                    // More tokens were granted than the limit of this request, because other requests have a greater
+                    // limit, or had one.
                     let handed_out =
                         table.known_usage(layer.counter(keyed_request), now_ms).map_or(0, |(_, used)| used);
                     if handed_out > layer.capacity && layer.is_exhausted(table, keyed_request, &charge, 0, now_ms) {
@@ -496,8 +498,7 @@ impl DecisionContext {
         }
     }
 
-    /// Finds the counters whose fetched tokens have become few: it is looked at each time they have halved, so that
-    /// most requests need not.
+    /// Finds the leases that run low: those whose tokens have halved. Most requests find none.
     fn find_low_leases(&mut self, first: usize) {
         self.sharing.low_leases.clear();
         for (i, (charge, layer_ref)) in self.result.charges.iter().zip(&self.result.layers).enumerate().skip(first) {
@@ -510,7 +511,7 @@ impl DecisionContext {
         }
     }
 
-    /// Takes off the desk what was put down behind `first`.
+    /// Removes the charges from `first` on.
     pub fn truncate(&mut self, first: usize) {
         self.result.charges.truncate(first);
         self.result.layers.truncate(first);

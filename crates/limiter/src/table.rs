@@ -1,9 +1,9 @@
-//! The table: one region for counters, one for what does not fit.
+//! The counter table: an array of slots for counters, and one for overflow counters.
 //!
-//! When both buckets of a new key are full of open windows, the key is counted together with other
-//! such keys in a spill counter of its layer. That is too strict for them, never too lax: a key
-//! that was counted in a spill counter gets no counter of its own before that window is over, so a
-//! full table never hands quota back. This room neither reads the clock nor hashes.
+//! When both buckets of a new key are full of open windows, the key is counted together with other such keys in an
+//! overflow counter of its layer. That is too strict for these keys, never too lax: a key that was counted in an
+//! overflow counter gets no counter of its own before that window has ended, so a full table never gives quota back.
+//! The table does not read the clock and does not hash.
 
 use std::iter;
 use std::num::NonZeroUsize;
@@ -21,19 +21,20 @@ use crate::window::{END_MAX_MS, Time};
 
 /// Slots per bucket: two cache lines of four words.
 pub const BUCKET_SLOTS: usize = 8;
-/// Into how many spill counters the keys of one layer fall when the table is full.
+/// The number of overflow counters of a layer, over which its keys are distributed when the table is full.
 const OVERFLOW_GROUPS: u64 = 64;
 
-/// Which counter: its key, and the layer it belongs to, which names its spill counters.
+/// Identifies a counter: its key, and the layer, which selects the overflow counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counter {
+    /// The key within its layer.
     pub key: Key,
-    /// Evenly spread bits, equal for all keys of one layer of one rule.
+    /// Uniformly distributed bits, equal for all keys of one layer of one rule.
     pub layer: u64,
 }
 
 impl Counter {
-    /// The spill counter for this key's group of its layer.
+    /// The overflow counter for the group of this key in its layer.
     fn overflow_key(self) -> Key {
         let group = self.key.tag % OVERFLOW_GROUPS;
         let bits = self.layer.wrapping_add(group).wrapping_mul(0xD6E8_FEB8_6659_FD93);
@@ -41,14 +42,14 @@ impl Counter {
     }
 }
 
-/// Where a charge went, so that it can be taken back.
+/// A charge that can be refunded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Receipt {
     slot: Slot,
     acquired: Acquired,
 }
 
-/// A slot of either region, in one word.
+/// A slot of either array, in one word.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Slot(NonZeroUsize);
 
@@ -67,26 +68,28 @@ impl Slot {
 }
 
 impl Receipt {
-    /// End of the window in which it was charged, Unix milliseconds.
+    /// The end of the charged window, Unix milliseconds.
     pub fn end_ms(self) -> u64 {
         self.acquired.end_ms
     }
 
-    /// What was taken from a counter at `slot`, which then had the given use.
+    /// The receipt for `tokens` taken from the counter at `slot`, which then had the usage `after`.
     pub fn at(slot: Slot, counter: Counter, after: Usage, tokens: u64) -> Receipt {
         let tag = if slot.is_overflow() { counter.overflow_key().tag } else { counter.key.tag };
         Receipt { slot, acquired: Acquired { tag, end_ms: after.end_ms, used: after.used, tokens } }
     }
 
+    /// The charged slot.
     pub fn slot(self) -> Slot {
         self.slot
     }
 
+    /// The tokens taken.
     pub fn tokens(self) -> u64 {
         self.acquired.tokens
     }
 
-    /// Where it stands among all charges: those of one counter are neighbours, later ones behind earlier ones.
+    /// The position among all charges: charges of one counter are adjacent, later ones after earlier ones.
     pub fn queue_position(self, is_rest: bool, request: AcquireRequest, time: Time<'_>) -> (Slot, u128) {
         (self.slot, queue_position(self.acquired, is_rest, request, time))
     }
@@ -97,55 +100,62 @@ impl Receipt {
         (self.slot, first)..=(self.slot, last)
     }
 
-    /// The last `tokens` of it, or all.
+    /// The receipt of only the last `tokens` of the charge, or of all if there are fewer.
     pub fn last_tokens(self, tokens: u32) -> Receipt {
         Receipt { acquired: Acquired { tokens: self.acquired.tokens.min(u64::from(tokens)), ..self.acquired }, ..self }
     }
 }
 
-/// What came of giving a charge back.
+/// The result of a refund.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RefundResult {
+    /// All tokens were refunded.
     All,
-    /// The rest can be given back after the charges behind it.
+    /// The rest can be refunded after the charges behind it.
     AllExcept(Receipt),
-    /// The window is over, or there are charges behind it.
+    /// Nothing was refunded: the window has ended, or there are charges behind it.
     Nothing,
 }
 
-/// What a look found: a counter, and what it was.
+/// The counter that a peek found, and its word.
 #[derive(Clone, Copy, Debug)]
 pub struct PeekedSlot {
     index: usize,
     word: CounterWord,
 }
 
-/// The answer to one charge.
+/// The result of charging one counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CounterResult {
+    /// Charged, with the usage afterwards.
     Acquired(Receipt, Usage),
+    /// The request does not fit.
     Full(Usage),
-    /// The window asked for is over; ask again with a time not before [`Table::horizon_ms`].
+    /// The requested window has ended. Retry with a time not before [`Table::horizon_ms`].
     Late,
 }
 
-/// What a table knows beside its counters, Unix milliseconds.
+/// The state of a table besides its counters, Unix milliseconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Watermarks {
-    /// The latest end of a window whose counter's slot was given away; of the spill counters, too.
+    /// The latest end of a window whose slot was reused.
     pub horizon_ms: u64,
+    /// The same of overflow counters.
     pub overflow_horizon_ms: u64,
-    /// The latest end of a window that has spill counters.
+    /// The latest end of a window that has overflow counters.
     pub overflow_end_ms: u64,
 }
 
-/// How many counters there are, and for how many more there is room.
+/// The number of counters in use, and of counters that still fit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TableStats {
+    /// Counters with an open window.
     pub live: usize,
+    /// Counters that still fit.
     pub free: usize,
 }
 
+/// A lock-free table of counters with `W` slots per bucket.
 pub struct Table<const W: usize = BUCKET_SLOTS> {
     pub(super) counters: SlotArray<W>,
     overflow: SlotArray<W>,
@@ -155,28 +165,30 @@ pub struct Table<const W: usize = BUCKET_SLOTS> {
 }
 
 impl Table {
-    /// What a table of this capacity takes.
+    /// The layout of a table of this capacity.
     pub fn layout(capacity: usize) -> TableLayout {
         let own = (2 * capacity).div_ceil(BUCKET_SLOTS).max(1);
         TableLayout { counter_buckets: own, overflow_buckets: (own / 64).max(128), bucket_slots: BUCKET_SLOTS }
     }
 
-    /// A table of this capacity on the heap, if there is room for it: twice as many slots as
-    /// counters. Used to capacity by keys with two layers each, which share a bucket, it then finds
-    /// both buckets of a key full about twice in 100,000 times.
+    /// A table of this capacity on the heap, with twice as many slots as counters; `None` if memory cannot be
+    /// allocated. If keys with two layers each use its whole capacity, the two layers share a bucket, and both buckets
+    /// of a key are full about twice in 100,000 times.
     pub fn with_capacity(capacity: usize) -> Option<Table> {
         let plan = Table::layout(capacity);
         Table::in_memory(plan, &Memory::heap(plan.bytes())?, 0)
     }
 }
 
-/// How many buckets a table has, and so how its memory is laid out: the marks of the table and of both
-/// regions, then the counters, then the spill counters.
+/// The numbers of buckets of a table, which define the layout of its memory: the watermarks of the table and of both
+/// arrays, then the counters, then the overflow counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TableLayout {
+    /// Buckets of counters.
     pub counter_buckets: usize,
+    /// Buckets of overflow counters.
     pub overflow_buckets: usize,
-    /// Of a bucket.
+    /// Slots per bucket.
     pub bucket_slots: usize,
 }
 
@@ -188,6 +200,7 @@ impl TableLayout {
         buckets.saturating_mul(self.bucket_slots * size_of::<u128>())
     }
 
+    /// The memory that a table takes, in bytes.
     pub fn bytes(self) -> usize {
         TableLayout::WORDS_AT
             .saturating_add(self.words_bytes(self.counter_buckets))
@@ -196,8 +209,8 @@ impl TableLayout {
 }
 
 impl<const W: usize> Table<W> {
-    /// A table laid out in a block of memory from byte `at` on, a multiple of [`LINE_BYTES`]; `None` if it does
-    /// not fit there. Zeros are an empty table.
+    /// A table in a block of memory, from byte `at` on, which is a multiple of [`LINE_BYTES`]; `None` if it does not
+    /// fit. Zeros are an empty table.
     pub fn in_memory(plan: TableLayout, memory: &Arc<Memory>, at: usize) -> Option<Table<W>> {
         let (own, spill) = (plan.counter_buckets.max(1), plan.overflow_buckets.max(1));
         let words_at = at.checked_add(TableLayout::WORDS_AT)?;
@@ -213,48 +226,48 @@ impl<const W: usize> Table<W> {
         })
     }
 
-    /// A table of so many buckets on the heap.
+    /// A table on the heap with these numbers of buckets; `None` if memory cannot be allocated.
     pub fn with_buckets(own: usize, spill: usize) -> Option<Table<W>> {
         let plan = TableLayout { counter_buckets: own.max(1), overflow_buckets: spill.max(1), bucket_slots: W };
         Table::in_memory(plan, &Memory::heap(plan.bytes())?, 0)
     }
 
-    /// The latest end of a window that has spill counters, Unix milliseconds.
+    /// The latest end of a window that has overflow counters, Unix milliseconds.
     #[inline(always)]
     fn overflow_end(&self) -> &AtomicU64 {
         &self.watermarks[0]
     }
 
-    /// Time that has certainly passed, Unix milliseconds: windows that end by then are closed.
+    /// The watermark of time, Unix milliseconds: windows that ended by then are closed.
     pub fn horizon_ms(&self) -> u64 {
         self.counters.horizon_ms().max(self.overflow.horizon_ms())
     }
 
-    /// What stands beside the counters.
+    /// The state besides the counters.
     pub fn watermarks(&self) -> Watermarks {
         Watermarks {
             horizon_ms: self.counters.horizon_ms(),
             overflow_horizon_ms: self.overflow.horizon_ms(),
-            // Ordering: acquire, as in `spills`.
+            // Ordering: acquire, as in `may_overflow`.
             overflow_end_ms: self.overflow_end().load(Ordering::Acquire),
         }
     }
 
-    /// All counters whose window is open, each with its place. They change while this goes on.
+    /// All counters with an open window, each with its index. Counters may change during the iteration.
     pub fn live_counters(&self, now_ms: u64) -> impl Iterator<Item = (usize, CounterWord)> + '_ {
         self.counters.words().chain(self.overflow.words()).enumerate().filter(move |(_, word)| word.is_live(now_ms))
     }
 
-    /// Puts back what `marks` told, before anything is charged.
+    /// Restores the state that [`Table::watermarks`] returned. To be called before any charge.
     pub fn restore_watermarks(&self, marks: Watermarks) {
         self.counters.raise_horizon(marks.horizon_ms);
         self.overflow.raise_horizon(marks.overflow_horizon_ms);
-        // Ordering: whoever charges was started later.
+        // Ordering: threads that charge are started later.
         self.overflow_end().fetch_max(marks.overflow_end_ms, Ordering::AcqRel);
     }
 
-    /// Puts back a counter that `open` told of a table of the same plan, before anything is charged; `false` if
-    /// there is no such place.
+    /// Restores a counter that [`Table::live_counters`] returned for a table of the same layout; `false` if the index
+    /// is out of bounds. To be called before any charge.
     pub fn restore(&self, place: usize, word: CounterWord) -> bool {
         match place.checked_sub(self.counters.slots()) {
             None => self.counters.restore(place, word),
@@ -262,28 +275,28 @@ impl<const W: usize> Table<W> {
         }
     }
 
-    /// Charges that went to a spill counter since the start.
+    /// Charges to overflow counters since the start.
     pub fn overflow_charges_total(&self) -> u64 {
         // Ordering: relaxed; a statistic.
         self.overflow_charges_total.load(Ordering::Relaxed)
     }
 
-    /// Counts the slots with an open window; takes a pass over the table.
+    /// Counts the open windows, in one pass over the table.
     pub fn stats(&self, now_ms: u64) -> TableStats {
         self.stats_of(iter::once(0..usize::MAX), now_ms)
     }
 
-    /// Counts the slots with an open window in the parts of the table's memory that were `written`: ranges of bytes from
-    /// its start on. Slots in other parts are free.
+    /// Counts the open windows in the `written` parts of the table's memory: ranges of bytes from its start. Slots in
+    /// other parts are free.
     pub fn stats_of(&self, written: impl Iterator<Item = Range<usize>>, now_ms: u64) -> TableStats {
         let slot = |byte: usize| byte.saturating_sub(TableLayout::WORDS_AT) / size_of::<u128>();
         let words = written.flat_map(|bytes| self.counters.words_in(slot(bytes.start)..slot(bytes.end)));
         let live = words.filter(|word| word.is_live(now_ms)).count();
-        // Half of the slots are there to be found free.
+        // Half of the slots are spare, so that keys find a free one.
         TableStats { live, free: (self.counters.slots() / 2).saturating_sub(live) }
     }
 
-    /// What is used of a counter, and nothing else: no slot is taken.
+    /// The usage of a counter. Nothing is charged, and no slot is taken.
     #[inline]
     pub fn peek<const PLAIN: bool>(
         &self,
@@ -309,7 +322,7 @@ impl<const W: usize> Table<W> {
         (Usage { used: 0, end_ms: request.end_ms }, None)
     }
 
-    /// Refusals by a spill counter, or for want of one, since the start.
+    /// Refusals by overflow counters since the start, including those for lack of a free overflow counter.
     pub fn overflow_refused_total(&self) -> u64 {
         // Ordering: relaxed; a statistic.
         self.overflow_refused_total.load(Ordering::Relaxed)
@@ -320,16 +333,16 @@ impl<const W: usize> Table<W> {
         self.overflow_refused_total.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether any spill counter may be open in the window of `ask`.
+    /// Whether an overflow counter may be open in the window of `request`.
     fn may_overflow<const PLAIN: bool>(&self, request: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
-        // Ordering: acquire; between a charge that spills and a claim, the fences in `pay_spill`
-        // and `Region::confirm` decide.
+        // Ordering: acquire; between a charge to an overflow counter and a claim, the fences in `acquire_overflow` and
+        // `SlotArray::confirm` decide.
         self.overflow_end().load(Ordering::Acquire) >= request.closes_ms(time)
     }
 
-    /// Charges the counter that [`Table::look`] has `seen`, if it is still as it was then; `before` is
-    /// the use that was told of it, and has room.
-    // Apart from `charge`, so that the commonest of charges keeps what it knows in registers.
+    /// Charges the counter that [`Table::peek`] found, if it has not changed since; `before` is the usage that the peek
+    /// returned, and leaves enough tokens.
+    // Separate from `acquire`, so that the most common charge keeps its state in registers.
     #[inline(always)]
     pub fn acquire_unchanged<const PLAIN: bool>(
         &self,
@@ -342,8 +355,8 @@ impl<const W: usize> Table<W> {
         self.counters.swap(seen.index, seen.word, next).ok().map(|()| (Slot::new(false, seen.index), after))
     }
 
-    /// Charges `ask` to a counter, or says that it does not fit. `hint` is what
-    /// [`Table::look`] found, and may be stale.
+    /// Charges `request` to a counter, or reports that it does not fit. `hint` is the result of [`Table::peek`], and
+    /// may be stale.
     pub fn acquire<const PLAIN: bool>(
         &self,
         counter: Counter,
@@ -378,7 +391,7 @@ impl<const W: usize> Table<W> {
         }
     }
 
-    /// Charges a purse, if there is one: what nobody fetched is not there to be spent.
+    /// Charges a lease, if there is one: without a lease there is nothing to spend.
     fn acquire_leased<const PLAIN: bool>(
         &self,
         counter: Counter,
@@ -399,7 +412,7 @@ impl<const W: usize> Table<W> {
         }
     }
 
-    /// The compare-and-swap loop around [`charged`]; `None` if the slot is no longer the key's.
+    /// The compare-and-swap loop around [`acquired`]; `None` if the slot no longer belongs to the key.
     fn acquire_in<const PLAIN: bool>(
         &self,
         slots: &SlotArray<W>,
@@ -431,7 +444,7 @@ impl<const W: usize> Table<W> {
         None
     }
 
-    /// Whether the key may have been counted in its spill counter, in the window of `ask` or a later one.
+    /// Whether the key may have been counted in its overflow counter, in the window of `request` or a later one.
     fn is_in_overflow<const PLAIN: bool>(
         &self,
         counter: Counter,
@@ -440,19 +453,19 @@ impl<const W: usize> Table<W> {
     ) -> bool {
         self.may_overflow(request, time)
             && match self.overflow.find(counter.overflow_key()) {
-                // A counter that rolled on says nothing about the window before, whatever it stands at.
+                // A counter that has moved to a later window says nothing about the window before, whatever its count.
                 FindResult::Counter(_, word) => match request.kind_in(time) {
                     WindowKind::Plain | WindowKind::Grid(_) => {
                         word.end_ms() > request.end_ms || (word.end_ms() == request.end_ms && word.count() > 0)
                     }
                     WindowKind::Floating(_) | WindowKind::Leased => word.is_live(time.now_ms),
                 },
-                // Nor does one that is gone. Ordering: read after the slots, as in `Region::confirm`.
+                // Nor does a removed counter. Ordering: read after the slots, as in `SlotArray::confirm`.
                 FindResult::Claim(..) | FindResult::Nothing => request.closes_ms(time) <= self.overflow.horizon_ms(),
             }
     }
 
-    /// Charges the spill counter; `None` if the key got a counter of its own in between.
+    /// Charges the overflow counter; `None` if the key got a counter of its own meanwhile.
     fn acquire_overflow<const PLAIN: bool>(
         &self,
         counter: Counter,
@@ -460,8 +473,8 @@ impl<const W: usize> Table<W> {
         window: OpenWindow,
         time: Time<'_, PLAIN>,
     ) -> Option<CounterResult> {
-        // Ordering: raised before the charge, so that who sees the charge looks for it. What is
-        // owed may keep a counter open for long.
+        // Ordering: raised before the charge, so that threads which see the charge search for it. Debt may keep a
+        // counter open for long.
         let end_ms = if request.kind == WindowKind::Plain { request.end_ms } else { END_MAX_MS };
         self.overflow_end().fetch_max(end_ms, Ordering::AcqRel);
         let key = counter.overflow_key();
@@ -482,8 +495,8 @@ impl<const W: usize> Table<W> {
             self.count_overflow_refusal();
             return Some(outcome);
         };
-        // Ordering: the charge stands before, the look-up after; whoever confirms a claim of this
-        // key has the same two the other way round, so one of the two sees the other.
+        // Ordering: the charge comes before, the search after; a thread that confirms a claim of this key does both in
+        // the other order, so one of the two sees the other.
         fence(Ordering::SeqCst);
         loop {
             match self.counters.find(counter.key) {
@@ -496,8 +509,8 @@ impl<const W: usize> Table<W> {
                 }
             }
         }
-        // Ordering: read after the slots, as in `Region::confirm`: if the key had a counter for the window
-        // asked for and lost it to another key, its slot was read in its new hands, and the horizon with it.
+        // Ordering: read after the slots, as in `SlotArray::confirm`: if the key had a counter for the requested window
+        // and its slot was reused, the slot was read in its new state, and the horizon with it.
         if window.closes_ms <= self.counters.horizon_ms() {
             self.refund(receipt, request, time);
             return Some(CounterResult::Late);
@@ -507,7 +520,7 @@ impl<const W: usize> Table<W> {
         Some(outcome)
     }
 
-    /// Lowers what a counter of its own has used and owes to `most`; `false` if it is no more than that.
+    /// Lowers the tokens that a key's own counter has used and owes to `most`; `false` if it has no more.
     pub fn cap_usage(&self, counter: Counter, request: AcquireRequest, most: u64, time: Time<'_>) -> bool {
         while let FindResult::Counter(index, word) = self.counters.find(counter.key) {
             let Some(less) = capped(word, request, most, time) else { return false };
@@ -518,14 +531,14 @@ impl<const W: usize> Table<W> {
         false
     }
 
-    /// Forgets what a counter of its own has used and owes; returns what it was, [`Word::EMPTY`] if there is
-    /// none. A spill counter is not one key's to forget.
+    /// Resets the usage and debt of a key's own counter; returns its word before, or [`CounterWord::EMPTY`] if there is
+    /// none. Overflow counters belong to several keys and are not reset.
     pub fn reset(&self, counter: Counter, request: AcquireRequest, time: Time<'_>) -> CounterWord {
         self.reset_announced(counter, request, time, |_word| ())
     }
 
-    /// As [`Table::forget`]. `announce` is told what is about to be forgotten: the last word it is told is the one that was
-    /// forgotten, so that no thread sees the counter empty before the announcement.
+    /// As [`Table::reset`]. `announce` is called with each word that is about to be reset; the last one is the word
+    /// that was reset. So no thread sees the counter empty before the announcement.
     pub fn reset_announced(
         &self,
         counter: Counter,
@@ -545,14 +558,13 @@ impl<const W: usize> Table<W> {
         CounterWord::EMPTY
     }
 
-    /// Takes a charge back, in the window in which it was made and in no other. `ask` is what was
-    /// asked; the time may have gone on since.
-    /// `false` if nothing could be given back.
+    /// Refunds a charge in the window in which it was made, and in no other. `request` is the charged request; time may
+    /// have passed since. Returns `false` if nothing was refunded.
     pub fn refund<const PLAIN: bool>(&self, receipt: Receipt, request: AcquireRequest, time: Time<'_, PLAIN>) -> bool {
         self.refund_with_rest(receipt, false, request, time) != RefundResult::Nothing
     }
 
-    /// As [`Table::refund`], for a charge or the rest of one. Tells what is left of it.
+    /// As [`Table::refund`], for a charge or the rest of one. Returns what is left of it.
     pub fn refund_with_rest<const PLAIN: bool>(
         &self,
         receipt: Receipt,

@@ -1,7 +1,6 @@
-//! What a window is: which stretch of time a moment falls into.
+//! Windows: the interval that a time falls into, and the sequence of intervals that follow it.
 //!
-//! Pure arithmetic on Unix milliseconds; this file never reads the clock. Windows are half open: a
-//! moment that ends one window belongs to the next.
+//! Pure arithmetic on Unix milliseconds. Windows are half open: the end of one window is the start of the next.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,9 +9,9 @@ use std::sync::Arc;
 pub const END_BITS: u32 = 42;
 /// The latest end of a window, Unix milliseconds: 2109-05-15T07:35:11.103Z.
 pub const END_MAX_MS: u64 = (1 << END_BITS) - 1;
-/// The shortest period that a limit may have.
+/// The shortest period of a limit.
 pub const PERIOD_MIN_MS: u64 = 10;
-/// The longest: a leap year.
+/// The longest period of a limit: a leap year.
 pub const PERIOD_MAX_MS: u64 = 366 * DAY_MS;
 
 const SECOND_MS: u64 = 1000;
@@ -20,46 +19,45 @@ const MINUTE_MS: u64 = 60 * SECOND_MS;
 const HOUR_MS: u64 = 60 * MINUTE_MS;
 const DAY_MS: u64 = 24 * HOUR_MS;
 const WEEK_MS: u64 = 7 * DAY_MS;
-/// The end of what calendars have to reach: 2110.
+/// The time that calendars must reach: the year 2110.
 pub const CALENDAR_END_MS: u64 = 4_417_977_600_000;
-/// A moment in no special season: 2025-04-15.
+/// A time in no special season: 2025-04-15.
 const TYPICAL_TIME_MS: u64 = 1_744_675_200_000;
 
-/// How long a window lasts, as the operator wrote it.
+/// The length of a window, as configured.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Period {
-    Fixed {
-        ms: u64,
-    },
+    /// A fixed length.
+    Fixed { ms: u64 },
     /// A calendar month.
     Month,
 }
 
-/// How time is divided.
+/// How time is divided into windows.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Windows {
-    /// Windows of equal length on a grid: floor((unix time - offset) / period). Without an offset a
-    /// week therefore starts on a Thursday, 00:00 UTC.
+    /// Windows of equal length on a grid: window number floor((unix time - offset) / period). Without an offset, a week
+    /// starts on Thursday, 00:00 UTC.
     Even { period_ms: u64, offset_ms: u64 },
-    /// As `Even`, with an offset of each key's own.
+    /// As `Even`, with a different offset for each key.
     Random { period_ms: u64 },
-    /// Opened by a key's first request, closed a period later.
+    /// Windows that the first request of a key opens, and that last one period.
     FirstRequest { period_ms: u64 },
-    /// Days, weeks or months of a place on earth.
+    /// Days, weeks or months of a time zone.
     Calendar(Calendar),
 }
 
-/// Windows that a calendar says.
+/// Windows of a calendar.
 #[derive(Clone, Debug)]
 pub struct Calendar {
-    /// What makes it this one, such as `day Europe/Paris`.
+    /// The name that identifies the calendar, such as `day Europe/Paris`.
     pub name: String,
-    /// The moments at which a window ends and the next begins, Unix milliseconds, ascending. They
-    /// reach from before any time that a clock shows to beyond what a counter can name.
+    /// The ends of the windows, Unix milliseconds, ascending. They reach from before any time that a clock shows to
+    /// after [`END_MAX_MS`].
     pub ends: Arc<[u64]>,
 }
 
-/// Calendars of one name are one.
+/// Calendars of one name are equal.
 impl PartialEq for Calendar {
     fn eq(&self, other: &Calendar) -> bool {
         self.name == other.name && (Arc::ptr_eq(&self.ends, &other.ends) || self.ends == other.ends)
@@ -69,7 +67,7 @@ impl PartialEq for Calendar {
 impl Eq for Calendar {}
 
 impl Calendar {
-    /// The months of the year, UTC.
+    /// Calendar months, UTC.
     pub fn utc_months() -> Calendar {
         let mut ends = Vec::new();
         let mut end_ms = 0;
@@ -90,23 +88,25 @@ impl Calendar {
     }
 }
 
-/// One window, Unix milliseconds; the end is the start of the next.
+/// One window. The end is the start of the next.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Window {
+    /// Unix milliseconds.
     pub start_ms: u64,
+    /// Unix milliseconds, exclusive.
     pub end_ms: u64,
 }
 
 impl Window {
+    /// Whether the time falls into the window.
     pub fn contains(self, now_ms: u64) -> bool {
         (self.start_ms..self.end_ms).contains(&now_ms)
     }
 }
 
 impl Windows {
-    /// The window that the moment `now_ms` falls into. `offset` stands for the key's own offset,
-    /// as a share of the period in units of 2^-64. Where a request opens its window, it starts now. The
-    /// last window ends at [`END_MAX_MS`].
+    /// The window that contains `now_ms`. `offset` is the offset of the key as a fraction of the period, in units of
+    /// 2^-64. Where requests open windows, the window starts now. The last window ends at [`END_MAX_MS`].
     pub fn window_at(&self, now_ms: u64, offset: u64) -> Window {
         match self {
             Windows::Even { period_ms, offset_ms } => even(now_ms, *period_ms, *offset_ms),
@@ -146,11 +146,12 @@ impl Windows {
         })
     }
 
-    /// About how long a window lasts.
+    /// The length of a typical window.
     pub fn typical_ms(&self) -> u64 {
         self.period_ms().unwrap_or_else(|| self.length_ms(self.window_at(TYPICAL_TIME_MS, 0).end_ms))
     }
 
+    /// The sequence of these windows.
     pub fn sequence(&self) -> WindowSequence {
         match self {
             Windows::Calendar(calendar) => WindowSequence::Listed(Arc::clone(&calendar.ends)),
@@ -161,7 +162,7 @@ impl Windows {
     }
 }
 
-/// What tells windows apart from others; part of what a counter is known by.
+/// Identifies the windows; part of the identity of a counter.
 impl fmt::Display for Windows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -175,13 +176,13 @@ impl fmt::Display for Windows {
 }
 
 fn even(now_ms: u64, period_ms: u64, offset_ms: u64) -> Window {
-    // The grid has no beginning: a time before the offset lies in one of its windows as well.
+    // The grid extends before the offset: earlier times are in one of its windows as well.
     let into = (now_ms + period_ms - offset_ms % period_ms) % period_ms;
     Window { start_ms: now_ms.saturating_sub(into), end_ms: (now_ms + period_ms - into).min(END_MAX_MS) }
 }
 
 impl Period {
-    /// Windows of this period, from the epoch on, UTC.
+    /// Windows of this period, aligned to the Unix epoch, UTC.
     pub fn windows(self) -> Windows {
         match self {
             Period::Fixed { ms } => Windows::Even { period_ms: ms, offset_ms: 0 },
@@ -189,8 +190,12 @@ impl Period {
         }
     }
 
-    /// Reads `second`, `minute`, `hour`, `day`, `week`, `month`, or a whole number with one of the
-    /// units `ms`, `s`, `m`, `h`, `d`, `w`.
+    /// Reads `second`, `minute`, `hour`, `day`, `week`, `month`, or a whole number with one of the units `ms`, `s`,
+    /// `m`, `h`, `d`, `w`.
+    ///
+    /// # Errors
+    ///
+    /// A text of another form, or a period out of [`PERIOD_MIN_MS`] to [`PERIOD_MAX_MS`].
     pub fn parse(text: &str) -> Result<Period, PeriodError> {
         let ms = match text {
             "second" => SECOND_MS,
@@ -224,11 +229,14 @@ pub fn duration_ms(text: &str) -> Option<u64> {
     text[..digits].parse::<u64>().ok()?.checked_mul(unit_ms)
 }
 
-/// Why a text is no period.
+/// Why a text is not a period.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PeriodError {
+    /// It has another form.
     Syntax,
+    /// It is shorter than [`PERIOD_MIN_MS`].
     TooShort,
+    /// It is longer than [`PERIOD_MAX_MS`].
     TooLong,
 }
 
@@ -273,17 +281,18 @@ fn month_start_day(year: u64, month: u64) -> u64 {
     year / 400 * 146_097 + of_era - 719_468
 }
 
-/// The lengths of consecutive windows.
+/// The lengths of consecutive windows. Counters whose tokens roll over, or are taken from later windows, use it to find
+/// how many windows are between two times. Plain counters do not need it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum WindowSequence {
-    /// All of them last equally long; at least a millisecond.
+    /// All windows have the same length, at least 1 ms.
     Even { period_ms: u64 },
-    /// They end at these moments, Unix milliseconds, ascending: calendar windows.
+    /// The windows end at these times, Unix milliseconds, ascending: calendar windows.
     Listed(Arc<[u64]>),
 }
 
 impl WindowSequence {
-    /// How many windows lie between the end of one and the end of a later one; 0 if it is no later.
+    /// The number of windows between the end of one window and the end of a later one; 0 if the second is not later.
     pub fn windows_between(&self, end_ms: u64, later_ms: u64) -> u64 {
         match self {
             WindowSequence::Even { period_ms } => later_ms.saturating_sub(end_ms).div_ceil(*period_ms),
@@ -294,8 +303,7 @@ impl WindowSequence {
         }
     }
 
-    /// The end of the window that comes `windows` after the one that ends at `end_ms`; at most
-    /// [`END_MAX_MS`].
+    /// The end of the window that comes `windows` windows after the one that ends at `end_ms`; at most [`END_MAX_MS`].
     pub fn end_after(&self, end_ms: u64, windows: u64) -> u64 {
         match self {
             WindowSequence::Even { period_ms } => {
@@ -308,8 +316,8 @@ impl WindowSequence {
         }
     }
 
-    /// The end of the window that is open at a moment, if one ends at `end_ms`; that one itself
-    /// where the moment lies before.
+    /// The end of the window that is open at `now_ms`, given that one window ends at `end_ms`. If `now_ms` is before
+    /// `end_ms`, `end_ms` itself.
     pub fn end_at(&self, end_ms: u64, now_ms: u64) -> u64 {
         if now_ms < end_ms {
             return end_ms;
@@ -324,19 +332,20 @@ impl WindowSequence {
     }
 }
 
-/// The time of a decision, and the paces that its [`crate::count::word::Course`]s name.
+/// The time of a decision, and the window sequences to which [`crate::counter::WindowKind`] refers.
 ///
-/// `PLAIN`: all counters of the decision are plain, whatever their courses say. It is known when the
-/// code is compiled, so the commonest of decisions does not even ask.
+/// `PLAIN`: all counters of the decision are plain, whatever their kind says. The compiler knows it, so the most common
+/// decision does not branch on the kind.
 #[derive(Clone, Copy, Debug)]
 pub struct Time<'a, const PLAIN: bool = false> {
     /// Unix milliseconds.
     pub now_ms: u64,
+    /// The window sequences of the rule set.
     pub sequences: &'a [WindowSequence],
 }
 
 impl Time<'static> {
-    /// For plain windows, which need no pace.
+    /// For plain windows, which need no sequence.
     pub fn plain(now_ms: u64) -> Time<'static> {
         Time { now_ms, sequences: &[] }
     }

@@ -1,0 +1,491 @@
+//! The crate's simple interface: a [`Limiter`] holds every key to the same layers of fixed windows.
+//!
+//! A thin layer over [`RuleSet`] and [`Table`], the code that decides in the gateway. The caller hands in the time.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::time::Duration;
+
+use crate::counter::AcquireRequest;
+use crate::decision::Decision;
+use crate::decision_context::DecisionContext;
+use crate::decision_time::DecisionTime;
+use crate::key::{KeyHasher, KeyPart, OnMissing, Seed};
+use crate::limit::Limit;
+use crate::rule::Rule;
+use crate::rule_set::{ChargePlan, KeyedRequest, RuleSet};
+use crate::table::{Receipt, Table};
+use crate::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
+
+/// The most layers that a limiter can have.
+pub const MAX_LAYERS: usize = 8;
+/// The most counters that a limiter can have room for.
+pub const MAX_CAPACITY: usize = 1 << 32;
+
+const DEFAULT_CAPACITY: usize = 1_000_000;
+
+thread_local! {
+    static CONTEXT: RefCell<DecisionContext> = RefCell::default();
+}
+
+/// A rate limiter for many keys: each key may take so many tokens in every window of every layer.
+///
+/// Windows are aligned to the Unix epoch: those of an hour begin at full hours, UTC. A request takes its tokens in all
+/// layers or in none. A `Limiter` is `Send + Sync`, takes no locks, and is shared by reference or in an `Arc`. Decisions
+/// use a buffer of the calling thread, which allocates only in the first decisions of a thread.
+///
+/// Times are Unix milliseconds, and should come from one clock that does not go back. A thread whose time is behind is
+/// counted in the later window that another thread has already opened.
+pub struct Limiter {
+    rule_set: RuleSet,
+    charge_plan: ChargePlan,
+    table: Table,
+    seed: Seed,
+    periods: [Duration; MAX_LAYERS],
+    /// Distinguishes receipts of limiters with other keys, layers or capacities.
+    id: u64,
+}
+
+/// The settings of a [`Limiter`].
+#[derive(Clone)]
+pub struct LimiterBuilder {
+    layers: Vec<(u32, Duration)>,
+    capacity: usize,
+    seed: Option<Seed>,
+}
+
+/// Why a [`Limiter`] cannot be built.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// There is no layer.
+    NoLayers,
+    /// There are more than [`MAX_LAYERS`] layers.
+    TooManyLayers,
+    /// A limit is 0.
+    ZeroLimit,
+    /// A period is shorter than 10 ms, longer than 366 days, or not a whole number of milliseconds.
+    Period(Duration),
+    /// Two layers have the same period. The one with the lower limit is enough.
+    DuplicatePeriod(Duration),
+    /// The capacity is 0 or greater than [`MAX_CAPACITY`].
+    Capacity(usize),
+    /// The memory for a table of this capacity cannot be allocated.
+    OutOfMemory,
+}
+
+/// The decision on one request.
+#[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a box would allocate in every decision")]
+#[must_use = "a refused request must not be served"]
+pub enum LimiterDecision {
+    /// Every layer has tokens left for the request.
+    Admitted(Admission),
+    /// At least one layer has too few tokens left. No layer was charged.
+    Refused(Refusal),
+}
+
+/// An admitted request. [`Limiter::refund`] takes it to give the tokens back.
+#[derive(Debug)]
+pub struct Admission {
+    layers: LayerStates,
+    receipts: [Option<Receipt>; MAX_LAYERS],
+    limiter: u64,
+}
+
+/// A refused request.
+#[derive(Debug)]
+pub struct Refusal {
+    layers: LayerStates,
+    layer: usize,
+    retry_after: Option<Duration>,
+}
+
+/// The state of one layer for one key, right after a decision.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct LayerState {
+    /// Tokens that each window grants.
+    pub limit: u32,
+    /// The length of a window.
+    pub period: Duration,
+    /// Tokens left in the current window.
+    pub remaining: u32,
+    /// The end of the current window, Unix milliseconds.
+    pub resets_at_ms: u64,
+}
+
+#[derive(Debug, Default)]
+struct LayerStates {
+    states: [LayerState; MAX_LAYERS],
+    count: usize,
+}
+
+impl Limiter {
+    /// Starts a limiter without layers and with room for 1,000,000 counters.
+    pub fn builder() -> LimiterBuilder {
+        LimiterBuilder { layers: Vec::new(), capacity: DEFAULT_CAPACITY, seed: None }
+    }
+
+    /// Looks whether `key` may take `cost` tokens, without taking them.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use transom_limiter::Limiter;
+    /// let limiter = Limiter::builder().layer(1, Duration::from_secs(60)).capacity(100).build()?;
+    /// assert!(limiter.check("alice", 1, 0).is_admitted());
+    /// assert!(limiter.check("alice", 1, 0).is_admitted());
+    /// # Ok::<(), transom_limiter::BuildError>(())
+    /// ```
+    pub fn check<K: Hash + ?Sized>(&self, key: &K, cost: u32, now_ms: u64) -> LimiterDecision {
+        self.with_request(key, cost, |context| {
+            let time = || now_ms;
+            let fits = self.rule_set.peek(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
+            self.outcome(fits, context, now_ms)
+        })
+    }
+
+    /// Takes `cost` tokens of `key` in all layers, or in none.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use transom_limiter::{Limiter, LimiterDecision};
+    /// let limiter = Limiter::builder().layer(2, Duration::from_secs(60)).capacity(100).build()?;
+    /// assert!(limiter.acquire("alice", 2, 1_000).is_admitted());
+    /// let LimiterDecision::Refused(refusal) = limiter.acquire("alice", 1, 1_000) else { panic!("admitted") };
+    /// assert_eq!(refusal.retry_after(), Some(Duration::from_secs(59)));
+    /// # Ok::<(), transom_limiter::BuildError>(())
+    /// ```
+    pub fn acquire<K: Hash + ?Sized>(&self, key: &K, cost: u32, now_ms: u64) -> LimiterDecision {
+        self.with_request(key, cost, |context| {
+            let time = || now_ms;
+            let decision = self.rule_set.decide(&self.charge_plan, &self.table, DecisionTime::read(&time), context);
+            self.outcome(matches!(decision, Decision::Admitted), context, now_ms)
+        })
+    }
+
+    /// Gives the tokens of an admitted request back, in the windows in which they were taken.
+    ///
+    /// Tokens of a window that has ended are not given back. Returns whether any layer got tokens back. An admission of
+    /// [`Limiter::check`] or of another limiter gives nothing back.
+    pub fn refund(&self, admission: Admission, now_ms: u64) -> bool {
+        if admission.limiter != self.id {
+            return false;
+        }
+        let mut refunded = false;
+        for (receipt, state) in admission.receipts.iter().zip(&admission.layers.states) {
+            if let Some(receipt) = receipt {
+                let request = AcquireRequest::plain(receipt.end_ms(), state.limit, 0);
+                refunded |= self.table.refund(*receipt, request, self.rule_set.time(now_ms));
+            }
+        }
+        refunded
+    }
+
+    /// Requests charged to an overflow counter since the start, because the table was full. If this number rises, the
+    /// capacity is too small.
+    pub fn overflow_total(&self) -> u64 {
+        self.table.overflow_charges_total()
+    }
+
+    fn with_request<K: Hash + ?Sized>(
+        &self,
+        key: &K,
+        cost: u32,
+        decide: impl FnOnce(&mut DecisionContext) -> LimiterDecision,
+    ) -> LimiterDecision {
+        // The key is hashed before the context is borrowed: its `Hash` could use another limiter.
+        let mut hasher = KeyHasher::new(self.seed, self.rule_set.rules[0].hash_prefix);
+        hasher.add(key);
+        let key = hasher.finish();
+        CONTEXT.with_borrow_mut(|context| {
+            context.reset_rule_set();
+            context.inputs.keyed_requests.push(Some(KeyedRequest { key, offset: 0, variant: 0, cost }));
+            decide(context)
+        })
+    }
+
+    fn outcome(&self, admitted: bool, context: &DecisionContext, now_ms: u64) -> LimiterDecision {
+        let now_ms = now_ms.max(context.result.decided_ms);
+        let compiled = &self.rule_set.rules[0];
+        let mut layers = LayerStates::default();
+        let mut receipts = [None; MAX_LAYERS];
+        let mut blocking = (0, Some(now_ms));
+        for (charge, layer_ref) in context.result.charges.iter().zip(&context.result.layers) {
+            let (layer, limit) = (layer_ref.layer, charge.request.limit);
+            layers.states[layer] = LayerState {
+                limit,
+                period: self.periods[layer],
+                remaining: u64::from(limit).saturating_sub(charge.usage.used) as u32,
+                resets_at_ms: charge.usage.end_ms,
+            };
+            layers.count += 1;
+            receipts[layer] = charge.receipt().map(|receipt| receipt.receipt);
+            if charge.is_full {
+                let at_ms = self.rule_set.available_at_ms(charge, compiled, layer, now_ms);
+                let is_later = at_ms.is_none_or(|at_ms| blocking.1.is_some_and(|other_ms| at_ms >= other_ms));
+                blocking = if is_later { (layer, at_ms) } else { blocking };
+            }
+        }
+        match admitted {
+            true => LimiterDecision::Admitted(Admission { layers, receipts, limiter: self.id }),
+            false => LimiterDecision::Refused(Refusal {
+                layers,
+                layer: blocking.0,
+                retry_after: blocking.1.map(|at_ms| Duration::from_millis(at_ms.saturating_sub(now_ms))),
+            }),
+        }
+    }
+}
+
+impl fmt::Debug for Limiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter").field("layers", &self.rule_set.rules[0].rule.layers).finish_non_exhaustive()
+    }
+}
+
+impl LimiterBuilder {
+    /// Adds a layer: `limit` tokens in each window of `period`. Layers keep their order in [`Admission::layers`].
+    pub fn layer(mut self, limit: u32, period: Duration) -> LimiterBuilder {
+        self.layers.push((limit, period));
+        self
+    }
+
+    /// How many live counters the table can hold: one for each key and layer whose window is open. A counter takes 32
+    /// bytes, allocated at once.
+    pub fn capacity(mut self, counters: usize) -> LimiterBuilder {
+        self.capacity = counters;
+        self
+    }
+
+    /// The secret that keys the hash of keys. The default is random, so that clients cannot choose keys that collide.
+    pub fn seed(mut self, seed: Seed) -> LimiterBuilder {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// Allocates the limiter.
+    ///
+    /// # Errors
+    ///
+    /// See [`BuildError`].
+    pub fn build(self) -> Result<Limiter, BuildError> {
+        match self.layers.len() {
+            0 => return Err(BuildError::NoLayers),
+            1..=MAX_LAYERS => {}
+            _ => return Err(BuildError::TooManyLayers),
+        }
+        let mut periods = [Duration::ZERO; MAX_LAYERS];
+        let mut limits = Vec::new();
+        for (i, (tokens, period)) in self.layers.iter().copied().enumerate() {
+            if tokens == 0 {
+                return Err(BuildError::ZeroLimit);
+            }
+            if periods[..i].contains(&period) {
+                return Err(BuildError::DuplicatePeriod(period));
+            }
+            periods[i] = period;
+            limits.push(plain_limit(tokens, period)?);
+        }
+        if self.capacity == 0 || self.capacity > MAX_CAPACITY {
+            return Err(BuildError::Capacity(self.capacity));
+        }
+        let table = Table::with_capacity(self.capacity).ok_or(BuildError::OutOfMemory)?;
+        let seed = self.seed.unwrap_or_else(|| Seed(random(), random()));
+        let id = seed.hash(&["limiter", &format!("{:?} {}", self.layers, self.capacity)]);
+        let rule_set =
+            RuleSet::new(&[Rule::new("limiter", vec![KeyPart::Global], OnMissing::Never, limits)], seed, None);
+        let charge_plan = rule_set.charge_plan(&[0]);
+        Ok(Limiter { rule_set, charge_plan, table, seed, periods, id })
+    }
+}
+
+fn plain_limit(tokens: u32, period: Duration) -> Result<Limit, BuildError> {
+    let period_ms = u64::try_from(period.as_millis()).unwrap_or(u64::MAX);
+    if !(PERIOD_MIN_MS..=PERIOD_MAX_MS).contains(&period_ms) || Duration::from_millis(period_ms) != period {
+        return Err(BuildError::Period(period));
+    }
+    let windows = Windows::Even { period_ms, offset_ms: 0 };
+    Ok(Limit { tokens, windows, period_text: format!("{period_ms}ms"), capacity: tokens, reserve: 0, shards: 1 })
+}
+
+/// The standard library seeds its hash maps from the operating system.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+impl LimiterDecision {
+    /// Whether the request may be served.
+    pub fn is_admitted(&self) -> bool {
+        matches!(self, LimiterDecision::Admitted(_))
+    }
+
+    /// The state of each layer, in the order of the builder.
+    pub fn layers(&self) -> &[LayerState] {
+        match self {
+            LimiterDecision::Admitted(admission) => admission.layers(),
+            LimiterDecision::Refused(refusal) => refusal.layers(),
+        }
+    }
+}
+
+impl Admission {
+    /// The state of each layer, in the order of the builder. After [`Limiter::acquire`] it includes this request.
+    pub fn layers(&self) -> &[LayerState] {
+        &self.layers.states[..self.layers.count]
+    }
+}
+
+impl Refusal {
+    /// The state of each layer, in the order of the builder.
+    pub fn layers(&self) -> &[LayerState] {
+        &self.layers.states[..self.layers.count]
+    }
+
+    /// The position of the layer that blocks the request for longest.
+    pub fn layer(&self) -> usize {
+        self.layer
+    }
+
+    /// The time until that layer has tokens for the request, if the key makes no other requests. `None` if the cost is
+    /// greater than a limit, so that the request can never be admitted.
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.retry_after
+    }
+}
+
+impl fmt::Display for BuildError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BuildError::NoLayers => f.write_str("a limiter needs at least one layer"),
+            BuildError::TooManyLayers => write!(f, "a limiter has at most {MAX_LAYERS} layers"),
+            BuildError::ZeroLimit => f.write_str("a limit is at least 1"),
+            BuildError::Period(period) => {
+                write!(f, "a period is whole milliseconds from 10 ms to 366 days, not {period:?}")
+            }
+            BuildError::DuplicatePeriod(period) => write!(f, "two layers have the period {period:?}; remove one"),
+            BuildError::Capacity(capacity) => write!(f, "a capacity is from 1 to {MAX_CAPACITY}, not {capacity}"),
+            BuildError::OutOfMemory => f.write_str("out of memory; choose a smaller capacity"),
+        }
+    }
+}
+
+impl std::error::Error for BuildError {}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn limiter() -> Limiter {
+        Limiter::builder().layer(2, MINUTE).layer(3, HOUR).capacity(1000).build().unwrap()
+    }
+
+    fn remaining(decision: &LimiterDecision) -> Vec<u32> {
+        decision.layers().iter().map(|layer| layer.remaining).collect()
+    }
+
+    fn refusal(decision: LimiterDecision) -> Refusal {
+        match decision {
+            LimiterDecision::Refused(refusal) => refusal,
+            LimiterDecision::Admitted(_) => panic!("admitted"),
+        }
+    }
+
+    fn admission(decision: LimiterDecision) -> Admission {
+        match decision {
+            LimiterDecision::Admitted(admission) => admission,
+            LimiterDecision::Refused(_) => panic!("refused"),
+        }
+    }
+
+    #[test]
+    fn a_limiter_can_be_shared_between_threads() {
+        fn is_shared<T: Send + Sync>() {}
+        is_shared::<Limiter>();
+    }
+
+    #[test]
+    fn a_request_is_charged_in_every_layer_or_in_none() {
+        let limiter = limiter();
+        assert_eq!(remaining(&limiter.acquire("a", 1, 0)), [1, 2]);
+        assert_eq!(remaining(&limiter.acquire("a", 1, 0)), [0, 1]);
+        let refused = refusal(limiter.acquire("a", 1, 30_000));
+        assert_eq!((refused.layer(), refused.retry_after()), (0, Some(Duration::from_secs(30))));
+        assert_eq!(refused.layers()[1].remaining, 1);
+        assert_eq!(remaining(&limiter.acquire("a", 1, 60_000)), [1, 0]);
+        let refused = refusal(limiter.acquire("a", 1, 60_000));
+        assert_eq!((refused.layer(), refused.retry_after()), (1, Some(Duration::from_secs(3540))));
+        assert_eq!(refused.layers()[1].resets_at_ms, 3_600_000);
+        assert!(limiter.acquire("b", 1, 60_000).is_admitted());
+    }
+
+    #[test]
+    fn a_check_takes_nothing() {
+        let limiter = limiter();
+        for _ in 0..5 {
+            assert_eq!(remaining(&limiter.check("a", 2, 0)), [2, 3]);
+        }
+        assert!(!limiter.refund(admission(limiter.check("a", 1, 0)), 0));
+        assert!(limiter.acquire("a", 2, 0).is_admitted());
+        assert_eq!(refusal(limiter.check("a", 1, 0)).layer(), 0);
+    }
+
+    #[test]
+    fn a_refund_returns_the_tokens_to_open_windows_only() {
+        let limiter = limiter();
+        let first = admission(limiter.acquire("a", 2, 0));
+        assert!(limiter.refund(first, 0));
+        assert_eq!(remaining(&limiter.check("a", 1, 0)), [2, 3]);
+        let second = admission(limiter.acquire("a", 2, 0));
+        let third = admission(limiter.acquire("a", 1, 60_000));
+        assert!(limiter.refund(second, 60_000));
+        assert_eq!(remaining(&limiter.check("a", 1, 60_000)), [1, 2]);
+        assert!(!limiter.refund(third, 7_200_000) || remaining(&limiter.check("a", 1, 7_200_000)) == [2, 3]);
+    }
+
+    #[test]
+    fn an_admission_of_another_limiter_gives_nothing_back() {
+        let (one, other) = (limiter(), limiter());
+        let admitted = admission(one.acquire("a", 2, 0));
+        assert!(!other.refund(admitted, 0));
+    }
+
+    #[test]
+    fn a_cost_above_the_limit_is_never_admitted() {
+        let refused = refusal(limiter().acquire("a", 3, 0));
+        assert_eq!((refused.layer(), refused.retry_after()), (0, None));
+    }
+
+    #[test]
+    fn limiters_of_one_thread_do_not_mix_their_windows() {
+        let (minutes, hours) = (
+            Limiter::builder().layer(5, MINUTE).capacity(10).build().unwrap(),
+            Limiter::builder().layer(5, HOUR).capacity(10).build().unwrap(),
+        );
+        for _ in 0..2 {
+            assert_eq!(minutes.acquire("a", 1, 1).layers()[0].resets_at_ms, 60_000);
+            assert_eq!(hours.acquire("a", 1, 1).layers()[0].resets_at_ms, 3_600_000);
+        }
+    }
+
+    #[test]
+    fn wrong_settings_are_rejected() {
+        let error = |builder: LimiterBuilder| builder.build().err();
+        assert_eq!(error(Limiter::builder()), Some(BuildError::NoLayers));
+        assert_eq!(error(Limiter::builder().layer(0, MINUTE)), Some(BuildError::ZeroLimit));
+        for period in [Duration::ZERO, Duration::from_millis(9), Duration::from_micros(10_500), 24 * 367 * HOUR] {
+            assert_eq!(error(Limiter::builder().layer(1, period)), Some(BuildError::Period(period)));
+        }
+        let same = Limiter::builder().layer(1, MINUTE).layer(2, MINUTE);
+        assert_eq!(error(same), Some(BuildError::DuplicatePeriod(MINUTE)));
+        let many = (1..=9).fold(Limiter::builder(), |builder, n| builder.layer(1, n * MINUTE));
+        assert_eq!(error(many), Some(BuildError::TooManyLayers));
+        for capacity in [0, MAX_CAPACITY + 1] {
+            let builder = Limiter::builder().layer(1, MINUTE).capacity(capacity);
+            assert_eq!(error(builder), Some(BuildError::Capacity(capacity)));
+        }
+    }
+}
