@@ -222,23 +222,24 @@ impl Attendant<'_> {
     /// Takes over the files as they are now; a bad one leaves everything as it was.
     fn reload(&mut self, meter: &ReloadMetrics) {
         systemd::notify(systemd::RELOADING);
+        // Logged before it is counted: the message is there when the metric changes.
         match read(self.path, &mut self.watch) {
             Ok(config) => match self.gateway.reload(config) {
                 Ok(()) => {
                     let config = self.gateway.config();
                     warn_of_certificates(config, &self.clock);
                     self.pid_file.adopt(config.pid_file.as_ref().map(|file| located(self.path, file)));
-                    meter.applied();
                     tracing::info!("the configuration was taken over");
+                    meter.applied();
                 }
                 Err(error) => {
-                    meter.refused();
                     tracing::error!("the running configuration goes on: {error}");
+                    meter.refused();
                 }
             },
             Err(problems) => {
-                meter.refused();
                 tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
+                meter.refused();
             }
         }
         systemd::notify(systemd::READY);

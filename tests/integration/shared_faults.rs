@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::task::spawn_local;
 use transom::redis_store::client::RedisClient;
@@ -217,7 +217,15 @@ fn an_oversized_counter_value_affects_no_other_counter() {
     let key = redis.keys().into_iter().find(|name| name.contains("alice")).unwrap();
     redis.cli(&["SET", &key, "99999999999999999999"]);
     let returned = || gateway.metrics().sum("transom_shared_tokens_total", &[("outcome", "returned")]);
-    eventually("what bob does not need is returned", || returned() > 0);
+    let mut last_burst = Instant::now();
+    eventually("unspent tokens of bob are returned", || {
+        // On a busy machine, requests may come too slowly for leases of more than one token.
+        if last_burst.elapsed() > Duration::from_secs(3) {
+            (0..20).for_each(|_| assert_eq!(ask(&gateway, "bob"), 200));
+            last_burst = Instant::now();
+        }
+        returned() > 0
+    });
     assert_eq!(redis.cli(&["GET", &key]), "99999999999999999999");
     assert_eq!(gateway.metrics().sum("transom_shared_requests_total", &[("outcome", "unreachable")]), 0);
 }

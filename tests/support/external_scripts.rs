@@ -65,6 +65,6 @@ pub fn python(name: &str, arguments: &[impl AsRef<str>]) -> Command {
     let python: PathBuf = root.join(".parts/clients/bin/python");
     assert!(python.is_file(), "the clients of others are missing; `make parts` installs them");
     let mut command = Command::new(python);
-    command.arg(root.join("parts").join(name)).args(arguments.iter().map(AsRef::as_ref));
+    command.arg(root.join("external").join(name)).args(arguments.iter().map(AsRef::as_ref));
     command
 }

@@ -63,7 +63,7 @@ pub fn node(name: &str) -> Command {
     let home = tests.join(".parts/browser");
     assert!(home.join("packages").is_file(), "what drives the browser is missing; `make parts` installs it");
     let mut command = Command::new(home.join("bin/node"));
-    command.env("NODE_PATH", home.join("node_modules")).arg(tests.join("parts").join(name));
+    command.env("NODE_PATH", home.join("node_modules")).arg(tests.join("external").join(name));
     command
 }
 
