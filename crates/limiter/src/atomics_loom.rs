@@ -1,35 +1,37 @@
-//! The door to atomics as the models see it: loom's, under the names of the room's own `sync.rs`.
+//! The atomics of loom, under the names of `atomics.rs`.
 //!
-//! Loom has no atomic of 128 bits, so a word is packed into 64 without loss: tags are numbered as they
-//! come. A model therefore has to use small times; one that does not is stopped by an assertion, never
-//! rounded.
+//! Loom has no 128-bit atomic, so a word is packed into 64 bits without loss: tags are numbered in the order of their
+//! first use. Models must therefore use small times; an assertion rejects others.
 
 use std::sync::Mutex;
 
 pub use loom::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// The tags that were ever seen. A tag's position says nothing about it, so that it does not matter in
-/// which order they came.
+/// All tags used so far. The number of a tag has no meaning, so the order does not matter.
 static TAGS: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 const END: u64 = (1 << 16) - 1;
 
-/// A word of 128 bits in 64: number of the tag 16, end 16, count 32.
+/// A 128-bit word in 64 bits: number of the tag 16, end 16, count 32.
 pub struct AtomicU128(AtomicU64);
 
 impl AtomicU128 {
+    /// An atomic with this value.
     pub fn new(word: u128) -> AtomicU128 {
         AtomicU128(AtomicU64::new(squeeze(word)))
     }
 
+    /// As in `portable_atomic`.
     pub fn load(&self, order: Ordering) -> u128 {
         stretch(self.0.load(order))
     }
 
+    /// As in `portable_atomic`.
     pub fn store(&self, word: u128, order: Ordering) {
         self.0.store(squeeze(word), order);
     }
 
+    /// As in `portable_atomic`.
     pub fn compare_exchange(&self, from: u128, to: u128, success: Ordering, failure: Ordering) -> Result<u128, u128> {
         self.0.compare_exchange(squeeze(from), squeeze(to), success, failure).map(stretch).map_err(stretch)
     }
@@ -47,7 +49,7 @@ fn stretch(small: u64) -> u128 {
     u128::from(tag) << 74 | u128::from(end) << 32 | u128::from(small as u32)
 }
 
-/// Nobody's tag, 0, is number 0.
+/// The empty tag, 0, is number 0.
 fn number_of(tag: u64) -> u64 {
     if tag == 0 {
         return 0;

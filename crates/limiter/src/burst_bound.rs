@@ -1,14 +1,14 @@
-//! How much layers let through at most, in any stretch of time.
+//! Bounds on the tokens that layers admit in any interval.
 //!
-//! Fixed windows admit two windows' worth around the moment where one ends and the next begins. What
-//! that comes to, and which layer can never be the one that refuses, follows from the windows alone.
-//! All numbers are tokens. Nothing here is asked by a request.
+//! Fixed windows admit up to two windows' worth of tokens around the moment at which one ends and the next begins. The
+//! bound, and layers that can never refuse, follow from the windows alone. All results are tokens. Used by checks of
+//! the configuration, not by decisions.
 
 use crate::limit::Limit;
 use crate::window::Windows;
 
-/// The most that all layers together let through in any `span_ms` milliseconds; `None` where nothing
-/// can be said. `opener_stays`: a charge that opened a window is never given back.
+/// The most tokens that all layers together admit in any interval of `span_ms` milliseconds; `None` if there is no
+/// bound. `opener_stays`: a charge that opened a window is never refunded.
 pub fn max_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<u64> {
     layers.iter().filter_map(|limit| max_of_layer(limit, span_ms, opener_stays)).min()
 }
@@ -16,31 +16,31 @@ pub fn max_within(layers: &[Limit], span_ms: u64, opener_stays: bool) -> Option<
 fn max_of_layer(limit: &Limit, span_ms: u64, opener_stays: bool) -> Option<u64> {
     let (shortest_ms, _) = lengths_ms(&limit.windows)?;
     let most = granted(limit, windows_touched(span_ms, shortest_ms));
-    // Where a request opens its window, the first of several windows was opened before the stretch
-    // begins, unless it holds whole windows and one moment more.
+    // Where requests open windows, the first of several windows was opened before the interval begins, unless the
+    // interval is a whole number of windows and one moment.
     let floats = matches!(limit.windows, Windows::FirstRequest { .. });
     let opened_before = floats && opener_stays && !span_ms.saturating_sub(1).is_multiple_of(shortest_ms);
     Some(most - u64::from(opened_before))
 }
 
-/// The most that one layer lets through in any one window of another.
+/// The most tokens that one layer admits in any one window of another.
 pub fn max_in_window(limit: &Limit, of: &Limit) -> Option<u64> {
     windows_in_window(&limit.windows, &of.windows).map(|windows| granted(limit, windows))
 }
 
-/// Whether a layer can never be the one that refuses: another lets no more through in any of its
-/// windows than it grants for one.
+/// Whether a layer can never be the one that refuses: the other layer admits no more in any of its windows than it
+/// grants for one.
 pub fn never_binds(limit: &Limit, other: &Limit) -> bool {
     max_in_window(other, limit).is_some_and(|most| most <= u64::from(limit.tokens))
 }
 
-/// What a layer grants in so many windows in a row, after it was idle for long.
+/// The tokens that a layer grants in consecutive windows after a long idle time.
 fn granted(limit: &Limit, windows: u64) -> u64 {
     let after_first = windows.saturating_sub(1).saturating_mul(u64::from(limit.tokens));
     after_first.saturating_add(u64::from(limit.capacity.max(limit.tokens)))
 }
 
-/// How many windows, none of them shorter than this, a stretch of time can touch.
+/// The most windows of at least `shortest_ms` that an interval can overlap.
 fn windows_touched(span_ms: u64, shortest_ms: u64) -> u64 {
     span_ms.saturating_sub(1).div_ceil(shortest_ms) + 1
 }
@@ -53,15 +53,15 @@ pub fn lengths_ms(windows: &Windows) -> Option<(u64, u64)> {
     Some((lengths().min()?, lengths().max()?))
 }
 
-/// How many windows of one kind a window of another can touch.
+/// The most windows of one kind that a window of another kind can overlap.
 fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     let (_, longest_ms) = lengths_ms(outer)?;
     let (shortest_ms, _) = lengths_ms(inner)?;
     let anywhere = windows_touched(longest_ms, shortest_ms);
     match (inner, outer) {
         (Windows::Even { period_ms: p, offset_ms: o }, Windows::Even { period_ms: q, offset_ms: r }) => {
-            // The outer window starts somewhere in an inner one: at any place that lies on both grids'
-            // common divisor. The latest such place touches most.
+            // The outer window starts at a multiple of the greatest common divisor of both grids. The latest such
+            // position in an inner window overlaps most.
             let step = gcd(*p, *q);
             let shift = (r % step + step - o % step) % step;
             Some((p - step + shift + q - 1) / p + 1)
@@ -71,7 +71,7 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
             calendar.ends.windows(2).map(touched).max()
         }
         (Windows::Calendar(calendar), Windows::Even { .. }) => {
-            // Every end inside of a window, but not at its start, adds one.
+            // Every end within a window, except at its start, adds one.
             let starts = calendar.ends.iter().map(|end| (outer.window_at(*end, 0).start_ms, *end));
             let inside = starts.filter(|(start, end)| start != end).map(|(start, _)| start);
             let (mut most, mut run, mut last) = (0, 0, None);
@@ -85,7 +85,7 @@ fn windows_in_window(inner: &Windows, outer: &Windows) -> Option<u64> {
     }
 }
 
-/// How many windows of a grid or calendar lie in a stretch, in part or whole.
+/// The windows of a grid or calendar that overlap an interval.
 fn windows_overlapping(windows: &Windows, start_ms: u64, end_ms: u64) -> u64 {
     match windows {
         Windows::Calendar(calendar) => {
@@ -123,7 +123,7 @@ mod tests {
         limit(tokens, tokens, Windows::FirstRequest { period_ms })
     }
 
-    /// A layer as a plain person would count it: what is left, and when the window ends.
+    /// A layer in a naive model: the tokens left, and the end of the window.
     #[derive(Clone)]
     struct Counter<'l> {
         limit: &'l Limit,
@@ -136,7 +136,7 @@ mod tests {
             Counter { limit, left: limit.capacity, end_ms: 0 }
         }
 
-        /// What is left at a moment.
+        /// The tokens left at a time.
         fn at(&mut self, now_ms: u64) -> u32 {
             if let Windows::FirstRequest { .. } = self.limit.windows {
                 if now_ms >= self.end_ms {
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    /// The most that anyone can get within `[from, until)`, by trying everything from `now` on.
+    /// The most tokens within `[from, until)`, by trying every sequence from `now` on.
     fn best(counters: &[Counter], now: u64, from: u64, until: u64) -> u64 {
         if now == until {
             return 0;
@@ -177,7 +177,7 @@ mod tests {
         tries.max().unwrap_or(0)
     }
 
-    /// The same over all stretches of a length, after an idle time.
+    /// The same over all intervals of a length, after an idle time.
     fn worst(layers: &[Limit], span_ms: u64, lead_ms: u64) -> u64 {
         let counters: Vec<Counter> = layers.iter().map(Counter::new).collect();
         (0..=lead_ms).map(|from| best(&counters, 0, from, from + span_ms)).max().unwrap_or(0)
@@ -222,7 +222,7 @@ mod tests {
             for span_ms in 1..=6 {
                 let (most, worst) = (max_within(&layers, span_ms, true).unwrap(), worst(&layers, span_ms, 4));
                 assert!(worst <= most, "{worst} in {span_ms} ms: {layers:?}");
-                // Around a moment at which windows of both layers end, it is exact.
+                // Around a moment at which windows of both layers end, the bound is exact.
                 if span_ms == 2
                     && layers.iter().all(|limit| matches!(limit.windows, Windows::Even { offset_ms: 0, .. }))
                 {
@@ -242,7 +242,7 @@ mod tests {
         assert!(never_binds(&layers[0], &layers[1]) && !never_binds(&layers[1], &layers[0]));
     }
 
-    /// Whether a layer refuses anything that another one lets through, however it is asked.
+    /// Whether a layer refuses a request that the other one admits, for any sequence of requests.
     fn binds(limit: &Limit, other: &Limit, horizon_ms: u64) -> bool {
         fn search(own: &Counter, other: &Counter, now: u64, until: u64) -> bool {
             let (mut own, mut other) = (own.clone(), other.clone());
@@ -285,7 +285,7 @@ mod tests {
                     && limit.capacity == limit.tokens
                     && other.capacity == other.tokens
                 {
-                    // For grids it is not only true but all that is true.
+                    // For grids the condition is also necessary.
                     assert!(binds, "{limit:?} beside {other:?}");
                 }
             }

@@ -17,7 +17,9 @@ pub enum Decision {
     Admitted,
     /// The request was charged, and may proceed at `until_ms`.
     Delayed {
+        /// When the request may proceed, Unix milliseconds.
         until_ms: u64,
+        /// The slot of the wait, if a rule limits its waiters.
         waiter: Option<Waiter>,
         /// The layers to charge again then: see [`RuleSet::recharge`].
         recharge: Vec<LayerRef>,

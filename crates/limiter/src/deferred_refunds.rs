@@ -1,7 +1,7 @@
-//! Charges of requests that waited and went away while other requests waited behind them.
+//! Refunds of delayed requests that were cancelled while later requests waited behind them.
 //!
-//! Such a charge can be given back once the charges behind it have been. The charges of all workers are kept here in
-//! one line per counter, so that a client that leaves touches the end of its own lines and nothing else.
+//! Such a charge can be refunded only after the charges behind it. The charges of all workers are kept here in order,
+//! per counter, so that a cancelled request touches only the end of its own counters' order.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -11,30 +11,30 @@ use crate::rule_set::RuleSet;
 use crate::sharded_counter::ShardReceipt;
 use crate::table::{RefundResult, Slot, Table};
 
-/// How many charges are kept; 16 MiB of memory. Those that do not fit stay charged until their window is over.
+/// The most charges kept; 16 MiB of memory. Further ones stay charged until their window ends.
 const MAX_PENDING: usize = 65_536;
 
-/// The charges that cannot be given back yet, of all workers.
+/// Charges of all workers that cannot be refunded yet.
 #[derive(Default)]
 pub struct DeferredRefunds(Mutex<PendingRefunds>);
 
-/// By counter and place in its line. Two charges never have one place, but for what others wrote into the same memory:
-/// then the former is forgotten.
+/// By counter and position. Two charges have the same position only if another process wrote into the same memory: then
+/// the former is dropped.
 type PendingRefunds = BTreeMap<(Slot, u128), PendingRefund>;
 
 #[derive(Clone)]
 struct PendingRefund {
     shard_receipt: ShardReceipt,
-    /// Whether only a rest of it is left.
+    /// Whether only the rest of the charge is left.
     is_rest: bool,
-    /// When its turn would have come, Unix milliseconds.
+    /// When the request would have been admitted, Unix milliseconds.
     until_ms: u64,
     /// The rules by which it was charged.
     rule_set: Arc<RuleSet>,
 }
 
 impl DeferredRefunds {
-    /// Gives charges back: now, or when those behind them have been given back. They are forgotten at `until_ms`.
+    /// Refunds charges: now, or after the charges behind them. Charges that are not refunded by `until_ms` are dropped.
     pub fn refund<const W: usize>(
         &self,
         shard_receipts: impl IntoIterator<Item = ShardReceipt>,
@@ -63,14 +63,15 @@ impl DeferredRefunds {
             }
             refund_tail(&mut pending, positions, table, now_ms);
             if pending.len() > MAX_PENDING {
-                // The first of a queue: its window ends first, and no other charge of the queue waits for it.
+                // The first charge of a counter: its window ends first, and no other charge of the counter waits for
+                // it.
                 pending.pop_first();
             }
         }
     }
 
-    /// Gives back what can be by now, and forgets the charges whose time has come. That takes some 30 ms for `MOST`
-    /// charges, so one worker does it at a time, and the others do not wait.
+    /// Refunds the charges that can be refunded by now, and drops those whose time has come. It takes about 30 ms for
+    /// `MAX_PENDING` charges, so one worker does it at a time, and the others do not wait.
     pub fn sweep<const W: usize>(&self, table: &Table<W>, now_ms: u64) {
         let mut pending = match self.0.try_lock() {
             Ok(pending) => pending,
@@ -87,7 +88,7 @@ impl DeferredRefunds {
     }
 }
 
-/// Gives back the charges at the end of one line, as far as possible.
+/// Refunds the last charges of one counter, as far as possible.
 fn refund_tail<const W: usize>(
     pending: &mut PendingRefunds,
     positions: RangeInclusive<(Slot, u128)>,
@@ -134,7 +135,7 @@ mod tests {
     fn a_sweep_does_not_wait_for_another() {
         let (abandoned, table) = (DeferredRefunds::default(), Table::<8>::with_capacity(64).unwrap());
         let other = abandoned.0.lock().unwrap();
-        // If it waited, that would be for ever.
+        // If it waited, the test would never end.
         abandoned.sweep(&table, 0);
         drop(other);
     }

@@ -1,11 +1,10 @@
-//! How the counters of each layer have been written, kept beside the counters.
+//! The formats of each layer's counters, stored next to the counters.
 //!
-//! A word does not tell whether windows hang together in it, nor a key into how many shards its counter was split:
-//! that is the configuration's to say, and counters outlive it. Whoever takes them over, after a change of the
-//! configuration or in another process, reads them as they were written, and so writes them in a way in which both
-//! would be read. Ways are therefore only ever joined, and never taken away. A layer whose counters are plain and
-//! whole has no entry. While several processes count, all of them have to write in ways that all know: those that
-//! stand here. This file does not know what a rule is: a layer is 64 bits.
+//! A word does not show whether its windows accumulate, nor a key how many shards its counter has. That follows from
+//! the configuration, and counters outlive it. After a change of the configuration, or in another process, counters are
+//! read in the format in which they were written. Formats are therefore only joined, and never removed. A layer with
+//! plain, unsharded counters has no entry. While several processes count, all use only formats that all of them know:
+//! those in the registry. A layer is identified by 64 bits.
 
 use std::collections::HashMap;
 
@@ -13,35 +12,35 @@ use crate::atomics::{AtomicU64, Ordering};
 use crate::memory::{AtomicSlice, LINE_BYTES};
 use crate::sharded_counter::SHARDS_MAX;
 
-/// Numbers of an entry.
+/// Numbers per entry.
 const ENTRY_NUMBERS: usize = LINE_BYTES / 2 / size_of::<u64>();
 
-/// How the counters of a layer are written.
+/// The format of a layer's counters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CounterFormat {
-    /// Windows hang together in them.
+    /// Whether windows depend on each other.
     pub accumulates: bool,
-    /// Into how many each is split; at least 1.
+    /// Shards of each counter; at least 1.
     pub shards: u32,
-    /// The most that was promised of windows to come.
+    /// The most tokens that can be owed by delayed requests.
     pub max_ahead: u64,
-    /// The limit and the capacity of one who wrote them.
+    /// The limit and the capacity under which counters were written.
     pub grants: (u32, u32),
-    /// Whether another who wrote them had others.
+    /// Whether counters were also written under other limits.
     pub limits_differ: bool,
 }
 
 impl CounterFormat {
-    /// That of a layer without an entry.
+    /// The format of a layer without an entry.
     pub const PLAIN: CounterFormat =
         CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (0, 0), limits_differ: false };
 
-    /// Whether a word written so tells all.
+    /// Whether words of this format can be read without knowing the format.
     pub fn is_plain(&self) -> bool {
         !self.accumulates && self.shards == 1 && self.max_ahead == 0
     }
 
-    /// The way that serves for both.
+    /// The format that can read both.
     pub fn join(self, other: CounterFormat) -> CounterFormat {
         CounterFormat {
             accumulates: self.accumulates | other.accumulates,
@@ -53,50 +52,53 @@ impl CounterFormat {
     }
 }
 
-/// The ways of layers, by their bits.
+/// The formats of layers, by their id.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CounterFormats(HashMap<u64, CounterFormat>);
 
 impl CounterFormats {
+    /// The format of a layer.
     pub fn get(&self, bits: u64) -> Option<CounterFormat> {
         self.0.get(&bits).copied()
     }
 
+    /// Joins a format with the known format of the layer.
     pub fn join(&mut self, bits: u64, format: CounterFormat) {
         self.0.entry(bits).and_modify(|known| *known = known.join(format)).or_insert(format);
     }
 
-    /// Whether whoever knows these reads what is written in those.
+    /// Whether a process that knows these formats can read counters written in `those`.
     pub fn covers(&self, those: &CounterFormats) -> bool {
         those.non_plain().all(|(bits, format)| self.get(bits).is_some_and(|known| known.join(format) == known))
     }
 
-    /// Those that are not to be told from a word alone.
+    /// The formats that cannot be read without knowing them.
     pub fn non_plain(&self) -> impl Iterator<Item = (u64, CounterFormat)> {
         self.0.iter().filter(|(_, format)| !format.is_plain()).map(|(bits, format)| (*bits, *format))
     }
 }
 
-/// There is no room for the ways of so many layers.
+/// The registry has no space for so many layers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RegistryFull;
 
-/// The ways of layers in memory that is shared.
+/// The formats of layers in shared memory.
 pub struct FormatRegistry {
-    /// The entries, each in half a line.
+    /// The entries, each in half a cache line.
     cells: AtomicSlice<AtomicU64>,
 }
 
-/// An entry: whose it is, or 0, and then the parts of the way.
+/// An entry: the id of its layer, or 0, followed by the fields of the format.
 struct RegistryEntry<'l>(&'l [AtomicU64; ENTRY_NUMBERS]);
 
 impl FormatRegistry {
-    /// How many numbers a ledger for so many layers takes.
+    /// How many numbers a registry for `layers` layers takes.
     pub const fn numbers(layers: usize) -> usize {
         layers.saturating_mul(ENTRY_NUMBERS)
     }
 
-    /// In these cells, all 0 or written by a ledger before; any others are taken for layers that nobody asks for.
+    /// A registry in these numbers, which are 0 or were written by a registry before. Other contents are taken for
+    /// layers that do not exist.
     pub fn new(cells: AtomicSlice<AtomicU64>) -> FormatRegistry {
         FormatRegistry { cells }
     }
@@ -105,8 +107,12 @@ impl FormatRegistry {
         self.cells.as_chunks().0.iter().map(RegistryEntry)
     }
 
-    /// Adds ways to those that are there. To be done before a counter is written so, and while nobody counts who would
-    /// not know of it.
+    /// Joins formats with the stored ones. To be called before a counter is written in a new format, and while no
+    /// process counts that does not know the format.
+    ///
+    /// # Errors
+    ///
+    /// [`RegistryFull`]; some of the formats may have been stored.
     pub fn join(&self, formats: &CounterFormats) -> Result<(), RegistryFull> {
         for (bits, format) in formats.non_plain() {
             self.entries().find(|entry| entry.claim_for(bits)).ok_or(RegistryFull)?.join(format);
@@ -114,10 +120,10 @@ impl FormatRegistry {
         Ok(())
     }
 
-    /// All that are there.
+    /// All stored formats.
     pub fn formats(&self) -> CounterFormats {
         let mut formats = CounterFormats::default();
-        // Entries are never taken away, so behind one that is nobody's there is none.
+        // Entries are never removed, so the first empty entry is the end.
         for (bits, format) in self.entries().map_while(|entry| entry.read()) {
             formats.join(bits, format);
         }
@@ -126,9 +132,9 @@ impl FormatRegistry {
 }
 
 impl RegistryEntry<'_> {
-    /// Whether it belongs to this layer, after it was claimed for it if it was nobody's.
+    /// Whether the entry belongs to this layer. Claims an empty entry.
     fn claim_for(&self, bits: u64) -> bool {
-        // Ordering: the parts are read and changed one by one, and each only grows.
+        // Ordering: the fields are read and changed one by one, and each only grows.
         let claimed = self.0[0].compare_exchange(0, bits, Ordering::AcqRel, Ordering::Acquire);
         claimed.is_ok_and(|_nobodys| true) || claimed == Err(bits)
     }
@@ -136,7 +142,7 @@ impl RegistryEntry<'_> {
     fn join(&self, format: CounterFormat) {
         let [_, rolls, shards, ahead_most, grants, differ, ..] = self.0;
         let own = u64::from(format.grants.0) << 32 | u64::from(format.grants.1);
-        // Ordering: relaxed; each number means something by itself.
+        // Ordering: relaxed; each number is independent.
         let known = match grants.compare_exchange(0, own, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_none) => own,
             Err(known) => known,
@@ -149,7 +155,7 @@ impl RegistryEntry<'_> {
     }
 
     fn read(&self) -> Option<(u64, CounterFormat)> {
-        // Ordering: relaxed; whoever has to know of a way was started, or handed the rules, after it was joined.
+        // Ordering: relaxed; a process that must know a format was started, or given the rules, after it was joined.
         let [bits, rolls, shards, ahead_most, grants, differ, ..] =
             self.0.each_ref().map(|n| n.load(Ordering::Relaxed));
         let format = CounterFormat {

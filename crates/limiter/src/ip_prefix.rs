@@ -1,31 +1,32 @@
-//! Networks, and which of many an address is in: the most specific.
+//! Networks (CIDR), and the most specific network that contains an address.
 //!
-//! Networks lie within one another or apart, never across, so together they cut the addresses into
-//! spans, each of which belongs to one of them or to none. Of an address, one binary search finds the
-//! span: a hundred thousand networks cost seventeen comparisons.
+//! Networks are nested or disjoint. Together they divide the addresses into ranges, each of which belongs to one
+//! network or to none. A binary search finds the range of an address: a hundred thousand networks cost seventeen
+//! comparisons.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
-/// All addresses that begin with the same bits.
+/// All addresses with a common prefix.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Network {
-    /// The first of them; an IPv4 address is never wrapped in one of IPv6.
+    /// The first address. IPv4 addresses are never mapped into IPv6.
     pub address: IpAddr,
-    /// How many bits are the same.
+    /// The length of the common prefix in bits.
     pub prefix: u8,
 }
 
-/// Why a text is no network.
+/// Why a text is not a network.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum NetworkError {
+    /// It is not `ADDRESS/BITS` or an address.
     Syntax,
-    /// The address goes on behind the prefix; this network was likely meant.
+    /// The address has bits after the prefix; this network was likely meant.
     HostBits(Network),
 }
 
 impl Network {
-    /// The network of an address.
+    /// The network of an address with this prefix length.
     pub fn of(address: IpAddr, prefix: u8) -> Network {
         match (address, address.to_canonical()) {
             (IpAddr::V6(_), IpAddr::V4(v4)) if prefix >= 96 => Network::of(v4.into(), prefix - 96),
@@ -76,9 +77,9 @@ impl std::fmt::Display for Network {
     }
 }
 
-/// The address that is counted: that of IPv4 which is within one of IPv6, whatever put it there. An IPv4
-/// address as such (RFC 4291, 2.5.5.2), one behind NAT64 (RFC 6052), of 6to4 (RFC 3056) and of Teredo
-/// (RFC 4380, where it is inverted) is one client, who would otherwise have as many counters as spellings.
+/// The address that is counted: for an IPv6 address that embeds an IPv4 address, the IPv4 address. IPv4-mapped
+/// addresses (RFC 4291, 2.5.5.2), NAT64 (RFC 6052), 6to4 (RFC 3056) and Teredo (RFC 4380, where the address is
+/// inverted) would otherwise give one client several counters.
 pub fn canonical_address(address: IpAddr) -> IpAddr {
     let IpAddr::V6(v6) = address else { return address };
     let v4 = match v6.segments() {
@@ -99,15 +100,15 @@ fn number(address: IpAddr) -> (usize, u128, u32) {
     }
 }
 
-/// Networks and what belongs to each.
+/// Networks, each with a value.
 #[derive(Debug)]
 pub struct Networks<T> {
-    /// For each family, where a span begins and what belongs to it; in ascending order.
+    /// For each family, the start and the value of each range; in ascending order.
     spans: [Vec<(u128, Option<T>)>; 2],
 }
 
 impl<T: Copy> Networks<T> {
-    /// Of equal networks, the last holds.
+    /// Of equal networks, the last one wins.
     pub fn new(networks: impl IntoIterator<Item = (Network, T)>) -> Networks<T> {
         let mut by_family = [Vec::new(), Vec::new()];
         for (network, value) in networks {
@@ -117,7 +118,7 @@ impl<T: Copy> Networks<T> {
         Networks { spans: by_family.map(spans) }
     }
 
-    /// What belongs to the most specific network that an address is in.
+    /// The value of the most specific network that contains an address.
     pub fn of(&self, address: IpAddr) -> Option<T> {
         let (family, number, _) = number(address);
         let spans = &self.spans[family];
@@ -127,10 +128,10 @@ impl<T: Copy> Networks<T> {
 }
 
 fn spans<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> {
-    // The wide before the narrow that begin with them.
+    // Wide networks before narrow ones that begin with them.
     networks.sort_by_key(|(first, last, _)| (*first, std::cmp::Reverse(*last)));
     let mut spans = Vec::new();
-    // Those that the place reached lies in, from the widest to the narrowest.
+    // The networks that contain the current position, from the widest to the narrowest.
     let mut open: Vec<(u128, T)> = Vec::new();
     for (first, last, value) in networks {
         close(&mut open, Some(first), &mut spans);
@@ -141,7 +142,7 @@ fn spans<T: Copy>(mut networks: Vec<(u128, u128, T)>) -> Vec<(u128, Option<T>)> 
     spans
 }
 
-/// Ends the networks that do not reach a place; what follows each belongs to the one around it.
+/// Closes the networks that end before a position; the range after each belongs to the network around it.
 fn close<T: Copy>(open: &mut Vec<(u128, T)>, place: Option<u128>, spans: &mut Vec<(u128, Option<T>)>) {
     while let Some((last, _)) = open.pop_if(|(last, _)| place.is_none_or(|place| *last < place)) {
         if let Some(next) = last.checked_add(1) {
@@ -150,7 +151,7 @@ fn close<T: Copy>(open: &mut Vec<(u128, T)>, place: Option<u128>, spans: &mut Ve
     }
 }
 
-/// What begins where another has just begun takes its place.
+/// A range that begins where another has just begun replaces it.
 fn begin<T>(spans: &mut Vec<(u128, Option<T>)>, start: u128, value: Option<T>) {
     match spans.last_mut() {
         Some(known) if known.0 == start => known.1 = value,

@@ -1,9 +1,8 @@
-//! Who is counted: the parts of a key, and how they become the bits that find a counter.
+//! Keys: their parts, and the hash that finds a counter.
 //!
-//! Parts are fed to a keyed hash (SipHash-1-3 with 128 bits of output; Aumasson and Bernstein,
-//! 2012) one by one with their kind and length before them, so that no two keys of a rule spell the
-//! same bytes, and nobody without the seed can choose keys that collide. This file does not know
-//! where a part comes from in a request.
+//! Parts are fed to a keyed hash (SipHash-1-3 with 128 bits of output; Aumasson and Bernstein, 2012) one by one, each
+//! after its kind and length. So no two keys of a rule feed the same bytes, and clients cannot choose keys that collide
+//! without knowing the seed.
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -13,9 +12,11 @@ use siphasher::sip128::{Hasher128, SipHasher13};
 /// One part of a key, as configured.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum KeyPart {
-    /// The client's address; prefixes group neighbours (bits, at most 32 and 128).
+    /// The client's address, grouped by prefix.
     Ip {
+        /// Prefix length of IPv4 addresses, at most 32.
         v4_prefix: u8,
+        /// Prefix length of IPv6 addresses, at most 128.
         v6_prefix: u8,
     },
     /// A request field, by its lower-case name.
@@ -30,13 +31,15 @@ pub enum KeyPart {
     Param(String),
     /// The SHA-256 of the client's verified certificate.
     ClientCert,
+    /// The host of the request.
     Host,
+    /// The method of the request.
     Method,
-    /// The normalised path.
+    /// The normalized path.
     Path,
-    /// The route, by its name.
+    /// The name of the route.
     Route,
-    /// One counter for all.
+    /// One counter for all requests.
     Global,
 }
 
@@ -59,15 +62,16 @@ impl fmt::Display for KeyPart {
     }
 }
 
-/// What to do with a request that lacks a part of the key.
+/// What happens to a request that lacks a part of the key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum OnMissing {
-    /// Every part is always there.
+    /// All parts are always present.
     Never,
+    /// The request is refused.
     Refuse,
     /// The rule does not apply to the request.
     Skip,
-    /// Count it under this key instead.
+    /// The request is counted under this key instead.
     Fallback(Vec<KeyPart>),
 }
 
@@ -76,10 +80,10 @@ pub enum OnMissing {
 pub struct Seed(pub u64, pub u64);
 
 impl Seed {
-    /// The seed for what all gateways have to agree on, and nobody has to be kept from knowing.
+    /// The public seed for hashes on which all gateways agree.
     pub const SHARED: Seed = Seed(0, 0);
 
-    /// Bits that stand for a text, in this seed.
+    /// The hash of texts with this seed.
     pub fn hash(self, texts: &[&str]) -> u64 {
         let mut hasher = KeyHasher::new(self, 0);
         for text in texts {
@@ -89,26 +93,28 @@ impl Seed {
     }
 }
 
-/// The hash of a key under one rule: it names one counter in each of the rule's layers.
+/// The hash of a key under one rule. It identifies one counter in each of the rule's layers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyHash {
+    /// Bits that select the buckets.
     pub bucket_hash: u64,
+    /// Bits that distinguish the keys of a bucket.
     pub tag: u64,
 }
 
-/// Takes the parts of one key in order.
+/// Hashes the parts of one key in order.
 #[derive(Clone, Debug)]
 pub struct KeyHasher(SipHasher13);
 
 impl KeyHasher {
-    /// `rule` stands for the rule's identity, so that two rules never share a counter.
+    /// Starts the hash of a key. `rule` is the hash prefix of the rule, so that two rules never share a counter.
     pub fn new(seed: Seed, rule: u64) -> KeyHasher {
         let mut hasher = SipHasher13::new_with_keys(seed.0, seed.1);
         hasher.write_u64(rule);
         KeyHasher(hasher)
     }
 
-    /// Adds a part; `kind` tells parts of different sources with equal bytes apart.
+    /// Adds a part; `kind` distinguishes parts of different sources with equal bytes.
     pub fn add_part(&mut self, kind: u8, bytes: &[u8]) {
         self.0.write_u64(u64::from(kind) << 56 | bytes.len() as u64);
         self.0.write(bytes);

@@ -75,6 +75,7 @@
 //! # Features
 //!
 //! - `loom`: replaces atomics by those of loom, for the crate's own models. Not for other use.
+#![deny(missing_docs)]
 #![warn(clippy::too_many_lines)]
 
 pub mod acquire;

@@ -1,37 +1,46 @@
-//! What a limit is: so many tokens in every window of a period.
+//! A limit: tokens per window.
 
 use std::fmt;
 
 use crate::sharded_counter;
 use crate::window::{Period, PeriodError, Windows};
 
-/// Into how many counters a layer may be split.
+/// The most shards of a layer.
 pub const SHARDS_MAX: u32 = sharded_counter::SHARDS_MAX;
 
-/// One layer of a rule as the operator wrote it.
+/// One layer of a rule, as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Limit {
     /// Tokens granted at the start of each window.
     pub tokens: u32,
+    /// The windows in which the limit holds.
     pub windows: Windows,
-    /// The period as it was written: `minute`, `5m`. It names the layer.
+    /// The period as configured, such as `minute` or `5m`. It names the layer.
     pub period_text: String,
-    /// What may accumulate, at least `tokens`: what a window does not use, later ones may.
+    /// Tokens that may accumulate over windows, at least `tokens`.
     pub capacity: u32,
-    /// Tokens that may be taken from windows to come.
+    /// Tokens that may be taken from later windows.
     pub reserve: u32,
-    /// Counters that this layer is split into, each with its part of `tokens`.
+    /// The shards of each counter, each with its part of `tokens`.
     pub shards: u32,
 }
 
 impl Limit {
     /// Reads `LIMIT/PERIOD`, such as `2000/hour` or `100/5m`.
+    ///
+    /// # Errors
+    ///
+    /// See [`LimitError`].
     pub fn parse(text: &str) -> Result<Limit, LimitError> {
         let (tokens, period) = text.split_once('/').ok_or(LimitError::Syntax)?;
         Limit::new(parse_tokens(tokens)?, period)
     }
 
-    /// A plain limit: windows are aligned to the epoch, and each stands for itself.
+    /// A plain limit: windows are aligned to the Unix epoch and independent.
+    ///
+    /// # Errors
+    ///
+    /// See [`LimitError`].
     pub fn new(tokens: u32, period: &str) -> Result<Limit, LimitError> {
         let windows = Period::parse(period).map_err(LimitError::Period)?.windows();
         let period_text = period.to_owned();
@@ -51,12 +60,16 @@ fn parse_tokens(text: &str) -> Result<u32, LimitError> {
     }
 }
 
-/// Why a text is no limit.
+/// Why a text is not a limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LimitError {
+    /// It is not `LIMIT/PERIOD`.
     Syntax,
+    /// The limit is 0.
     Zero,
+    /// The limit is greater than 2^32 - 1.
     TooLarge,
+    /// The period is invalid.
     Period(PeriodError),
 }
 

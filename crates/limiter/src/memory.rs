@@ -1,11 +1,11 @@
-//! Where counters lie: a block of memory that starts as zeros, on the heap or mapped from a file.
+//! The memory of counters: a zeroed block on the heap, or a mapped file.
 //!
-//! The only file with unsafe code. What is handed out are atomics and nothing else, for which any
-//! bits are a value, so it does not matter what a file held before, nor that other processes write to
-//! it at the same time. Nothing here knows what the bits mean, and no file is opened.
+//! This is the only file with unsafe code. It hands out atomics only. Every bit pattern is a valid atomic, so neither
+//! the contents of a file nor concurrent writes of other processes matter. This module opens no files and does not
+//! interpret the bits.
 //!
-//! A file that is made shorter while it is mapped ends the process (SIGBUS) at the next access behind
-//! its end; whoever opens it has to see to it that nobody else can.
+//! If a mapped file is truncated, the next access beyond its end kills the process (SIGBUS). The caller must make sure
+//! that no other process can truncate it.
 
 #![allow(unsafe_code, reason = "memory that outlives the process can be had in no other way")]
 
@@ -21,12 +21,12 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::atomics::{AtomicU64, AtomicU128};
 
-/// Two neighbouring cache lines, which are fetched together.
+/// Two adjacent cache lines, which are fetched together.
 pub const LINE_BYTES: usize = 128;
-/// What a mapping starts at a multiple of.
+/// The alignment of a mapping.
 pub const PAGE_BYTES: usize = 4096;
 
-/// A block of memory, shared by all that is laid out in it.
+/// A block of memory, shared by everything that is laid out in it.
 pub struct Memory {
     base: NonNull<u8>,
     bytes: usize,
@@ -38,13 +38,13 @@ enum Kind {
     Mapped,
 }
 
-// SAFETY: the block is only ever accessed through atomics, and freed when nobody holds it any more.
+// SAFETY: the block is accessed through atomics only, and freed when the last reference is dropped.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// A block of the process's own; `None` if there is no room for it.
+    /// Allocates a zeroed block; `None` if memory cannot be allocated.
     pub fn heap(bytes: usize) -> Option<Arc<Memory>> {
         let layout = Layout::from_size_align(bytes.max(LINE_BYTES), PAGE_BYTES).ok()?;
         // SAFETY: the size is not 0.
@@ -52,30 +52,35 @@ impl Memory {
         Some(Arc::new(Memory { base, bytes: layout.size(), kind: Kind::Heap(layout) }))
     }
 
-    /// The first `bytes` of a file, shared with whoever maps it as well. The file must be that long.
+    /// Maps the first `bytes` of a file, shared with other processes that map it. The file must be that long.
+    ///
+    /// # Errors
+    ///
+    /// The error of `mmap`.
     pub fn mapped(file: BorrowedFd<'_>, bytes: usize) -> io::Result<Arc<Memory>> {
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        // SAFETY: the kernel chooses an address at which nothing else lies.
+        // SAFETY: the kernel chooses an unused address.
         let base = unsafe { mmap(null_mut(), bytes, access, flags, file, 0) }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Arc::new(Memory { base, bytes, kind: Kind::Mapped }))
     }
 
+    /// The size of the block.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// `count` words, from byte `at` on, which is a multiple of 16; `None` if they are not all within.
+    /// `count` words from byte `at` on, which is a multiple of 16; `None` if they are out of bounds.
     pub fn words(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<AtomicU128>> {
         self.slice(at, count)
     }
 
-    /// `count` numbers, from byte `at` on, which is a multiple of 8; `None` if they are not all within.
+    /// `count` numbers from byte `at` on, which is a multiple of 8; `None` if they are out of bounds.
     pub fn numbers(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<AtomicU64>> {
         self.slice(at, count)
     }
 
-    /// Of atomics only: see above.
+    /// Called for atomics only: see above.
     fn slice<T>(self: &Arc<Self>, at: usize, count: usize) -> Option<AtomicSlice<T>> {
         let end = count.checked_mul(size_of::<T>())?.checked_add(at)?;
         if end > self.bytes || !at.is_multiple_of(align_of::<T>()) {
@@ -90,16 +95,16 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         match self.kind {
-            // SAFETY: it was allocated with this layout, and nobody holds a part of it.
+            // SAFETY: the block was allocated with this layout, and there are no references to it any more.
             Kind::Heap(layout) => unsafe { dealloc(self.base.as_ptr(), layout) },
-            // SAFETY: it was mapped with this length, and nobody holds a part of it. There is nobody to
-            // tell of a failure, and none that could happen.
+            // SAFETY: the block was mapped with this length, and there are no references to it any more. With valid
+            // arguments `munmap` does not fail.
             Kind::Mapped => drop(unsafe { munmap(self.base.as_ptr().cast(), self.bytes) }),
         }
     }
 }
 
-/// Some atomics in a block of memory.
+/// A slice of atomics in a block of memory.
 pub struct AtomicSlice<T> {
     first: NonNull<T>,
     count: usize,
@@ -107,7 +112,7 @@ pub struct AtomicSlice<T> {
     _of: PhantomData<[T]>,
 }
 
-// SAFETY: it is a part of a block, which is shared by threads, and of atomics.
+// SAFETY: the slice is part of a block that threads may share, and consists of atomics.
 unsafe impl<T: Sync> Send for AtomicSlice<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for AtomicSlice<T> {}
@@ -117,9 +122,8 @@ impl<T> Deref for AtomicSlice<T> {
 
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: `cells` has checked that they lie within the block, and on what boundary; the block
-        // lives as long as this. All bits are a value of an atomic, and the rest of the world changes them
-        // atomically as well.
+        // SAFETY: `slice` has checked bounds and alignment; the block lives as long as this reference. Every bit
+        // pattern is a valid atomic, and other processes change the memory atomically as well.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }

@@ -1,6 +1,5 @@
-//! A rule as configured: who is counted, how much in which windows, and what happens at the limit.
-//!
-//! Plain data. What it means for a counter is worked out in `book`.
+//! A rule as configured: the key, the windows, and what happens at the limit. Plain data, compiled by
+//! [`crate::rule_set`].
 
 use crate::ip_prefix::Network;
 use crate::key::{KeyPart, OnMissing};
@@ -10,57 +9,70 @@ use crate::secret_digest::Digest;
 /// A rule as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rule {
+    /// The name of the rule.
     pub name: String,
+    /// The parts of the key.
     pub key: Vec<KeyPart>,
+    /// What happens to a request that lacks a part of the key.
     pub on_missing: OnMissing,
+    /// The default windows.
     pub layers: Vec<Limit>,
     /// Other windows for the clients of a plan.
     pub plans: Vec<Plan>,
     /// Other windows for single keys.
     pub overrides: Vec<Override>,
-    /// Whom the rule does not count.
+    /// Requests that the rule does not count.
     pub exemptions: Exemptions,
+    /// Tokens that a request takes.
     pub cost: Cost,
+    /// What happens at the limit.
     pub on_limit: OnLimit,
-    /// Whether a refused request consumes what is left.
+    /// Whether a refused request takes the remaining tokens.
     pub count_refused: bool,
+    /// Whether other gateways share the counters.
     pub sharing: Sharing,
+    /// What happens while the store is unreachable.
     pub on_outage: OnOutage,
 }
 
-/// The windows that a rule has for the clients of a plan.
+/// The windows of a rule for the clients of a plan.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Plan {
+    /// The name of the plan.
     pub name: String,
+    /// Its windows.
     pub layers: Vec<Limit>,
 }
 
-/// The windows that a rule has for one key.
+/// The windows of a rule for one key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Override {
-    /// The values of the key's parts, in their order.
+    /// The values of the key's parts, in order.
     pub key: Vec<KeyValue>,
+    /// Its windows.
     pub layers: Vec<Limit>,
 }
 
-/// Whom a rule does not count.
+/// Requests that a rule does not count.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Exemptions {
     /// By the client's address.
     pub networks: Vec<Network>,
-    /// Values of the key's parts, in their order.
+    /// By the values of the key's parts, in order.
     pub keys: Vec<Vec<KeyValue>>,
 }
 
 /// The value of one part of a key, as configured.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum KeyValue {
+    /// The value itself.
     Clear(String),
-    /// Of a value that is a secret.
+    /// The digest of a secret value.
     Digest(Digest),
 }
 
 impl KeyValue {
+    /// The digest of the value.
     pub fn digest(&self) -> Digest {
         match self {
             KeyValue::Clear(text) => Digest::of(text.as_bytes()),
@@ -69,63 +81,71 @@ impl KeyValue {
     }
 }
 
-/// Tokens that one request consumes.
+/// Tokens that a request takes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Cost {
+    /// A fixed number.
     Fixed(u32),
-    /// What a request field says, up to `max`; `default` where there is none.
+    /// Stated by a request field.
     Request {
+        /// The name of the field.
         header: String,
+        /// The cost without the field.
         default: u32,
+        /// The greatest cost; larger values are reduced to it.
         max: u32,
     },
-    /// What a field of the answer says, up to `max`; `reserve` is charged beforehand, and is all
-    /// that is charged where the answer has no such field.
+    /// Stated by a response field, and charged after the response.
     Response {
+        /// The name of the field.
         header: String,
+        /// Charged before the response, and the whole cost if the field is missing.
         reserve: u32,
+        /// The greatest cost; larger values are reduced to it.
         max: u32,
     },
 }
 
-/// What happens to a request that finds a layer full.
+/// What happens to a request that does not fit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnLimit {
+    /// It is refused.
     Refuse,
-    /// It waits for the next window, in which it takes its place now, but not longer than this; so
-    /// many may wait at a time.
+    /// It waits for a later window, and is charged in that window at once.
     Delay {
+        /// The longest wait, milliseconds.
         max_delay_ms: u64,
+        /// The most requests that wait at a time.
         max_waiting: u32,
     },
-    /// Decide and report, but never enforce.
+    /// It is counted and reported as refused, but not refused.
     Shadow,
 }
 
-/// Whether other gateways count together with this one, where a store for that is configured.
+/// Whether other gateways share the counters, if a store is configured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Sharing {
-    /// This gateway counts for itself.
+    /// This gateway counts alone.
     Local,
-    /// Tokens are fetched in slices and spent without asking.
+    /// Tokens are leased from the store in advance and spent locally.
     Lease,
-    /// Each request is counted in the store before it passes.
+    /// The store decides each request.
     Exact,
 }
 
-/// What a shared rule does while the store can not be asked.
+/// What a shared rule does while the store is unreachable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnOutage {
-    /// This gateway counts for itself meanwhile.
+    /// This gateway counts alone meanwhile.
     Local,
-    /// Requests pass uncounted.
+    /// Requests are admitted uncounted.
     Allow,
     /// Requests are refused.
     Refuse,
 }
 
 impl Rule {
-    /// A rule that says no more than it has to: every request costs one token, and is refused at the limit.
+    /// A rule with defaults: every request costs one token, and is refused at the limit.
     pub fn new(name: &str, key: Vec<KeyPart>, on_missing: OnMissing, layers: Vec<Limit>) -> Rule {
         Rule {
             name: name.to_owned(),
@@ -143,7 +163,7 @@ impl Rule {
         }
     }
 
-    /// The name of a layer in answers and metrics: the rule's own where it has only one.
+    /// The name of a layer in responses and metrics: the rule's name, and the period if there are several layers.
     pub fn layer_name(&self, layers: &[Limit], layer: usize) -> String {
         match layers {
             [_] => self.name.clone(),
@@ -151,34 +171,36 @@ impl Rule {
         }
     }
 
-    /// The layers of everyone, then those of each plan, then those of each override.
+    /// The default layers, then those of each plan, then those of each override.
     pub fn variants(&self) -> impl Iterator<Item = &[Limit]> {
         let plans = self.plans.iter().map(|plan| plan.layers.as_slice());
         let overrides = self.overrides.iter().map(|other| other.layers.as_slice());
         std::iter::once(self.layers.as_slice()).chain(plans).chain(overrides)
     }
 
-    /// Of how many layers its counters can be.
+    /// The number of layers of all variants.
     pub fn max_layers(&self) -> usize {
         self.variants().map(<[Limit]>::len).sum()
     }
 
+    /// Whether the rule delays requests.
     pub fn delays(&self) -> bool {
         matches!(self.on_limit, OnLimit::Delay { .. })
     }
 
-    /// Whether tokens of windows to come may be taken in any layer.
+    /// Whether tokens of later windows may be taken in any layer.
     pub fn reserves(&self) -> bool {
         self.variants().flatten().any(|limit| limit.reserve > 0)
     }
 
+    /// Whether the rule is a shadow rule.
     pub fn is_shadow(&self) -> bool {
         self.on_limit == OnLimit::Shadow
     }
 }
 
 impl Cost {
-    /// What is charged before the answer, where no request says otherwise.
+    /// Tokens charged before the response, unless the request states a cost.
     pub fn default_cost(&self) -> u32 {
         match self {
             Cost::Fixed(cost) => *cost,

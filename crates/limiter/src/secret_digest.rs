@@ -1,16 +1,14 @@
-//! What stands in a file for a secret: its SHA-256.
+//! SHA-256 digests of secrets, which stand in configuration files instead of the secrets.
 //!
-//! An API key is long and drawn at random, so nobody finds it by trying, however fast each try is: the
-//! slow digests that passwords need would only slow down every request. A digest can be looked up in a
-//! hash map, although that takes a time that depends on what is looked for: whoever measures it
-//! learns about digests, whose keys can not be computed from them. This file knows no file and no
-//! request.
+//! An API key is long and random, so it cannot be guessed, however fast the digest is; a slow password hash would only
+//! slow down every request. Digests are looked up in a hash map in variable time: an attacker who measures it learns
+//! about digests, from which the keys cannot be computed.
 
 use std::fmt;
 
 use sha2::{Digest as _, Sha256};
 
-/// How many characters of a digest tell it from others where it is only shown.
+/// Characters of a digest that are shown.
 const BRIEF_CHARS: usize = 8;
 
 /// The SHA-256 of a secret.
@@ -18,9 +16,10 @@ const BRIEF_CHARS: usize = 8;
 pub struct Digest([u8; 32]);
 
 impl Digest {
-    /// What a digest in a file begins with.
+    /// The prefix of a digest in a file.
     pub const PREFIX: &str = "sha256:";
 
+    /// The digest of a secret.
     pub fn of(secret: &[u8]) -> Digest {
         Digest(Sha256::digest(secret).into())
     }
@@ -39,11 +38,12 @@ impl Digest {
         Some(Digest(bytes))
     }
 
+    /// The 32 bytes of the digest.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The beginning of it, for lists that people read.
+    /// The first characters, for lists.
     pub fn brief(&self) -> String {
         let mut text = self.to_string();
         text.truncate(Digest::PREFIX.len() + BRIEF_CHARS);

@@ -1,30 +1,30 @@
-//! What counters are called where gateways share them, and which window is which there.
+//! Names of shared counters, and numbers of their windows.
 //!
-//! A counter's name is `PREFIX:{RULE|KEY}:WINDOW`, readable and safe: whatever a client sends, only letters, digits and
-//! `.~-` stand in a part as they are, and all else as `%` and two hex digits. So what stands between parts, `|` and
-//! the braces that keep the counters of a key in one slot of a cluster, never comes from a client. Where the text of a
-//! key comes from is not known here, nor that the store is Redis.
+//! A name is `PREFIX:{RULE|KEY}:WINDOW`. In KEY only letters, digits and `.~-` appear literally; all other bytes are
+//! written as `%` and two hex digits. So the separators `|`, and the braces that keep the counters of a key in one slot
+//! of a cluster, never come from a client. This module does not know the store.
 
 use crate::limit::Limit;
 use crate::rule::Rule;
 use crate::window::Windows;
 
-/// A window as all gateways know it.
+/// A window as all gateways number it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NumberedWindow {
-    /// How many windows have ended since the one in which the grid begins; see [`span`].
+    /// The number of the window; see [`numbered_window`].
     pub number: u64,
+    /// The end of the window, Unix milliseconds.
     pub end_ms: u64,
-    /// When the window after it ends.
+    /// The end of the next window, Unix milliseconds.
     pub next_end_ms: u64,
 }
 
-/// The window that a moment falls into; `offset` is that of the key, as in [`Windows::window_at`]. `None` where a key's
-/// first request opens its windows: they have no numbers.
+/// The window of a time; `offset` is the offset of the key, as in [`Windows::window_at`]. `None` for windows opened by
+/// a key's first request: they have no numbers.
 ///
-/// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months
-/// of a calendar are counted from the one that contains the Unix time 0, which is number 0: so `month` counts the months since
-/// January 1970. A time before the first start in 1970, which no clock shows that is right, is in window 0 as well.
+/// The number is floor((time - start) / period), where the start is the first one in 1970. Days, weeks and months of a
+/// calendar are counted from the one that contains the Unix time 0, so the number of a month is the number of months
+/// since January 1970. Times before the first start in 1970 are in window 0 as well.
 pub fn numbered_window(windows: &Windows, now_ms: u64, offset: u64) -> Option<NumberedWindow> {
     let number = match windows {
         Windows::FirstRequest { .. } => return None,
@@ -42,13 +42,13 @@ fn number(now_ms: u64, period_ms: u64, offset_ms: u64) -> u64 {
     now_ms.saturating_sub(offset_ms % period_ms) / period_ms
 }
 
-/// What tells apart, behind the name of a key, the windows of different layers of a rule.
+/// The parts of counter names that distinguish the windows of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WindowSegments(Vec<(Windows, String)>);
 
 impl WindowSegments {
-    /// Of all windows that a rule has, for everyone, on plans and for single keys. Where all are the same, there is
-    /// nothing to tell apart; else it is the period as it was first written.
+    /// The segments of all windows of a rule: default, plans and overrides. If all windows are equal, the segments are
+    /// empty; otherwise a segment is the period as first configured.
     pub fn of(rule: &Rule) -> WindowSegments {
         let mut all: Vec<&Limit> = Vec::new();
         for limit in rule.variants().flatten() {
@@ -70,13 +70,13 @@ impl WindowSegments {
         WindowSegments(all.iter().map(segment).collect())
     }
 
-    /// `:PERIOD`, or nothing.
+    /// `:PERIOD`, or empty.
     pub fn segment(&self, windows: &Windows) -> &str {
         self.0.iter().find(|(known, _)| known == windows).map_or("", |(_, segment)| segment)
     }
 }
 
-/// Tells windows of one period apart by where they start.
+/// Appends the start of windows, to distinguish windows of one period.
 fn push_start(windows: &Windows, out: &mut String) {
     match windows {
         Windows::Even { offset_ms: 0, .. } => {}
@@ -96,7 +96,7 @@ fn push_start(windows: &Windows, out: &mut String) {
     }
 }
 
-/// What the names of a key's counters begin with: `key` is `RULE|PART|PART`, spelt out. Shards beyond the first
+/// The first part of the names of a key's counters: `key` is `RULE|PART|PART`, percent-encoded. Shards after the first
 /// are keys of their own, which may be in other slots of a cluster.
 pub fn counter_name(prefix: &str, key: &str, shard: u32, segment: &str) -> String {
     match shard {
@@ -105,7 +105,7 @@ pub fn counter_name(prefix: &str, key: &str, shard: u32, segment: &str) -> Strin
     }
 }
 
-/// Writes bytes so that only letters, digits and `.~-` stand for themselves.
+/// Appends bytes, in which all except letters, digits and `.~-` are percent-encoded.
 pub fn percent_encode(bytes: &[u8], out: &mut String) {
     const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
     for byte in bytes {

@@ -1,29 +1,29 @@
-//! How many requests wait for their window, and that they are not too many.
+//! Counts the requests that a rule delays, and limits their number.
 
 use std::sync::Arc;
 
 use crate::atomics::{AtomicU64, Ordering};
 
-/// The requests that wait because of one rule.
+/// The delayed requests of one rule.
 #[derive(Debug)]
 pub struct WaiterLimit {
     waiting: AtomicU64,
     max_waiting: u64,
 }
 
-/// A place among those who wait; dropped when the wait is over, however it ended.
+/// One delayed request. Dropped when the wait is over, however it ended.
 #[derive(Debug)]
 pub struct WaiterSlot(Arc<WaiterLimit>);
 
 impl WaiterLimit {
-    /// A queue in which at most so many wait.
+    /// Allows at most `most` requests to wait at a time.
     pub fn new(most: u64) -> Arc<WaiterLimit> {
         Arc::new(WaiterLimit { waiting: AtomicU64::new(0), max_waiting: most })
     }
 
-    /// A place, if there is one.
+    /// Counts another request, unless the limit is reached.
     pub fn try_enter(self: &Arc<WaiterLimit>) -> Option<WaiterSlot> {
-        // Ordering: relaxed; the number guards nothing but itself.
+        // Ordering: relaxed; the number protects no other data.
         if self.waiting.fetch_add(1, Ordering::Relaxed) < self.max_waiting {
             return Some(WaiterSlot(Arc::clone(self)));
         }
@@ -31,6 +31,7 @@ impl WaiterLimit {
         None
     }
 
+    /// The number of delayed requests.
     pub fn waiting(&self) -> u64 {
         // Ordering: relaxed; a statistic.
         self.waiting.load(Ordering::Relaxed)
@@ -39,7 +40,7 @@ impl WaiterLimit {
 
 impl Drop for WaiterSlot {
     fn drop(&mut self) {
-        // Ordering: relaxed; as in `enter`.
+        // Ordering: relaxed; as in `try_enter`.
         self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -28,7 +28,10 @@ const TYPICAL_TIME_MS: u64 = 1_744_675_200_000;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Period {
     /// A fixed length.
-    Fixed { ms: u64 },
+    Fixed {
+        /// Milliseconds.
+        ms: u64,
+    },
     /// A calendar month.
     Month,
 }
@@ -38,11 +41,22 @@ pub enum Period {
 pub enum Windows {
     /// Windows of equal length on a grid: window number floor((unix time - offset) / period). Without an offset, a week
     /// starts on Thursday, 00:00 UTC.
-    Even { period_ms: u64, offset_ms: u64 },
+    Even {
+        /// The length of a window, milliseconds.
+        period_ms: u64,
+        /// The start of one of the windows, Unix milliseconds.
+        offset_ms: u64,
+    },
     /// As `Even`, with a different offset for each key.
-    Random { period_ms: u64 },
+    Random {
+        /// The length of a window, milliseconds.
+        period_ms: u64,
+    },
     /// Windows that the first request of a key opens, and that last one period.
-    FirstRequest { period_ms: u64 },
+    FirstRequest {
+        /// The length of a window, milliseconds.
+        period_ms: u64,
+    },
     /// Days, weeks or months of a time zone.
     Calendar(Calendar),
 }
@@ -286,7 +300,10 @@ fn month_start_day(year: u64, month: u64) -> u64 {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum WindowSequence {
     /// All windows have the same length, at least 1 ms.
-    Even { period_ms: u64 },
+    Even {
+        /// The length of a window, milliseconds.
+        period_ms: u64,
+    },
     /// The windows end at these times, Unix milliseconds, ascending: calendar windows.
     Listed(Arc<[u64]>),
 }
