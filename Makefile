@@ -1,14 +1,14 @@
-# What CI runs and what a developer runs are the same targets. `make test` and `make check` start
-# from a bare Debian machine with Rust on it, and install what they need when they are root.
+# CI and developers use the same targets. `make test` and `make check` need only Debian and Rust,
+# and install all other programs if they run as root.
 
 FUZZ_SECONDS = 60
 KILLS = 1000
 KILLS_SHARED_S = 60
 FAILOVER_S = 600
-# Virtual environments of Python, each with the packages that the file of its name lists.
+# Python virtual environments, each with the packages that tests/external/NAME.txt lists.
 PARTS = tests/.parts
-# Where the instrumented gateway and its profile lie, and what merges profiles: the toolchain's (`rustup component add
-# llvm-tools`), or Debian's.
+# Folder of the instrumented gateway and its profile, and the program that merges profiles: of the toolchain (`rustup
+# component add llvm-tools`), or Debian's.
 TRAINING = target/training
 PROFDATA ?= $(firstword $(wildcard $(shell rustc --print target-libdir)/../bin/llvm-profdata) llvm-profdata-19)
 # The loom models of the limiter.
@@ -16,22 +16,22 @@ MODELS = cargo test --locked --no-fail-fast --profile model -p transom-limiter -
 DENY = cargo deny --version >/dev/null 2>&1
 
 .PHONY: help test check release bench model kills kills-shared failover fuzz parts deny advisories
-# Two of them would build, install or measure at once.
+# Targets build, install and measure, and must not run at the same time.
 .NOTPARALLEL:
 
 help:
 	@echo "make test        run all tests; installs the servers they talk to"
 	@echo "make check       formatting, lints, documentation, licenses of dependencies"
-	@echo "make release     target/dist/transom: optimized by a profile of itself under load; builds twice"
+	@echo "make release     target/dist/transom: optimized with a profile of the gateway under load; builds twice"
 	@echo "make bench       builds a release; CPU time per request, beside nginx, HAProxy and Envoy; memory; slow clients"
-	@echo "make model       the counting room's models again, with wider bounds"
-	@echo "make kills       the gateway killed KILLS times (1000) under load: nobody gets more than the limit"
-	@echo "make kills-shared  four gateways on one Redis, killed for KILLS_SHARED_S seconds (60) under load, likewise"
-	@echo "make failover    one of two upstream servers killed again and again for FAILOVER_S seconds (600) under load: no request is lost"
-	@echo "make fuzz        searches for input that breaks what reads it, FUZZ_SECONDS each (60)"
-	@echo "make advisories  known vulnerabilities of dependencies; fetches their list"
+	@echo "make model       the loom models of the limiter, with wider bounds"
+	@echo "make kills       kills the gateway KILLS times (1000) under load: no client gets more than the limit"
+	@echo "make kills-shared  kills four gateways on one Redis for KILLS_SHARED_S seconds (60) under load, likewise"
+	@echo "make failover    kills one of two upstream servers repeatedly for FAILOVER_S seconds (600) under load: no request is lost"
+	@echo "make fuzz        fuzzes the parsers, FUZZ_SECONDS each (60)"
+	@echo "make advisories  checks dependencies for known vulnerabilities; downloads their list"
 
-# --no-fail-fast: one run shows everything that is broken.
+# --no-fail-fast: one run shows all failures.
 test: parts
 	cargo test --locked --no-fail-fast --workspace
 	$(MODELS)
@@ -45,8 +45,8 @@ check: deny
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items
 	cargo deny --locked check bans licenses sources
 
-# The instrumented build scripts have written profiles too: they are removed. Cargo does not see that a profile has
-# changed, so what was built by the last one is removed as well.
+# Instrumented build scripts write profiles too: these are removed. Cargo does not notice a changed
+# profile, so the previous build is removed as well.
 release:
 	$(if $(word 2,$(CURDIR)),$(error `make release` needs a path without spaces))
 	PROFDATA=$(PROFDATA) tests/external/debian.sh release
@@ -55,7 +55,7 @@ release:
 	rm -rf $(TRAINING)/counts
 	python3 benches/train.py --transom $(TRAINING)/dist/transom
 	$(PROFDATA) merge --output $(TRAINING)/profile $(TRAINING)/counts || { \
-		echo "What merges profiles must fit the compiler: rustup component add llvm-tools" >&2; exit 1; }
+		echo "llvm-profdata must match the compiler: rustup component add llvm-tools" >&2; exit 1; }
 	cargo clean --quiet --profile dist --target-dir target
 	RUSTFLAGS="$$RUSTFLAGS -Cprofile-use=$(CURDIR)/$(TRAINING)/profile" \
 		cargo build --locked --profile dist --bin transom --target-dir target
@@ -72,7 +72,7 @@ bench: release $(PARTS)/envoy/installed
 model:
 	TRANSOM_MODEL_EXTRA=1 $(MODELS)
 
-# `make test` kills a few times; this says what came of it.
+# `make test` kills a few times; this target prints the result.
 kills:
 	TRANSOM_KILLS=$(KILLS) cargo test --locked --test integration -- kills:: kill_while --nocapture --test-threads=1
 
@@ -80,14 +80,14 @@ kills:
 kills-shared:
 	TRANSOM_KILLS_SHARED_S=$(KILLS_SHARED_S) cargo test --locked --test integration -- shared_kills:: --nocapture --test-threads=1
 
-# Two upstream servers killed and started again under 2,000 requests a second, with the default settings. A release build,
+# Kills and restarts two upstream servers under 2,000 requests a second, with the default settings. Needs a release build
 # for the load.
 failover:
 	TRANSOM_FAILOVER_S=$(FAILOVER_S) cargo test --locked --release --test integration -- lose_no_request_under_load --nocapture --test-threads=1
 
-# A nightly compiler instruments what the fuzzer runs. Where there is none, the one that builds everything else is told
-# to take the flags of one: that holds for this build alone, which nobody ships. Inputs are long from the first:
-# left to itself the fuzzer begins with single bytes, and after a minute has tried no configuration of 18.
+# A nightly compiler instruments the fuzz targets. Without one, RUSTC_BOOTSTRAP enables the nightly flags of the stable
+# compiler, for this build alone. Inputs are long from the start (-len_control=0): otherwise the fuzzer begins with single
+# bytes, and after a minute has tried no configuration of 18 bytes.
 fuzz:
 	@cargo fuzz --version >/dev/null 2>&1 || cargo install --locked cargo-fuzz
 	if RUSTUP_AUTO_INSTALL=0 cargo +nightly --version >/dev/null 2>&1; then fuzz="cargo +nightly fuzz"; \
@@ -99,7 +99,7 @@ fuzz:
 			-max_total_time=$(FUZZ_SECONDS) -len_control=0 -print_final_stats=1 || exit 1; \
 	done
 
-# The servers and programs that tests talk to.
+# The servers and programs that tests use.
 parts: $(PARTS)/httpbin/installed $(PARTS)/clients/installed $(PARTS)/browser/packages
 	tests/external/debian.sh
 
@@ -110,7 +110,7 @@ $(PARTS)/%/installed: tests/external/%.txt
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-# What drives the browser, by a Node.js of its own.
+# playwright-core, which drives the browser, with a Node.js of its own.
 $(PARTS)/browser/packages: $(PARTS)/browser/installed tests/external/browser/package.json tests/external/browser/package-lock.json
 	cp tests/external/browser/*.json $(@D)
 	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund --no-update-notifier

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""What a request costs in Transom, beside nginx and HAProxy: CPU time per request, same machine, same run.
+"""Measures CPU time per request of Transom, nginx and HAProxy, on the same machine in the same run.
 
     python3 benches/beside.py                       # about six minutes
     python3 benches/beside.py --rounds 3 --seconds 3 --scenario refusing
-    python3 benches/beside.py --results table.md    # the same figures as markdown
+    python3 benches/beside.py --results table.md    # also writes the figures as Markdown
 
 Each gateway has one worker and core 0 to itself; the load generator and the upstream share core 1. They
-take turns, in an order that changes from round to round, so that a machine which gets slower or is
-disturbed does not favour one of them; ratios are formed within a round, never across rounds. A run
-whose answers were not what the scenario says ends the benchmark instead of entering the table.
+take turns, in an order that changes from round to round, so that a machine that gets slower or is
+disturbed favours none of them. Ratios are formed within a round, never across rounds. A run with
+unexpected responses ends the benchmark instead of entering the table.
 
-CPU time per request rather than requests per second is compared, because it does not depend on how
-fast the load generator or the upstream is, and because it is what a user pays for.
+The benchmark compares CPU time per request instead of requests per second, because CPU time does not depend on
+the speed of the load generator or the upstream, and because it is what a user pays for.
 """
 
 import argparse
@@ -30,18 +30,18 @@ import machine
 from machine import Trouble
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# What `make release` builds, by a profile, and what `cargo build --release` builds without one.
+# Built by `make release` with a profile, and by `cargo build --release` without one.
 OPTIMIZED, PLAIN = (os.path.join(ROOT, "target", profile, "transom") for profile in ("dist", "release"))
 BUILT_BY = {OPTIMIZED: "make release", PLAIN: "cargo build --release"}
 WARM_UP_S = 1
-# The share of answers that must have been what the scenario says.
+# The share of responses that must have the status of the scenario.
 PURITY = 0.999
 MEMORY_TARGET_MIB = 15
 MIB = 1024 * 1024
-# What `Table::with_capacity` takes: three slots of 16 bytes for every two counters.
+# Memory of the counter table: two slots of 16 bytes for each counter.
 BYTES_PER_COUNTER = 32
 
-# One turn of one gateway. `others` is the share of its core that went to anything else.
+# One turn of one gateway. `others` is the share of its core that other processes used.
 Turn = namedtuple("Turn", "cpu_us rate busy others memory_mib")
 
 
@@ -50,8 +50,8 @@ def main():
 
 
 def run(measure, options):
-    """Has a report filled, with a directory to do it in; says what went wrong, and leaves nothing behind."""
-    # A request to terminate unwinds like Ctrl-C, so that everything started is ended and removed.
+    """Runs `measure` with a temporary directory and a report. Prints errors, and leaves nothing behind."""
+    # SIGTERM unwinds like Ctrl-C, so that all processes are stopped and all files removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with tempfile.TemporaryDirectory(prefix="transom-bench-") as directory:
@@ -76,16 +76,16 @@ def arguments():
 
 
 def plain_argument(parser):
-    parser.add_argument("--plain", default=PLAIN, metavar="PATH", help="likewise, built without a profile")
+    parser.add_argument("--plain", default=PLAIN, metavar="PATH", help="the gateway built without a profile")
 
 
 def common_arguments(parser):
-    parser.add_argument("--transom", default=OPTIMIZED, metavar="PATH", help="the gateway (default: of `make release`)")
+    parser.add_argument("--transom", default=OPTIMIZED, metavar="PATH", help="the gateway (default: built by `make release`)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each gateway per scenario (default 6)")
     parser.add_argument("--seconds", type=int, default=3, help="load per turn (default 3)")
     parser.add_argument("--server-core", type=int, default=0, help="core of the gateways (default 0)")
     parser.add_argument("--load-core", type=int, default=1, help="core of load and upstream (default 1)")
-    parser.add_argument("--results", metavar="FILE", help="write the figures as markdown")
+    parser.add_argument("--results", metavar="FILE", help="also write the figures as Markdown")
 
 
 def checked(parser):
@@ -104,7 +104,7 @@ def measure(options, directory, report):
     with upstream:
         for name in options.scenario or contenders.SCENARIOS:
             scenario = contenders.SCENARIOS[name]
-            # Only where something is refused do the two nginx differ.
+            # The two nginx configurations differ only in refusals.
             several = [*gateways, contenders.NginxLogging()] if scenario.limits else gateways
             compare(options, directory, report, scenario, several, generator, upstream_port)
         report.memory(*idle_memory(transom, directory, upstream_port))
@@ -137,7 +137,7 @@ def in_turn(gateways, number):
 
 
 def take_turn(server, port, scenario, generator, options):
-    # Warm caches and open upstream connections; in the refusing scenario this also uses up the limit.
+    # Warms caches and opens upstream connections; in the refusing scenarios this also uses up the limit.
     generator.run(options.load_core, port, WARM_UP_S, scenario.varied)
     expect(server, port, scenario, generator)
     core_before, cpu_before, start = machine.core_busy_s(options.server_core), server.cpu_s(), time.monotonic()
@@ -145,17 +145,17 @@ def take_turn(server, port, scenario, generator, options):
     cpu_s, wall_s = server.cpu_s() - cpu_before, time.monotonic() - start
     core_s = machine.core_busy_s(options.server_core) - core_before
     expect(server, port, scenario, generator)
-    if outcome.answers == 0:
-        raise Trouble(f"{server.name} answered nothing; it said:\n{server.said()}")
-    wanted = outcome.answers - outcome.good if scenario.limits else outcome.good
-    if wanted < PURITY * outcome.answers or outcome.broken > (1 - PURITY) * outcome.answers:
+    if outcome.responses == 0:
+        raise Trouble(f"{server.name} sent no response; its output:\n{server.output()}")
+    wanted = outcome.responses - outcome.good if scenario.limits else outcome.good
+    if wanted < PURITY * outcome.responses or outcome.broken > (1 - PURITY) * outcome.responses:
         raise Trouble(
-            f"{server.name}, {scenario.name}: of {outcome.answers} answers {outcome.good} were 2xx, "
-            f"{outcome.broken} broke; it said:\n{server.said()}"
+            f"{server.name}, {scenario.name}: of {outcome.responses} responses {outcome.good} were 2xx, "
+            f"{outcome.broken} failed; its output:\n{server.output()}"
         )
     return Turn(
-        cpu_us=cpu_s / outcome.answers * 1e6,
-        rate=outcome.answers / outcome.seconds,
+        cpu_us=cpu_s / outcome.responses * 1e6,
+        rate=outcome.responses / outcome.seconds,
         busy=cpu_s / wall_s,
         others=max(0.0, core_s - cpu_s) / wall_s,
         memory_mib=server.memory_mib(),
@@ -163,17 +163,17 @@ def take_turn(server, port, scenario, generator, options):
 
 
 def expect(server, port, scenario, generator):
-    """The load generators only count classes of statuses; that it is the right one is asked apart."""
-    # A window may just have ended, and then the first requests of the next are rightly admitted.
+    """Checks the exact status: the load generators only count classes of statuses."""
+    # A window may just have ended; the first requests of the next one are then admitted.
     for _ in range(50):
         status = generator.probe(port)
         if status == scenario.status:
             return
-    raise Trouble(f"{server.name}, {scenario.name}: answered {status}, not {scenario.status}")
+    raise Trouble(f"{server.name}, {scenario.name}: status {status}, expected {scenario.status}")
 
 
 def idle_memory(transom, directory, upstream_port):
-    """Resident MiB of an idle gateway on all cores, with a tiny table and with the default one."""
+    """Returns the resident MiB of an idle gateway on all cores, with a tiny table and with the default one."""
     cores = os.sched_getaffinity(0)
 
     def resident(capacity):
@@ -187,7 +187,7 @@ def idle_memory(transom, directory, upstream_port):
 
 
 def require_all(options, tools):
-    """Fails unless everything that the figures need is there; a gap in the table would look like a result."""
+    """Fails unless all needed programs are installed; a gap in the table would look like a result."""
     require(options.transom, tools)
     if "plain" in options:
         require(options.plain, [])
@@ -206,11 +206,11 @@ def require(transom, tools):
         raise Trouble(f"missing programs; install them with:\n    apt-get install -y {' '.join(missing)}")
     if not os.access(transom, os.X_OK):
         how = BUILT_BY.get(os.path.abspath(transom))
-        raise Trouble(f"`{transom}` is not there" + (f"; build it with:\n    {how}" if how else ""))
+        raise Trouble(f"`{transom}` does not exist" + (f"; build it with:\n    {how}" if how else ""))
 
 
 class Report:
-    """Prints as it goes and keeps the markdown."""
+    """Prints tables and facts, and keeps them as Markdown."""
 
     def __init__(self):
         self._lines = []
@@ -250,7 +250,7 @@ class Report:
         self.facts([*facts, ("load", how)])
 
     def round(self, scenario, number, turns):
-        """Progress, on the terminal only."""
+        """Prints progress on the terminal only."""
         figures = ", ".join(f"{name} {turn.cpu_us:.2f}" for name, turn in turns.items())
         print(f"  {scenario.name}, round {number + 1}: {figures} µs", file=sys.stderr, flush=True)
 

@@ -1,8 +1,8 @@
-"""The gateways that are compared, each one small class that knows how to configure and start its own.
+"""The compared gateways: one small class each, which configures and starts the program.
 
-All are given the same work: a proxy to HTTP/1.1 with kept connections on both sides, limits per client
-address counted in shared memory, no access log, one worker. Where the programs differ, the choice
-is the one that is cheaper for the other side: nginx and HAProxy count one window where Transom counts
+All do the same work: proxy to HTTP/1.1 with persistent connections on both sides, limits per client
+address counted in shared memory, no access log, one worker. Where the programs differ, the configuration
+favours the other side: nginx and HAProxy count one window where Transom counts
 two, and neither reports the state of the limit to the client or keeps metrics, which Transom does.
 """
 
@@ -14,7 +14,7 @@ import load
 import machine
 
 # `limits`: whether the limit is so low that every request, but for the first few, is refused.
-# `varied`: whether a connection asks for something else each time.
+# `varied`: whether a connection sends different requests in turn.
 Scenario = collections.namedtuple("Scenario", "name limits status targets varied", defaults=[False])
 
 FORWARDING = Scenario("forwarding", limits=False, status=200, targets={"nginx": 1.15})
@@ -27,10 +27,10 @@ HTTP2_SCENARIOS = {scenario.name: scenario for scenario in (HTTP2_FORWARDING, HT
 
 
 class Nginx:
-    """proxy_pass with kept upstream connections; limit_req with a zone keyed by the client's address."""
+    """proxy_pass with persistent upstream connections; limit_req with a zone keyed by the client's address."""
 
     name, package = "nginx", "nginx-light"
-    # Below the level of the error log: writing a line per refusal would be paid by nginx alone.
+    # Below the level of the error log: only nginx would have to write a line per refusal.
     log_of_refusals = "limit_req_log_level info;"
     speaks, upstream_connections = "", load.CONNECTIONS
     connections = 4096
@@ -79,28 +79,28 @@ class Nginx:
 
 
 class NginxLogging(Nginx):
-    """nginx as it comes: it writes a line to its error log for every refusal unless told otherwise."""
+    """nginx with its default: a line in the error log for every refusal."""
 
     name = "nginx, logging"
     log_of_refusals = "error_log {prefix}/refusals error;"
 
 
 class NginxHttp2(Nginx):
-    """HTTP/2 with prior knowledge; as many kept upstream connections as there are streams."""
+    """HTTP/2 with prior knowledge; as many persistent upstream connections as streams."""
 
     speaks, upstream_connections = "http2", load.Http2.CONNECTIONS * load.Http2.STREAMS
 
 
 class NginxWide(Nginx):
-    """With room for very many connections, which it allocates at start."""
+    """Capacity for very many connections, which nginx allocates at the start."""
 
     connections = 32_768
 
 
 class Envoy:
-    """HTTP/2 with prior knowledge. Forwarding has no limit at all, and refusing one bucket for everybody."""
+    """HTTP/2 with prior knowledge. No limit when forwarding; one bucket for all clients when refusing."""
 
-    # The package is one of Python, from PyPI.
+    # A Python package from PyPI.
     name, package = "envoy", None
     HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests/.parts/envoy")
 
@@ -222,12 +222,12 @@ class Transom:
         self._binary = binary
 
     def start(self, directory, upstream_port, scenario, cores, capacity=1_000_000, listen="", more=""):
-        """`listen` stands at the end of `[listen]`, `more` at the end of the configuration."""
+        """Appends `listen` to the section `[listen]`, and `more` to the configuration."""
         port, admin_port = machine.free_port(), machine.free_port()
         prefix = os.path.join(directory, f"transom-{port}")
         os.makedirs(prefix)
         path = os.path.join(prefix, "gateway.toml")
-        # A layer that can never bind would be an error, so the large minute is a bit over a sixtieth.
+        # A layer that can never refuse is an error, so the large minute is more than a sixtieth of the hour.
         windows = '"2000/hour", "33/minute"' if scenario.limits else '"4000000000/hour", "70000000/minute"'
         with open(path, "w") as file:
             file.write(
@@ -263,6 +263,6 @@ rules = ["per-client"]
 
 
 class PlainTransom(Transom):
-    """Built without a profile of how it runs."""
+    """Built without a profile."""
 
     name = "transom, plain"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a request costs that comes over HTTP/2 and goes to an HTTP/1.1 upstream, beside nginx and Envoy.
+"""Measures CPU time per request from HTTP/2 to HTTP/1.1, of Transom, nginx and Envoy.
 
     python3 benches/http2.py                       # about four minutes
     python3 benches/http2.py --rounds 3 --seconds 3 --scenario refusing
-    python3 benches/http2.py --results table.md    # the same figures as markdown
+    python3 benches/http2.py --results table.md    # also writes the figures as Markdown
 
-As beside.py, whose turns, rounds and rules these are: one worker and core 0 for each gateway, load and
-upstream on core 1, CPU time per request. h2load speaks HTTP/2 with prior knowledge, in the clear.
+Turns, rounds and rules are those of beside.py: one worker and core 0 for each gateway, load and
+upstream on core 1, CPU time per request. h2load uses HTTP/2 with prior knowledge, without TLS.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What an idle connection costs: resident memory of the gateway with ten thousand of them and without.
+"""Measures the memory of an idle connection: resident memory of the gateway with and without ten thousand of them.
 
     python3 benches/idle.py                        # about half a minute
     python3 benches/idle.py --connections 2000 --results table.md
 
-Each connection has made one request, which was forwarded, and is kept alive. nginx stands beside for
-comparison. A fifth as many are looked at over TLS and of HTTP/2. Needs as many descriptors as
+Each connection has had one request forwarded and is kept alive. nginx is measured for
+comparison. A fifth as many connections are measured over TLS and of HTTP/2. Needs as many descriptors as
 connections: `ulimit -Hn`.
 """
 
@@ -25,20 +25,20 @@ import machine
 from machine import Trouble
 
 TARGET_KIB = 8
-# Connections before the first look: what is made once for all of them is not an idle connection's cost.
+# Connections before the first measurement: memory allocated once for all is not part of the cost of a connection.
 FIRST = 100
-# What an allocator gives back, it gives back within some seconds.
+# The allocator returns memory within some seconds.
 SETTLE_S = 3
 REQUEST = f"GET {load.PATH} HTTP/1.1\r\nHost: {machine.LOOPBACK}\r\n\r\n".encode()
 END = load.BODY.replace("\\n", "\n").encode()
 # Of HTTP/2: kinds of frames, and their flags.
 DATA, HEADERS, SETTINGS = 0, 1, 4
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
-# Nobody is to be cut for being idle while the others connect.
-PATIENT = '[timeouts]\nrequest_head = "1h"\n'
-# Over TLS, and of HTTP/2, there are so many times fewer.
+# No connection is closed for being idle while the others connect.
+LONG_TIMEOUT = '[timeouts]\nrequest_head = "1h"\n'
+# Divisor of the number of connections over TLS and of HTTP/2.
 FEWER = 5
-# Descriptors that either side needs beside those of the connections.
+# Descriptors that each side needs in addition to those of the connections.
 SPARE = 1000
 
 
@@ -60,9 +60,9 @@ def measure(options, directory, report):
     upstream, upstream_port = load.start_upstream(directory, max(cores))
     rows = []
     with upstream:
-        # As it comes it keeps a descriptor for the upstream's side of every client; here they ask one by one.
-        crowd = f"max_connections = {options.connections + FIRST}"
-        for gateway, more in ((transom, {"listen": crowd, "more": PATIENT}), (nginx, {})):
+        # By default a descriptor is reserved for the upstream connection of every client; here requests come one by one.
+        connection_limit = f"max_connections = {options.connections + FIRST}"
+        for gateway, more in ((transom, {"listen": connection_limit, "more": LONG_TIMEOUT}), (nginx, {})):
             server, port = gateway.start(directory, upstream_port, contenders.FORWARDING, cores, **more)
             with server:
                 before, after = idle(server, port, options.connections)
@@ -92,7 +92,7 @@ private_key = "{key}"
 [http2]
 idle = "1h"
 """
-        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, more=PATIENT + https)
+        server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, more=LONG_TIMEOUT + https)
         with server:
             before, after = idle(server, https_port if issubclass(kind, Secure) else port, count, kind)
         rows.append([name, f"{before:.1f}", f"{after:.1f}", f"{(after - before) * 1024 / count:.2f}"])
@@ -100,7 +100,7 @@ idle = "1h"
 
 
 def idle(server, port, count, kind=None):
-    """Resident MiB with a few connections, and with `count` more."""
+    """Returns the resident MiB with a few connections, and with `count` more."""
     kind = kind or Connection
     kept = [kind(port) for _ in range(FIRST)]
     time.sleep(SETTLE_S)
@@ -108,7 +108,7 @@ def idle(server, port, count, kind=None):
     kept += [kind(port) for _ in range(count)]
     time.sleep(SETTLE_S)
     after = server.memory_mib()
-    # That they are still there: an answer on each of them.
+    # Each connection must still respond.
     for connection in kept:
         connection.ask()
     for connection in kept:
@@ -117,7 +117,7 @@ def idle(server, port, count, kind=None):
 
 
 class Connection:
-    """HTTP/1.1 in the clear; after its first request."""
+    """HTTP/1.1 without TLS, after its first request."""
 
     def __init__(self, port):
         self.socket = self.begin(socket.create_connection((machine.LOOPBACK, port), timeout=10))
@@ -127,13 +127,13 @@ class Connection:
         return connection
 
     def ask(self):
-        """One request and its whole answer, which ends as the upstream's body does."""
+        """Sends one request and reads its whole response, which ends like the upstream's body."""
         self.socket.sendall(REQUEST)
-        answer = b""
-        while not answer.endswith(END):
-            answer += self.receive()
-        if not answer.startswith(b"HTTP/1.1 200 "):
-            raise Trouble(f"answered {answer[:200]!r}")
+        response = b""
+        while not response.endswith(END):
+            response += self.receive()
+        if not response.startswith(b"HTTP/1.1 200 "):
+            raise Trouble(f"unexpected response {response[:200]!r}")
 
     def receive(self):
         piece = self.socket.recv(65536)
@@ -143,7 +143,7 @@ class Connection:
 
 
 class Secure(Connection):
-    """Over TLS; nobody here asks who the server is."""
+    """Over TLS; the server certificate is not verified."""
 
     def begin(self, connection):
         return tls_context(self.speaks()).wrap_socket(connection)
@@ -153,7 +153,7 @@ class Secure(Connection):
 
 
 class Stream(Connection):
-    """HTTP/2, as little of it as a request takes (RFC 9113)."""
+    """The part of HTTP/2 that a request needs (RFC 9113)."""
 
     def begin(self, connection):
         self.number, self.rest = -1, b""
@@ -163,7 +163,7 @@ class Stream(Connection):
     def ask(self):
         self.number += 2
         authority, path = machine.LOOPBACK.encode(), load.PATH.encode()
-        # HPACK: GET and http stand in the static table; :path and :authority have their names there.
+        # HPACK: GET and http are in the static table, and so are the names :path and :authority.
         head = b"\x82\x86\x04" + bytes([len(path)]) + path + b"\x01" + bytes([len(authority)]) + authority
         self.socket.sendall(frame(HEADERS, END_STREAM | END_HEADERS, self.number, head))
         while True:
@@ -174,7 +174,7 @@ class Stream(Connection):
                 continue
             # 0x88 is `:status: 200`.
             if kind == HEADERS and body[:1] != b"\x88":
-                raise Trouble(f"answered {body!r}")
+                raise Trouble(f"unexpected response {body!r}")
             if flags & END_STREAM:
                 return
 
@@ -207,7 +207,7 @@ def tls_context(protocol):
 
 
 class Openssl:
-    """Makes the certificates."""
+    """Creates the certificates."""
 
     name = package = "openssl"
 
@@ -223,7 +223,7 @@ def make_certificate(directory):
 
 
 def allow_descriptors(count):
-    """For this process and those that it starts."""
+    """Raises the limit for this process and its children."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < count:
         raise Trouble(f"{count} descriptors are needed and {hard} allowed; raise the limit with:\n    ulimit -Hn {count}")

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Holds the model of leases against gateways: what simulation.rs computes for few of them, counted.
+"""Compares the simulation of leases (simulation.rs) with real gateways.
 
     apt-get install -y nginx-light redis-server
     make release
     python3 benches/leases.py                       # about three minutes
-    cargo bench --bench simulation -- --small       # what the model says
-    python3 benches/leases.py --results table.md    # the same figures as markdown
+    cargo bench --bench simulation -- --small       # the simulated figures
+    python3 benches/leases.py --results table.md    # also writes the figures as Markdown
 
-One, two and four gateways, of one loop each, count in one Redis, which is put 20 ms away: so whoever waits for it is told from
-who does not by the time that his answer takes. Requests come at random times (Poisson), to any gateway, with keys of a
-header, through two windows of 10 s. Calls are what the gateways say of themselves. What nobody got is counted by key, where more
-was asked for than the limit in both windows.
+One, two and four gateways, with one worker each, count in one Redis. A relay adds 20 ms, so that requests that waited for Redis can
+be recognized by their response time. Requests come at random times (Poisson), to any gateway, with keys from a
+header, through two windows of 10 s. The gateways' metrics count the calls. Unused tokens are counted for keys whose demand
+exceeded the limit in both windows.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from shared import Redis
 GATEWAYS, RATE = (1, 2, 4), 500
 PERIOD_S, WINDOWS = 10, 2
 WAY_S = 0.020
-# Nothing is sent so near the ends of the two windows that it might fall into others: the gateways' time is that of
-# answers which have been on their way.
+# No request is sent so near the ends of the two windows that it could count in another window: the gateways learn the time
+# from delayed replies.
 MARGIN_S = 0.2
 Load = collections.namedtuple("Load", "name keys zipf limit")
 LOADS = (Load("one counter for all", 1, 0, RATE * 5), Load("1,000 clients (Zipf), 100 in 10 s each", 1_000, 1, 100))
@@ -43,7 +43,7 @@ ANSWERS = ("granted", "refused", "other_window", "given_back")
 
 
 class Relay(asyncio.Protocol):
-    """Hands on whatever it gets, half of the way later."""
+    """Relays all bytes, delayed by half of the round trip."""
 
     def __init__(self, loop, other=None, port=None):
         self._loop, self.other, self._port, self._early = loop, other, port, []
@@ -70,15 +70,15 @@ class Relay(asyncio.Protocol):
 
 
 class Client(asyncio.Protocol):
-    """One kept connection to a gateway; one request at a time."""
+    """One persistent connection to a gateway; one request at a time."""
 
     def connection_made(self, transport):
-        self.transport, self._got, self.answer = transport, b"", None
+        self.transport, self._got, self.response = transport, b"", None
 
     def ask(self, loop, key):
-        self.answer = loop.create_future()
+        self.response = loop.create_future()
         self.transport.write(f"GET {load.PATH} HTTP/1.1\r\nhost: bench\r\nx-key: {key}\r\n\r\n".encode())
-        return self.answer
+        return self.response
 
     def data_received(self, data):
         self._got += data
@@ -86,15 +86,15 @@ class Client(asyncio.Protocol):
         length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
         if end and len(body) >= (int(length[1]) if length else 0):
             self._got = b""
-            self.answer.set_result(int(head[9:12]))
+            self.response.set_result(int(head[9:12]))
 
     def connection_lost(self, _error):
-        if self.answer is not None and not self.answer.done():
-            self.answer.set_exception(Trouble("a gateway has closed a connection"))
+        if self.response is not None and not self.response.done():
+            self.response.set_exception(Trouble("a gateway has closed a connection"))
 
 
 def start(options, directory, upstream_port, redis_port, limit):
-    """A gateway: it, its port, and that of its metrics."""
+    """A gateway with its port and the port of its metrics."""
     port, admin = machine.free_port(), machine.free_port()
     path = os.path.join(directory, f"leases-{port}.toml")
     with open(path, "w") as file:
@@ -110,18 +110,18 @@ def start(options, directory, upstream_port, redis_port, limit):
 
 
 def calls(admins):
-    """How often the gateways have had an answer of Redis so far."""
+    """Returns how many replies of Redis the gateways have received so far."""
     count = 0
     for admin in admins:
         with urllib.request.urlopen(f"http://{machine.LOOPBACK}:{admin}/metrics", timeout=5) as page:
-            said = page.read().decode()
-        for outcome, number in re.findall(r'^transom_shared_requests_total\{.*outcome="(\w+)".*\} (\d+)', said, re.MULTILINE):
+            output = page.read().decode()
+        for outcome, number in re.findall(r'^transom_shared_requests_total\{.*outcome="(\w+)".*\} (\d+)', output, re.MULTILINE):
             count += int(number) if outcome in ANSWERS else 0
     return count
 
 
 async def play(scenario, ports, admins):
-    """Two windows of load: figures as the model's."""
+    """Applies load for two windows, and returns the same figures as the simulation."""
     loop, chance = asyncio.get_running_loop(), random.Random(1)
     weights = list(itertools.accumulate((n + 1) ** -scenario.zipf for n in range(scenario.keys)))
     idle = {port: [] for port in ports}
@@ -137,15 +137,15 @@ async def play(scenario, ports, admins):
         took.append(loop.time() - began)
         idle[port].append(client)
         if status not in (200, 429):
-            raise Trouble(f"a gateway answered {status}")
+            raise Trouble(f"a gateway responded with {status}")
         asked[key, window] += 1
         admitted[key] += status == 200
 
-    # Connections are opened beforehand, and Redis is asked something, so that the gateways know its time.
+    # Connections are opened in advance, and Redis is called once, so that the gateways know its time.
     for port in ports:
         opened = [await loop.create_connection(Client, machine.LOOPBACK, port) for _ in range(64)]
         idle[port] = [client for _, client in opened]
-    await asyncio.gather(*(client.ask(loop, "nobody") for clients in idle.values() for client in clients[:2]))
+    await asyncio.gather(*(client.ask(loop, "unused") for clients in idle.values() for client in clients[:2]))
     start_s = (int(time.time() + MARGIN_S) // PERIOD_S + 1) * PERIOD_S
     before = calls(admins)
     offset, at_s = time.time() - loop.time(), start_s + MARGIN_S
@@ -164,7 +164,7 @@ async def play(scenario, ports, admins):
     full = [key for key in range(scenario.keys) if all(asked[key, window] > scenario.limit for window in windows)]
     most = scenario.limit * WINDOWS
     if max(admitted.values()) > most:
-        # The gateways count alone then.
+        # The gateways then count alone.
         raise Trouble(f"a key got {max(admitted.values())} of {most}: the relay stood still; the machine has too much to do")
     missing = sum(most - admitted[key] for key in full) / max(1, most * len(full))
     waited = sum(seconds >= WAY_S for seconds in took) / len(took)
@@ -191,7 +191,7 @@ async def play_all(options, directory, report, upstream_port, redis_port):
             with contextlib.ExitStack() as stack:
                 gateways = []
                 for _ in range(count):
-                    # Beside the relay, not instead of it.
+                    # In addition to the relay.
                     begin = functools.partial(start, options, directory, upstream_port, relay_port, scenario.limit)
                     gateways.append(await loop.run_in_executor(None, begin))
                     stack.enter_context(gateways[-1][0])
@@ -200,7 +200,7 @@ async def play_all(options, directory, report, upstream_port, redis_port):
             number, waited, missing = figures
             rows.append([str(RATE), str(count), f"{number:.4f}", f"{waited:.2%}", f"{missing:.3%}"])
         report.section(scenario.name)
-        report.table(["requests/s", "gateways", "calls per request", "waited", "nobody got, of the limit"], rows)
+        report.table(["requests/s", "gateways", "calls per request", "waited", "unused, of the limit"], rows)
     relay.close()
 
 

@@ -1,7 +1,7 @@
-"""The load and what it is aimed at: wrk or h2load on one side, an nginx as upstream on the other.
+"""The load generators (wrk or h2load), and nginx as upstream.
 
-Both run on a core of their own, away from the gateway that is measured. A load generator reports how
-many answers came back and how many of them were 2xx; this file does not know who answered.
+Both run on another core than the measured gateway. A load generator reports the number of
+responses, and how many of them were 2xx.
 """
 
 import collections
@@ -14,27 +14,27 @@ import machine
 
 CONNECTIONS = 64
 PATH = "/api/hello"
-# A small JSON answer of a hundred bytes: the gateway's own work is what is measured, not copying.
+# A small JSON response of a hundred bytes: the benchmark measures the gateway's work, not copying.
 BODY = '{"message":"hello","from":"upstream","padding":"' + "x" * 49 + '"}\\n'
 
-# Answers in all, answers with a status of 2xx, connections or requests that broke.
-Outcome = collections.namedtuple("Outcome", "answers good broken seconds")
+# All responses, responses with a 2xx status, failed connections or requests.
+Outcome = collections.namedtuple("Outcome", "responses good broken seconds")
 
 
 class Wrk:
-    """wrk, one thread. A script adds up the counts; it has no hook per answer, which would be slow."""
+    """wrk, one thread. A script adds up the counts, without a hook per response, which would be slow."""
 
     name, package = "wrk", "wrk"
     description = f"wrk, {CONNECTIONS} kept connections"
     SCRIPT = """
         done = function(summary)
             local e = summary.errors
-            io.write(string.format('\\nOUTCOME {"answers":%d,"bad":%d,"broken":%d,"us":%d}\\n',
+            io.write(string.format('\\nOUTCOME {"responses":%d,"bad":%d,"broken":%d,"us":%d}\\n',
                 summary.requests, e.status, e.connect + e.read + e.write + e.timeout, summary.duration))
         end
     """
 
-    # Made beforehand; of so many that a connection does not meet the same twice in a row.
+    # Created in advance, and enough that no connection sends the same request twice in a row.
     VARIED = """
         local requests, next_one = {}, 0
         init = function()
@@ -56,16 +56,16 @@ class Wrk:
                 file.write(more + self.SCRIPT)
 
     def run(self, core, port, seconds, varied=False):
-        """`varied`: no connection asks the same twice in a row."""
+        """With `varied`, no connection sends the same request twice in a row."""
         script = self._varied if varied else self._script
         command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--timeout", "5s", "-s", script]
-        said = machine.run_on({core}, [*command, _url(port)], seconds + 15)
-        found = re.search(r"^OUTCOME (.*)$", said, re.MULTILINE)
+        output = machine.run_on({core}, [*command, _url(port)], seconds + 15)
+        found = re.search(r"^OUTCOME (.*)$", output, re.MULTILINE)
         if not found:
-            raise machine.Trouble(f"wrk did not say how it went:\n{said}")
+            raise machine.Trouble(f"no result from wrk:\n{output}")
         counts = json.loads(found[1])
-        good = counts["answers"] - counts["bad"]
-        return Outcome(counts["answers"], good, counts["broken"], counts["us"] / 1e6)
+        good = counts["responses"] - counts["bad"]
+        return Outcome(counts["responses"], good, counts["broken"], counts["us"] / 1e6)
 
     @staticmethod
     def probe(port):
@@ -73,12 +73,12 @@ class Wrk:
 
     @staticmethod
     def version():
-        # `wrk -v` prints its version and then, for want of a URL, fails.
+        # `wrk -v` prints its version and then fails, because it has no URL.
         return machine.version_of(["wrk", "-v"], r"wrk (\S+)")
 
 
 class H2load:
-    """h2load speaking HTTP/1.1, one thread."""
+    """h2load with HTTP/1.1, one thread."""
 
     name, package = "h2load", "nghttp2-client"
     description = f"h2load, {CONNECTIONS} kept connections"
@@ -88,14 +88,14 @@ class H2load:
         pass
 
     def run(self, core, port, seconds, varied=False):
-        """As `Wrk.run`."""
+        """See `Wrk.run`."""
         urls = [f"{_url(port)}?{each}" for each in range(7)] if varied else [_url(port)]
         command = ["h2load", *self.options, "-t1", f"-D{seconds}", *urls]
-        said = machine.run_on({core}, command, seconds + 15)
-        codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", said)
-        broken = re.search(r"(\d+) errored, (\d+) timeout", said)
+        output = machine.run_on({core}, command, seconds + 15)
+        codes = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
+        broken = re.search(r"(\d+) errored, (\d+) timeout", output)
         if not codes or not broken:
-            raise machine.Trouble(f"h2load did not say how it went:\n{said}")
+            raise machine.Trouble(f"no result from h2load:\n{output}")
         counts = [int(count) for count in codes.groups()]
         return Outcome(sum(counts), counts[0], sum(map(int, broken.groups())), seconds)
 
@@ -109,7 +109,7 @@ class H2load:
 
 
 class Http2(H2load):
-    """h2load speaking HTTP/2 with prior knowledge, in the clear."""
+    """h2load with HTTP/2, prior knowledge, without TLS."""
 
     CONNECTIONS, STREAMS = 8, 32
     description = f"h2load, {CONNECTIONS} connections of HTTP/2 with {STREAMS} streams each"
@@ -129,21 +129,21 @@ def _url(port):
 
 
 def probe(port, path=PATH):
-    """One request on its own connection: its status."""
+    """Sends one request on a new connection and returns its status."""
     connection = http.client.HTTPConnection(machine.LOOPBACK, port, timeout=5)
     try:
         connection.request("GET", path)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status
+        response = connection.getresponse()
+        response.read()
+        return response.status
     except (OSError, http.client.HTTPException) as error:
-        raise machine.Trouble(f"no answer on port {port}: {error}") from error
+        raise machine.Trouble(f"no response at port {port}: {error}") from error
     finally:
         connection.close()
 
 
 def start_upstream(directory, core):
-    """An nginx that answers every request itself, with connections that are never closed."""
+    """Starts an nginx that responds to every request itself and never closes connections."""
     port = machine.free_port()
     prefix = os.path.join(directory, "upstream")
     config = f"""
@@ -163,7 +163,7 @@ def start_upstream(directory, core):
 
 
 def nginx_command(prefix, http_block, connections=4096):
-    """How to run an nginx, one worker, that touches nothing of an nginx installed on the system."""
+    """Returns the command of an nginx with one worker that is independent of the system's nginx."""
     os.makedirs(prefix, exist_ok=True)
     temporary = "\n".join(
         f"{kind}_temp_path {prefix}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -171,7 +171,7 @@ def nginx_command(prefix, http_block, connections=4096):
     config = os.path.join(prefix, "nginx.conf")
     with open(config, "w") as file:
         file.write(
-            # Started by root, nginx would hand its worker to `nobody`, who cannot use the prefix.
+            # As root, nginx would run its worker as user `nobody`, which cannot use the prefix.
             ("user root;\n" if os.geteuid() == 0 else "")
             + f"daemon off;\nworker_processes 1;\npid {prefix}/pid;\nerror_log stderr crit;\n"
             + f"events {{ worker_connections {connections}; }}\n"

@@ -1,8 +1,8 @@
-"""The machine as the benchmark sees it: cores, free ports, processes, the CPU time and memory they used.
+"""Cores, free ports, and processes with their CPU time and memory.
 
-All figures come from /proc, so nothing here needs a privilege or a package. This file knows neither
-gateways nor load generators: it starts a command on a core, says what the command consumed, and makes
-sure that nothing which it started outlives the benchmark.
+All figures come from /proc, so this file needs no privileges and no packages. It knows neither
+gateways nor load generators: it starts a command on a core, reports what the command consumed, and makes
+sure that no process outlives the benchmark.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import socket
 import subprocess
 import time
 
-# Where Debian keeps servers, and only root looks.
+# Debian's folders of servers, which are only in root's PATH.
 os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 LOOPBACK = "127.0.0.1"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -27,11 +27,11 @@ _given_ports = set()
 
 
 class Trouble(Exception):
-    """Something that makes the figures impossible or worthless; the text says what to do."""
+    """A condition that prevents a measurement or makes it worthless; the text says what to do."""
 
 
 def free_port():
-    """A port that nobody listens on and that the kernel gives to no outgoing connection.
+    """Returns a port without a listener, which the kernel does not give to outgoing connections.
 
     Ports below the ephemeral range are used because the load itself opens hundreds of connections on
     loopback, whose local ports could otherwise take the one that was just found to be free.
@@ -53,14 +53,14 @@ def free_port():
 
 
 class Server:
-    """A server process with all its children, from start to end."""
+    """A server process and all its children."""
 
     def __init__(self, name, command, port, log, cores):
         """Starts `command` on `cores` and waits until it accepts connections at `port`."""
         self.name = name
         self._log = log
         with open(log, "wb") as out:
-            # A session of its own, so that the whole tree can be ended at once.
+            # A session of its own, so that the whole tree can be stopped at once.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -91,31 +91,31 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.02)
-        raise Trouble(f"{self.name} does not listen on port {port}; it said:\n{self.said()}")
+        raise Trouble(f"{self.name} does not listen on port {port}; its output:\n{self.output()}")
 
-    def said(self):
+    def output(self):
         with open(self._log, errors="replace") as file:
             return file.read()[-2000:].strip() or "(nothing)"
 
     def end(self, limit_s):
-        """Has the process end by itself, as what it writes at its end is wanted."""
+        """Asks the process to exit, because its final output is needed."""
         self._process.terminate()
         try:
             status = self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise Trouble(f"{self.name} has not ended within {limit_s} s; it said:\n{self.said()}") from None
+            raise Trouble(f"{self.name} has not ended within {limit_s} s; its output:\n{self.output()}") from None
         if status != 0:
-            raise Trouble(f"{self.name} ended with {status}; it said:\n{self.said()}")
+            raise Trouble(f"{self.name} ended with {status}; its output:\n{self.output()}")
 
     def stop(self):
-        """Ends the process and everything it started; returns when all are gone."""
+        """Stops the process and its children; returns when all have ended."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
                 self._process.wait(3)
             except subprocess.TimeoutExpired:
                 pass
-        # What is left of the group: children of a process that died too early to end them.
+        # The rest of the group: children of a process that died before it stopped them.
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -123,7 +123,7 @@ class Server:
         self._process.wait()
 
     def cpu_s(self):
-        """User and system time so far of the whole tree, ended children included, in seconds.
+        """Returns the user and system time of the whole tree so far, including ended children, in seconds.
 
         Fields are numbered as in proc_pid_stat(5): 14 utime, 15 stime, 16 cutime, 17 cstime.
         """
@@ -133,7 +133,7 @@ class Server:
         return ticks * TICK_S
 
     def memory_mib(self):
-        """Resident memory now (VmRSS) of the whole tree, in MiB."""
+        """Returns the resident memory (VmRSS) of the whole tree, in MiB."""
         kib = 0
         for pid in self._tree():
             with open(f"/proc/{pid}/status") as file:
@@ -142,7 +142,7 @@ class Server:
 
     def _tree(self):
         if self._process.poll() is not None:
-            raise Trouble(f"{self.name} ended by itself; it said:\n{self.said()}")
+            raise Trouble(f"{self.name} ended by itself; its output:\n{self.output()}")
         tree = [self._process.pid]
         for pid in tree:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
@@ -151,7 +151,7 @@ class Server:
 
 
 def _stat(pid):
-    """The fields of /proc/PID/stat; the second may contain blanks and is therefore put apart."""
+    """Returns the fields of /proc/PID/stat; the second may contain blanks and is split off first."""
     with open(f"/proc/{pid}/stat") as file:
         head, _, tail = file.read().rpartition(")")
     return [*head.split(" (", 1), *tail.split()]
@@ -160,12 +160,12 @@ def _stat(pid):
 def _settle(cores):
     """Runs in a new process before its program does."""
     os.sched_setaffinity(0, cores)
-    # Should the benchmark be killed in a way that it cannot handle, its servers end with it.
+    # If the benchmark is killed, its servers end with it.
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_on(cores, command, timeout_s):
-    """Runs `command` on `cores` to its end and returns what it printed."""
+    """Runs `command` on `cores` to its end and returns its output."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=lambda: _settle(cores)
@@ -178,14 +178,14 @@ def run_on(cores, command, timeout_s):
 
 
 def version_of(command, pattern):
-    """The version that a program prints, on either stream and whatever its exit code."""
+    """Returns the version that a program prints, on either stream and with any exit code."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
     found = re.search(pattern, done.stdout + done.stderr)
     return found[1] if found else "of unknown version"
 
 
 def core_busy_s(core):
-    """Seconds that a core has spent on anything, or that the hypervisor took from it, since boot."""
+    """Returns the busy seconds of a core since boot, including time taken by the hypervisor."""
     with open("/proc/stat") as file:
         for line in file:
             if line.startswith(f"cpu{core} "):
@@ -195,7 +195,7 @@ def core_busy_s(core):
 
 
 def description(versions):
-    """What the figures were measured on, as (what, which) pairs; `versions` are added to it."""
+    """Returns a description of the machine as (name, value) pairs, followed by `versions`."""
     with open("/proc/cpuinfo") as file:
         models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
     with open("/proc/loadavg") as file:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What it costs that gateways count together in leases, and how often Redis is asked.
+"""Measures the cost of counting in leases, and the number of calls to Redis.
 
     apt-get install -y nginx-light wrk redis-server
     make release
     python3 benches/shared.py                       # about two minutes
-    python3 benches/shared.py --results table.md    # the same figures as markdown
+    python3 benches/shared.py --results table.md    # also writes the figures as Markdown
 
-As beside.py, whose turns, rounds and rules these are. The gateway that shares its counters stands beside the same one
-that counts alone; 10,000 keys, told apart by a header, are asked with in turn, and nothing is refused. Redis runs on the
-core of the load. Then a hot set of 1,000 keys: the commands that Redis counted, those within scripts included, by request.
+Turns, rounds and rules are those of beside.py. A gateway with shared counters is compared with the same gateway
+counting alone; requests use 10,000 keys in turn, from a header, and none is refused. Redis runs on the
+core of the load. Then 1,000 busy keys: commands that Redis counted, including those within scripts, per request.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import contenders
 import load
 import machine
 
-KEYS, HOT_KEYS = 10_000, 1_000
+KEYS, BUSY_KEYS = 10_000, 1_000
 COMMANDS_TARGET = 0.05
 FORWARDING = contenders.Scenario("forwarding, 10,000 keys", limits=False, status=200, targets={"alone": 1.15})
 
 
 class KeyedWrk(load.Wrk):
-    """wrk that names one key after the other in a header, in requests that are made beforehand."""
+    """wrk with one key after the other in a header, in requests created in advance."""
 
     REQUESTS = """
         local requests, next_one = {{}}, 0
@@ -57,7 +57,7 @@ class Gateway(contenders.Transom):
 
     def start(self, directory, upstream_port, scenario, cores):
         shared = f'[counters.shared]\nredis = "redis://{machine.LOOPBACK}:{self._redis_port}"' if self._redis_port else ""
-        # The route of all scenarios stays, but this one is more specific.
+        # More specific than the route of all scenarios.
         rule = '[rules.keyed]\nkey = "header:x-key"\non_missing_key = "skip"\n' \
             'windows = ["4000000000/hour", "70000000/minute"]\n'
         route = '[[routes]]\npath = "/api/hello"\nupstream = "bench"\nrules = ["keyed"]\n'
@@ -65,7 +65,7 @@ class Gateway(contenders.Transom):
 
 
 class Redis:
-    """A redis-server that keeps nothing, for as long as it is measured."""
+    """A redis-server without persistence, for the duration of the benchmark."""
 
     name, package = "redis-server", "redis-server"
 
@@ -81,9 +81,9 @@ class Redis:
 
 
 def commands(port):
-    """How often each command was called so far."""
-    said = machine.run_on(os.sched_getaffinity(0), ["redis-cli", "-p", str(port), "INFO", "commandstats"], 10)
-    return {name: int(calls) for name, calls in re.findall(r"^cmdstat_(\S+?):calls=(\d+)", said, re.MULTILINE)}
+    """Returns the number of calls of each command so far."""
+    output = machine.run_on(os.sched_getaffinity(0), ["redis-cli", "-p", str(port), "INFO", "commandstats"], 10)
+    return {name: int(calls) for name, calls in re.findall(r"^cmdstat_(\S+?):calls=(\d+)", output, re.MULTILINE)}
 
 
 def main():
@@ -111,8 +111,8 @@ def measure(options, directory, report):
 
 
 def hot_set(options, directory, report, gateway, upstream_port, redis_port):
-    """How often Redis is asked for keys that are all busy."""
-    generator = KeyedWrk(directory, HOT_KEYS)
+    """Measures the calls to Redis for busy keys."""
+    generator = KeyedWrk(directory, BUSY_KEYS)
     server, port = gateway.start(directory, upstream_port, FORWARDING, {options.server_core})
     with server:
         generator.run(options.load_core, port, beside.WARM_UP_S)
@@ -120,12 +120,12 @@ def hot_set(options, directory, report, gateway, upstream_port, redis_port):
         outcome = generator.run(options.load_core, port, options.seconds * options.rounds)
         after = commands(redis_port)
     calls = {name: count - before.get(name, 0) for name, count in after.items() if name != "info"}
-    scripts, everything = calls.get("evalsha", 0) / outcome.answers, sum(calls.values()) / outcome.answers
-    report.section(f"Redis commands per request: a hot set of {HOT_KEYS:,} keys, {outcome.answers / outcome.seconds:,.0f} requests/s")
+    scripts, everything = calls.get("evalsha", 0) / outcome.responses, sum(calls.values()) / outcome.responses
+    report.section(f"Redis commands per request: {BUSY_KEYS:,} busy keys, {outcome.responses / outcome.seconds:,.0f} requests/s")
     target = f"< {COMMANDS_TARGET}: {beside.met(everything < COMMANDS_TARGET)}"
     report.table(
         ["commands", "per request", "target"],
-        [["EVALSHA", f"{scripts:.4f}", ""], ["all, those within scripts included", f"{everything:.4f}", target]],
+        [["EVALSHA", f"{scripts:.4f}", ""], ["all, including those within scripts", f"{everything:.4f}", target]],
     )
 
 

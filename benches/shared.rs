@@ -1,10 +1,10 @@
-//! Exact decisions through Redis, per second: many requests of one event loop beside a client that asks once per
-//! request and waits.
+//! Measures exact decisions through Redis per second: many concurrent requests of one worker, compared with a client that
+//! sends one call per request and waits.
 //!
-//! `cargo bench --bench shared` starts a redis-server of its own (Debian's `redis-server`) and prints both, by turns, and
+//! `cargo bench --bench shared` starts a redis-server of its own (Debian's `redis-server`) and prints both, measured in turns, and
 //! their ratio. Both sides run the same script on one connection each; every decision is about three plain windows of
-//! one key, of 1,000 keys by turns, and none is refused. The client that waits is measured twice: as a task of an event
-//! loop, as it would be in a gateway, and as a thread that does nothing else, with no runtime in its way.
+//! one key, of 1,000 keys in turn, and none is refused. The waiting client is measured twice: as a task of an event
+//! loop, as in a gateway, and as a thread without a runtime.
 
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -18,7 +18,7 @@ use transom::config::redis::{Node, Nodes, Shared};
 use transom::redis_store::client::RedisClient;
 use transom::redis_store::scripts::{self, AcquireCall, Answer, At, By, CounterRequest, Decision, Scripts};
 
-/// The allocator of the gateway, for both sides.
+/// The gateway's allocator, for both sides.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -53,7 +53,7 @@ fn main() {
     );
 }
 
-/// One thread that asks and waits.
+/// One thread that calls and waits.
 fn waiting(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
@@ -70,7 +70,7 @@ fn waiting(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     decided as f64 / start.elapsed().as_secs_f64()
 }
 
-/// A task of an event loop that asks and waits, by redis-rs alone.
+/// A task of an event loop that calls and waits, with redis-rs alone.
 fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
     runtime.block_on(async {
@@ -90,7 +90,7 @@ fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     })
 }
 
-/// Many requests that ask through the store of one event loop.
+/// Many requests through the Redis client of one worker.
 fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default()).expect("a runtime");
     let keys: Rc<[[CounterRequest; 3]]> = keys.into();
@@ -147,7 +147,7 @@ fn wants(key: usize) -> [CounterRequest; 3] {
             asked_ms: 0,
         }
     };
-    // Periods that do not end while it runs, but once in a long while.
+    // Long periods, which rarely end during the benchmark.
     [window(86_400_000, "day"), window(7 * 86_400_000, "week"), window(30 * 86_400_000, "month")]
 }
 

@@ -1,9 +1,9 @@
-//! What leases cost: Redis calls, requests that wait for one, and tokens that nobody gets, by the number of gateways and
-//! the rate of requests. A simulation, request by request; docs/explanation/lease-model.md says what it takes for granted.
+//! Simulates the cost of leases, request by request: Redis calls, waiting requests and unused tokens, by the number of
+//! gateways and the rate of requests. docs/explanation/lease-model.md states the assumptions.
 //!
 //! `cargo bench --bench simulation` prints the table; `-- --chart docs/explanation/lease-load.svg` draws it as well, and `-- --small`
-//! prints what benches/leases.py measures instead. What the gateway does is written down here once more; its constants
-//! are the gateway's own.
+//! prints the figures that benches/leases.py measures. The gateway's algorithm is written again here, with the gateway's
+//! constants.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -19,12 +19,12 @@ const BUSY_US: u64 = us(lease_sizing::BUSY);
 const SLOW_US: u64 = us(lease_sizing::SLOW);
 const MEMORY_US: u64 = us(lease_sizing::MEMORY);
 const RECHECK_US: u64 = us(lease_sizing::RECHECK.0);
-/// It is looked at now and then whether something lies idle.
+/// Interval of the check for idle tokens.
 const IDLE_US: u64 = us(lease_sizing::IDLE) + us(SWEEP) / 2;
 
-/// From a question to Redis to its answer, microseconds; it decides in the middle of that time.
+/// From a call of Redis to its reply, microseconds; Redis decides in the middle of that time.
 const WAY_US: u64 = 1_000;
-/// As far away as benches/leases.py puts it, so that it is seen who has waited.
+/// The delay of benches/leases.py, by which waiting requests are recognized.
 const SMALL_WAY_US: u64 = 20_000;
 
 const GATEWAYS: [u64; 7] = [1, 3, 10, 30, 100, 300, 1000];
@@ -36,36 +36,36 @@ const fn us(duration: Duration) -> u64 {
     duration.as_micros() as u64
 }
 
-/// Beyond what is needed, one part in so many of what is left is handed out: as the script says.
+/// Divisor of what is left beyond the need: the part that the script grants.
 fn part() -> u64 {
     let script = include_str!("../src/redis_store/acquire.lua");
     let said = script.split_once("math.floor(spare / ").and_then(|(_, rest)| rest.split_once(')'));
     said.and_then(|(part, _)| part.parse().ok()).expect("acquire.lua says which part of what is left is handed out")
 }
 
-/// Who asks, and what is granted.
+/// The clients and their limits.
 struct Load {
     name: &'static str,
     keys: usize,
-    /// 0: all keys alike; 1: the second is asked with half as often as the first, the third a third, …
+    /// 0: all keys equally often; 1: the second key half as often as the first, the third a third, …
     zipf: f64,
-    /// Of a key, in a window, by the rate of all.
+    /// The limit of a key in a window, from the rate of all requests.
     limit: fn(f64) -> u64,
 }
 
-/// What is small enough to be measured beside it.
+/// Sizes that can also be measured.
 const SMALL_LOADS: [Load; 2] = [
     Load { name: "one counter for all", keys: 1, zipf: 0.0, limit: |rate| (rate * 5.0) as u64 },
     Load { name: "1,000 clients (Zipf), 100 in 10 s each", keys: 1_000, zipf: 1.0, limit: |_| 100 },
 ];
 
 const LOADS: [Load; 2] = [
-    // Half of what is asked for.
+    // Half of the demand.
     Load { name: "one counter for all", keys: 1, zipf: 0.0, limit: |rate| (rate * 5.0) as u64 },
     Load { name: "10,000 clients (Zipf), 1,000 in 10 s each", keys: 10_000, zipf: 1.0, limit: |_| 1000 },
 ];
 
-/// What one gateway has of one key.
+/// The state of one key in one gateway.
 #[derive(Default)]
 struct Lease {
     window: u64,
@@ -74,15 +74,15 @@ struct Lease {
     asked_us: u64,
     spent_us: u64,
     is_asking: bool,
-    /// Nothing was handed out any more that nobody waited for.
+    /// The last fetch got no tokens beyond the need.
     is_dry: bool,
-    /// Used up, as far as is known; asked again then.
+    /// Known to be used up until this time.
     full_until_us: Option<u64>,
     waiting: Vec<u64>,
     is_watched: bool,
 }
 
-/// A key in Redis, and what the clients make of it.
+/// A key in Redis, and its demand.
 #[derive(Default, Clone)]
 struct Counter {
     window: u64,
@@ -104,7 +104,7 @@ struct Sums {
     requests: u64,
     calls: u64,
     waited: u64,
-    /// Of the keys and windows in which more was asked for than granted: what was granted, and what nobody got of it.
+    /// For keys and windows whose demand exceeded the limit: the limits, and their unused part.
     limit: u64,
     missing: u64,
 }
@@ -362,7 +362,7 @@ fn heading(load: &Load) {
     println!("| ---------: | -------: | ------------: | ----------------: | -----: | -----------------------: |");
 }
 
-/// A line of the table: calls per request, and percents of those that waited and of what nobody got.
+/// A line of the table: calls per request, and percentages of waiting requests and of unused tokens.
 fn row(load: &Load, gateways: u64, rate: f64, way_us: u64) -> [f64; 3] {
     let sums = World::run(load, gateways, rate, way_us);
     let requests = sums.requests as f64;

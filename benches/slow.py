@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What slow clients do to a well-behaved one: its latency beside two thousand of them, and in quiet before.
+"""Measures the effect of slow clients on another client: its latency beside two thousand of them, and alone.
 
     python3 benches/slow.py                        # about three minutes
     python3 benches/slow.py --mode body --connections 500 --seconds 10
 
-slowhttptest holds connections open as its modes have it: a head that never ends, a body that comes in
-drops, an answer that is hardly read. The gateway runs with its default limits. Needs as many
+slowhttptest keeps connections busy in its modes: a head that never ends, a body in
+small pieces, a response that is hardly read. The gateway runs with its default limits. Needs as many
 descriptors as connections: `ulimit -Hn`.
 """
 
@@ -24,21 +24,21 @@ import load
 import machine
 from machine import Trouble
 
-# How much later the 99th percentile may be, in milliseconds.
+# Permitted increase of the 99th percentile, in milliseconds.
 TARGET_MS = 100
-# The well-behaved client asks so often, on a kept connection, and every so many times on a new one.
+# Interval of the measured client's requests on its persistent connection, and every how many it uses a new one.
 PAUSE_S = 0.005
 NEW_EVERY = 10
-# A quarter of the slow ones at least must have been there at once: else nothing was measured.
-CROWD = 4
+# At least a quarter of the slow connections must be open at once; otherwise there is no result.
+MIN_SHARE = 4
 
 Mode = collections.namedtuple("Mode", "what path arguments")
 MODES = {
     "head": Mode("a head that never ends", load.PATH, ["-H", "-i", "5", "-x", "24"]),
-    "body": Mode("a body in drops", "/upload", ["-B", "-i", "5", "-x", "8", "-s", "1000000"]),
-    "read": Mode("an answer that is hardly read", "/api/large", ["-X", "-n", "1", "-z", "8", "-w", "64", "-y", "512"]),
+    "body": Mode("a body in small pieces", "/upload", ["-B", "-i", "5", "-x", "8", "-s", "1000000"]),
+    "read": Mode("a response that is hardly read", "/api/large", ["-X", "-n", "1", "-z", "8", "-w", "64", "-y", "512"]),
 }
-# The slow bodies go where they are read to their end.
+# Slow bodies go to an upstream that reads them to their end.
 ECHO = """
 [upstreams.echo]
 builtin = "echo"
@@ -71,27 +71,27 @@ def measure(options, directory, report):
         for name in options.mode or MODES:
             server, port = transom.start(directory, upstream_port, contenders.FORWARDING, cores, more=ECHO)
             with server:
-                quiet = watch(port, options.seconds)
+                alone = watch(port, options.seconds)
                 with SlowHttpTest(MODES[name], port, options, os.path.join(directory, f"slow-{name}")) as slow:
-                    crowded = watch(port, options.seconds, slow)
+                    beside_slow = watch(port, options.seconds, slow)
                 most, memory_mib = slow.most, server.memory_mib()
-            if most < options.connections / CROWD:
-                raise Trouble(f"{name}: only {most} slow connections were there; slowhttptest said:\n{slow.said()}")
-            later = percentile(crowded.times_ms, 99) - percentile(quiet.times_ms, 99)
-            is_met = later < TARGET_MS and not crowded.failures
+            if most < options.connections / MIN_SHARE:
+                raise Trouble(f"{name}: only {most} slow connections were open; output of slowhttptest:\n{slow.output()}")
+            later = percentile(beside_slow.times_ms, 99) - percentile(alone.times_ms, 99)
+            is_met = later < TARGET_MS and not beside_slow.failures
             rows.append([
-                MODES[name].what, f"{most:,}", *figures(quiet), *figures(crowded), f"{later:+.1f}",
-                str(crowded.failures), f"{memory_mib:.0f}", f"< {TARGET_MS}, none failed: {beside.met(is_met)}",
+                MODES[name].what, f"{most:,}", *figures(alone), *figures(beside_slow), f"{later:+.1f}",
+                str(beside_slow.failures), f"{memory_mib:.0f}", f"< {TARGET_MS}, none failed: {beside.met(is_met)}",
             ])
     report.section(f"A client beside {options.connections:,} slow ones: latency in ms")
     report.table(
-        ["mode", "slow at once", "p50 in quiet", "p99", "p50 beside them", "p99", "p99 later by", "failed", "MiB", "target"],
+        ["mode", "slow at once", "p50 alone, ms", "p99", "p50 beside slow clients", "p99", "p99 increase", "failed", "MiB", "target"],
         rows,
     )
 
 
 def start_upstream(directory, cores):
-    """An nginx with a small answer and a large one."""
+    """Starts an nginx with a small and a large response."""
     port = machine.free_port()
     prefix = os.path.join(directory, "upstream")
     os.makedirs(os.path.join(prefix, "files", "api"))
@@ -114,7 +114,7 @@ def start_upstream(directory, cores):
 
 
 class SlowHttpTest:
-    """slowhttptest, from its start until it is ended."""
+    """A running slowhttptest."""
 
     name, package = "slowhttptest", "slowhttptest"
 
@@ -136,20 +136,20 @@ class SlowHttpTest:
         self._process.wait()
 
     def look(self):
-        """Counts the connections that are established at the gateway, the kernel's own way."""
+        """Returns the number of established connections of the gateway, from the kernel."""
         here = f"{self._port:04X}"
         with open("/proc/net/tcp") as table:
             # The fields: number, local address, remote address, state; 01 is ESTABLISHED.
             now = sum(1 for line in table if line.split()[1].endswith(f":{here}") and line.split()[3] == "01")
         self.most = max(self.most, now)
 
-    def said(self):
+    def output(self):
         with open(self._log, errors="replace") as file:
             return re.sub(r"\x1b\[[0-9;]*m", "", file.read())[-2000:]
 
 
 class Seen:
-    """What the well-behaved client went through."""
+    """Latencies and failures of the measured client."""
 
     def __init__(self):
         self.times_ms, self.failures = [], 0
@@ -168,9 +168,9 @@ def watch(port, seconds, slow=None):
         start = time.monotonic()
         try:
             kept.request("GET", load.PATH)
-            answer = kept.getresponse()
-            answer.read()
-            is_good = answer.status == 200
+            response = kept.getresponse()
+            response.read()
+            is_good = response.status == 200
         except (OSError, http.client.HTTPException):
             is_good, kept = False, None
         seen.times_ms.append((time.monotonic() - start) * 1000)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Has a gateway do what gateways do most, so that a compiler can go by how its code runs.
+"""Puts an instrumented gateway under typical load, to produce a profile for the compiler.
 
-    make release                                    # builds by it: target/dist/transom
+    make release                                    # builds target/dist/transom with the profile
     python3 benches/train.py --transom PATH --requests 500
 
-The gateway is an instrumented one (`-Cprofile-generate`), which writes its profile when it ends, where that build says. It
-forwards and refuses, over HTTP/1.1 and HTTP/2, in the clear and over TLS, short and long bodies in both directions, to
-upstreams of both protocols; then again with counters in Redis and an access log. A load that is not answered as it should
-be ends the training: a profile of failures would be worse than none.
+The instrumented gateway (`-Cprofile-generate`) writes its profile at exit. It
+forwards and refuses, over HTTP/1.1 and HTTP/2, with and without TLS, short and long bodies in both directions, to
+upstreams of both protocols; then again with counters in Redis and an access log. Unexpected responses
+end the training: a profile of failures would be worse than none.
 """
 
 import argparse
@@ -24,17 +24,17 @@ import shared
 from machine import Trouble
 
 PER_MINUTE = 33
-# A minute may end meanwhile.
+# A minute may end during the load.
 NOT_REFUSED = 2 * PER_MINUTE
 REFUSED = 429
 LONG = 200_000
-# Bodies are long, so there are fewer of them.
+# Fewer requests, because their bodies are long.
 FEWER = 20
 TIME_LIMIT_S = 300
-# Nothing is measured here, so everything may run everywhere.
+# Nothing is measured, so all processes may use all cores.
 CORES = os.sched_getaffinity(0)
 
-# `status` is the first digit of what all answers must have, but for the first that are not refused yet.
+# `status` is the first digit of the status of all responses, except for the first ones that are not refused yet.
 Load = namedtuple("Load", "path options status fewer", defaults=[(), 2, 1])
 
 CLIENTS = 64
@@ -44,7 +44,7 @@ LOADS = [
     Load("/api/items?page=1", HTTP2),
     Load("/refused/items", HTTP1, status=4),
     Load("/refused/items", HTTP2, status=4),
-    # Everybody asks for something else each time.
+    # Each request differs from the one before.
     Load("/refused/items?page=1 /refused/items?page=2 /refused/items?page=3", HTTP1, status=4),
     Load("/keys/items", (*HTTP1, "-Hauthorization: Bearer 5f3a", "-Hx-key: one")),
     Load("/http2/items", HTTP1),
@@ -138,12 +138,12 @@ def train(options, directory, _report):
                     for one in LOADS:
                         put(one, origin, max(CLIENTS, options.requests // one.fewer), body)
                 if load.probe(port, "/refused/items") != REFUSED:
-                    raise Trouble("what should be refused is answered in another way")
+                    raise Trouble("a request that should be refused got another response")
                 server.end(TIME_LIMIT_S)
 
 
 def start_upstream(directory):
-    """An nginx of both protocols, with a short answer, a long one, and one that waits for the request's body."""
+    """Starts an nginx for both protocols, with a short response, a long one, and one after the request's body."""
     port, http2_port = machine.free_port(), machine.free_port()
     prefix = os.path.join(directory, "upstream")
     server = f"""
@@ -167,15 +167,15 @@ def start_upstream(directory):
 
 
 def put(one, origin, requests, body):
-    """One load; fails unless the answers are what they should be."""
+    """Applies one load; fails on unexpected responses."""
     urls = [origin + path for path in one.path.split()]
     command = ["h2load", "-t1", f"-n{requests}", *(option.format(body=body) for option in one.options), *urls]
-    said = machine.run_on(CORES, command, TIME_LIMIT_S)
-    found = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", said)
+    output = machine.run_on(CORES, command, TIME_LIMIT_S)
+    found = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", output)
     spared = NOT_REFUSED if one.status == 4 else 0
     # The groups are 2xx, 3xx, 4xx, 5xx.
     if not found or int(found[one.status - 1]) < requests - spared:
-        raise Trouble(f"{' '.join(command)}\ndid not get the answers it should:\n{said}")
+        raise Trouble(f"{' '.join(command)}\ngot unexpected responses:\n{output}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-// Opens a page in Chromium, by playwright-core, and prints as one line of JSON what the page found out and what was
-// seen of it from outside: by what protocols answers came, and how each WebSocket was opened.
+// Opens a page in Chromium with playwright-core. Prints one line of JSON: the results of the page, the protocols of
+// responses, and how each WebSocket was opened.
 //
 //     browser.cjs CHROMIUM ADDRESS PIN
 //
-// The page is https://gateway.test/, which is at ADDRESS, and its certificate the one with that key alone.
+// The page is https://gateway.test/, resolved to ADDRESS; only the certificate with the key PIN is accepted.
 
 const { chromium } = require("playwright-core");
 
@@ -14,7 +14,7 @@ async function main(executablePath, address, pin) {
   const browser = await chromium.launch({
     executablePath,
     timeout: LIMIT_MS,
-    // Without a sandbox, which the root of a container can not have; the page is our own.
+    // Without a sandbox, which root in a container cannot use; the page is trusted.
     chromiumSandbox: false,
     args: [
       "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server", "--disable-background-networking",

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Finds out whether the programs that `make test` uses are there, or those of `make release` if that is named, and
-# installs the Debian packages that are missing. Without root, and for `make release`, which may run on a machine that
-# serves, it says what to run, and fails: a test without its counterpart proves nothing.
+# Checks for the programs that `make test` needs, or `make release` if this is the argument, and installs missing
+# Debian packages. Without root, and for `make release`, which may run on a production machine, it prints the command to
+# run, and fails: a test without its counterpart proves nothing.
 set -eu
 
 target=${1:-test}
@@ -14,7 +14,7 @@ need() {
 }
 
 PATH=$PATH:/usr/sbin:/sbin
-# A linker, and a compiler for what aws-lc and mimalloc have of C.
+# A linker, and a C compiler for aws-lc and mimalloc.
 need gcc command -v cc
 need libc6-dev test -e /usr/include/stdio.h
 need nghttp2-client command -v h2load
@@ -41,12 +41,12 @@ if [ "$target" = release ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/
     echo "\`make $target\` needs programs that are not installed. As root:" >&2
     echo "    apt-get update && $install" >&2
     case $missing in
-    *llvm*) echo "Instead of llvm-19, what belongs to the compiler will do: rustup component add llvm-tools" >&2 ;;
+    *llvm*) echo "Instead of llvm-19, the compiler's own tools suffice: rustup component add llvm-tools" >&2 ;;
     esac
     exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
-# No service is started: the tests start their own, on their own ports.
+# Prevents packages from starting services: the tests start their own, on their own ports.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     printf '#!/bin/sh\nexit 101\n' >"$policy"

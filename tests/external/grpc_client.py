@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Goes through every call of grpc_server.py, by the library that others use, and tells what it saw.
+"""Tests every call of grpc_server.py with the common gRPC library.
 
     grpc_client.py HOST:PORT [--ca FILE] [--refused] [--only NAME ...]
 
-Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them did. With `--refused`
-it expects to be refused by a rate limit instead. Without `--ca` it speaks HTTP/2 in the clear.
+Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them failed. With `--refused`
+it expects refusals by a rate limit instead. Without `--ca` it uses HTTP/2 without TLS.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 SERVICE = "parts.Talk"
-# No call may take longer: what hangs is a failure, not a wait for the test's own limit.
+# Longest time of a call: a call that hangs fails before the test's own limit.
 LIMIT_S = 20
 MIB = 1024 * 1024
 
@@ -43,7 +43,7 @@ class Talk:
         self.wait = self._call(unary, "Wait", StringValue)
         self.tick = self._call(answers, "Tick", StringValue)
         self.started = self._call(unary, "Started", StringValue)
-        self.fate = self._call(unary, "Fate", StringValue)
+        self.outcome = self._call(unary, "Outcome", StringValue)
         self.remaining = self._call(unary, "Remaining", UInt32Value)
         self.fail = self._call(unary, "Fail", UInt32Value)
         self.fail_late = self._call(answers, "FailLate", UInt32Value)
@@ -72,7 +72,7 @@ def same(seen, wanted):
 
 
 def error_of(call):
-    """Runs a call that must fail and returns how it did."""
+    """Runs a call that must fail and returns its error."""
     try:
         answer = call()
     except grpc.RpcError as error:
@@ -114,12 +114,12 @@ def compressed(talk):
 
 @check
 def metadata(talk):
-    """Fields travel both ways, at the beginning and at the end, text and binary, one name twice."""
+    """Fields pass in both directions, as headers and trailers, text and binary, one name twice."""
     sent = [("x-text", "a b"), ("x-many", "1"), ("x-many", "2"), ("x-raw-bin", b"\x00\xff\r\n")]
     answer, call = talk.echo.with_call(BytesValue(value=b"m"), timeout=LIMIT_S, metadata=sent)
     same(answer.value, b"m")
     begin = sorted((key, value) for key, value in call.initial_metadata() if key.startswith("x-"))
-    # A gateway adds fields for the server, such as X-Forwarded-For, which come back as well.
+    # A gateway adds fields for the server, such as X-Forwarded-For, which the server also returns.
     same([field for field in begin if not field[0].startswith("x-forwarded-")], sorted(sent))
     end = {key: value for key, value in call.trailing_metadata()}
     same((end.get("x-end-text"), end.get("x-end-raw-bin")), ("a b", b"\x00\xff\r\n"))
@@ -139,7 +139,7 @@ def client_stream(talk):
 
 @check
 def both_ways_in_turn(talk):
-    """Each message is said only when the last was answered: what anybody holds back hangs here."""
+    """Sends each message only after the response to the previous one: a message that is held back hangs here."""
     words = queue.SimpleQueue()
     answers = talk.chat(iter(words.get, None), timeout=LIMIT_S)
     for turn in range(100):
@@ -159,7 +159,7 @@ def both_ways_at_once(talk):
 
 @check
 def the_server_ends_first(talk):
-    """The answer is whole although the client still had something to say."""
+    """The response is complete although the client has not sent everything."""
     goes_on = threading.Event()
 
     def words():
@@ -196,35 +196,35 @@ def an_absent_method(talk):
 
 
 @check
-def the_deadline_is_told(talk):
+def the_server_sees_the_deadline(talk):
     left_ms = talk.remaining(text(""), timeout=LIMIT_S).value
-    # The library rounds it up before it sends it.
+    # The library rounds the deadline up before it sends it.
     if not 0 < left_ms <= LIMIT_S * 1000 + 1000:
         raise AssertionError(f"{left_ms} ms left of {LIMIT_S} s")
 
 
 @check
 def a_deadline(talk):
-    """The client gives up in time, and the server learns of it."""
+    """The client gives up at its deadline, and the server notices."""
     name = str(uuid.uuid4())
     start = time.monotonic()
     error = error_of(lambda: talk.wait(text(name), timeout=1))
     same(error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
     if time.monotonic() - start > LIMIT_S:
         raise AssertionError("gave up too late")
-    fate = talk.fate(text(name), timeout=LIMIT_S).value
-    if fate not in ("cancelled", "out of time"):
-        raise AssertionError(f"the server saw it {fate}")
+    outcome = talk.outcome(text(name), timeout=LIMIT_S).value
+    if outcome not in ("cancelled", "out of time"):
+        raise AssertionError(f"the server saw the call {outcome}")
 
 
 @check
 def cancelled_before_an_answer(talk):
     name = str(uuid.uuid4())
     call = talk.wait.future(text(name), timeout=4 * LIMIT_S)
-    # What is cancelled before it was sent is never sent.
+    # A call that is cancelled early is never sent.
     same(talk.started(text(name), timeout=LIMIT_S).value, "running")
     call.cancel()
-    same(talk.fate(text(name), timeout=LIMIT_S).value, "cancelled")
+    same(talk.outcome(text(name), timeout=LIMIT_S).value, "cancelled")
 
 
 @check
@@ -233,7 +233,7 @@ def cancelled_within_a_stream(talk):
     answers = talk.tick(text(name), timeout=4 * LIMIT_S)
     same(next(answers).value, "started")
     answers.cancel()
-    same(talk.fate(text(name), timeout=LIMIT_S).value, "cancelled")
+    same(talk.outcome(text(name), timeout=LIMIT_S).value, "cancelled")
 
 
 @check
@@ -243,7 +243,7 @@ def a_hundred_at_once(talk):
 
 
 @check
-def reflection_tells_the_service(talk):
+def reflection_describes_the_service(talk):
     stub = reflection_pb2_grpc.ServerReflectionStub(talk.channel)
     ask = reflection_pb2.ServerReflectionRequest
     questions = [ask(list_services=""), ask(file_containing_symbol=SERVICE)]
@@ -263,7 +263,7 @@ def reflection_tells_the_service(talk):
 
 
 @check
-def health_is_told(talk):
+def health_is_reported(talk):
     stub, serving = health_pb2_grpc.HealthStub(talk.channel), health_pb2.HealthCheckResponse.SERVING
     ask = health_pb2.HealthCheckRequest(service=SERVICE)
     same(stub.Check(ask, timeout=LIMIT_S).status, serving)
@@ -273,7 +273,7 @@ def health_is_told(talk):
 
 
 def refused(talk):
-    """A rate limit refuses all kinds of calls in gRPC's own terms."""
+    """A rate limit refuses all kinds of calls with a gRPC status."""
     calls = {
         "unary": lambda: talk.echo(BytesValue(value=b"x"), timeout=LIMIT_S),
         "server stream": lambda: list(talk.count(number(3), timeout=LIMIT_S)),
@@ -309,7 +309,7 @@ def main():
 
 
 def channel(options):
-    # Whatever proxy the environment names is not what is tested.
+    # Proxies of the environment are not used.
     settings = [("grpc.enable_http_proxy", 0)]
     if not options.ca:
         return grpc.insecure_channel(options.target, settings)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A gRPC server for the tests: every kind of call, every way to end, reflection and health.
+"""A gRPC server for the tests: every kind of call, every kind of end, reflection and health.
 
     grpc_server.py [--tls CERTIFICATE KEY] [--port PORT]
 
-Listens on a port that the system chooses, if it is told none, and prints `listening on 127.0.0.1:PORT`. Messages are the
-wrappers of protobuf, so that nothing has to be generated; what the service looks like is told to
-reflection in `describe`. This file does not know that there is a gateway before it.
+Listens on PORT, or on a port that the system chooses, and prints `listening on 127.0.0.1:PORT`. Messages are
+protobuf's wrapper types, so that no code has to be generated; `describe` registers the service for
+reflection. The server is independent of the gateway before it.
 """
 
 import argparse
@@ -19,49 +19,49 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 SERVICE = "parts.Talk"
-# Longer than any test waits: a call that is still there then was never told of its end.
+# Longer than any test waits: a call that is still open then never got its end.
 PATIENCE_S = 60
 
 
 class Fates:
-    """What became of the calls that wait for their end, by the name that the client gave them."""
+    """The outcome of calls that wait for their end, by the name that the client gave them."""
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._fates = {}
+        self._outcomes = {}
 
-    def tell(self, name, fate):
+    def tell(self, name, outcome):
         with self._changed:
-            self._fates[name] = fate
+            self._outcomes[name] = outcome
             self._changed.notify_all()
 
     def when(self, name, holds):
-        """The fate of a call, as soon as it is one of which `holds` is true."""
+        """Returns the outcome of a call as soon as `holds` is true for it."""
         with self._changed:
-            self._changed.wait_for(lambda: holds(self._fates.get(name)), PATIENCE_S)
-            return self._fates.get(name, "never seen")
+            self._changed.wait_for(lambda: holds(self._outcomes.get(name)), PATIENCE_S)
+            return self._outcomes.get(name, "never seen")
 
 
-FATES = Fates()
+OUTCOMES = Fates()
 
 
 def follow(context, name):
-    """Remembers how this call ends. The returned event is set at its end."""
+    """Records how this call ends. The returned event is set at its end."""
     ended = threading.Event()
 
     def end():
-        # Nobody can tell the two apart but by the clock: the client resets the stream in both cases.
-        FATES.tell(name, "out of time" if (context.time_remaining() or 1) <= 0 else "cancelled")
+        # Only the clock distinguishes the two: the client resets the stream in both cases.
+        OUTCOMES.tell(name, "out of time" if (context.time_remaining() or 1) <= 0 else "cancelled")
         ended.set()
 
-    FATES.tell(name, "running")
+    OUTCOMES.tell(name, "running")
     if not context.add_callback(end):
         end()
     return ended
 
 
 def echo(request, context):
-    """Returns the message, and every field of the client's whose name begins with `x-` in both places."""
+    """Returns the message, and all client fields whose name begins with `x-`, as headers and trailers."""
     ours = [(key, value) for key, value in context.invocation_metadata() if key.startswith("x-")]
     context.send_initial_metadata(ours)
     context.set_trailing_metadata([("x-end-" + key.removeprefix("x-"), value) for key, value in ours])
@@ -69,66 +69,66 @@ def echo(request, context):
 
 
 def count(request, _context):
-    """So many numbers, from 0."""
+    """Sends the requested number of numbers, from 0."""
     for number in range(request.value):
         yield UInt32Value(value=number)
 
 
 def total(requests, _context):
-    """The sum, when the client has said everything."""
+    """Returns the sum when the client has sent everything."""
     return UInt32Value(value=sum(request.value for request in requests))
 
 
 def chat(requests, _context):
-    """Answers each message when it comes, and says goodbye after the last."""
+    """Responds to each message at once, and sends a goodbye after the last."""
     for request in requests:
         yield StringValue(value="you said " + request.value)
     yield StringValue(value="goodbye")
 
 
 def first(requests, _context):
-    """Answers the first message and ends the call, whatever the client still has to say."""
+    """Responds to the first message and ends the call, without waiting for the client."""
     yield StringValue(value="enough of " + next(requests).value)
 
 
 def wait(request, context):
-    """Never answers; remembers whether the client gave up or ran out of time."""
+    """Never responds; records whether the client cancelled or reached its deadline."""
     follow(context, request.value).wait(PATIENCE_S)
-    return StringValue(value="nobody told me to stop")
+    return StringValue(value="the call was not cancelled")
 
 
 def tick(request, context):
-    """One message, and then silence until the client goes away."""
+    """Sends one message, then nothing until the client disconnects."""
     ended = follow(context, request.value)
     yield StringValue(value="started")
     ended.wait(PATIENCE_S)
 
 
 def started(request, _context):
-    """Answers as soon as a call of `wait` or `tick` is here."""
-    return StringValue(value=FATES.when(request.value, lambda fate: fate is not None))
+    """Responds as soon as a call of `wait` or `tick` has arrived."""
+    return StringValue(value=OUTCOMES.when(request.value, lambda outcome: outcome is not None))
 
 
-def fate(request, _context):
-    """What became of a call of `wait` or `tick`, as soon as it has ended."""
-    return StringValue(value=FATES.when(request.value, lambda fate: fate not in (None, "running")))
+def outcome(request, _context):
+    """Returns the outcome of a call of `wait` or `tick`, as soon as it has ended."""
+    return StringValue(value=OUTCOMES.when(request.value, lambda outcome: outcome not in (None, "running")))
 
 
 def remaining(_request, context):
-    """The milliseconds that this call has left; 0 without a deadline."""
+    """Returns the milliseconds until the deadline of this call; 0 without a deadline."""
     left_s = context.time_remaining()
     return UInt32Value(value=0 if left_s is None or left_s > 1e6 else int(left_s * 1000))
 
 
 def fail(request, context):
-    """Ends with the status of that number, before any message."""
+    """Ends with the requested status, before any message."""
     code = next(code for code in grpc.StatusCode if code.value[0] == request.value)
     context.set_trailing_metadata([("x-why-bin", b"\x00\xff\x80")])
     context.abort(code, f"status {request.value}: 100 % broken, naïve café")
 
 
 def fail_late(request, context):
-    """Two messages, then the status of that number."""
+    """Sends two messages, then the requested status."""
     yield from count(UInt32Value(value=2), context)
     fail(request, context)
 
@@ -148,7 +148,7 @@ METHODS = {
     "Wait": (UNARY, wait, StringValue, StringValue),
     "Tick": (ANSWERS, tick, StringValue, StringValue),
     "Started": (UNARY, started, StringValue, StringValue),
-    "Fate": (UNARY, fate, StringValue, StringValue),
+    "Outcome": (UNARY, outcome, StringValue, StringValue),
     "Remaining": (UNARY, remaining, StringValue, UInt32Value),
     "Fail": (UNARY, fail, UInt32Value, UInt32Value),
     "FailLate": (ANSWERS, fail_late, UInt32Value, UInt32Value),
@@ -156,7 +156,7 @@ METHODS = {
 
 
 def describe():
-    """Tells protobuf's registry what the service looks like; reflection answers from there."""
+    """Registers the service with protobuf, which reflection uses."""
     file = descriptor_pb2.FileDescriptorProto(
         name="parts/talk.proto", package="parts", syntax="proto3", dependency=["google/protobuf/wrappers.proto"]
     )
@@ -178,7 +178,7 @@ def main():
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args()
     describe()
-    # Calls that wait hold a thread each.
+    # Each waiting call occupies a thread.
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=64))
     handlers = {
         name: kind(call, request_deserializer=request.FromString, response_serializer=response.SerializeToString)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Serves page.html, which tries a browser's ways of talking to a server.
+"""Serves page.html, which tries the ways in which a browser communicates with a server.
 
     page_server.py
 
-Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. It speaks HTTP/1.1
-without TLS, as an upstream does; the WebSocket of the page is served elsewhere.
+Listens on a port that the system chooses and prints `listening on 127.0.0.1:PORT`. It uses HTTP/1.1
+without TLS, like an upstream; websocket_server.py serves the WebSocket of the page.
 """
 
 import os
@@ -20,7 +20,7 @@ PATIENCE_S = 60
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # What the browser says that it has seen. One browser at a time.
+    # Events that the browser has confirmed. One browser at a time.
     seen = queue.SimpleQueue()
 
     def do_GET(self):
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _events(self):
-        """Each event is sent when the browser has seen the one before."""
+        """Sends each event when the browser has confirmed the one before."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
 
     def log_message(self, *_):
-        """Nothing: it would be the test's output."""
+        """Logs nothing, because the output is the test's."""
 
 
 def main():

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Talks to websocket_server.py on streams of HTTP/2 (RFC 8441), and tells what it saw.
+"""Tests websocket_server.py on streams of HTTP/2 (RFC 8441).
 
     stream_client.py HOST:PORT [--ca FILE] [--answer STATUS PROTOCOL PATH ...] [--only NAME ...]
 
-Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them did. With `--answer` it expects that
-a handshake is answered so instead. Frames of HTTP/2 are made and read by `h2`, those of WebSocket by `websockets`.
+Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them failed. With `--answer` it expects this
+response to a handshake instead. `h2` writes and reads HTTP/2 frames, `websockets` those of WebSocket.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from h2.settings import SettingCodes
 from websockets.frames import Opcode
 from websockets.protocol import CLIENT, Protocol
 
-# What hangs is a failure, not a wait for the test's own limit.
+# A check that hangs fails before the test's own limit.
 LIMIT_S = 60
 MIB = 1024 * 1024
 CANCEL = 8
@@ -58,7 +58,7 @@ class Connection:
             same(self._socket.selected_alpn_protocol(), "h2")
         self._h2 = H2Connection(H2Configuration(header_encoding="utf-8"))
         self._h2.initiate_connection()
-        # So that a stream of which nothing is read holds up no other.
+        # A stream that is not read must not delay others.
         self._h2.increment_flow_control_window(16 * MIB)
         self._streams = {}
         self.offers = None
@@ -83,7 +83,7 @@ class Connection:
         return stream
 
     def open(self, path, *fields):
-        """A WebSocket, once it is there."""
+        """Returns a WebSocket, once it is open."""
         stream = self.ask(path, "CONNECT", "websocket", [("sec-websocket-version", "13"), *fields])
         same(stream.head()[":status"], "200")
         return Socket(stream)
@@ -92,7 +92,7 @@ class Connection:
         return self._h2.local_flow_control_window(number)
 
     def send(self, number, data):
-        """As much as the windows allow right now; returns the rest."""
+        """Sends as much as the windows allow now; returns the rest."""
         size = min(len(data), self.window(number))
         for at in range(0, size, self._h2.max_outbound_frame_size):
             self._h2.send_data(number, data[at : min(size, at + self._h2.max_outbound_frame_size)])
@@ -100,7 +100,7 @@ class Connection:
         return data[size:]
 
     def end(self, stream):
-        stream.said_all = True
+        stream.sent_all = True
         self._h2.end_stream(stream.number)
         self._flush()
 
@@ -113,12 +113,12 @@ class Connection:
         self._flush()
 
     def cut(self):
-        """Breaks the connection off without a word."""
+        """Closes the connection without notice."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self._socket.close()
 
     def turn(self, limit_s=LIMIT_S):
-        """Waits for something to come; `False` if nothing does."""
+        """Waits for data; returns `False` if none arrives."""
         self._flush()
         self._socket.settimeout(limit_s)
         try:
@@ -151,7 +151,7 @@ class Stream:
     def __init__(self, connection, number):
         self.connection, self.number = connection, number
         self.fields, self.pieces = None, collections.deque()
-        self.ended, self.said_all, self.code = False, False, None
+        self.ended, self.sent_all, self.code = False, False, None
 
     def see(self, event):
         if isinstance(event, ResponseReceived):
@@ -175,7 +175,7 @@ class Stream:
         return self.fields
 
     def piece(self):
-        """The next bytes; empty at the end."""
+        """Returns the next bytes; empty at the end."""
         while not self.pieces:
             if self.is_over():
                 return b""
@@ -196,7 +196,7 @@ class Stream:
 
 
 class Socket:
-    """A WebSocket on a stream that has been granted."""
+    """A WebSocket on an accepted stream."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -226,7 +226,7 @@ class Socket:
         self.flush()
 
     def frame(self):
-        """The next frame; `None` at the end."""
+        """Returns the next frame; `None` at the end."""
         while not self._events:
             data = self.stream.piece()
             if not data:
@@ -246,16 +246,16 @@ class Socket:
         return bytes(data) if opcode is Opcode.BINARY else bytes(data).decode()
 
     def finish(self):
-        """Reads until the other side has nothing more to say; returns what its close frame says. Then this side ends too."""
+        """Reads to the end and returns the contents of the close frame. Then this side ends too."""
         while self.frame():
             pass
-        if self.stream.code is None and not self.stream.said_all:
+        if self.stream.code is None and not self.stream.sent_all:
             self.end()
         return self._frames.close_rcvd and (self._frames.close_rcvd.code, self._frames.close_rcvd.reason)
 
 
 class Way:
-    """How to get to the server."""
+    """The way to the server."""
 
     def __init__(self, options):
         self.target, self.name, self.ca = options.target, options.name, options.ca
@@ -263,10 +263,10 @@ class Way:
     def connect(self):
         return Connection(self)
 
-    def fate(self, name):
-        """How the server saw a WebSocket end."""
+    def outcome(self, name):
+        """Returns how the server saw a WebSocket end."""
         with self.connect() as connection:
-            return json.loads(connection.open(f"/fate?of={name}").message())
+            return json.loads(connection.open(f"/outcome?of={name}").message())
 
 
 @check
@@ -289,7 +289,7 @@ def text_and_binary(way):
 
 @check
 def fragments_as_they_come(way):
-    """The next fragment is sent when the last came back: what anybody holds back hangs here."""
+    """Sends each fragment after the previous one came back: a fragment that is held back hangs here."""
     with way.connect() as connection:
         web = connection.open("/fragments")
         web.text("first", fin=False)
@@ -340,7 +340,7 @@ def closed_by_the_client(way):
             web.close(code, reason)
             same(web.finish(), (code, reason))
             same(web.stream.ended, True)
-            same(way.fate(name), {"code": code, "reason": reason})
+            same(way.outcome(name), {"code": code, "reason": reason})
 
 
 @check
@@ -350,7 +350,7 @@ def broken_off_by_the_server(way):
         same(web.message(), "going")
         web.text("go")
         same((web.finish(), web.stream.is_over()), (None, True))
-        # It is one stream that is broken, and no more.
+        # Only this stream fails.
         same(connection.ask("/nowhere").head()[":status"], "404")
 
 
@@ -362,13 +362,13 @@ def ended_by_the_client(way):
         web.text("going")
         same(web.message(), "going")
         web.end()
-        same(way.fate(name)["code"], 1006)
+        same(way.outcome(name)["code"], 1006)
         same((web.finish(), web.stream.ended), (None, True))
 
 
 @check
 def broken_off_by_the_client(way):
-    """The server learns of it at once, and does not keep a dead connection."""
+    """The server notices at once, and keeps no dead connection."""
     with way.connect() as connection:
         for code in (CANCEL, 0, 2):
             name = uuid.uuid4()
@@ -376,7 +376,7 @@ def broken_off_by_the_client(way):
             web.text("begun", fin=False)
             same(bytes(web.frame().data), b"begun")
             connection.reset(web.stream.number, code)
-            same(way.fate(name)["code"], 1006)
+            same(way.outcome(name)["code"], 1006)
         same(connection.ask("/nowhere").head()[":status"], "404")
 
 
@@ -388,7 +388,7 @@ def cut_off_by_the_client(way):
     web.text("going")
     same(web.message(), "going")
     connection.cut()
-    same(way.fate(name)["code"], 1006)
+    same(way.outcome(name)["code"], 1006)
 
 
 @check
@@ -405,7 +405,7 @@ def what_is_agreed_on(way):
             fields = {name: value for name, value in seen["fields"]}
             same((fields["origin"], fields["sec-websocket-version"]), ("https://page.test", "13"))
             keys.add(fields["sec-websocket-key"])
-        # A new one each time, and none of them the client's, which means nothing here.
+        # A new key each time, and never the client's, which has no meaning here.
         same((len(keys), own[1] in keys), (3, False))
 
 
@@ -429,7 +429,7 @@ def other_protocols(way):
 
 @check
 def one_that_reads_nothing(way):
-    """What it is sent is not collected anywhere: at some point it can not send either. All others go on."""
+    """Data for it is not collected: at some point it cannot send either. All others continue."""
     with way.connect() as connection:
         slow, quick = connection.open("/echo"), connection.open("/echo")
         message, sent, most = os.urandom(64 * 1024), 0, 48 * MIB
@@ -438,7 +438,7 @@ def one_that_reads_nothing(way):
             frames.send_binary(message)
             rest = b"".join(frames.data_to_send())
             while rest := connection.send(slow.stream.number, rest):
-                # Small, so that the other has a turn; nothing that is for `slow` is taken.
+                # Small, so that the other gets a turn; data for `slow` is not read.
                 if not connection.turn(2):
                     break
             if rest:
@@ -449,7 +449,7 @@ def one_that_reads_nothing(way):
         same(quick.message(), "I am not")
         while rest := connection.send(slow.stream.number, rest):
             slow.frame()
-        # Some frames have been taken meanwhile; the last is the one that was sent last.
+        # Some frames were read meanwhile; the last one is the one that was sent last.
         slow.close(1000)
         same(slow.finish(), (1000, ""))
 
@@ -460,7 +460,7 @@ def answered(way, expected):
         stream = connection.ask(path, "CONNECT", protocol, [("sec-websocket-version", "13")])
         same(stream.head()[":status"], status)
         same(json.loads(stream.body())["status"], int(status))
-        # The stream is over, and the connection is not.
+        # The stream has ended, the connection has not.
         same(connection.left, False)
         same(connection.ask("/", "OPTIONS").head()[":status"].isdigit(), True)
 

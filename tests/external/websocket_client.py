@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Talks to websocket_server.py in every way, by the library that others use, and tells what it saw.
+"""Tests websocket_server.py with the common WebSocket library.
 
     websocket_client.py HOST:PORT [--ca FILE] [--refused] [--only NAME ...]
 
-Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them did. With `--refused`
-it expects to be refused by a rate limit instead. With `--ca` it speaks TLS.
+Prints `ok NAME` or `FAILED NAME: why` for each check, and fails if one of them failed. With `--refused`
+it expects refusals by a rate limit instead. With `--ca` it uses TLS.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import uuid
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 
-# What hangs is a failure, not a wait for the test's own limit. The longest check moves 128 MiB.
+# A check that hangs fails before the test's own limit. The longest check transfers 128 MiB.
 LIMIT_S = 60
 MIB = 1024 * 1024
 CHECKS = []
@@ -39,7 +39,7 @@ def same(seen, wanted):
 
 
 class Way:
-    """How to get to the server."""
+    """The way to the server."""
 
     def __init__(self, options):
         self._target, self._name = options.target, options.name
@@ -47,21 +47,21 @@ class Way:
 
     def to(self, path, **settings):
         scheme = "wss" if self._context else "ws"
-        # A ping would wait behind a large message; the checks that are about pings send their own.
+        # A ping would wait behind a large message; the checks of pings send their own.
         usual = {"ping_interval": None, "max_size": None, "open_timeout": LIMIT_S, "close_timeout": LIMIT_S, "proxy": None}
         settings = {**usual, **settings}
         if self._context:
             settings |= {"ssl": self._context, "server_hostname": self._name}
         return connect(f"{scheme}://{self._target}{path}", **settings)
 
-    async def fate(self, name):
-        """How the server saw a connection end."""
-        async with self.to(f"/fate?of={name}") as socket:
+    async def outcome(self, name):
+        """Returns how the server saw a connection end."""
+        async with self.to(f"/outcome?of={name}") as socket:
             return json.loads(await socket.recv())
 
 
 async def refusal(connecting):
-    """The answer to a handshake that must be refused."""
+    """Returns the response to a handshake that must be refused."""
     try:
         async with connecting:
             pass
@@ -88,7 +88,7 @@ async def without_compression(way):
 
 @check
 async def many_at_once(way):
-    """Nobody waits for an answer before the next message."""
+    """Sends messages without waiting for responses."""
     async with way.to("/echo") as socket:
         sending = asyncio.create_task(send_all(socket, (str(each) for each in range(5000))))
         for each in range(5000):
@@ -103,7 +103,7 @@ async def send_all(socket, messages):
 
 @check
 async def fragments_as_they_come(way):
-    """The second fragment is sent when the first came back: what anybody holds back hangs here."""
+    """Sends the second fragment after the first came back: a fragment that is held back hangs here."""
     async with way.to("/fragments", compression=None) as socket:
         words = asyncio.Queue()
 
@@ -136,7 +136,7 @@ async def a_message_of_64_mib(way):
     async with way.to("/echo", compression=None) as socket:
         block = os.urandom(MIB)
         digest = hashlib.sha256(block * 64).digest()
-        # Sent and received at once: the server starts to answer when it has all of it.
+        # Sends and receives at once: the server responds when it has the whole message.
         sending = asyncio.create_task(socket.send(block * 64))
         message = await socket.recv()
         await sending
@@ -176,7 +176,7 @@ async def closed_by_the_client(way):
             same(await socket.recv(), "last words")
             await socket.close(code, reason)
             same(socket.close_code, code)
-        same(await way.fate(name), {"code": code, "reason": reason})
+        same(await way.outcome(name), {"code": code, "reason": reason})
 
 
 @check
@@ -187,7 +187,7 @@ async def broken_off_by_the_server(way):
         try:
             await socket.recv()
         except ConnectionClosedError as end:
-            # 1006 is what a client tells itself when no close frame came.
+            # A client reports 1006 when no close frame arrived.
             same((end.rcvd, socket.close_code), (None, 1006))
             return
         raise AssertionError("one more message")
@@ -195,13 +195,13 @@ async def broken_off_by_the_server(way):
 
 @check
 async def broken_off_by_the_client(way):
-    """The server learns of it at once, and does not keep a dead connection."""
+    """The server notices at once, and keeps no dead connection."""
     name = uuid.uuid4()
     async with way.to(f"/echo?name={name}") as socket:
         await socket.send("going")
         same(await socket.recv(), "going")
         socket.transport.abort()
-        same((await way.fate(name))["code"], 1006)
+        same((await way.outcome(name))["code"], 1006)
 
 
 @check
@@ -218,7 +218,7 @@ async def broken_off_within_a_message(way):
         same(await anext(socket.recv_streaming()), "begun")
         socket.transport.abort()
         stalled.set()
-        same((await way.fate(name))["code"], 1006)
+        same((await way.outcome(name))["code"], 1006)
         with contextlib.suppress(ConnectionClosed):
             await sending
 

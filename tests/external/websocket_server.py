@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A WebSocket server for the tests, by the library that others use.
+"""A WebSocket server for the tests, with the common WebSocket library.
 
     websocket_server.py [--tls CERTIFICATE KEY] [--port PORT]
 
-Listens on a port that the system chooses, if it is told none, and prints `listening on 127.0.0.1:PORT`. What it does
-follows the path: `/echo` sends back every message, `/fragments` every fragment as it comes, `/close` closes as it is
-asked to, `/drop` breaks the connection off, `/ping` pings the client, `/fate` tells how another
-connection ended, `/forbidden` refuses the handshake. This file does not know of a gateway.
+Listens on PORT, or on a port that the system chooses, and prints `listening on 127.0.0.1:PORT`. The path selects the
+behaviour: `/echo` returns every message, `/fragments` every fragment at once, `/close` closes as
+requested, `/drop` drops the connection, `/ping` pings the client, `/outcome` returns how another
+connection ended, `/forbidden` refuses the handshake. The server is independent of the gateway before it.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from websockets.exceptions import ConnectionClosed
 
 # Longer than any test waits.
 PATIENCE_S = 60
-# How connections that gave a name have ended, each a future.
-FATES = {}
+# How named connections have ended, each a future.
+OUTCOMES = {}
 
 
-def fate_of(name):
-    return FATES.setdefault(name, asyncio.get_running_loop().create_future())
+def outcome_of(name):
+    return OUTCOMES.setdefault(name, asyncio.get_running_loop().create_future())
 
 
 async def echo(socket, _ask):
@@ -35,7 +35,7 @@ async def echo(socket, _ask):
 
 
 async def fragments(socket, _ask):
-    """Each fragment goes back as soon as it is here, as a fragment of one message."""
+    """Returns each fragment at once, as a fragment of one message."""
     try:
         while True:
             await socket.send(socket.recv_streaming())
@@ -48,30 +48,30 @@ async def close(socket, ask):
 
 
 async def drop(socket, _ask):
-    """One message, and then the connection is gone: no close frame, no end of TLS."""
+    """Sends one message and drops the connection: no close frame, no end of TLS."""
     await socket.send("going")
     await socket.recv()
     socket.transport.abort()
 
 
 async def ping(socket, _ask):
-    """The client's library answers with a pong by itself."""
+    """Pings the client, whose library responds with a pong."""
     await asyncio.wait_for(await socket.ping(b"are you there"), PATIENCE_S)
     await socket.send("the pong came")
 
 
 async def headers(socket, _ask):
-    """The fields of the handshake, and what was agreed on."""
+    """Returns the fields of the handshake and the negotiated options."""
     seen = [[name.lower(), value] for name, value in socket.request.headers.raw_items()]
     await socket.send(json.dumps({"fields": seen, "subprotocol": socket.subprotocol}))
 
 
-async def fate(socket, ask):
-    await socket.send(json.dumps(await asyncio.wait_for(fate_of(ask["of"]), PATIENCE_S)))
+async def outcome(socket, ask):
+    await socket.send(json.dumps(await asyncio.wait_for(outcome_of(ask["of"]), PATIENCE_S)))
 
 
 WAYS = {"/echo": echo, "/fragments": fragments, "/close": close, "/drop": drop, "/ping": ping,
-        "/headers": headers, "/fate": fate}
+        "/headers": headers, "/outcome": outcome}
 
 
 async def handle(socket):
@@ -85,16 +85,16 @@ async def handle(socket):
     finally:
         if "name" in ask:
             await socket.wait_closed()
-            fate_of(ask["name"]).set_result({"code": socket.close_code, "reason": socket.close_reason})
+            outcome_of(ask["name"]).set_result({"code": socket.close_code, "reason": socket.close_reason})
 
 
 def agree(_connection, offered):
-    """The first of the client's subprotocols that is known; none is as well."""
+    """Selects the first known subprotocol of the client, or none."""
     return next((each for each in offered if each in ("chat.v1", "chat.v2")), None)
 
 
 def answer(connection, request):
-    """Refuses what is not to become a WebSocket; `None` goes on with the handshake."""
+    """Refuses a handshake; `None` continues it."""
     path = urllib.parse.urlsplit(request.path).path
     if path == "/forbidden":
         return connection.respond(http.HTTPStatus.FORBIDDEN, "members only\n")
