@@ -50,12 +50,12 @@ fn flat(text: &str) -> String {
 }
 
 #[test]
-fn the_readmes_console_output_is_true() {
-    let readme = document("README.md");
+fn the_documented_console_output_is_true() {
+    let pages: Vec<String> = documents().iter().map(|name| document(name)).collect();
     // At the number of seconds before the end of the hour that the first response states.
     let gateway = shipped(1711);
     let mut commands = 0;
-    for block in readme.split("```console\n").skip(1) {
+    for block in pages.iter().flat_map(|page| page.split("```console\n").skip(1)) {
         let block = block.split("```").next().unwrap();
         let mut shown = "";
         let mut rest = block;
