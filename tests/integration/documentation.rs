@@ -1,8 +1,11 @@
 //! Runs the commands of README and docs, and compares their output.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+
+use transom::http::error::RequestError;
 
 use crate::support::gateway::Gateway;
 use crate::support::process::run;
@@ -161,4 +164,31 @@ fn every_link_of_the_documentation_leads_somewhere() {
         }
     }
     assert!(count >= 100, "only {count} links were found");
+}
+
+#[test]
+fn every_request_error_is_in_the_reference() {
+    let page = document("docs/reference/errors.md");
+    let shown: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    for kind in RequestError::KINDS {
+        assert!(shown.contains(&kind), "{kind}");
+    }
+    assert_eq!(shown.len(), RequestError::KINDS.len());
+}
+
+/// The names of metrics in a text, each after one of the given quotes.
+fn metric_names(text: &str, quote: &str) -> BTreeSet<String> {
+    let start = format!("{quote}transom_");
+    let parts = text.split(start.as_str()).skip(1);
+    parts.map(|part| part.chars().take_while(|sign| sign.is_alphanumeric() || *sign == '_').collect()).collect()
+}
+
+#[test]
+fn every_metric_is_in_the_reference() {
+    let mut names = BTreeSet::new();
+    for file in fs::read_dir(format!("{}/src/metrics", env!("CARGO_MANIFEST_DIR"))).unwrap() {
+        names.extend(metric_names(&fs::read_to_string(file.unwrap().path()).unwrap(), "\""));
+    }
+    assert!(names.len() >= 38, "only {} metrics were found", names.len());
+    assert_eq!(metric_names(&document("docs/reference/metrics.md"), "`"), names);
 }
