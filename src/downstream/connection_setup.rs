@@ -31,8 +31,9 @@ use crate::http::error::RequestError;
 use crate::http::responses;
 use crate::io_stream::Wire;
 use crate::metrics::events::ConnectionRefusal;
+use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{ConnectionInfo, WorkerState};
+use crate::proxy::worker_state::WorkerState;
 use crate::timer::Timer;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).

@@ -1,4 +1,4 @@
-//! A request whose rules have to ask the store of shared counters before they decide.
+//! Lets the rules decide a request: from the local table at once, or after asking the shared store.
 
 use std::rc::Rc;
 
@@ -6,88 +6,86 @@ use http::HeaderMap;
 
 use super::compiled_config::{CompiledConfig, RouteRules};
 use super::delayed_request::{DelayedRequest, StoreCharges};
+use super::peer::Peer;
 use super::request_record::RequestRecord;
+use super::response::Rejection;
 use super::response_cost::PendingCost;
-use super::worker_state::{Peer, WorkerConfig, WorkerState};
+use super::worker_config::WorkerConfig;
+use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::rate_limit_key::Caller;
 use crate::http::ratelimit_headers::RateLimitFields;
-use crate::http::responses::Reply;
 use crate::redis_store::decision::{Begun, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 
-/// What is asked, and by whose rules.
+/// A decision that waits for the shared store.
 pub struct PendingAdmission {
     decision: Box<SharedDecision>,
-    /// Position of the slate.
+    /// Position in `CompiledConfig::route_rules`.
     rules_index: usize,
 }
 
-/// What lets a request pass.
+/// What an admitted request takes along.
 #[derive(Default)]
 pub struct Admission {
     pub fields: RateLimitFields,
+    /// Set if the request has to wait for a later window.
     pub delay: Option<Box<DelayedRequest>>,
+    /// Set if the response says what the request costs.
     pub pending_cost: Option<Box<PendingCost>>,
 }
 
-/// Why a request does not pass.
-pub enum Rejection {
-    Refused(Reply),
-    Error(RequestError),
-}
-
 impl Admission {
-    /// That of a request that was let through without a question; the desk is what was decided on.
+    /// The admission of a request that was decided locally, with the result in `context`.
     #[allow(clippy::too_many_arguments, reason = "all of them are what the request takes along")]
     pub fn new(
-        judgement: Decision,
-        stamp: RateLimitFields,
+        decision: Decision,
+        fields: RateLimitFields,
         worker: &Rc<WorkerState>,
-        view: &Rc<WorkerConfig>,
+        config: &Rc<WorkerConfig>,
         peer: &Peer,
-        slate: usize,
+        rules_index: usize,
         context: &DecisionContext,
-        texts: impl FnOnce() -> Vec<Option<Rc<str>>>,
+        store_keys: impl FnOnce() -> Vec<Option<Rc<str>>>,
     ) -> Admission {
+        let rules = &config.compiled.route_rules[rules_index];
+        let charges = StoreCharges::default();
         Admission {
-            fields: stamp.only_once(),
-            delay: DelayedRequest::new(judgement, worker, view, peer, slate, context, StoreCharges::default()),
-            pending_cost: PendingCost::new(&view.compiled.route_rules[slate], slate, context, &[], texts),
+            fields: fields.only_once(),
+            delay: DelayedRequest::new(decision, worker, config, peer, rules_index, context, charges),
+            pending_cost: PendingCost::new(rules, rules_index, context, &[], store_keys),
         }
     }
 }
 
-/// What the rules say, if they can say it now.
+/// What the rules say so far.
 pub enum Evaluation {
     Decided(Decision),
     Pending(Box<PendingAdmission>),
 }
 
-/// Lets the rules of a slate decide a request whose askers lie on the desk.
+/// Lets the rules at `rules_index` decide a request whose keys are in `context`.
 #[inline(always)]
 pub fn evaluate(
     worker: &WorkerState,
-    snapshot: &CompiledConfig,
-    slate: usize,
+    compiled: &CompiledConfig,
+    rules_index: usize,
     caller: &Caller<'_>,
     context: &mut DecisionContext,
     now_ms: u64,
 ) -> Result<Evaluation, RequestError> {
-    let RouteRules { charge_plan, .. } = &snapshot.route_rules[slate];
+    let rules @ RouteRules { charge_plan, .. } = &compiled.route_rules[rules_index];
     let Some(shared) = worker.shared.as_ref().filter(|_| charge_plan.is_shared) else {
         let clock = || worker.clock.now().unix_ms;
         let now = DecisionTime::starting_at(now_ms, &clock);
-        return Ok(Evaluation::Decided(snapshot.rule_set.decide(charge_plan, &worker.table, now, context)));
+        return Ok(Evaluation::Decided(compiled.rule_set.decide(charge_plan, &worker.table, now, context)));
     };
-    let text = |position| snapshot.store_key(&snapshot.route_rules[slate], position, caller);
-    match shared.begin(&snapshot.rule_set, charge_plan, context, text) {
-        Begun::Decided(judgement) => Ok(Evaluation::Decided(judgement)),
-        Begun::Waits(inquiry) => {
-            Ok(Evaluation::Pending(Box::new(PendingAdmission { decision: inquiry, rules_index: slate })))
-        }
+    let store_key = |position| compiled.store_key(rules, position, caller);
+    match shared.begin(&compiled.rule_set, charge_plan, context, store_key) {
+        Begun::Decided(decision) => Ok(Evaluation::Decided(decision)),
+        Begun::Waits(decision) => Ok(Evaluation::Pending(Box::new(PendingAdmission { decision, rules_index }))),
         Begun::Unavailable => Err(RequestError::StoreUnavailable),
     }
 }
@@ -97,39 +95,28 @@ impl PendingAdmission {
     pub async fn resolve(
         self: Box<Self>,
         worker: &Rc<WorkerState>,
-        view: &Rc<WorkerConfig>,
+        config: &Rc<WorkerConfig>,
         peer: &Peer,
         record: &mut RequestRecord,
     ) -> Result<Admission, Rejection> {
-        let snapshot = &*view.compiled;
-        let slate = &snapshot.route_rules[self.rules_index];
-        let ruling = self.decision.decide(&slate.charge_plan).await;
-        let ruling = ruling.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
+        let PendingAdmission { decision, rules_index } = *self;
+        let rules = &config.compiled.route_rules[rules_index];
+        let outcome = decision.decide(&rules.charge_plan).await;
+        let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let now_ms = worker.clock.now().unix_ms;
-        record.record_decision(self.rules_index, &ruling.context, &ruling.judgement);
+        record.record_decision(rules_index, &outcome.context, &outcome.judgement);
         let mut text = Vec::new();
-        if let Decision::Refused = ruling.judgement {
-            let refused =
-                view.refusal(self.rules_index, &ruling.context, now_ms, worker.date(), &mut text, HeaderMap::new());
+        if let Decision::Refused = outcome.judgement {
+            let headers = HeaderMap::new();
+            let refused = config.refusal(rules_index, &outcome.context, now_ms, worker.date(), &mut text, headers);
             return Err(Rejection::Refused(refused.reply));
         }
-        let stamp = slate.rate_limit_template.render(
-            &ruling.context,
-            view.policy_fields[self.rules_index].as_ref(),
-            now_ms,
-            &mut text,
-        );
-        let SharedOutcome { judgement, context, gifts, texts } = ruling;
-        let settlement = PendingCost::new(slate, self.rules_index, &context, &gifts, || texts.clone());
-        let turn = DelayedRequest::new(
-            judgement,
-            worker,
-            view,
-            peer,
-            self.rules_index,
-            &context,
-            StoreCharges { refunds: gifts, keys: texts },
-        );
-        Ok(Admission { fields: stamp.only_once(), delay: turn, pending_cost: settlement })
+        let policy = config.policy_fields[rules_index].as_ref();
+        let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
+        let SharedOutcome { judgement, context, gifts, texts } = outcome;
+        let pending_cost = PendingCost::new(rules, rules_index, &context, &gifts, || texts.clone());
+        let charges = StoreCharges { refunds: gifts, keys: texts };
+        let delay = DelayedRequest::new(judgement, worker, config, peer, rules_index, &context, charges);
+        Ok(Admission { fields: fields.only_once(), delay, pending_cost })
     }
 }

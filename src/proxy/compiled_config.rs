@@ -1,16 +1,14 @@
-//! The configuration made ready for requests: everything that can be worked out before one comes.
+//! The configuration prepared for requests: everything that can be computed at load.
 //!
-//! A snapshot never changes. A reload makes a new one; requests that are under way keep the one they
-//! started with.
+//! A compiled configuration is immutable and shared by all workers. A reload makes a new one; requests in flight keep theirs.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::num::NonZeroU32;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use http::HeaderName;
+use http::{HeaderMap, HeaderName};
 
-use super::response_cost::ResponseCostRule;
 use crate::config::{Config, Route};
 use crate::decision::DecisionService;
 use crate::http::client_plans::Clients;
@@ -33,63 +31,98 @@ use transom_limiter::rule_set::{ChargePlan, RuleSet};
 pub struct CompiledConfig {
     pub config: Config,
     pub router: Router,
-    /// The servers of each upstream, as all loops know them.
+    /// The health of each upstream's servers, shared by all workers.
     pub upstream_health: Vec<Arc<UpstreamHealth>>,
-    /// What each upstream chooses a server by, if that is a hash.
+    /// By upstream: what to hash, for hash load balancing.
     pub hash_keys: Vec<Option<Affinity>>,
     pub rule_set: Arc<RuleSet>,
-    /// Answers those who ask without a request.
+    /// Serves the decision API.
     pub decision_service: Arc<DecisionService>,
-    /// What refusals look like; one for each rule of the book.
+    /// Form of refusals, by rule of the rule set.
     pub refusal_templates: Vec<RefusalTemplate>,
-    /// Who is known by name.
+    /// Clients of the clients file.
     pub clients: Option<Clients>,
-    /// One for each route, in the order of the configuration.
+    /// In the order of the configuration.
     pub routes: Vec<CompiledRoute>,
-    /// What routes with the same rules have in common.
+    /// Lists of rules; routes with equal lists share one.
     pub route_rules: Vec<RouteRules>,
-    /// Spells what is secret, where gateways share counters.
+    /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<Digester>>,
-    /// Claims that some rule counts by, or that name a client.
+    /// JWT claims used as keys or to identify clients.
     claims: Vec<String>,
-    /// What hashes of tokens start from.
+    /// Seeded hasher for the token cache.
     token_hasher: KeyHasher,
-    /// Proxies that are believed about whom they were asked by.
+    /// Proxies whose forwarding fields are trusted.
     pub trusted_proxies: Option<Trust>,
-    /// What routes change on the way; those that change something.
+    /// Actions of those routes that have any.
     actions: Vec<Action>,
-    /// Fields that some rule counts by, that tell a cost, that name a client, or that choose a route: no Connection field
-    /// can strip them.
+    /// Fields that a key, a cost, a client or a route depends on. A client cannot remove them by listing them in Connection.
     pub key_fields: Vec<HeaderName>,
 }
 
-/// A route made ready: where to go on from it. Small, so that thousands of them stay in the cache.
+/// A route's positions in other tables. Small, so that thousands of routes stay in the CPU cache.
 #[derive(Debug)]
 pub struct CompiledRoute {
-    /// Position in the snapshot.
+    /// Position in `route_rules`.
     pub rules_index: u32,
-    /// Position in the configuration.
+    /// Position in `config.upstreams`.
     pub upstream_index: u32,
-    /// One more than the position in the snapshot's actions, if the route has any.
+    /// One more than the position in `actions`; `None` if the route has no actions.
     action: Option<NonZeroU32>,
 }
 
-/// A list of rules made ready; many routes share few of them, so those stay in the cache.
+/// A list of rules. Many routes share few lists, so the lists stay in the CPU cache.
 #[derive(Debug)]
 pub struct RouteRules {
     pub charge_plan: ChargePlan,
-    /// One for each rule of the roster.
+    /// By position in the charge plan.
     pub rule_keys: Vec<RuleKey>,
     pub rate_limit_template: RateLimitTemplate,
-    /// The rules whose cost the answer tells.
+    /// The rules that read their cost from the response.
     pub response_costs: Vec<ResponseCostRule>,
-    /// Whether a request that was refused can be refused again by a look at its counters: nothing passes for another reason than that
-    /// they have room, a refusal leaves nothing behind, and no client is known by a token, which may end.
+    /// Whether a repeated request can be refused from its counters alone: only free tokens admit a request, a refusal changes no
+    /// counter, and no key comes from a token, which may expire.
     pub is_repeatable: bool,
 }
 
+/// A rule of a route that reads its cost from the response.
+#[derive(Debug)]
+pub struct ResponseCostRule {
+    /// Position in the charge plan.
+    pub position: usize,
+    field: HeaderName,
+    /// Tokens charged before forwarding.
+    pub reserve: u32,
+    /// Upper bound of the cost.
+    max: u32,
+}
+
+impl ResponseCostRule {
+    /// Those of `rules` that read their cost from the response.
+    fn all_of(config: &Config, rules: &[usize]) -> Vec<ResponseCostRule> {
+        let response_cost = |(position, rule): (usize, &usize)| match &config.rules[*rule].cost {
+            Cost::Response { header, reserve, max } => {
+                let field = HeaderName::from_bytes(header.as_bytes()).ok()?;
+                Some(ResponseCostRule { position, field, reserve: *reserve, max: *max })
+            }
+            Cost::Fixed(_) | Cost::Request { .. } => None,
+        };
+        rules.iter().enumerate().filter_map(response_cost).collect()
+    }
+
+    /// The cost in a response, at most `max`. `None` if the field is absent, repeated, or not a whole number.
+    pub fn cost_in(&self, headers: &HeaderMap) -> Option<u32> {
+        let mut values = headers.get_all(&self.field).iter();
+        let (Some(value), None) = (values.next(), values.next()) else { return None };
+        let text = value.to_str().ok()?.trim();
+        let is_number = text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty();
+        // A number that does not fit exceeds `max`.
+        is_number.then(|| text.parse().unwrap_or(self.max).min(self.max))
+    }
+}
+
 impl CompiledConfig {
-    /// `book` is of the rules of the configuration.
+    /// `rule_set` is compiled from the rules of `config`.
     pub fn new(
         config: Config,
         seed: Seed,
@@ -98,46 +131,51 @@ impl CompiledConfig {
     ) -> Arc<CompiledConfig> {
         let rule_set = Arc::new(rule_set);
         let clients = config.clients.as_ref().map(Clients::new);
-        let exceptions = |entry| RuleKey::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
-        let exceptions: Vec<_> = rule_set.rules.iter().map(exceptions).collect();
-        let (mut slates, mut actions) = (Vec::new(), Vec::new());
-        let mut known: BTreeMap<_, usize> = BTreeMap::new();
-        let mut lanes = Vec::with_capacity(config.routes.len());
+        let overrides_of = |entry| RuleKey::exceptions(entry, clients.as_ref(), seed).map(Arc::new);
+        let overrides: Vec<_> = rule_set.rules.iter().map(overrides_of).collect();
+        let (mut route_rules, mut actions) = (Vec::new(), Vec::new());
+        let mut indexes: BTreeMap<_, usize> = BTreeMap::new();
+        let mut routes = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
-            // Where a parameter stands in the path is part of how a key is found; the cost may be the route's own.
-            let slate = *known.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
-                slates.push(RouteRules::new(&rule_set, &config, route, &exceptions, seed));
-                slates.len() - 1
-            });
+            // Keys depend on the positions of path parameters, and a route may set its own cost.
+            let rules_index =
+                *indexes.entry((&route.rules, route.path.param_names(), route.cost)).or_insert_with(|| {
+                    route_rules.push(RouteRules::new(&rule_set, &config, route, &overrides, seed));
+                    route_rules.len() - 1
+                });
             actions.extend(route.actions.as_ref().map(|own| Action::new(own, route)));
             let action = route.actions.as_ref().and_then(|_| NonZeroU32::new(actions.len() as u32));
-            lanes.push(CompiledRoute { rules_index: slate as u32, upstream_index: route.upstream as u32, action });
+            routes.push(CompiledRoute {
+                rules_index: rules_index as u32,
+                upstream_index: route.upstream as u32,
+                action,
+            });
         }
-        let affinities = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
+        let hash_keys = config.upstreams.iter().map(|upstream| Affinity::new(&upstream.policy.balance)).collect();
         let key_fields = key_fields(&config);
         let claims = claims(&config);
-        let token_hash = KeyHasher::new(seed, 0);
+        let token_hasher = KeyHasher::new(seed, 0);
         let router = Router::new(&config.routes, config.path_reading.trailing_slash);
-        let forms = config.refusals.iter().map(RefusalTemplate::new).collect();
+        let refusal_templates = config.refusals.iter().map(RefusalTemplate::new).collect();
         let api_key = config.clients.as_ref().and_then(|clients| clients.api_key.as_ref());
         let digester = config.counters.shared.as_ref().map(|shared| Digester::new(&shared.digest_key(), api_key));
         let digester = digester.map(Arc::new);
-        let counsel = Arc::new(DecisionService::new(&rule_set, &exceptions, seed, digester.clone()));
+        let decision_service = Arc::new(DecisionService::new(&rule_set, &overrides, seed, digester.clone()));
         Arc::new(CompiledConfig {
             digester,
             trusted_proxies: config.proxies.as_ref().map(Trust::new),
             actions,
             router,
             upstream_health,
-            hash_keys: affinities,
-            refusal_templates: forms,
-            routes: lanes,
-            route_rules: slates,
+            hash_keys,
+            refusal_templates,
+            routes,
+            route_rules,
             claims,
-            token_hasher: token_hash,
+            token_hasher,
             key_fields,
             clients,
-            decision_service: counsel,
+            decision_service,
             rule_set,
             config,
         })
@@ -145,35 +183,34 @@ impl CompiledConfig {
 }
 
 impl CompiledConfig {
-    /// What says which tokens are genuine; one for each loop. Without keys, none is.
+    /// A token verifier with an empty cache; one per worker. Without configured keys every token is invalid.
     pub fn token_checker(&self) -> Checker {
         Checker::new(self.config.jwt.clone().unwrap_or_default(), self.claims.clone(), self.token_hasher.clone())
     }
 
-    pub fn rules_of(&self, lane: &CompiledRoute) -> &RouteRules {
-        &self.route_rules[lane.rules_index as usize]
+    pub fn rules_of(&self, route: &CompiledRoute) -> &RouteRules {
+        &self.route_rules[route.rules_index as usize]
     }
 
-    pub fn actions_of(&self, lane: &CompiledRoute) -> Option<&Action> {
-        lane.action.map(|behind| &self.actions[behind.get() as usize - 1])
+    pub fn actions_of(&self, route: &CompiledRoute) -> Option<&Action> {
+        route.action.map(|number| &self.actions[number.get() as usize - 1])
     }
 
-    /// What the key of a request is in the store, under a rule of a slate; `None` if the rule is not shared or does not apply.
-    pub fn store_key(&self, slate: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
-        let rule = &self.rule_set.rules[slate.charge_plan.rules[position]].rule;
+    /// The key of a request in the shared store under the rule at `position`; `None` if the rule is not shared or does not apply.
+    pub fn store_key(&self, rules: &RouteRules, position: usize, caller: &Caller<'_>) -> Option<Rc<str>> {
+        let rule = &self.rule_set.rules[rules.charge_plan.rules[position]].rule;
         let digester = self.digester.as_ref().filter(|_| rule.sharing != Sharing::Local)?;
         let mut text = String::new();
-        slate.rule_keys[position].text(caller, digester, &mut text).then(|| text.into())
+        rules.rule_keys[position].text(caller, digester, &mut text).then(|| text.into())
     }
 
-    /// As [`Snapshot::text_of`], for all rules of a slate.
-    pub fn store_keys(&self, slate: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
-        (0..slate.charge_plan.rules.len()).map(|position| self.store_key(slate, position, caller)).collect()
+    /// [`CompiledConfig::store_key`] for all rules.
+    pub fn store_keys(&self, rules: &RouteRules, caller: &Caller<'_>) -> Vec<Option<Rc<str>>> {
+        (0..rules.charge_plan.rules.len()).map(|position| self.store_key(rules, position, caller)).collect()
     }
 
-    /// The name of a route; a lane has its route's position.
-    pub fn route_name(&self, lane: usize) -> &str {
-        &self.config.routes[lane].name
+    pub fn route_name(&self, route: usize) -> &str {
+        &self.config.routes[route].name
     }
 }
 
@@ -182,19 +219,19 @@ impl RouteRules {
         rule_set: &RuleSet,
         config: &Config,
         route: &Route,
-        exceptions: &[Option<Arc<Overrides>>],
+        overrides: &[Option<Arc<Overrides>>],
         seed: Seed,
     ) -> RouteRules {
         let charge_plan = rule_set.charge_plan(&route.rules);
-        let identity = |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with(exceptions[*rule].clone());
-        let identities = route.rules.iter().map(identity).collect();
-        let terms = ResponseCostRule::of(config, &route.rules);
+        let rule_key = |rule: &usize| RuleKey::new(&rule_set.rules[*rule], route, seed).with(overrides[*rule].clone());
+        let rule_keys = route.rules.iter().map(rule_key).collect();
+        let response_costs = ResponseCostRule::all_of(config, &route.rules);
         let is_repeatable = charge_plan.is_plain() && charge_plan.shadow_rules().is_empty() && config.jwt.is_none();
         RouteRules {
-            rule_keys: identities,
+            rule_keys,
             rate_limit_template: RateLimitTemplate::new(rule_set, &charge_plan, &config.fields),
             charge_plan,
-            response_costs: terms,
+            response_costs,
             is_repeatable,
         }
     }
@@ -219,7 +256,7 @@ fn claims(config: &Config) -> Vec<String> {
     names.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// All that some rule counts by, or that names a client.
+/// Key parts of all rules and of client identification.
 fn parts(config: &Config) -> impl Iterator<Item = &KeyPart> {
     let clients = config.clients.iter().flat_map(|clients| [&clients.api_key, &clients.subject]).flatten();
     let keys = config.rules.iter().flat_map(|rule| {

@@ -1,7 +1,7 @@
-//! A request that has been charged in a window to come, and waits for that window.
+//! A request that was charged in a later window and waits for that window to open.
 //!
-//! Rules that had room were charged when it came. Where their window is over by the time that it
-//! passes, they are charged again, and may refuse it after all.
+//! Rules with tokens left were charged when the request arrived. If their window has ended when the request passes, they are
+//! charged again in the current one, and may refuse the request after all.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use http::HeaderMap;
 
-use super::admission::Rejection;
+use super::peer::Peer;
 use super::request_record::RequestRecord;
+use super::response::Rejection;
 use super::response_cost::PendingCost;
-use super::worker_state::{Peer, WorkerConfig, WorkerState};
+use super::worker_config::WorkerConfig;
+use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::ratelimit_headers::RateLimitFields;
 use crate::http::responses;
@@ -26,72 +28,73 @@ use transom_limiter::rule_set::{KeyedRequest, LayerRef};
 use transom_limiter::sharded_counter::ShardReceipt;
 use transom_limiter::waiter_limit::WaiterSlot;
 
-/// The wall clock may be set while a request waits, so it looks again after so long.
+/// The wall clock may be set while a request waits, so the time is read again at this interval.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What the store of shared counters has charged for a request, and what finds it there.
+/// What the shared store has charged for a request.
 #[derive(Default)]
 pub struct StoreCharges {
+    /// Refunds that undo the charges, with the position of the rule.
     pub refunds: Vec<(usize, Refund)>,
+    /// Store keys by rule.
     pub keys: Vec<Option<Rc<str>>>,
 }
 
-/// The turn of a request. Dropped before it has come, as when the client goes away, it gives back
-/// what was charged.
+/// A delayed request. Dropping it before its window opens, as when the client goes away, refunds what was charged.
 pub struct DelayedRequest {
     until_ms: u64,
-    /// Position of the slate that was decided by.
+    /// Position in `CompiledConfig::route_rules`.
     rules_index: usize,
     keyed_requests: Vec<Option<KeyedRequest>>,
-    /// The layers to be charged again when the turn has come.
+    /// Layers to charge again when the window opens.
     to_recharge: Vec<LayerRef>,
-    /// What was charged; empty once the turn has come.
+    /// What was charged locally; empty once the request passes.
     receipts: Vec<ShardReceipt>,
     store_charges: StoreCharges,
     worker: Rc<WorkerState>,
     config: Rc<WorkerConfig>,
-    /// A place in the queue of those who wait.
+    /// Occupies one of the waiter slots of the rule.
     _waiter: Option<WaiterSlot>,
-    /// The latest time at which the request may pass.
+    /// Unix time in milliseconds after which the request is refused.
     latest_ms: u64,
-    /// Tells the guard of the client's socket that this request waits.
+    /// Makes the connection watch for the client closing it.
     is_delayed: Rc<Cell<bool>>,
 }
 
 impl DelayedRequest {
-    /// The turn of a request that was delayed; `desk` is what was decided on.
+    /// `None` unless the decision is a delay. `context` has the result of the decision.
     pub fn new(
-        judgement: Decision,
+        decision: Decision,
         worker: &Rc<WorkerState>,
-        view: &Rc<WorkerConfig>,
+        config: &Rc<WorkerConfig>,
         peer: &Peer,
-        slate: usize,
+        rules_index: usize,
         context: &DecisionContext,
-        placed: StoreCharges,
+        store_charges: StoreCharges,
     ) -> Option<Box<DelayedRequest>> {
-        let Decision::Delayed { until_ms, waiter: wait, recharge: again } = judgement else { return None };
-        let (snapshot, now_ms) = (&view.compiled, worker.clock.now().unix_ms);
+        let Decision::Delayed { until_ms, waiter, recharge: to_recharge } = decision else { return None };
+        let (compiled, now_ms) = (&config.compiled, worker.clock.now().unix_ms);
         Some(Box::new(DelayedRequest {
             until_ms,
-            rules_index: slate,
+            rules_index,
             keyed_requests: context.inputs.keyed_requests.clone(),
-            to_recharge: again,
+            to_recharge,
             receipts: context.all_receipts().collect(),
-            store_charges: placed,
+            store_charges,
             worker: Rc::clone(worker),
-            config: Rc::clone(view),
-            _waiter: wait.map(|wait| wait.slot),
-            latest_ms: now_ms + snapshot.rule_set.max_delay_ms(&snapshot.route_rules[slate].charge_plan),
+            config: Rc::clone(config),
+            _waiter: waiter.map(|waiter| waiter.slot),
+            latest_ms: now_ms + compiled.rule_set.max_delay_ms(&compiled.route_rules[rules_index].charge_plan),
             is_delayed: Rc::clone(&peer.is_delayed),
         }))
     }
 
-    /// Waits until the windows are open. Returns what is to be said of the limits then, or the refusal of
-    /// a rule that has no room any more and does not let the request wait for longer.
+    /// Waits until the windows are open. Returns the RateLimit fields as of then, or the refusal of a rule that has no tokens
+    /// left and allows no longer delay.
     pub async fn wait(
         mut self,
         record: &mut RequestRecord,
-        settlement: &mut Option<Box<PendingCost>>,
+        pending_cost: &mut Option<Box<PendingCost>>,
     ) -> Result<RateLimitFields, Rejection> {
         loop {
             self.wait_until_open().await;
@@ -106,7 +109,7 @@ impl DelayedRequest {
                     DecisionTime::read(&clock),
                 ));
             }
-            self.recharge(record, settlement).await?;
+            self.recharge(record, pending_cost).await?;
         }
     }
 
@@ -123,71 +126,76 @@ impl DelayedRequest {
         }
     }
 
-    /// Charges the layers that are in another window now. Whoever finds one full that lets it wait waits
-    /// again, but not beyond the time at which it would have been refused when it came.
+    /// Charges the layers whose window has ended meanwhile. If one of them delays the request again, the request waits on, but
+    /// not beyond `latest_ms`.
     async fn recharge(
         &mut self,
         record: &mut RequestRecord,
-        settlement: &mut Option<Box<PendingCost>>,
+        pending_cost: &mut Option<Box<PendingCost>>,
     ) -> Result<(), Rejection> {
-        let snapshot = Arc::clone(&self.config.compiled);
-        let (rule_set, slate) = (&snapshot.rule_set, &snapshot.route_rules[self.rules_index]);
+        let compiled = Arc::clone(&self.config.compiled);
+        let (rule_set, rules) = (&compiled.rule_set, &compiled.route_rules[self.rules_index]);
         let mut context = self.config.scratch().context.clone();
         context.inputs.keyed_requests.clone_from(&self.keyed_requests);
-        let again = std::mem::take(&mut self.to_recharge);
+        let to_recharge = std::mem::take(&mut self.to_recharge);
         let clock = || self.worker.clock.now().unix_ms;
-        let (judgement, gifts) = match self.worker.shared.as_ref().filter(|_| slate.charge_plan.is_shared) {
+        let (decision, refunds) = match self.worker.shared.as_ref().filter(|_| rules.charge_plan.is_shared) {
             None => {
                 let now = DecisionTime::read(&clock);
-                (rule_set.recharge(&slate.charge_plan, &again, &self.worker.table, now, &mut context), Vec::new())
+                (rule_set.recharge(&rules.charge_plan, &to_recharge, &self.worker.table, now, &mut context), Vec::new())
             }
             Some(shared) => {
-                let inquiry =
-                    shared.charge_again(rule_set, &slate.charge_plan, again, context, self.store_charges.keys.clone());
-                let ruling = inquiry.decide(&slate.charge_plan).await;
-                let ruling = ruling.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
-                context = ruling.context;
-                (ruling.judgement, ruling.gifts)
+                let pending = shared.charge_again(
+                    rule_set,
+                    &rules.charge_plan,
+                    to_recharge,
+                    context,
+                    self.store_charges.keys.clone(),
+                );
+                let outcome = pending.decide(&rules.charge_plan).await;
+                let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
+                context = outcome.context;
+                (outcome.judgement, outcome.gifts)
             }
         };
         let now = DecisionTime::read(&clock);
         let now_ms = now.unix_ms;
-        match judgement {
+        match decision {
             Decision::Admitted => {}
-            Decision::Delayed { until_ms, recharge: again, .. } if until_ms <= self.latest_ms => {
-                (self.until_ms, self.to_recharge) = (until_ms, again);
+            Decision::Delayed { until_ms, recharge, .. } if until_ms <= self.latest_ms => {
+                (self.until_ms, self.to_recharge) = (until_ms, recharge);
             }
             Decision::Delayed { .. } | Decision::Refused => {
                 self.receipts.extend(context.all_receipts());
                 rule_set.refund(&self.receipts, u32::MAX, &self.worker.table, now_ms);
                 self.receipts.clear();
-                self.store_charges.refunds.extend(gifts);
-                // The answer tells of all layers, as they are now.
-                rule_set.peek(&slate.charge_plan, &self.worker.table, now, &mut context);
+                self.store_charges.refunds.extend(refunds);
+                // The response states all layers as they are now.
+                rule_set.peek(&rules.charge_plan, &self.worker.table, now, &mut context);
                 record.record_decision(self.rules_index, &context, &Decision::Refused);
                 let mut text = Vec::new();
-                let stamp = slate.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
-                let (charge_plan, forms) = (&slate.charge_plan, &snapshot.refusal_templates);
+                let fields = rules.rate_limit_template.render(&context, None, context.result.decided_ms, &mut text);
+                let (charge_plan, refusal_templates) = (&rules.charge_plan, &compiled.refusal_templates);
                 let headers = HeaderMap::new();
                 let refused = responses::refusal(
                     rule_set,
                     charge_plan,
                     &context,
-                    forms,
+                    refusal_templates,
                     context.result.decided_ms,
-                    stamp,
+                    fields,
                     &mut text,
                     headers,
                 );
                 return Err(Rejection::Refused(refused.reply));
             }
         }
-        self.receipts.retain(|share| share.receipt.end_ms() > now_ms);
+        self.receipts.retain(|charged| charged.receipt.end_ms() > now_ms);
         self.receipts.extend(context.all_receipts());
-        if let Some(settlement) = settlement {
-            settlement.add_recharge(slate, &context, &gifts, now_ms);
+        if let Some(pending_cost) = pending_cost {
+            pending_cost.add_recharge(rules, &context, &refunds, now_ms);
         }
-        self.store_charges.refunds.extend(gifts);
+        self.store_charges.refunds.extend(refunds);
         Ok(())
     }
 }
@@ -201,7 +209,7 @@ impl Drop for DelayedRequest {
             worker.deferred_refunds.refund(self.receipts.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
         }
         if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.store_charges.refunds.is_empty()) {
-            shared.give_later(self.store_charges.refunds.drain(..).map(|(_, gift)| gift).collect());
+            shared.give_later(self.store_charges.refunds.drain(..).map(|(_, refund)| refund).collect());
         }
     }
 }

@@ -1,29 +1,28 @@
-//! What the operator is told of failing requests: every cause once a second at most, with the number
-//! of times it was not said. A gateway before a dead upstream would write nothing else otherwise.
+//! Limits warnings about failing requests to one per cause and second, so that a dead upstream does not flood the log.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Causes that are told apart; beyond, all are forgotten and begun again.
+/// Causes that are tracked; when there are more, all are forgotten.
 const CAUSES_MAX: usize = 256;
 
-/// When each cause was last told, and how often it was not since.
+/// By cause: when it was last logged, and how often it was suppressed since.
 #[derive(Debug, Default)]
 pub struct LogThrottle(RefCell<HashMap<String, (Instant, u64)>>);
 
 impl LogThrottle {
-    /// Whether a cause may be told now; if so, how often it was not told before.
+    /// `Some` if the cause may be logged now, with the number of times it was suppressed before.
     pub fn allow(&self, cause: &str, now: Instant) -> Option<u64> {
         let mut causes = self.0.borrow_mut();
-        if let Some((said, unsaid)) = causes.get_mut(cause) {
-            if now.duration_since(*said) < INTERVAL {
-                *unsaid += 1;
+        if let Some((logged_at, suppressed)) = causes.get_mut(cause) {
+            if now.duration_since(*logged_at) < INTERVAL {
+                *suppressed += 1;
                 return None;
             }
-            *said = now;
-            return Some(std::mem::take(unsaid));
+            *logged_at = now;
+            return Some(std::mem::take(suppressed));
         }
         if causes.len() >= CAUSES_MAX {
             causes.clear();
@@ -40,14 +39,14 @@ mod tests {
 
     #[test]
     fn a_cause_is_logged_once_a_second_with_the_number_suppressed() {
-        let complaints = LogThrottle::default();
+        let throttle = LogThrottle::default();
         let start = Clock::manual(0).instant();
         let at = |ms| start + Duration::from_millis(ms);
-        assert_eq!(complaints.allow("a", at(0)), Some(0));
-        assert_eq!(complaints.allow("a", at(10)), None);
-        assert_eq!(complaints.allow("b", at(10)), Some(0));
-        assert_eq!(complaints.allow("a", at(999)), None);
-        assert_eq!(complaints.allow("a", at(1000)), Some(2));
-        assert_eq!(complaints.allow("a", at(2000)), Some(0));
+        assert_eq!(throttle.allow("a", at(0)), Some(0));
+        assert_eq!(throttle.allow("a", at(10)), None);
+        assert_eq!(throttle.allow("b", at(10)), Some(0));
+        assert_eq!(throttle.allow("a", at(999)), None);
+        assert_eq!(throttle.allow("a", at(1000)), Some(2));
+        assert_eq!(throttle.allow("a", at(2000)), Some(0));
     }
 }

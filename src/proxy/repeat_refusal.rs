@@ -1,9 +1,8 @@
-//! A request that was refused, and is asked again as it was.
+//! Refuses a repeated request from its counters alone.
 //!
-//! A client over its limits hardly ever changes what it asks. Who asks, on which route and by which rules, follows from the
-//! head of a request, from its connection and from the configuration. Where all three are what they were, it is enough to
-//! look whether the windows are still full. This file does not compare heads: `listen` does, and has none of those parsed
-//! that are refused here.
+//! A client over its limit usually repeats the same request. Its keys and rules follow from the head, the connection and the
+//! configuration; while all three are unchanged, a look at the windows suffices. `downstream::http1` compares the heads, and
+//! does not parse those that are refused here.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -13,89 +12,86 @@ use http::request::Parts;
 use http::{HeaderMap, Method, Version, header};
 
 use super::request_record;
-use super::worker_state::{Peer, Scratch, WorkerConfig, WorkerState};
+use super::worker_config::{Scratch, WorkerConfig};
+use super::worker_state::WorkerState;
 use crate::http::headers::SpecialFields;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::KeyedRequest;
 
-/// Of such a request, all that its decision needs.
+/// What is needed to decide a refused request again.
 pub struct RepeatRefusal {
     config: Rc<WorkerConfig>,
+    /// Position in `CompiledConfig::routes`.
     route: usize,
     keyed_requests: Box<[Option<KeyedRequest>]>,
 }
 
 impl RepeatRefusal {
-    /// That of a request which was just refused on `desk`; `None` where it is not the same as the one before, where more
-    /// than its head, its connection and the configuration decides, or where its answer changes what becomes of the connection.
+    /// For a request that was just refused, with the result in `context`. `None` if the decision depends on more than head,
+    /// connection and configuration, or if the request affects the connection.
     pub fn new(
-        view: &Rc<WorkerConfig>,
-        peer: &Peer,
-        lane: usize,
+        config: &Rc<WorkerConfig>,
+        route: usize,
         context: &DecisionContext,
         parts: &Parts,
         marks: SpecialFields,
         body_bytes: u64,
     ) -> Option<RepeatRefusal> {
-        let slate = view.compiled.rules_of(&view.compiled.routes[lane]);
-        let is_kept = || {
+        let rules = config.compiled.rules_of(&config.compiled.routes[route]);
+        let keeps_connection = || {
             let mut options = parts.headers.get_all(header::CONNECTION).iter();
             options.all(|options| options.as_bytes().eq_ignore_ascii_case(b"keep-alive"))
         };
-        let is_usual = peer.repeats_previous.get()
-            && slate.is_repeatable
-            // Of every request a line is to be written, with what its head says.
-            && view.access_log.is_none()
+        let special = [SpecialFields::TRANSFER_ENCODING, SpecialFields::EXPECT, SpecialFields::UPGRADE];
+        let is_eligible = rules.is_repeatable
+            // The access log needs fields of the head.
+            && config.access_log.is_none()
             && parts.version == Version::HTTP_11
             && parts.method != Method::HEAD
             && body_bytes == 0
-            && ![SpecialFields::TRANSFER_ENCODING, SpecialFields::EXPECT, SpecialFields::UPGRADE].into_iter().any(|mark| marks.has(mark))
-            && is_kept();
-        is_usual.then(|| RepeatRefusal {
-            config: Rc::clone(view),
-            route: lane,
+            && !special.into_iter().any(|field| marks.has(field))
+            && keeps_connection();
+        is_eligible.then(|| RepeatRefusal {
+            config: Rc::clone(config),
+            route,
             keyed_requests: context.inputs.keyed_requests.as_slice().into(),
         })
     }
 
-    /// Refuses the request, if it is to be refused now: its answer, as it is sent over HTTP/1.1. `None`: nothing was charged or counted,
-    /// and the request can be taken as any other.
+    /// Returns the HTTP/1.1 response if the request is still refused. `None`: nothing was charged or counted, and the request
+    /// is handled as any other.
     pub fn refuse(&self, worker: &WorkerState) -> Option<Bytes> {
         let refused = catch_unwind(AssertUnwindSafe(|| self.try_refuse(worker)));
-        // Whatever it was, it is met with once more on the way of any other request, and answered there.
+        // After a panic the request is handled as any other; a second panic there is answered with 500.
         refused.unwrap_or(None)
     }
 
     fn try_refuse(&self, worker: &WorkerState) -> Option<Bytes> {
-        let view = &*self.config;
+        let config = &*self.config;
         if !worker.is_current(&self.config) {
             return None;
         }
-        let snapshot = &*view.compiled;
-        let position = snapshot.routes[self.route].rules_index as usize;
-        let slate = &snapshot.route_rules[position];
+        let compiled = &*config.compiled;
+        let rules_index = compiled.routes[self.route].rules_index as usize;
+        let charge_plan = &compiled.route_rules[rules_index].charge_plan;
         let now = worker.clock.now();
-        let mut scratch = view.scratch();
-        let Scratch { context, text, refusal_cache: last, .. } = &mut *scratch;
+        let mut scratch = config.scratch();
+        let Scratch { context, text, refusal_cache, .. } = &mut *scratch;
         context.inputs.keyed_requests.clear();
         context.inputs.keyed_requests.extend_from_slice(&self.keyed_requests);
         let clock = || worker.clock.now().unix_ms;
-        if snapshot.rule_set.peek(
-            &slate.charge_plan,
-            &worker.table,
-            DecisionTime::starting_at(now.unix_ms, &clock),
-            context,
-        ) {
+        let time = DecisionTime::starting_at(now.unix_ms, &clock);
+        if compiled.rule_set.peek(charge_plan, &worker.table, time, context) {
             return None;
         }
         let took = worker.clock.instant().duration_since(now.instant);
         worker.metrics.decision_took(took);
-        request_record::record_refusal(view, Some(self.route), position, context);
-        let work_out =
-            || view.refusal(position, context, context.result.decided_ms, worker.date(), text, HeaderMap::new());
-        let (status, answer) = last.written(position, context.result.decided_ms, context, work_out);
-        view.route_metrics[self.route].request_ended(status.as_u16(), took);
-        Some(answer)
+        request_record::record_refusal(config, Some(self.route), rules_index, context);
+        let decided_ms = context.result.decided_ms;
+        let render = || config.refusal(rules_index, context, decided_ms, worker.date(), text, HeaderMap::new());
+        let (status, response) = refusal_cache.written(rules_index, decided_ms, context, render);
+        config.route_metrics[self.route].request_ended(status.as_u16(), took);
+        Some(response)
     }
 }

@@ -1,7 +1,6 @@
-//! What is written down of a request: metrics always, a line in the access log where there is one.
+//! The record of one request: metrics, and a line of the access log if there is one.
 //!
-//! A record is closed by being dropped, so that a client that goes away in the middle is recorded
-//! like everything else.
+//! Dropping the record ends it, so a request is counted and logged exactly once, also when the client goes away.
 
 use std::net::IpAddr;
 use std::rc::Rc;
@@ -10,7 +9,8 @@ use std::time::Duration;
 use http::request::Parts;
 use serde_json::{Map, Value, json};
 
-use super::worker_state::{WorkerConfig, WorkerState};
+use super::worker_config::WorkerConfig;
+use super::worker_state::WorkerState;
 use crate::clock::Timestamp;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_GONE};
@@ -19,7 +19,7 @@ use crate::upstream::response_body::Broken;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 
-/// Of a host and of a path, in the access log.
+/// Limit for the host and for the path in the access log.
 const LOGGED_MAX_BYTES: usize = 2048;
 
 pub struct RequestRecord {
@@ -29,31 +29,31 @@ pub struct RequestRecord {
     status: u16,
     started: Timestamp,
     bytes: u64,
-    /// What only the access log wants to know; `None` where there is none.
+    /// The line of the access log; `None` without an access log.
     log_entry: Option<Box<Map<String, Value>>>,
 }
 
 impl RequestRecord {
     pub fn new(
         worker: &Rc<WorkerState>,
-        view: &Rc<WorkerConfig>,
+        config: &Rc<WorkerConfig>,
         peer: IpAddr,
         parts: &Parts,
         started: Timestamp,
     ) -> RequestRecord {
-        let line = view.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
-        let (worker, view) = (Rc::clone(worker), Rc::clone(view));
-        RequestRecord { worker, config: view, route: None, status: CLIENT_GONE, started, bytes: 0, log_entry: line }
+        let line = config.access_log.as_ref().map(|_| Box::new(head_fields(peer, parts, started)));
+        let (worker, config) = (Rc::clone(worker), Rc::clone(config));
+        RequestRecord { worker, config, route: None, status: CLIENT_GONE, started, bytes: 0, log_entry: line }
     }
 
-    pub fn set_route(&mut self, lane: usize) {
-        self.route = Some(lane);
+    pub fn set_route(&mut self, route: usize) {
+        self.route = Some(route);
     }
 
-    /// Tells the meters what the rules decided, on the request's own route.
-    pub fn record_decision(&mut self, slate: usize, context: &DecisionContext, judgement: &Decision) {
-        let meter = self.route_metrics();
-        match judgement {
+    /// Counts the decision on the request's route, and notes refusing and shadow rules for the access log.
+    pub fn record_decision(&mut self, rules_index: usize, context: &DecisionContext, decision: &Decision) {
+        let metrics = self.route_metrics();
+        match decision {
             Decision::Admitted | Decision::Delayed { .. } => {
                 for (position, _) in context
                     .inputs
@@ -62,27 +62,27 @@ impl RequestRecord {
                     .enumerate()
                     .filter(|(_, keyed_request)| keyed_request.is_some())
                 {
-                    match judgement {
-                        _ if context.result.shadowed.contains(&position) => meter.shadowed(position),
+                    match decision {
+                        _ if context.result.shadowed.contains(&position) => metrics.shadowed(position),
                         Decision::Delayed { waiter: Some(wait), .. } if wait.rule == position => {
-                            meter.delayed(position)
+                            metrics.delayed(position)
                         }
-                        _ => meter.admitted(position),
+                        _ => metrics.admitted(position),
                     }
                 }
             }
-            Decision::Refused => record_refusal(&self.config, self.route, slate, context),
+            Decision::Refused => record_refusal(&self.config, self.route, rules_index, context),
         }
         if self.log_entry.is_some() {
-            let rules = &self.config.compiled.route_rules[slate].charge_plan.rules;
+            let rules = &self.config.compiled.route_rules[rules_index].charge_plan.rules;
             let name = |position: &usize| json!(self.config.compiled.rule_set.rules[rules[*position]].rule.name);
             let full = context
                 .result
                 .charges
                 .iter()
                 .zip(&context.result.layers)
-                .filter(|(charge, _)| charge.is_full && matches!(judgement, Decision::Refused));
-            let refused: Vec<Value> = full.map(|(_, line)| name(&line.rule)).collect();
+                .filter(|(charge, _)| charge.is_full && matches!(decision, Decision::Refused));
+            let refused: Vec<Value> = full.map(|(_, layer)| name(&layer.rule)).collect();
             let shadowed: Vec<Value> = context.result.shadowed.iter().map(name).collect();
             for (name, rules) in [("refused_by", refused), ("shadowed_by", shadowed)] {
                 if !rules.is_empty() {
@@ -98,26 +98,26 @@ impl RequestRecord {
         }
     }
 
-    /// What went wrong: to the log, if it is more than a client's mistake.
-    pub fn record_error(&mut self, fault: &RequestError) {
-        self.worker.metrics.request_error(fault.kind());
-        if fault.is_worth_a_warning() {
-            self.warn(&fault.for_operator());
+    /// Counts an error, and logs a warning unless the client caused it.
+    pub fn record_error(&mut self, error: &RequestError) {
+        self.worker.metrics.request_error(error.kind());
+        if error.is_worth_a_warning() {
+            self.warn(&error.for_operator());
         }
         if self.log_entry.is_some() {
-            self.set_log_field("error", json!(fault.to_string()));
+            self.set_log_field("error", json!(error.to_string()));
         }
     }
 
-    /// Tells the operator, once a second at most for every cause.
-    fn warn(&self, what: &str) {
-        let route = self.route.map_or("", |lane| self.config.compiled.route_name(lane));
-        if let Some(before) = self.worker.log_throttle.allow(what, self.worker.clock.instant()) {
-            tracing::warn!(route, suppressed = before, "{what}");
+    /// Logs a warning, at most once a second per cause.
+    fn warn(&self, message: &str) {
+        let route = self.route.map_or("", |route| self.config.compiled.route_name(route));
+        if let Some(suppressed) = self.worker.log_throttle.allow(message, self.worker.clock.instant()) {
+            tracing::warn!(route, suppressed, "{message}");
         }
     }
 
-    /// The status that the client is told.
+    /// Status of the response; 499 if it never gets one.
     pub fn set_status(&mut self, status: u16) {
         self.status = status;
     }
@@ -126,25 +126,25 @@ impl RequestRecord {
         self.bytes += bytes as u64;
     }
 
-    /// The upstream's answer ended before its end.
+    /// The upstream's response was cut off.
     pub fn record_upstream_abort(&mut self, error: &Broken) {
-        self.warn(&format!("the upstream server's answer broke off: {error}"));
+        self.warn(&format!("the upstream server's response was cut off: {error}"));
         self.record_truncation();
     }
 
-    /// The client did not get the whole answer.
+    /// The client did not receive the complete response.
     pub fn record_truncation(&mut self) {
         if self.log_entry.as_ref().is_some_and(|line| !line.contains_key("error")) {
-            self.set_log_field("error", json!("the answer was cut off"));
+            self.set_log_field("error", json!("the response was cut off"));
         }
     }
 
-    /// The answer has opened a tunnel.
+    /// The response has opened a tunnel.
     pub fn tunnel_opened(&self) {
         self.worker.metrics.tunnel_opened();
     }
 
-    /// How many bytes have passed through it by its end.
+    /// The tunnel has ended, after this many bytes in each direction.
     pub fn record_tunnel_end(&mut self, to_client: u64, to_upstream: u64) {
         self.worker.metrics.tunnel_ended();
         self.bytes += to_client;
@@ -153,10 +153,10 @@ impl RequestRecord {
         }
     }
 
-    /// It ended, and neither side had ended it.
-    pub fn record_tunnel_error(&mut self, what: &str) {
+    /// The tunnel ended without being closed by either side.
+    pub fn record_tunnel_error(&mut self, message: &str) {
         if self.log_entry.is_some() {
-            self.set_log_field("error", json!(what));
+            self.set_log_field("error", json!(message));
         }
     }
 
@@ -176,7 +176,7 @@ impl Drop for RequestRecord {
         let took = self.worker.end_time().duration_since(self.started.instant);
         self.route_metrics().request_ended(self.status, took);
         if let (Some(mut line), Some(access)) = (self.log_entry.take(), &self.config.access_log) {
-            let route = self.route.map(|lane| self.config.compiled.route_name(lane));
+            let route = self.route.map(|route| self.config.compiled.route_name(route));
             line.insert("route".to_owned(), json!(route));
             line.insert("status".to_owned(), json!(self.status));
             line.insert("bytes".to_owned(), json!(self.bytes));
@@ -188,36 +188,35 @@ impl Drop for RequestRecord {
     }
 }
 
-fn route_metrics(view: &WorkerConfig, lane: Option<usize>) -> &RouteMetrics {
-    lane.map_or(&view.unrouted_metrics, |lane| &view.route_metrics[lane])
+fn route_metrics(config: &WorkerConfig, route: Option<usize>) -> &RouteMetrics {
+    route.map_or(&config.unrouted_metrics, |route| &config.route_metrics[route])
 }
 
-/// Tells the meters which windows of a slate have refused a request.
-pub fn record_refusal(view: &WorkerConfig, lane: Option<usize>, slate: usize, context: &DecisionContext) {
-    let mut told = None;
+/// Counts a refusal for each full window, and once for each refusing rule.
+pub fn record_refusal(config: &WorkerConfig, route: Option<usize>, rules_index: usize, context: &DecisionContext) {
+    let mut counted = None;
     for (_, line) in context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full) {
-        view.window_metrics[slate].refused(line.rule, line.layer);
-        if told != Some(line.rule) {
-            route_metrics(view, lane).refused(line.rule);
-            told = Some(line.rule);
+        config.window_metrics[rules_index].refused(line.rule, line.layer);
+        if counted != Some(line.rule) {
+            route_metrics(config, route).refused(line.rule);
+            counted = Some(line.rule);
         }
     }
 }
 
-/// An answer to what never became a request: a head that is malformed, too large or late, or a connection for which there is no
-/// room.
-pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, fault: &RequestError) {
-    worker.metrics.request_error(fault.kind());
-    let view = worker.config();
-    let status = responses::fault_status(fault).as_u16();
-    view.unrouted_metrics.request_ended(status, Duration::ZERO);
-    if let Some(access) = &view.access_log {
+/// Counts and logs a response without a request: for a malformed, oversized or late head, or for a connection over the limit.
+pub fn record_rejected_head(worker: &WorkerState, peer: IpAddr, error: &RequestError) {
+    worker.metrics.request_error(error.kind());
+    let config = worker.config();
+    let status = responses::fault_status(error).as_u16();
+    config.unrouted_metrics.request_ended(status, Duration::ZERO);
+    if let Some(access) = &config.access_log {
         let time = worker.clock.now();
         let mut line = Map::new();
         line.insert("time".to_owned(), json!(rfc3339(time)));
         line.insert("client".to_owned(), json!(peer.to_canonical().to_string()));
         line.insert("status".to_owned(), json!(status));
-        line.insert("error".to_owned(), json!(fault.to_string()));
+        line.insert("error".to_owned(), json!(error.to_string()));
         if !access.write(&Value::Object(line)) {
             worker.metrics.access_log_lost(1);
         }
@@ -228,13 +227,13 @@ fn rfc3339(moment: Timestamp) -> Option<String> {
     jiff::Timestamp::from_millisecond(moment.unix_ms as i64).map(|time| format!("{time:.3}")).ok()
 }
 
-/// What a line of the log has of a text that the client chose the length of.
+/// Cuts a text of the client's to `LOGGED_MAX_BYTES`, at a character boundary.
 fn truncate(text: &str) -> &str {
     let end = (0..=LOGGED_MAX_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]
 }
 
-/// What is known of a request before it is decided. The query is left out: secrets travel there.
+/// Log fields of the head. The query is left out, because it may hold secrets.
 fn head_fields(peer: IpAddr, parts: &Parts, started: Timestamp) -> Map<String, Value> {
     let host = parts.headers.get(http::header::HOST).map(|host| String::from_utf8_lossy(host.as_bytes()));
     let host = host.or_else(|| parts.uri.authority().map(|authority| authority.as_str().into()));

@@ -1,101 +1,140 @@
-//! The end of a handshake for a WebSocket: the upstream's answer opens a tunnel, or is an ordinary one.
+//! The end of a WebSocket handshake, and the tunnel that it opens.
 //!
-//! To the upstream a handshake is always one of HTTP/1.1. What the client made, and is to be answered in, is
-//! known here. A stream of HTTP/2 is a tunnel as soon as it is answered with any 2xx, so nothing but the
-//! upstream's consent may be told so.
+//! The handshake with the upstream is always HTTP/1.1 (RFC 6455). The client's is either HTTP/1.1 or an extended CONNECT
+//! (RFC 8441). An HTTP/2 stream becomes a tunnel with any 2xx, so a CONNECT gets 2xx only after the upstream has switched.
 
+use std::cell::RefCell;
+use std::time::Duration;
+
+use bytes::Bytes;
 use http::{HeaderMap, Response};
+use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::request_record::RequestRecord;
-use super::response_body::{Content, ResponseBody};
-use super::tunnel_session::TunnelSession;
-use super::worker_state::{Peer, WorkerConfig};
-use super::{error_response, finish};
+use super::response::{Content, ResponseBody, error_response, finish};
 use crate::http::error::RequestError;
 use crate::http::responses::ErrorFormat;
 use crate::http::websocket_handshake::{self, Key, UpgradeMethod};
+use crate::timer::Timer;
+use crate::upstream::tunnel::{ByteCounts, End, Tunnel};
 
-/// How a tunnel is opened for a client.
+/// How a client asked for a WebSocket, and the key of the handshake with the upstream.
 pub struct WebSocketHandshake {
     method: UpgradeMethod,
-    /// Of the handshake with the upstream: the client's where its connection changes over, or else the gateway's own.
+    /// The client's own key for an HTTP/1.1 upgrade, a fresh one for CONNECT.
     key: Key,
 }
 
 impl WebSocketHandshake {
-    /// `None`: the request goes on as an ordinary one. `takes`: whether the route and its upstream take WebSockets.
+    /// `None`: the request is an ordinary one. `is_supported`: whether the route and its upstream take WebSockets.
     pub fn new(
-        way: Option<UpgradeMethod>,
+        method: Option<UpgradeMethod>,
         headers: &HeaderMap,
-        takes: impl FnOnce() -> bool,
+        is_supported: impl FnOnce() -> bool,
     ) -> Result<Option<Box<WebSocketHandshake>>, RequestError> {
-        let key = match way {
+        let key = match method {
             None => None,
-            Some(UpgradeMethod::Upgrade) => Key::of(headers).filter(|_| takes()),
+            Some(UpgradeMethod::Upgrade) => Key::of(headers).filter(|_| is_supported()),
             Some(UpgradeMethod::Connect) => Some(Key::new()?),
         };
-        Ok(way.zip(key).map(|(way, key)| Box::new(WebSocketHandshake { method: way, key })))
+        Ok(method.zip(key).map(|(method, key)| Box::new(WebSocketHandshake { method, key })))
     }
 
-    /// Asks the upstream to change protocols.
+    /// Adds the fields that ask the upstream to switch protocols.
     pub fn write_request(&self, headers: &mut HeaderMap) {
         websocket_handshake::ask(headers);
         self.key.put(headers);
     }
 }
 
-/// Makes of the upstream's answer, or the route's own, what the client is told.
+/// Turns the upstream's or the route's response to a handshake into the client's. A tunnel goes into `tunnel_slot`; the
+/// connection runs it once the response is sent.
 pub async fn finish_handshake(
-    answer: Response<Content>,
-    opening: Box<WebSocketHandshake>,
-    dialect: ErrorFormat,
+    response: Response<Content>,
+    handshake: Box<WebSocketHandshake>,
+    format: ErrorFormat,
     record: RequestRecord,
-    peer: &Peer,
-    view: &WorkerConfig,
+    tunnel_slot: &RefCell<Option<TunnelSession>>,
+    idle_timeout: Duration,
 ) -> Response<ResponseBody> {
-    if websocket_handshake::is_switch(&answer) {
-        return open_tunnel(answer, &opening, dialect, record, peer, view).await;
+    if websocket_handshake::is_switch(&response) {
+        return open_tunnel(response, &handshake, format, record, tunnel_slot, idle_timeout).await;
     }
-    let fault = match (opening.method, answer.body()) {
-        (UpgradeMethod::Connect, Content::Local(_)) if answer.status().is_success() => RequestError::NO_WEBSOCKET,
-        (UpgradeMethod::Connect, Content::Upstream(_)) if answer.status().is_success() => {
-            RequestError::Upstream("it did not switch protocols".to_owned())
+    let error = match (handshake.method, response.body()) {
+        (UpgradeMethod::Connect, Content::Local(_)) if response.status().is_success() => RequestError::NO_WEBSOCKET,
+        (UpgradeMethod::Connect, Content::Upstream(_)) if response.status().is_success() => {
+            RequestError::Upstream("the server did not switch protocols".to_owned())
         }
-        (UpgradeMethod::Upgrade | UpgradeMethod::Connect, _) => return finish(answer, record),
+        (UpgradeMethod::Upgrade | UpgradeMethod::Connect, _) => return finish(response, record),
     };
-    error_response(&fault, dialect, record)
+    error_response(&error, format, record)
 }
 
-/// Makes the answer that opens a tunnel, and the tunnel behind it.
 async fn open_tunnel(
-    mut answer: Response<Content>,
-    opening: &WebSocketHandshake,
-    dialect: ErrorFormat,
+    mut response: Response<Content>,
+    handshake: &WebSocketHandshake,
+    format: ErrorFormat,
     mut record: RequestRecord,
-    peer: &Peer,
-    view: &WorkerConfig,
+    tunnel_slot: &RefCell<Option<TunnelSession>>,
+    idle_timeout: Duration,
 ) -> Response<ResponseBody> {
-    if !opening.key.is_accepted(answer.headers()) {
-        let why = "it switched protocols without the `Sec-WebSocket-Accept` of this handshake";
-        return error_response(&RequestError::Upstream(why.to_owned()), dialect, record);
+    if !handshake.key.is_accepted(response.headers()) {
+        let reason = "the server switched protocols without the `Sec-WebSocket-Accept` of this handshake";
+        return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
     }
-    match opening.method {
-        UpgradeMethod::Upgrade => websocket_handshake::ask(answer.headers_mut()),
-        UpgradeMethod::Connect => websocket_handshake::grant_stream(&mut answer),
+    match handshake.method {
+        UpgradeMethod::Upgrade => websocket_handshake::ask(response.headers_mut()),
+        UpgradeMethod::Connect => websocket_handshake::grant_stream(&mut response),
     }
-    let (parts, content) = answer.into_parts();
+    let (parts, content) = response.into_parts();
     let tunnel = match content {
         Content::Upstream(download) => download.into_tunnel().await,
         Content::Local(_) => None,
     };
     let Some(tunnel) = tunnel else {
-        return error_response(
-            &RequestError::Upstream("it broke off behind its switch of protocols".to_owned()),
-            dialect,
-            record,
-        );
+        let reason = "the server closed the connection after switching protocols";
+        return error_response(&RequestError::Upstream(reason.to_owned()), format, record);
     };
     record.set_status(parts.status.as_u16());
-    peer.tunnel.replace(Some(TunnelSession::new(tunnel, record, view.compiled.config.timeouts.tunnel)));
+    tunnel_slot.replace(Some(TunnelSession { tunnel, record, idle_timeout }));
     Response::from_parts(parts, ResponseBody::unrecorded(Content::Local(None)))
+}
+
+/// A tunnel with the record of its request. Its client side is attached when the response that opens it has been sent.
+pub struct TunnelSession {
+    tunnel: Tunnel,
+    record: RequestRecord,
+    idle_timeout: Duration,
+}
+
+impl TunnelSession {
+    /// Relays bytes until the tunnel ends. Returns `false` if one side closed the connection without closing the tunnel.
+    /// `early` is what the client sent before the response.
+    pub async fn run(self, client: impl AsyncRead + AsyncWrite + Unpin, early: Bytes, timer: &Timer) -> bool {
+        let TunnelSession { tunnel, mut record, idle_timeout } = self;
+        record.tunnel_opened();
+        // Recorded on drop, which also covers a worker that stops with open tunnels.
+        let session = TunnelRecord { byte_counts: ByteCounts::default(), record: &mut record };
+        match tunnel.run(client, early, idle_timeout, timer, &session.byte_counts).await {
+            End::Finished => return true,
+            End::Silent => {
+                session.record.record_tunnel_error("the tunnel was idle for too long");
+                return true;
+            }
+            End::BrokenByClient => {}
+            End::BrokenByUpstream => session.record.record_tunnel_error("the upstream server broke off the tunnel"),
+        }
+        false
+    }
+}
+
+struct TunnelRecord<'r> {
+    byte_counts: ByteCounts,
+    record: &'r mut RequestRecord,
+}
+
+impl Drop for TunnelRecord<'_> {
+    fn drop(&mut self) {
+        self.record.record_tunnel_end(self.byte_counts.to_client.get(), self.byte_counts.to_upstream.get());
+    }
 }

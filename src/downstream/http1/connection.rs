@@ -22,10 +22,10 @@ use crate::downstream::http1::io::Http1Io;
 use crate::http::error::RequestError;
 use crate::http::headers::SpecialFields;
 use crate::io_stream::Wire;
-use crate::proxy::handle;
-use crate::proxy::response_body::{self, ResponseBody};
-use crate::proxy::response_future::ResponseFuture;
-use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
+use crate::proxy::handler::{ResponseFuture, handle};
+use crate::proxy::peer::{ConnectionInfo, Peer};
+use crate::proxy::response::{self, ResponseBody};
+use crate::proxy::worker_state::WorkerState;
 
 /// Fields that hyper has room for without an allocation for each head.
 const USUAL_FIELDS: usize = 100;
@@ -246,7 +246,7 @@ impl Future for Answering {
         let this = self.get_mut();
         let mut answer = ready!(this.passing.poll_response(cx));
         if this.is_head {
-            response_body::strip_body(&mut answer);
+            response::strip_body(&mut answer);
         }
         let stage = Rc::clone(&this.stage);
         stage.moved();

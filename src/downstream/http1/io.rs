@@ -19,8 +19,9 @@ use crate::downstream::http1::connection_state::ConnectionState;
 use crate::http::error::RequestError;
 use crate::http::responses;
 use crate::io_stream::{Ending, Wire};
+use crate::proxy::peer::Peer;
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{Peer, WorkerState};
+use crate::proxy::worker_state::WorkerState;
 
 /// How much, and for how long, a closing connection still reads: with bytes unread it is reset, and a client that has not
 /// read its answer yet never does.

@@ -11,8 +11,8 @@ use http_body::Body as _;
 
 use crate::downstream::http2::flood_guard;
 use crate::http::headers;
-use crate::proxy::response_body::ResponseBody;
-use crate::proxy::worker_state::Peer;
+use crate::proxy::peer::Peer;
+use crate::proxy::response::ResponseBody;
 
 /// A body, and where it goes.
 pub struct Outflow {

@@ -20,8 +20,9 @@ use crate::downstream::http2::monitor::{Late, Limits, Monitor, MonitoredIo};
 use crate::downstream::http2::stream::Streams;
 use crate::http::error::RequestError;
 use crate::io_stream::Wire;
+use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
-use crate::proxy::worker_state::{ConnectionInfo, WorkerState};
+use crate::proxy::worker_state::WorkerState;
 use crate::timer::Timer;
 
 /// What is read of a body before the one who wants it takes it; of one stream, and of all.

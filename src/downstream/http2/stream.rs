@@ -27,10 +27,11 @@ use crate::downstream::http2::tunnel::Strand;
 use crate::http::error::RequestError;
 use crate::http::headers;
 use crate::informational;
-use crate::proxy::response_body::{self, ResponseBody};
-use crate::proxy::response_future::ResponseFuture;
-use crate::proxy::worker_state::{ConnectionInfo, Peer, WorkerState};
-use crate::proxy::{handle, request_record};
+use crate::proxy::handler::{ResponseFuture, handle};
+use crate::proxy::peer::{ConnectionInfo, Peer};
+use crate::proxy::request_record;
+use crate::proxy::response::{self, ResponseBody};
+use crate::proxy::worker_state::WorkerState;
 
 /// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
 /// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
@@ -97,7 +98,7 @@ impl Streams {
         if is_bare && let Some(mut answer) = passing.take_ready() {
             self.shared.give_back(peer);
             if is_head {
-                response_body::strip_body(&mut answer);
+                response::strip_body(&mut answer);
             }
             return self.at_hand.push((answer, respond));
         }
@@ -231,7 +232,7 @@ impl Future for Work {
                     }
                     let mut answer = ready!(answer);
                     if *is_head {
-                        response_body::strip_body(&mut answer);
+                        response::strip_body(&mut answer);
                     }
                     let tunnel = tunnel.take();
                     this.stage = this.begin_answer(answer, tunnel);
@@ -260,7 +261,7 @@ impl Work {
             return StreamState::Tunnel(Box::new(Strand::new(outward, inward, passage, peer)));
         }
         if !answer.body().is_end_stream() {
-            response_body::set_content_length(&mut answer);
+            response::set_content_length(&mut answer);
         }
         match shared.send_head(answer, &mut self.respond, false) {
             Some((sending, body)) => StreamState::Body(Outflow::new(body, sending)),

@@ -17,8 +17,8 @@ use http::{Request, header};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::http::websocket_handshake;
-use crate::proxy::tunnel_session::TunnelSession;
-use crate::proxy::worker_state::Peer;
+use crate::proxy::peer::Peer;
+use crate::proxy::websocket::TunnelSession;
 
 /// Takes note of what a CONNECT asks for; `false` if it can not be answered, since it would have a body.
 pub fn asked(request: &mut Request<RecvStream>) -> bool {

@@ -1,4 +1,4 @@
-//! The body of an answer on its way to the client, and the end of the request's record.
+//! The response to a client: refusals and errors turned into responses, and a body that ends the request's record.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -9,11 +9,41 @@ use http::header::CONTENT_LENGTH;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 
 use super::request_record::RequestRecord;
+use crate::http::error::RequestError;
+use crate::http::responses::{ErrorFormat, Reply};
 use crate::upstream::response_body::{Broken, Download};
 
-/// Where the bytes come from.
+/// Why a request is not forwarded.
+pub enum Rejection {
+    Refused(Reply),
+    Error(RequestError),
+}
+
+impl Rejection {
+    #[cold]
+    pub fn into_response(self, format: ErrorFormat, record: RequestRecord) -> Response<ResponseBody> {
+        match self {
+            Rejection::Refused(reply) => finish(format.refusal(reply).map(Content::from), record),
+            Rejection::Error(error) => error_response(&error, format, record),
+        }
+    }
+}
+
+/// The response to a request that failed; records the error.
+pub fn error_response(error: &RequestError, format: ErrorFormat, mut record: RequestRecord) -> Response<ResponseBody> {
+    record.record_error(error);
+    finish(format.fault(error).map(Content::from), record)
+}
+
+/// Ties a response to the record of its request.
+pub fn finish(response: Response<Content>, mut record: RequestRecord) -> Response<ResponseBody> {
+    record.set_status(response.status().as_u16());
+    response.map(|content| ResponseBody::new(content, record))
+}
+
+/// Source of a response's body.
 pub enum Content {
-    /// An answer of the gateway's own; `None` once it was taken.
+    /// Made by the gateway; `None` once it was taken.
     Local(Option<Bytes>),
     Upstream(Download),
 }
@@ -30,14 +60,14 @@ impl From<Download> for Content {
     }
 }
 
-/// A body that knows its request's record: when it is dropped, the request is over. It is handed on many times with
-/// the head of its answer, and so is small.
+/// A body that owns the record of its request: dropping the body ends the request. Boxed, because it is moved many times
+/// together with the head of its response.
 pub struct ResponseBody(Box<BodyState>);
 
 struct BodyState {
     content: Content,
     record: Option<RequestRecord>,
-    /// How the upstream's answer broke off, until hyper has been told.
+    /// How the upstream's response broke off, until hyper has been given the error.
     pending_error: Option<Broken>,
 }
 
@@ -46,7 +76,12 @@ impl ResponseBody {
         ResponseBody(Box::new(BodyState { content, record: Some(record), pending_error: None }))
     }
 
-    /// Takes the content as a whole, where it is the gateway's own: there is nothing to wait for.
+    /// A body without a record: a tunnel has taken the record, or a panic has ended it.
+    pub fn unrecorded(content: Content) -> ResponseBody {
+        ResponseBody(Box::new(BodyState { content, record: None, pending_error: None }))
+    }
+
+    /// Takes a body that the gateway made, as a whole.
     pub fn take_local(&mut self) -> Option<Bytes> {
         let Content::Local(bytes) = &mut self.0.content else { return None };
         let bytes = bytes.take()?;
@@ -55,25 +90,21 @@ impl ResponseBody {
         }
         Some(bytes)
     }
+}
 
-    /// For an answer to a request whose record was lost in a panic.
-    pub fn unrecorded(content: Content) -> ResponseBody {
-        ResponseBody(Box::new(BodyState { content, record: None, pending_error: None }))
+/// Makes a response one to HEAD: removes the body and keeps its Content-Length.
+pub fn strip_body(response: &mut Response<ResponseBody>) {
+    if !response.body().is_end_stream() {
+        set_content_length(response);
+        response.body_mut().0.content = Content::Local(None);
     }
 }
 
-/// Makes an answer one to HEAD: the length of its body stays, the body goes.
-pub fn strip_body(answer: &mut Response<ResponseBody>) {
-    if !answer.body().is_end_stream() {
-        set_content_length(answer);
-        answer.body_mut().0.content = Content::Local(None);
-    }
-}
-
-/// Names the length of a body in the head, if it is known.
-pub fn set_content_length(answer: &mut Response<ResponseBody>) {
-    if let (Some(length), false) = (answer.body().size_hint().exact(), answer.headers().contains_key(CONTENT_LENGTH)) {
-        answer.headers_mut().insert(CONTENT_LENGTH, length.into());
+/// Adds Content-Length if the length of the body is known and the field is absent.
+pub fn set_content_length(response: &mut Response<ResponseBody>) {
+    let length = response.body().size_hint().exact();
+    if let (Some(length), false) = (length, response.headers().contains_key(CONTENT_LENGTH)) {
+        response.headers_mut().insert(CONTENT_LENGTH, length.into());
     }
 }
 
@@ -97,8 +128,8 @@ impl HttpBody for ResponseBody {
             }
         }
         if let Poll::Ready(Some(Err(error))) = frame {
-            // hyper drops what it has not sent yet when it hears of an error. What came before it,
-            // the head above all, goes out first: hyper flushes while it waits.
+            // hyper drops what it has buffered when the body reports an error. Returning `Pending` once makes hyper flush
+            // the head and the data before the error.
             this.pending_error = Some(error);
             cx.waker().wake_by_ref();
             return Poll::Pending;

@@ -1,0 +1,87 @@
+//! The client's side of a request: its connection, and what the handler exchanges with the code that owns the connection.
+
+use std::cell::{Cell, RefCell};
+use std::net::IpAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use http::HeaderValue;
+
+use super::repeat_refusal::RepeatRefusal;
+use super::websocket::TunnelSession;
+use crate::http::headers;
+use crate::informational::Interim;
+use crate::timer::Timer;
+use crate::upstream::request_body::BodyDrain;
+
+/// Where a connection comes from; shared by all its requests.
+#[derive(Debug)]
+pub struct ConnectionInfo {
+    /// Address of the client, or of the proxy that opened the connection.
+    pub address: IpAddr,
+    /// The address as a field value.
+    pub address_field: HeaderValue,
+    /// Whether the connection uses TLS.
+    pub is_secure: bool,
+    /// Fingerprint of the client's verified certificate: SHA-256, lower-case hex. `None` without a certificate.
+    pub client_cert: Option<Box<str>>,
+}
+
+impl ConnectionInfo {
+    pub fn new(address: IpAddr, is_secure: bool) -> ConnectionInfo {
+        ConnectionInfo { address, address_field: headers::address(address), is_secure, client_cert: None }
+    }
+
+    pub fn with_certificate(self, client_cert: Option<Box<str>>) -> ConnectionInfo {
+        ConnectionInfo { client_cert, ..self }
+    }
+}
+
+/// The other end of a connection or of an HTTP/2 stream; serves one request at a time.
+pub struct Peer {
+    pub connection: Rc<ConnectionInfo>,
+    /// Timer for everything the connection's task waits for.
+    pub timer: Rc<Timer>,
+    /// Relays an upstream's 1xx responses to the client.
+    pub informational: Rc<Interim>,
+    /// Whether a request is delayed. HTTP/1 connections then watch for the client closing the connection.
+    pub is_delayed: Rc<Cell<bool>>,
+    /// Receives the unread rest of a request body. `None`: the connection is closed instead.
+    pub body_drain: Option<Rc<BodyDrain>>,
+    /// How long a body may make no progress: the configuration's or the route's timeout.
+    pub body_timeout: Rc<Cell<Duration>>,
+    /// The tunnel that the response opens.
+    pub tunnel: RefCell<Option<TunnelSession>>,
+    /// Whether the head of the request equals the previous one byte for byte. Set by the reader of the connection.
+    pub repeats_previous: Cell<bool>,
+    /// The previous request, if it was refused and a repetition of it can be refused from its counters alone.
+    pub repeat_refusal: RefCell<Option<RepeatRefusal>>,
+}
+
+impl Peer {
+    pub fn new(
+        connection: Rc<ConnectionInfo>,
+        timer: Rc<Timer>,
+        informational: Rc<Interim>,
+        is_delayed: Rc<Cell<bool>>,
+    ) -> Peer {
+        Peer {
+            connection,
+            timer,
+            informational,
+            is_delayed,
+            body_drain: None,
+            body_timeout: Rc::default(),
+            tunnel: RefCell::default(),
+            repeats_previous: Cell::default(),
+            repeat_refusal: RefCell::default(),
+        }
+    }
+
+    /// The peer of one HTTP/2 stream. Nothing reads its `is_delayed`: h2 itself notices that a stream is reset.
+    pub fn for_stream(of_connection: &Peer, timer: Rc<Timer>) -> Peer {
+        let connection = Rc::clone(&of_connection.connection);
+        let is_delayed = Rc::clone(&of_connection.is_delayed);
+        Peer { body_drain: Some(Rc::default()), ..Peer::new(connection, timer, Rc::default(), is_delayed) }
+    }
+}

@@ -1,0 +1,202 @@
+//! One worker's view of a configuration: its metric cells, server pools, token cache, and the buffers of decisions.
+//!
+//! A request keeps the view it started with; a reload makes a new one.
+
+use std::cell::{RefCell, RefMut};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use http::header::DATE;
+use http::{HeaderMap, HeaderValue};
+
+use super::compiled_config::{CompiledConfig, CompiledRoute, RouteRules};
+use crate::access_log::LogSender;
+use crate::clock::Clock;
+use crate::config::{Server, Target as ConfiguredTarget, TransportSettings, Upstream};
+use crate::http::ratelimit_headers::RateLimitFields;
+use crate::http::refusal_cache::RefusalCache;
+use crate::http::responses::{self, Refused};
+use crate::jwt::cache::Checker;
+use crate::metrics::events::{RouteMetrics, UpstreamMetrics, WindowMetrics};
+use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
+use crate::metrics::{Registry, WorkerId};
+use crate::upstream::forward::Servers;
+use crate::upstream::pool::Pool;
+use crate::upstream::server_health::UpstreamHealth;
+use crate::upstream::server_pool::ServerPool;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule_set::KeyedRequest;
+use transom_limiter::table::Table;
+
+pub struct WorkerConfig {
+    pub compiled: Arc<CompiledConfig>,
+    /// By route.
+    pub route_metrics: Vec<RouteMetrics>,
+    /// By route rules.
+    pub window_metrics: Vec<WindowMetrics>,
+    /// `RateLimit-Policy` by route rules. A copy per worker, so that workers do not contend for its reference count.
+    pub policy_fields: Vec<Option<HeaderValue>>,
+    /// For requests that match no route.
+    pub unrouted_metrics: RouteMetrics,
+    /// By upstream.
+    pub targets: Vec<Target>,
+    pub access_log: Option<LogSender>,
+    /// Dropped with this view, so that no cached token outlives the keys that verified it.
+    pub token_cache: Checker,
+    server_pools: ServerPools,
+    scratch: RefCell<Scratch>,
+}
+
+/// The server pools of all upstreams, by upstream name and server URL.
+type ServerPools = HashMap<(String, String), (Server, TransportSettings, Rc<ServerPool>)>;
+
+#[allow(clippy::large_enum_variant, reason = "one for each upstream, read by every request")]
+pub enum Target {
+    Echo,
+    Servers(Servers),
+}
+
+impl Target {
+    /// Whether the target can switch to another protocol.
+    pub fn supports_upgrade(&self) -> bool {
+        match self {
+            Target::Echo => false,
+            Target::Servers(_) => true,
+        }
+    }
+}
+
+/// Buffers that every decision with this view reuses.
+#[derive(Default)]
+pub struct Scratch {
+    pub context: DecisionContext,
+    pub params: Vec<Range<usize>>,
+    pub text: Vec<u8>,
+    pub refusal_cache: RefusalCache,
+}
+
+impl WorkerConfig {
+    /// Takes over the pools of `previous` whose server and transport settings are unchanged.
+    #[allow(clippy::mutable_key_type, reason = "of the TLS settings only the digest is compared")]
+    pub fn new(
+        worker_id: WorkerId,
+        registry: &Arc<Registry>,
+        clock: &Clock,
+        compiled: Arc<CompiledConfig>,
+        access_log: Option<LogSender>,
+        previous: Option<&WorkerConfig>,
+    ) -> WorkerConfig {
+        let rules_of = |route_rules: &RouteRules| {
+            route_rules.charge_plan.rules.iter().map(|rule| &compiled.rule_set.rules[*rule]).collect::<Vec<_>>()
+        };
+        let route_metrics = |(index, route): (usize, &CompiledRoute)| {
+            let names: Vec<&str> =
+                rules_of(compiled.rules_of(route)).iter().map(|entry| entry.rule.name.as_str()).collect();
+            RouteMetrics::new(registry, worker_id, compiled.route_name(index), &names)
+        };
+        let window_metrics = |route_rules: &RouteRules| {
+            let layers: Vec<_> =
+                rules_of(route_rules).iter().map(|entry| (entry.rule.name.as_str(), entry.layer_names())).collect();
+            WindowMetrics::new(registry, worker_id, &layers)
+        };
+        let mut server_pools = ServerPools::new();
+        let server_count = |upstream: &Upstream| match &upstream.target {
+            ConfiguredTarget::Echo => 0,
+            ConfiguredTarget::Servers(servers) => servers.len(),
+        };
+        let total_servers = compiled.config.upstreams.iter().map(server_count).sum();
+        let mut target = |(upstream, upstream_health): (&Upstream, &Arc<UpstreamHealth>)| match &upstream.target {
+            ConfiguredTarget::Echo => Target::Echo,
+            ConfiguredTarget::Servers(servers) => {
+                let mut server_pool = |server: &Server| {
+                    let name = (upstream.name.clone(), server.url.clone());
+                    let is_same = |(previous, way, _): &&(Server, TransportSettings, _)| {
+                        previous.is_reached_as(server) && *way == upstream.way
+                    };
+                    let same = previous.and_then(|previous| previous.server_pools.get(&name)).filter(is_same);
+                    let server_pool = same.map_or_else(
+                        || {
+                            let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
+                            ServerPool::new(Pool::new(server.clone(), &upstream.way, clock.clone()), active)
+                        },
+                        |(.., server_pool)| Rc::clone(server_pool),
+                    );
+                    server_pool.limit(&upstream.policy.circuit, worker_id, upstream_health.loops, total_servers);
+                    server_pools.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&server_pool)));
+                    server_pool
+                };
+                let urls: Vec<&str> = servers.iter().map(|server| server.url.as_str()).collect();
+                let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
+                let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
+                let pools = servers.iter().map(&mut server_pool).collect();
+                Target::Servers(Servers::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
+            }
+        };
+        let context = DecisionContext::for_worker(worker_id as u32);
+        WorkerConfig {
+            route_metrics: compiled.routes.iter().enumerate().map(route_metrics).collect(),
+            window_metrics: compiled.route_rules.iter().map(window_metrics).collect(),
+            policy_fields: compiled.route_rules.iter().map(|rules| rules.rate_limit_template.policy()).collect(),
+            unrouted_metrics: RouteMetrics::new(registry, worker_id, "", &[]),
+            targets: compiled.config.upstreams.iter().zip(&compiled.upstream_health).map(&mut target).collect(),
+            access_log,
+            token_cache: compiled.token_checker(),
+            server_pools,
+            compiled,
+            scratch: RefCell::new(Scratch { context, ..Scratch::default() }),
+        }
+    }
+
+    /// The RateLimit fields as of now, for a request that was charged earlier.
+    pub fn rate_limit_fields(
+        &self,
+        rules_index: usize,
+        keyed_requests: &[Option<KeyedRequest>],
+        table: &Table,
+        now: DecisionTime<'_>,
+    ) -> RateLimitFields {
+        let RouteRules { charge_plan, rate_limit_template, .. } = &self.compiled.route_rules[rules_index];
+        let mut scratch = self.scratch();
+        let Scratch { context, text, .. } = &mut *scratch;
+        context.inputs.keyed_requests.clear();
+        context.inputs.keyed_requests.extend_from_slice(keyed_requests);
+        self.compiled.rule_set.peek(charge_plan, table, now, context);
+        let policy = self.policy_fields[rules_index].as_ref();
+        rate_limit_template.render(context, policy, context.result.decided_ms, text)
+    }
+
+    /// The response to a request that the rules refused, with the result in `context`. `text` and `headers` are memory to
+    /// reuse.
+    pub fn refusal(
+        &self,
+        rules_index: usize,
+        context: &DecisionContext,
+        now_ms: u64,
+        date: HeaderValue,
+        text: &mut Vec<u8>,
+        headers: HeaderMap,
+    ) -> Refused {
+        let CompiledConfig { rule_set, refusal_templates, route_rules, .. } = &*self.compiled;
+        let RouteRules { charge_plan, rate_limit_template, .. } = &route_rules[rules_index];
+        let fields = rate_limit_template.render(context, self.policy_fields[rules_index].as_ref(), now_ms, text);
+        let mut refused =
+            responses::refusal(rule_set, charge_plan, context, refusal_templates, now_ms, fields, text, headers);
+        // Set here and not by hyper, because the refusal cache sends copies of the response.
+        refused.reply.headers_mut().insert(DATE, date);
+        refused
+    }
+
+    /// The buffers. The borrow must end before the next await.
+    pub fn scratch(&self) -> RefMut<'_, Scratch> {
+        self.scratch.borrow_mut()
+    }
+
+    /// Closes upstream connections that have been idle for longer than `timeouts.upstream_idle`.
+    pub fn close_idle_connections(&self) {
+        let limit = self.compiled.config.timeouts.upstream_idle;
+        self.server_pools.values().for_each(|(.., server_pool)| server_pool.pool.sweep(limit));
+    }
+}
