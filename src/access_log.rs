@@ -1,7 +1,6 @@
-//! The access log: one JSON line a request.
+//! The access log: one JSON line per request, written by its own thread.
 //!
-//! Lines are handed to a thread of their own over a bounded queue. A loop never waits for the disk:
-//! when the queue is full, the line is lost, and counted.
+//! Workers send lines over a bounded queue and never wait for the disk: when the queue is full, a line is dropped and counted.
 
 use std::fs::OpenOptions;
 use std::io::{self, BufWriter, Write};
@@ -16,25 +15,25 @@ use serde_json::Value;
 use crate::config::AccessLog;
 use crate::metrics::events::AccessLogMetrics;
 
-/// Lines that may wait for the writer.
+/// Capacity of the queue.
 const QUEUE_LINES: usize = 16 * 1024;
-/// How often the end looks whether the writer has ended.
+/// How often `finish` checks whether the writer has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Where a loop puts its lines. The log is closed when the last sink is dropped.
+/// A worker's end of the queue. The writer ends when the last sender is dropped.
 #[derive(Clone, Debug)]
 pub struct LogSender {
     lines: SyncSender<Vec<u8>>,
-    /// Set when the file was moved away: the next line goes to a new one.
+    /// Set after log rotation: the next line goes to a new file.
     reopen: Arc<AtomicBool>,
 }
 
-/// The other end of the sinks.
+/// The thread that writes the lines.
 #[derive(Debug)]
 pub struct WriterThread(thread::JoinHandle<()>);
 
 impl WriterThread {
-    /// Waits until all lines are written, but not for a disk that takes none.
+    /// Waits until all lines are written, at most for `within`.
     pub fn finish(self, within: Duration) {
         let tries = within.as_millis() / POLL_INTERVAL.as_millis();
         for _ in 0..tries {
@@ -47,28 +46,28 @@ impl WriterThread {
 }
 
 impl LogSender {
-    /// Opens the log and starts its writer, which counts the lines it can not write.
+    /// Opens the log and starts its writer. `lost` counts the lines that cannot be written.
     pub fn open(log: &AccessLog, lost: AccessLogMetrics) -> io::Result<(LogSender, WriterThread)> {
         let target = open(log)?;
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let reopen = Arc::new(AtomicBool::new(false));
-        let (log, asked) = (log.clone(), Arc::clone(&reopen));
-        let run = move || write_all(&log, target, &queue, &asked, &lost);
+        let (log, reopen_requested) = (log.clone(), Arc::clone(&reopen));
+        let run = move || write_all(&log, target, &queue, &reopen_requested, &lost);
         let writer = thread::Builder::new().name("access-log".to_owned()).spawn(run)?;
         Ok((LogSender { lines, reopen }, WriterThread(writer)))
     }
 
-    /// Queues a line; `false` if it was lost.
+    /// Queues a line. Returns `false` if the queue is full.
     pub fn write(&self, line: &Value) -> bool {
         let mut text = line.to_string().into_bytes();
         text.push(b'\n');
         self.lines.try_send(text).is_ok()
     }
 
-    /// Has the file opened again, under its name.
+    /// Reopens the file by its name.
     pub fn reopen(&self) {
         self.reopen.store(true, Ordering::Release);
-        // Wakes the writer; where the queue is full it is awake.
+        // The empty line wakes the writer. A full queue means that the writer is awake.
         let _ = self.lines.try_send(Vec::new());
     }
 }
@@ -85,20 +84,20 @@ fn open(log: &AccessLog) -> io::Result<Target> {
     }))
 }
 
-/// Writes what comes until all sinks are gone; flushes whenever the queue is empty.
+/// Writes lines until all senders are dropped; flushes whenever the queue is empty.
 fn write_all(
     log: &AccessLog,
     mut target: Target,
     queue: &Receiver<Vec<u8>>,
-    asked: &AtomicBool,
+    reopen: &AtomicBool,
     lost: &AccessLogMetrics,
 ) {
     let mut failing = false;
     while let Ok(first) = queue.recv() {
-        if asked.swap(false, Ordering::AcqRel) {
+        if reopen.swap(false, Ordering::AcqRel) {
             match open(log) {
                 Ok(reopened) => target = reopened,
-                Err(error) => tracing::error!(%error, "the access log can not be opened again"),
+                Err(error) => tracing::error!(%error, "the access log cannot be reopened"),
             }
         }
         let mut next = Some(first);
@@ -112,11 +111,11 @@ fn write_all(
         let result = result.and_then(|()| target.flush());
         if let Err(error) = &result {
             lost.lost(lines);
-            // Said once per trouble, not once per line.
+            // Logged once per outage, not per line.
             if !failing {
-                tracing::error!(%error, "the access log can not be written");
+                tracing::error!(%error, "the access log cannot be written");
             }
-            // What could not be written would be tried again with the next lines, and fail them.
+            // A new buffer: the unwritten bytes would be retried with the next lines, and fail them.
             if let Ok(fresh) = open(log) {
                 let (_, _unwritten) = std::mem::replace(&mut target, fresh).into_parts();
             }

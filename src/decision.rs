@@ -1,7 +1,6 @@
-//! Decisions for those who ask without a request: may this key pass this rule, and what has it used?
+//! The decision API without its transport: decides for a rule and a key given in JSON, on the counters that requests use.
 //!
-//! The question and the answer are JSON; the counters are those of the requests. This file knows no
-//! socket: it is handed the text of a question and a clock.
+//! Does no I/O: callers pass the text of the query and a clock.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -22,24 +21,24 @@ use transom_limiter::key::{KeyHash, KeyHasher, KeyPart, Seed};
 use transom_limiter::rule_set::{ChargePlan, CompiledRule, KeyedRequest, LayerRef, RuleSet};
 use transom_limiter::table::Table;
 
-/// What is asked for.
+/// The operation of a query.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation {
-    /// Decide and consume.
+    /// Decides and consumes.
     Limit,
-    /// Decide only.
+    /// Decides without consuming.
     Check,
-    /// Forget the key.
+    /// Removes the key's counters.
     Reset,
-    /// Read only.
+    /// Reads the counters.
     Value,
 }
 
-/// All rules, each for itself, for those who ask by name and key.
+/// All rules, each with a charge plan of its own.
 #[derive(Debug)]
 pub struct DecisionService {
     rule_set: Arc<RuleSet>,
-    /// Spells what is secret, where gateways share counters.
+    /// Digests secret key parts for the shared store; `None` without one.
     digester: Option<Arc<Digester>>,
     rules: Vec<ServedRule>,
 }
@@ -52,7 +51,7 @@ struct ServedRule {
     overrides: Option<Arc<Overrides>>,
 }
 
-/// A question, read.
+/// A parsed query.
 struct DecisionRequest {
     rule: usize,
     key: Vec<String>,
@@ -60,7 +59,7 @@ struct DecisionRequest {
     reserve: bool,
 }
 
-/// A question about a key that the rule counts.
+/// A query for a key that the rule counts.
 pub struct DecisionQuery {
     pub keyed_request: KeyedRequest,
     rule: usize,
@@ -69,155 +68,156 @@ pub struct DecisionQuery {
 }
 
 impl DecisionService {
-    /// `exceptions` has one place for each rule of the book.
+    /// `overrides` are by rule of the rule set.
     pub fn new(
         rule_set: &Arc<RuleSet>,
-        exceptions: &[Option<Arc<Overrides>>],
+        overrides: &[Option<Arc<Overrides>>],
         seed: Seed,
         digester: Option<Arc<Digester>>,
     ) -> DecisionService {
-        let ready = |(rule, entry): (usize, &CompiledRule)| ServedRule {
+        let served = |(rule, entry): (usize, &CompiledRule)| ServedRule {
             charge_plan: rule_set.single_rule_plan(rule),
             starts: Starts::new(entry, seed, None),
             key_text: Spelling::new(&entry.rule.name, &entry.rule.key, false),
-            overrides: exceptions[rule].clone(),
+            overrides: overrides[rule].clone(),
         };
         DecisionService {
-            rules: rule_set.rules.iter().enumerate().map(ready).collect(),
+            rules: rule_set.rules.iter().enumerate().map(served).collect(),
             rule_set: Arc::clone(rule_set),
             digester,
         }
     }
 
-    /// Reads a question. `None`: the rule does not count that key, and everything is allowed.
+    /// Parses a query. `None`: the key is exempt from the rule.
     pub fn parse(&self, text: &[u8]) -> Result<Option<DecisionQuery>, DecisionError> {
-        let question = self.read(text)?;
-        let keyed_request = self.keyed_request(&question)?;
+        let request = self.read(text)?;
+        let keyed_request = self.keyed_request(&request)?;
         Ok(keyed_request.map(|keyed_request| DecisionQuery {
             keyed_request,
-            rule: question.rule,
-            key: question.key,
-            reserve: question.reserve,
+            rule: request.rule,
+            key: request.key,
+            reserve: request.reserve,
         }))
     }
 
-    /// What is said of a key that the rule does not count.
+    /// The response for an exempt key.
     pub fn exempt_response() -> Value {
         json!({ "allowed": true, "count": 0, "limit": 0, "remaining": 0, "ttl": 0, "retry_after": 0, "windows": [] })
     }
 
-    /// The rule of a question alone.
-    pub fn charge_plan(&self, heard: &DecisionQuery) -> (&Arc<RuleSet>, &ChargePlan) {
-        (&self.rule_set, &self.rules[heard.rule].charge_plan)
+    /// The rule set, and the charge plan of the query's rule alone.
+    pub fn charge_plan(&self, query: &DecisionQuery) -> (&Arc<RuleSet>, &ChargePlan) {
+        (&self.rule_set, &self.rules[query.rule].charge_plan)
     }
 
-    /// Answers a question in JSON, by the counters of this machine.
+    /// Runs a query on the local counters, and returns the JSON response.
     pub fn decide_locally(
         &self,
         verb: Operation,
-        heard: &DecisionQuery,
+        query: &DecisionQuery,
         table: &Table,
         clock: &dyn Fn() -> u64,
     ) -> Value {
         let now = DecisionTime::read(clock);
-        let charge_plan = &self.rules[heard.rule].charge_plan;
+        let charge_plan = &self.rules[query.rule].charge_plan;
         let mut context = DecisionContext::default();
-        context.inputs.keyed_requests.push(Some(heard.keyed_request));
-        context.inputs.reserve = heard.reserve;
+        context.inputs.keyed_requests.push(Some(query.keyed_request));
+        context.inputs.reserve = query.reserve;
         let (allowed, again_ms) = match verb {
             Operation::Limit => {
-                let judgement = self.rule_set.decide(charge_plan, table, now, &mut context);
-                self.outcome(heard, &judgement, &context, context.result.decided_ms)
+                let decision = self.rule_set.decide(charge_plan, table, now, &mut context);
+                self.outcome(query, &decision, &context, context.result.decided_ms)
             }
-            // Whether there is a place in a window to come is found out by taking it.
-            Operation::Check if heard.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
+            // Whether tokens can be reserved in a later window is found out by taking them, and refunding them.
+            Operation::Check if query.reserve => match self.rule_set.decide(charge_plan, table, now, &mut context) {
                 Decision::Refused => {
                     (false, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
                 }
                 taken => {
                     let shares: Vec<_> = context.all_receipts().collect();
                     self.rule_set.refund(&shares, u32::MAX, table, context.result.decided_ms);
-                    let outcome = self.outcome(heard, &taken, &context, context.result.decided_ms);
+                    let outcome = self.outcome(query, &taken, &context, context.result.decided_ms);
                     self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
                     outcome
                 }
             },
             Operation::Check | Operation::Value => {
-                let room = self.rule_set.peek(charge_plan, table, now, &mut context);
-                (room, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
+                let fits = self.rule_set.peek(charge_plan, table, now, &mut context);
+                (fits, self.rule_set.retry_at_ms(charge_plan, &context, context.result.decided_ms))
             }
             Operation::Reset => {
                 self.rule_set.peek(charge_plan, table, now, &mut context);
                 self.rule_set.reset(table, context.result.decided_ms, &context);
-                let room = self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
-                (room, Some(context.result.decided_ms))
+                let fits = self.rule_set.peek(charge_plan, table, DecisionTime::read(clock), &mut context);
+                (fits, Some(context.result.decided_ms))
             }
         };
-        self.response(heard, &context, allowed, again_ms, context.result.decided_ms)
+        self.response(query, &context, allowed, again_ms, context.result.decided_ms)
     }
 
-    /// Whether a question is allowed that was judged so, and when: it is its turn, or it may be asked again.
+    /// Whether a decision allows the query; and when it is the caller's turn, or when to retry.
     pub fn outcome(
         &self,
-        heard: &DecisionQuery,
-        judgement: &Decision,
+        query: &DecisionQuery,
+        decision: &Decision,
         context: &DecisionContext,
         now_ms: u64,
     ) -> (bool, Option<u64>) {
-        match judgement {
+        match decision {
             Decision::Admitted => (true, Some(now_ms)),
             Decision::Delayed { until_ms, .. } => (true, Some(*until_ms)),
-            Decision::Refused => (false, self.retry_at_ms(heard, context, now_ms)),
+            Decision::Refused => (false, self.retry_at_ms(query, context, now_ms)),
         }
     }
 
-    /// When a question may be asked again that finds what lies on the desk.
-    pub fn retry_at_ms(&self, heard: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
-        self.rule_set.retry_at_ms(&self.rules[heard.rule].charge_plan, context, now_ms)
+    /// When a refused query can succeed, Unix time in milliseconds; `None`: never. `context` has its result.
+    pub fn retry_at_ms(&self, query: &DecisionQuery, context: &DecisionContext, now_ms: u64) -> Option<u64> {
+        self.rule_set.retry_at_ms(&self.rules[query.rule].charge_plan, context, now_ms)
     }
 
-    /// The answer in JSON.
+    /// The JSON response. `again_ms`: when it is the caller's turn, or when to retry.
     pub fn response(
         &self,
-        heard: &DecisionQuery,
+        query: &DecisionQuery,
         context: &DecisionContext,
         allowed: bool,
         again_ms: Option<u64>,
         now_ms: u64,
     ) -> Value {
-        response_json(&self.rule_set.rules[heard.rule], context, allowed, again_ms, now_ms)
+        response_json(&self.rule_set.rules[query.rule], context, allowed, again_ms, now_ms)
     }
 
     fn read(&self, text: &[u8]) -> Result<DecisionRequest, DecisionError> {
-        let malformed = |why: &str| DecisionError::Malformed(why.to_owned());
-        let question: Map<String, Value> =
-            serde_json::from_slice(text).map_err(|_| malformed("the question is not a JSON object"))?;
+        let malformed = |reason: &str| DecisionError::Malformed(reason.to_owned());
+        let request: Map<String, Value> =
+            serde_json::from_slice(text).map_err(|_| malformed("the query is not a JSON object"))?;
         let known = ["rule", "key", "cost", "reserve"];
-        if let Some(other) = question.keys().find(|name| !known.contains(&name.as_str())) {
+        if let Some(other) = request.keys().find(|name| !known.contains(&name.as_str())) {
             let other: String = other.chars().take(64).collect();
             return Err(DecisionError::Malformed(format!("`{other}` is not one of `rule`, `key`, `cost`, `reserve`")));
         }
-        let Some(Value::String(name)) = question.get("rule") else { return Err(malformed("`rule` is not a text")) };
+        let Some(Value::String(name)) = request.get("rule") else { return Err(malformed("`rule` is not a string")) };
         let rule = self.rule_set.rules.iter().position(|entry| entry.rule.name == *name);
         let rule = rule.ok_or_else(|| DecisionError::UnknownRule(name.chars().take(64).collect()))?;
         let text = |value: &Value| match value {
             Value::String(text) if !text.is_empty() => Some(text.clone()),
             _ => None,
         };
-        let key = match question.get("key") {
+        let key = match request.get("key") {
             None | Some(Value::Null) => Some(Vec::new()),
             Some(Value::Array(parts)) => parts.iter().map(text).collect(),
             Some(value) => text(value).map(|text| vec![text]),
         };
-        let key = key.ok_or_else(|| malformed("`key` is neither a text nor a list of texts, none of them empty"))?;
-        let cost = match question.get("cost") {
+        let key =
+            key.ok_or_else(|| malformed("`key` is neither a non-empty string nor a list of non-empty strings"))?;
+        let cost = match request.get("cost") {
             None | Some(Value::Null) => None,
             Some(cost) => {
                 let cost = cost.as_u64().and_then(|cost| u32::try_from(cost).ok());
                 Some(cost.ok_or_else(|| malformed("`cost` is not a whole number from 0 to 4294967295"))?)
             }
         };
-        let reserve = match question.get("reserve") {
+        let reserve = match request.get("reserve") {
             None | Some(Value::Null) => false,
             Some(Value::Bool(reserve)) => *reserve,
             Some(_) => return Err(malformed("`reserve` is neither `true` nor `false`")),
@@ -225,16 +225,16 @@ impl DecisionService {
         Ok(DecisionRequest { rule, key, cost, reserve })
     }
 
-    /// What a question's key is in the store; `None` if the rule is not shared.
-    pub fn store_key(&self, heard: &DecisionQuery) -> Option<String> {
-        let is_shared = self.rules[heard.rule].charge_plan.is_shared;
+    /// The query's key in the shared store; `None` if the rule is not shared.
+    pub fn store_key(&self, query: &DecisionQuery) -> Option<String> {
+        let is_shared = self.rules[query.rule].charge_plan.is_shared;
         let digester = self.digester.as_ref().filter(|_| is_shared)?;
         let mut text = String::new();
-        self.write_store_key(heard.rule, &heard.key, digester, &mut text).then_some(text)
+        self.write_store_key(query.rule, &query.key, digester, &mut text).then_some(text)
     }
 
-    /// Adds the text of a key under a rule, as [`crate::http::caller::Identity::text`] does for requests that have it. Returns
-    /// whether it is one; if not, nothing is added.
+    /// Appends a key's text in the shared store, equal to the text for requests with that key. Returns `false`, and appends
+    /// nothing, if `key` does not fit the rule.
     pub(super) fn write_store_key(&self, rule: usize, key: &[String], digester: &Digester, out: &mut String) -> bool {
         let (Some(ready), Some(entry)) = (self.rules.get(rule), self.rule_set.rules.get(rule)) else { return false };
         let start = out.len();
@@ -263,24 +263,21 @@ impl DecisionService {
         true
     }
 
-    /// Who asks; `None` if the rule does not count that key.
-    fn keyed_request(&self, question: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
-        let (ready, rule) = (&self.rules[question.rule], &self.rule_set.rules[question.rule].rule);
-        // One counter for all has no key, or any.
+    /// The key to charge; `None` if it is exempt.
+    fn keyed_request(&self, request: &DecisionRequest) -> Result<Option<KeyedRequest>, DecisionError> {
+        let (ready, rule) = (&self.rules[request.rule], &self.rule_set.rules[request.rule].rule);
+        // A global rule takes no key, and ignores a given one.
         let parts: &[KeyPart] = if rule.key == [KeyPart::Global] { &[] } else { &rule.key };
-        if parts.len() != question.key.len() && !parts.is_empty() {
+        if parts.len() != request.key.len() && !parts.is_empty() {
             let names: Vec<String> = parts.iter().map(KeyPart::to_string).collect();
-            return Err(DecisionError::Malformed(format!(
-                "the key of this rule has the parts `{}`",
-                names.join("`, `")
-            )));
+            return Err(DecisionError::Malformed(format!("the key of this rule consists of `{}`", names.join("`, `"))));
         }
         let hash = |start: &KeyHasher, digests: bool| -> Result<KeyHash, DecisionError> {
             let mut hasher = start.clone();
-            let given = if parts.is_empty() { &[][..] } else { &question.key };
+            let given = if parts.is_empty() { &[][..] } else { &request.key };
             for (part, value) in rule.key.iter().zip(given.iter().chain(std::iter::repeat(&String::new()))) {
                 crate::http::overrides::feed_text(&mut hasher, part, value, digests).ok_or_else(|| {
-                    DecisionError::Malformed(String::from("the key is no address where the rule counts by `ip`"))
+                    DecisionError::Malformed(String::from("the key is not an IP address, and the rule counts by `ip`"))
                 })?;
             }
             Ok(hasher.finish())
@@ -302,11 +299,11 @@ impl DecisionService {
                 None => {}
             }
         }
-        Ok(Some(KeyedRequest { key, offset, variant, cost: question.cost.unwrap_or(rule.cost.default_cost()) }))
+        Ok(Some(KeyedRequest { key, offset, variant, cost: request.cost.unwrap_or(rule.cost.default_cost()) }))
     }
 }
 
-/// The answer: at its top stands the layer nearest its limit.
+/// The response. Its top level repeats the layer nearest its limit.
 fn response_json(
     entry: &CompiledRule,
     context: &DecisionContext,
@@ -315,9 +312,9 @@ fn response_json(
     now_ms: u64,
 ) -> Value {
     let seconds = |ms: u64| seconds_until(ms, now_ms);
-    // In the order of the configuration, not in that of the charges.
-    let mut asked: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
-    asked.sort_by_key(|(_, line)| line.layer);
+    // In the order of the configuration; charges have another order.
+    let mut layers: Vec<_> = context.result.charges.iter().zip(&context.result.layers).collect();
+    layers.sort_by_key(|(_, line)| line.layer);
     let remaining = |charge: &Charge, line: &LayerRef| {
         u64::from(entry.layer(line.layer).capacity).saturating_sub(charge.usage.used)
     };
@@ -330,16 +327,16 @@ fn response_json(
         window
     };
     let nearness = |(charge, line): &&(&Charge, &LayerRef)| (remaining(charge, line), Reverse(charge.usage.end_ms));
-    let mut answer = asked.iter().min_by_key(nearness).map(window).unwrap_or_default();
-    answer.insert("allowed".to_owned(), json!(allowed));
-    // What costs more than there ever is will never be allowed.
+    let mut response = layers.iter().min_by_key(nearness).map(window).unwrap_or_default();
+    response.insert("allowed".to_owned(), json!(allowed));
+    // Absent where the cost exceeds the capacity, so that the query can never succeed.
     let retry_after = again_ms.map(|again_ms| if allowed { seconds(again_ms) } else { seconds(again_ms).max(1) });
-    answer.insert("retry_after".to_owned(), json!(retry_after));
+    response.insert("retry_after".to_owned(), json!(retry_after));
     let named = |asked: &(&Charge, &LayerRef)| {
         let mut window = window(asked);
         window.insert("name".to_owned(), json!(entry.layer_name(asked.1.layer)));
         Value::Object(window)
     };
-    answer.insert("windows".to_owned(), asked.iter().map(named).collect());
-    Value::Object(answer)
+    response.insert("windows".to_owned(), layers.iter().map(named).collect());
+    Value::Object(response)
 }

@@ -1,67 +1,61 @@
-//! The events that are counted: one function each, on meters that an event loop makes ready when it
-//! takes over a configuration.
+//! The metrics of requests, connections and the process: their names and help texts, and one function per event.
+//!
+//! A worker makes its metric objects when it takes over a configuration; counting then needs no look-up.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::storage::{Histogram, MetricCell, RouteCells};
-use super::{Metric, MetricKind, Registry, WorkerId, redis, upstream};
+use super::{Metric, Registry, WorkerId, counter, gauge, histogram, redis, upstream};
 
-pub const fn counter(name: &'static str, help: &'static str) -> Metric {
-    Metric { name, help, kind: MetricKind::Counter }
-}
-
-pub const fn gauge(name: &'static str, help: &'static str) -> Metric {
-    Metric { name, help, kind: MetricKind::Gauge }
-}
-
-pub const fn histogram(name: &'static str, help: &'static str) -> Metric {
-    Metric { name, help, kind: MetricKind::Histogram }
-}
-
-pub static REQUESTS: Metric =
-    counter("transom_requests_total", "Requests answered, by route and status code; 499: the client went away.");
+pub static REQUESTS: Metric = counter(
+    "transom_requests_total",
+    "Requests by route and status code of the response; 499: the client closed the connection.",
+);
 pub static REQUEST_DURATION: Metric =
-    histogram("transom_request_duration_seconds", "From the head of a request to the end of its answer.");
-pub static DECISIONS: Metric = counter("transom_decisions_total", "What the rules decided.");
-static REFUSED: Metric = counter("transom_refused_total", "Requests refused, by the window that was full.");
+    histogram("transom_request_duration_seconds", "Time from the head of a request to the end of its response.");
+pub static DECISIONS: Metric = counter("transom_decisions_total", "Decisions by route, rule and outcome.");
+static REFUSED: Metric = counter("transom_refused_total", "Refused requests by rule and exhausted window.");
 static DECISION_DURATION: Metric =
-    histogram("transom_decision_duration_seconds", "Finding the counters and charging them.");
-static UPSTREAM_REQUESTS: Metric = counter("transom_upstream_requests_total", "Requests sent to upstream servers.");
+    histogram("transom_decision_duration_seconds", "Time to decide a request, without waiting for the shared store.");
+static UPSTREAM_REQUESTS: Metric =
+    counter("transom_upstream_requests_total", "Requests sent to upstream servers, by outcome.");
 static UPSTREAM_DURATION: Metric =
-    histogram("transom_upstream_duration_seconds", "From sending a request to the head of the upstream's answer.");
+    histogram("transom_upstream_duration_seconds", "Time from sending a request to the head of the upstream response.");
 static CONNECTIONS: Metric = gauge("transom_connections", "Open client connections.");
 static CONNECTIONS_REFUSED: Metric =
-    counter("transom_connections_refused_total", "Connections that were closed before their first request, and why.");
-static TLS_HANDSHAKES: Metric = counter("transom_tls_handshakes_total", "Complete TLS handshakes of clients.");
+    counter("transom_connections_refused_total", "Client connections closed before their first request, by reason.");
+static TLS_HANDSHAKES: Metric = counter("transom_tls_handshakes_total", "Completed TLS handshakes with clients.");
 static CERTIFICATE_EXPIRY: Metric =
-    gauge("transom_certificate_expiry_timestamp_seconds", "When the certificates of listeners end, Unix time.");
-static REVOCATION_EXPIRY: Metric =
-    gauge("transom_revocation_list_expiry_timestamp_seconds", "Until when revocation lists are valid, Unix time.");
+    gauge("transom_certificate_expiry_timestamp_seconds", "Expiry of listener certificates, Unix time in seconds.");
+static REVOCATION_EXPIRY: Metric = gauge(
+    "transom_revocation_list_expiry_timestamp_seconds",
+    "Expiry of certificate revocation lists, Unix time in seconds.",
+);
 static HTTP2_ABUSE: Metric =
-    counter("transom_http2_abuse_total", "HTTP/2 connections that were closed because of what the client did there.");
-static TUNNELS: Metric = gauge("transom_tunnels", "Client connections and streams of HTTP/2 that carry a WebSocket.");
-static RELOADS: Metric = counter("transom_config_reloads_total", "Configurations that were read again.");
-static UPGRADES: Metric = counter("transom_upgrades_total", "Processes that were to take the place of another.");
-static ACCESS_LOG_LOST: Metric =
-    counter("transom_access_log_lost_total", "Lines that the access log could not keep up with.");
-pub static COUNTERS: Metric = gauge("transom_counters", "Windows that are open, and room for more.");
-pub static OVERFLOW: Metric =
-    counter("transom_counters_overflow_total", "Decisions of overflow counters, because the table was full.");
-pub static CLOCK_OFFSET: Metric = gauge(
-    "transom_clock_offset_seconds",
-    "How far the time of windows is ahead of the machine's clock; negative: behind.",
+    counter("transom_http2_abuse_total", "HTTP/2 connections closed because of client misbehaviour, by kind.");
+static TUNNELS: Metric =
+    gauge("transom_tunnels", "Open WebSocket tunnels, over HTTP/1.1 connections and HTTP/2 streams.");
+static RELOADS: Metric = counter("transom_config_reloads_total", "Configuration reloads, by outcome.");
+static UPGRADES: Metric = counter("transom_upgrades_total", "Hot upgrades, by outcome.");
+static ACCESS_LOG_LOST: Metric = counter(
+    "transom_access_log_lost_total",
+    "Access log lines that were lost, because the queue was full or the file could not be written.",
 );
-static SNAPSHOTS: Metric =
-    counter("transom_counters_snapshots_total", "Snapshots of the counters, by what came of it.");
-static SNAPSHOT_TIME: Metric = gauge(
-    "transom_counters_snapshot_timestamp_seconds",
-    "When the latest snapshot of the counters was written, Unix time.",
+pub static COUNTERS: Metric = gauge("transom_counters", "Counters in the table: live ones, and free capacity.");
+pub static OVERFLOW: Metric = counter(
+    "transom_counters_overflow_total",
+    "Decisions made by overflow counters because the counter table was full.",
 );
-static REQUEST_ERRORS: Metric = counter("transom_request_errors_total", "What went wrong with requests, by kind.");
-pub static BUILD_INFO: Metric = gauge("transom_build_info", "The version that runs.");
+pub static CLOCK_OFFSET: Metric = gauge("transom_clock_offset_seconds", "Gateway time minus the machine's wall clock.");
+static SNAPSHOTS: Metric = counter("transom_counters_snapshots_total", "Snapshots of the counters, by outcome.");
+static SNAPSHOT_TIME: Metric =
+    gauge("transom_counters_snapshot_timestamp_seconds", "Time of the latest counter snapshot, Unix time in seconds.");
+static REQUEST_ERRORS: Metric =
+    counter("transom_request_errors_total", "Failed requests by error, including malformed ones.");
+pub static BUILD_INFO: Metric = gauge("transom_build_info", "The running version; the value is 1.");
 
-/// Every metric, in the order of the page.
+/// All metrics, in exposition order.
 pub static NAMES: [&Metric; 39] = [
     &REQUESTS,
     &REQUEST_DURATION,
@@ -104,16 +98,16 @@ pub static NAMES: [&Metric; 39] = [
     &BUILD_INFO,
 ];
 
-/// What a rule can decide, in the order in which it is counted.
+/// Outcomes of a rule, in the order of `RouteCells::outcomes`.
 pub const OUTCOMES: [&str; 4] = ["admitted", "refused", "delayed", "shadowed"];
 
-/// Counts what happens on one route, in one loop.
+/// Metrics of one route in one worker.
 #[derive(Debug)]
 pub struct RouteMetrics(Arc<RouteCells>);
 
 impl RouteMetrics {
-    pub fn new(registry: &Registry, owner: WorkerId, route: &str, rules: &[&str]) -> RouteMetrics {
-        RouteMetrics(registry.route(owner, route, rules))
+    pub fn new(registry: &Registry, worker: WorkerId, route: &str, rules: &[&str]) -> RouteMetrics {
+        RouteMetrics(registry.route(worker, route, rules))
     }
 
     pub fn request_ended(&self, code: u16, took: Duration) {
@@ -139,15 +133,15 @@ impl RouteMetrics {
     }
 }
 
-/// Counts what the windows of a list of rules refused, in one loop.
+/// Refusals by the windows of a list of rules, in one worker.
 #[derive(Debug)]
 pub struct WindowMetrics(Vec<Vec<Arc<MetricCell>>>);
 
 impl WindowMetrics {
-    /// `rules` are names, each with those of its layers.
-    pub fn new(registry: &Registry, owner: WorkerId, rules: &[(&str, &[String])]) -> WindowMetrics {
+    /// `rules` are rule names, each with the names of its layers.
+    pub fn new(registry: &Registry, worker: WorkerId, rules: &[(&str, &[String])]) -> WindowMetrics {
         let rule = |(rule, layers): &(&str, &[String])| {
-            layers.iter().map(|layer| registry.cell(&REFUSED, owner, &[("rule", rule), ("window", layer)])).collect()
+            layers.iter().map(|layer| registry.cell(&REFUSED, worker, &[("rule", rule), ("window", layer)])).collect()
         };
         WindowMetrics(rules.iter().map(rule).collect())
     }
@@ -164,11 +158,11 @@ pub enum UpstreamOutcome {
     ConnectFailed,
     Failed,
     TimedOut,
-    /// The client broke off, or its body did.
+    /// The client canceled the request, or its body broke off.
     Canceled,
 }
 
-/// Counts what happens with one upstream, in one loop.
+/// Metrics of one upstream in one worker.
 #[derive(Debug)]
 pub struct UpstreamMetrics {
     duration: Arc<Histogram>,
@@ -177,18 +171,18 @@ pub struct UpstreamMetrics {
 }
 
 impl UpstreamMetrics {
-    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
+    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, servers: &[&str]) -> UpstreamMetrics {
         let cells = |server: &&str| {
             ["answered", "connect_failed", "failed", "timed_out", "canceled"].map(|outcome| {
                 registry.cell(
                     &UPSTREAM_REQUESTS,
-                    owner,
+                    worker,
                     &[("upstream", upstream), ("server", server), ("outcome", outcome)],
                 )
             })
         };
         UpstreamMetrics {
-            duration: registry.histogram(&UPSTREAM_DURATION, owner, &[("upstream", upstream)]),
+            duration: registry.histogram(&UPSTREAM_DURATION, worker, &[("upstream", upstream)]),
             servers: servers.iter().map(cells).collect(),
         }
     }
@@ -209,7 +203,7 @@ impl UpstreamMetrics {
     }
 }
 
-/// What a client can do too often, or wrong, on an HTTP/2 connection.
+/// Kinds of misbehaviour on an HTTP/2 connection; values of the label `kind`.
 const HTTP2_ABUSES: [&str; 10] = [
     "reset",
     "ping",
@@ -223,33 +217,33 @@ const HTTP2_ABUSES: [&str; 10] = [
     "protocol_error",
 ];
 
-/// Counts what belongs to no route, in one loop.
+/// Metrics of one worker that belong to no route.
 #[derive(Debug)]
 pub struct WorkerMetrics {
     http2_abuse: [Arc<MetricCell>; HTTP2_ABUSES.len()],
     tunnels: Arc<MetricCell>,
     decision: Arc<Histogram>,
     access_log_lost: Arc<MetricCell>,
-    /// By the kind of the fault.
+    /// By `RequestError::kind`.
     request_errors: Vec<Arc<MetricCell>>,
 }
 
 impl WorkerMetrics {
-    /// `faults` are the names of the kinds that there are.
-    pub fn new(registry: &Registry, owner: WorkerId, faults: &[&str]) -> WorkerMetrics {
+    /// `errors` are the values of the label `error`.
+    pub fn new(registry: &Registry, worker: WorkerId, errors: &[&str]) -> WorkerMetrics {
         WorkerMetrics {
-            http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, owner, &[("kind", kind)])),
-            tunnels: registry.cell(&TUNNELS, owner, &[]),
-            decision: registry.histogram(&DECISION_DURATION, owner, &[]),
-            access_log_lost: registry.cell(&ACCESS_LOG_LOST, owner, &[]),
-            request_errors: faults
+            http2_abuse: HTTP2_ABUSES.map(|kind| registry.cell(&HTTP2_ABUSE, worker, &[("kind", kind)])),
+            tunnels: registry.cell(&TUNNELS, worker, &[]),
+            decision: registry.histogram(&DECISION_DURATION, worker, &[]),
+            access_log_lost: registry.cell(&ACCESS_LOG_LOST, worker, &[]),
+            request_errors: errors
                 .iter()
-                .map(|kind| registry.cell(&REQUEST_ERRORS, owner, &[("error", kind)]))
+                .map(|kind| registry.cell(&REQUEST_ERRORS, worker, &[("error", kind)]))
                 .collect(),
         }
     }
 
-    /// `kind` is one of those that are known.
+    /// Unknown kinds are ignored.
     pub fn http2_abuse(&self, kind: &str) {
         let known = HTTP2_ABUSES.iter().position(|known| *known == kind);
         known.into_iter().for_each(|kind| self.http2_abuse[kind].add(1));
@@ -271,7 +265,7 @@ impl WorkerMetrics {
         self.access_log_lost.add(lines);
     }
 
-    /// `kind` is the position of its name.
+    /// `kind` is the position of the error's name.
     pub fn request_error(&self, kind: usize) {
         self.request_errors[kind].add(1);
     }
@@ -282,10 +276,10 @@ impl WorkerMetrics {
 pub enum ConnectionRefusal {
     MaxConnections,
     MaxConnectionsPerClient,
-    /// No PROXY header, where one is due.
+    /// The PROXY header is missing or malformed.
     ProxyHeader,
     ProxyHeaderTimeout,
-    /// HTTP in the clear, where TLS is spoken.
+    /// Cleartext HTTP on a TLS listener.
     Cleartext,
     Handshake,
     HandshakeTimeout,
@@ -301,24 +295,24 @@ const REFUSAL_REASONS: [&str; 7] = [
     "tls_handshake_timeout",
 ];
 
-/// Counts the connections of one listener, in one loop.
+/// Metrics of one listener in one worker.
 #[derive(Debug)]
 pub struct ListenerMetrics {
     open: Arc<MetricCell>,
     /// By reason.
     refusals: [Arc<MetricCell>; REFUSAL_REASONS.len()],
-    /// Full handshakes, and sessions that were resumed.
+    /// Full handshakes and resumed sessions.
     handshakes: Option<[Arc<MetricCell>; 2]>,
 }
 
 impl ListenerMetrics {
     /// `listener` is the address as configured.
-    pub fn new(registry: &Registry, owner: WorkerId, listener: &str, is_secure: bool) -> ListenerMetrics {
+    pub fn new(registry: &Registry, worker: WorkerId, listener: &str, is_secure: bool) -> ListenerMetrics {
         let handshakes =
-            |outcome| registry.cell(&TLS_HANDSHAKES, owner, &[("listener", listener), ("outcome", outcome)]);
+            |outcome| registry.cell(&TLS_HANDSHAKES, worker, &[("listener", listener), ("outcome", outcome)]);
         ListenerMetrics {
-            open: registry.cell(&CONNECTIONS, owner, &[("listener", listener)]),
-            refusals: REFUSAL_REASONS.map(|reason| registry.cell(&CONNECTIONS_REFUSED, owner, &[("reason", reason)])),
+            open: registry.cell(&CONNECTIONS, worker, &[("listener", listener)]),
+            refusals: REFUSAL_REASONS.map(|reason| registry.cell(&CONNECTIONS_REFUSED, worker, &[("reason", reason)])),
             handshakes: is_secure.then(|| ["full", "resumed"].map(handshakes)),
         }
     }
@@ -351,14 +345,14 @@ impl ListenerMetrics {
     }
 }
 
-/// Keeps the ends of certificates and revocation lists among the metrics, until it is dropped.
+/// Expiry gauges of certificates and revocation lists; they disappear when this is dropped.
 #[derive(Debug, Default)]
 pub struct ExpiryGauges {
     _cells: Vec<Arc<MetricCell>>,
 }
 
 impl ExpiryGauges {
-    /// Both are named by their files as configured, with Unix seconds. Replaces what was told before.
+    /// Files as configured with their expiry in Unix seconds. Replaces all earlier values.
     pub fn new<'c>(
         registry: &Registry,
         certificates: impl IntoIterator<Item = (&'c str, i64)>,
@@ -381,10 +375,10 @@ fn expiry_cells<'c>(
     for (file, end_s) in all {
         let cell = registry.cell(name, WorkerId::MAX, &[(label, file)]);
         let end_s = u64::try_from(end_s).unwrap_or(0);
-        let told_s = cell.get();
-        // Of one file that two listeners name, or that holds several, there is one: the first to end.
-        if told_s == 0 || end_s < told_s {
-            cell.sub(told_s);
+        let known_s = cell.get();
+        // A file that is named twice, or that holds several certificates, has one series: the earliest expiry.
+        if known_s == 0 || end_s < known_s {
+            cell.sub(known_s);
             cell.add(end_s);
         }
         cells.push(cell);
@@ -392,12 +386,12 @@ fn expiry_cells<'c>(
     cells
 }
 
-/// Counts what the access log's writer could not write; each has its own, beside the loops.
+/// Lost lines of one access log writer.
 #[derive(Debug)]
 pub struct AccessLogMetrics(Arc<MetricCell>);
 
 impl AccessLogMetrics {
-    /// `nth`: how many writers there were before.
+    /// `nth`: number of earlier writers, so that each has its own cell.
     pub fn new(registry: &Registry, nth: usize) -> AccessLogMetrics {
         AccessLogMetrics(registry.cell(&ACCESS_LOG_LOST, WorkerId::MAX - 1 - nth, &[]))
     }
@@ -407,7 +401,7 @@ impl AccessLogMetrics {
     }
 }
 
-/// Counts the reloads; there is one, beside the loops.
+/// Reloads of the process.
 #[derive(Debug)]
 pub struct ReloadMetrics {
     applied: Arc<MetricCell>,
@@ -429,7 +423,7 @@ impl ReloadMetrics {
     }
 }
 
-/// Counts snapshots; there is one, beside the loops.
+/// Counter snapshots of the process.
 #[derive(Debug)]
 pub struct SnapshotMetrics {
     registry: Arc<Registry>,
@@ -451,7 +445,7 @@ impl SnapshotMetrics {
 
     pub fn written(&self, now_ms: u64) {
         self.written.add(1);
-        // Before the first one there is no time to tell.
+        // The series appears with the first snapshot.
         let latest_s = self.latest_s.get_or_init(|| self.registry.cell(&SNAPSHOT_TIME, WorkerId::MAX, &[]));
         latest_s.sub(latest_s.get());
         latest_s.add(now_ms / 1000);
@@ -462,7 +456,7 @@ impl SnapshotMetrics {
     }
 }
 
-/// Counts upgrades. Those that succeed are counted by the process that they brought.
+/// Hot upgrades. The new process counts successes, the old one failures.
 #[derive(Debug)]
 pub struct UpgradeMetrics {
     taken_over: Arc<MetricCell>,

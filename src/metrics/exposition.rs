@@ -1,4 +1,4 @@
-//! The page that Prometheus reads: every series, added up over the loops, as exposition text.
+//! Renders all series, summed over the workers, in the Prometheus text format.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -13,17 +13,17 @@ use super::events::{DECISIONS, OUTCOMES, REQUEST_DURATION, REQUESTS};
 use super::storage::{BOUNDS_US, HistogramSum};
 use super::{Metric, MetricKind, Registry, Series};
 
-/// A number that is not counted but looked up when the page is rendered.
+/// A value that is read when the metrics are rendered.
 pub struct Reading {
     pub name: &'static Metric,
     pub labels: Vec<(&'static str, &'static str)>,
-    /// Of a gauge, in two's complement.
+    /// Two's complement for gauges.
     pub value: u64,
 }
 
 type Sums<T> = BTreeMap<&'static str, BTreeMap<Vec<Label>, T>>;
 
-/// Renders all of `names` that have a series, in their order.
+/// Renders those of `names` that have a series, in their order.
 pub fn render(registry: &Registry, names: &[&'static Metric], readings: &[Reading]) -> String {
     let mut counts = sum(&registry.cells, |total: &mut u64, cell| *total = total.wrapping_add(cell.get()));
     let mut histograms = sum(&registry.histograms, |total: &mut HistogramSum, histogram| histogram.add_to(total));
@@ -53,7 +53,7 @@ fn sum<T, S: Default>(series: &Mutex<Series<T>>, add: impl Fn(&mut S, &T)) -> Su
     sums
 }
 
-/// Spreads out what is kept together for each route.
+/// Adds the series of `RouteCells`.
 fn add_routes(registry: &Registry, counts: &mut Sums<u64>, histograms: &mut Sums<HistogramSum>) {
     let routes = registry.routes.lock().unwrap_or_else(PoisonError::into_inner);
     for ((route, rules), owners) in routes.iter() {
@@ -130,7 +130,7 @@ mod tests {
     static LIVE: Metric = Metric { name: "live", help: "Alive.", kind: MetricKind::Gauge };
 
     #[test]
-    fn loops_are_added_up_and_labels_escaped() {
+    fn workers_are_summed_and_labels_escaped() {
         let registry = Registry::default();
         registry.cell(&HITS, 0, &[("route", "a\"b\\{c}")]).add(2);
         registry.cell(&HITS, 1, &[("route", "a\"b\\{c}")]).add(3);

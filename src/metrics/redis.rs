@@ -1,41 +1,38 @@
-//! What is counted of the store in which gateways share counters.
+//! Metrics of the shared store.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::events::{counter, gauge, histogram};
 use super::storage::{Histogram, MetricCell};
-use super::{Metric, Registry, WorkerId};
+use super::{Metric, Registry, WorkerId, counter, gauge, histogram};
 
-pub static REQUESTS: Metric =
-    counter("transom_shared_requests_total", "Calls of the store of shared counters, by what came of them.");
-pub static DURATION: Metric = histogram("transom_shared_duration_seconds", "From a call of the store to its answer.");
+pub static REQUESTS: Metric = counter("transom_shared_requests_total", "Calls of the shared store, by outcome.");
+pub static DURATION: Metric =
+    histogram("transom_shared_duration_seconds", "Time from a call of the shared store to its reply.");
 pub static OUTSTANDING: Metric = gauge(
     "transom_shared_outstanding_tokens",
-    "Tokens fetched and not spent yet, at most: what several loops fetched for one counter counts for each.",
+    "Leased tokens not spent yet; an upper bound, because the leases of one counter count in every worker that fetched them.",
 );
 pub static TOKENS: Metric = counter(
     "transom_shared_tokens_total",
-    "Tokens by what became of them: fetched, returned, expired with their window, or reported after an outage.",
+    "Leased tokens by outcome: fetched, returned, expired with their window, or reported after an outage.",
 );
 pub static UNREACHABLE: Metric = gauge(
     "transom_shared_servers_unreachable",
-    "Servers of shared counters that can not be reached; each loop counts them.",
+    "Servers of the shared store that cannot be reached; every worker counts them.",
 );
 pub static EVICTING: Metric = gauge(
     "transom_shared_servers_evicting",
-    "Connected servers of shared counters whose maxmemory-policy evicts counters; each loop counts them.",
+    "Connected servers of the shared store whose maxmemory-policy evicts counters; every worker counts them.",
 );
-pub static OUTAGES: Metric = counter("transom_shared_outages_total", "How often a server of shared counters was lost.");
-pub static OUTAGE_DECISIONS: Metric = counter(
-    "transom_shared_outage_decisions_total",
-    "Decisions of rules that could not ask the store, by what they did.",
-);
+pub static OUTAGES: Metric = counter("transom_shared_outages_total", "Outages of servers of the shared store.");
+pub static OUTAGE_DECISIONS: Metric =
+    counter("transom_shared_outage_decisions_total", "Decisions made during an outage of the shared store, by policy.");
 
-/// What calls of the store come to.
+/// Values of the label `outcome`, in the order of `StoreOutcome`.
 const OUTCOMES: [&str; 7] = ["granted", "refused", "other_window", "given_back", "error", "unreachable", "timeout"];
 
-/// What one event loop tells of its store.
+/// Metrics of one worker's store client.
 #[derive(Debug)]
 pub struct StoreMetrics {
     outcomes: [Arc<MetricCell>; 7],
@@ -51,7 +48,7 @@ pub struct StoreMetrics {
     outage_decisions: [Arc<MetricCell>; 3],
 }
 
-/// What came of a call.
+/// How a call of the store ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StoreOutcome {
     Granted,
@@ -63,7 +60,7 @@ pub enum StoreOutcome {
     Timeout,
 }
 
-/// What a rule does that can not ask the store.
+/// What a rule decides by during an outage.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OutageDecision {
     Local,
@@ -72,12 +69,12 @@ pub enum OutageDecision {
 }
 
 impl StoreMetrics {
-    pub fn new(registry: &Registry, owner: WorkerId) -> StoreMetrics {
-        let cell = |name| registry.cell(name, owner, &[]);
-        let tokens = |fate| registry.cell(&TOKENS, owner, &[("outcome", fate)]);
+    pub fn new(registry: &Registry, worker: WorkerId) -> StoreMetrics {
+        let cell = |name| registry.cell(name, worker, &[]);
+        let tokens = |outcome| registry.cell(&TOKENS, worker, &[("outcome", outcome)]);
         StoreMetrics {
-            outcomes: OUTCOMES.map(|outcome| registry.cell(&REQUESTS, owner, &[("outcome", outcome)])),
-            duration: registry.histogram(&DURATION, owner, &[]),
+            outcomes: OUTCOMES.map(|outcome| registry.cell(&REQUESTS, worker, &[("outcome", outcome)])),
+            duration: registry.histogram(&DURATION, worker, &[]),
             outstanding: cell(&OUTSTANDING),
             fetched: tokens("fetched"),
             returned: tokens("returned"),
@@ -87,7 +84,7 @@ impl StoreMetrics {
             evicting: cell(&EVICTING),
             outages: cell(&OUTAGES),
             outage_decisions: ["local", "allowed", "refused"]
-                .map(|policy| registry.cell(&OUTAGE_DECISIONS, owner, &[("policy", policy)])),
+                .map(|policy| registry.cell(&OUTAGE_DECISIONS, worker, &[("policy", policy)])),
         }
     }
 
@@ -124,13 +121,13 @@ impl StoreMetrics {
         self.evicting.set(servers);
     }
 
-    /// A server can not be reached any more.
+    /// A server has become unreachable.
     pub fn server_lost(&self) {
         self.unreachable.add(1);
         self.outages.add(1);
     }
 
-    /// It can again.
+    /// A server can be reached again.
     pub fn server_recovered(&self) {
         self.unreachable.sub(1);
     }

@@ -1,27 +1,26 @@
-//! Numbers that one event loop counts and the scrape reads.
+//! Counters, gauges and histograms that one worker writes and a scrape reads.
 //!
-//! Every loop has cells of its own, so counting is a load and a store without contention; nothing
-//! is shared until a scrape adds them up.
+//! Every worker has its own cells, so counting is an uncontended load and store. A scrape sums the cells of all workers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
-/// Upper bounds of the buckets of every histogram, in microseconds: from a decision in the table to
-/// a slow upstream, each about twice to two and a half times the one before.
+/// Upper bounds of the buckets of every histogram, in microseconds: from a local decision to a slow upstream, mostly in steps
+/// of 2 to 2.5.
 pub const BOUNDS_US: [u64; 20] = [
     1, 2, 5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000,
     5_000_000, 30_000_000,
 ];
 
-/// A number that goes up, or, as a gauge, down again. Written by one thread.
+/// A counter or gauge. Written by one thread.
 #[derive(Debug, Default)]
 pub struct MetricCell(AtomicU64);
 
 impl MetricCell {
     pub fn add(&self, n: u64) {
-        // Ordering: relaxed; one writer, and a reader for whom any recent value will do.
+        // Ordering: relaxed; there is one writer, and a scrape accepts any recent value.
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
     }
 
@@ -40,7 +39,7 @@ impl MetricCell {
     }
 }
 
-/// How often durations fell under each bound. Written by one thread.
+/// Durations counted by bucket. Written by one thread.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Histogram {
@@ -56,7 +55,7 @@ impl Histogram {
         self.sum_ns.add(duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos()));
     }
 
-    /// Adds this histogram to a sum over loops.
+    /// Adds this histogram to a sum over workers.
     pub fn add_to(&self, sum: &mut HistogramSum) {
         for (total, bucket) in sum.buckets.iter_mut().zip(&self.buckets) {
             *total += bucket.get();
@@ -65,51 +64,51 @@ impl Histogram {
     }
 }
 
-/// Histograms of several loops, added up.
+/// The sum of several workers' histograms.
 #[derive(Clone, Debug, Default)]
 pub struct HistogramSum {
     pub buckets: [u64; BOUNDS_US.len() + 1],
     pub sum_ns: u64,
 }
 
-/// Status codes that one route counts apart, in one loop; more than are in use anywhere.
+/// Status codes that one route counts separately; further ones are counted as `other`.
 const CODES: usize = 16;
 
-/// How often each status code was answered. Written by one thread.
+/// Responses by status code. Written by one thread.
 #[derive(Debug, Default)]
 pub struct StatusCounts {
-    /// A code and its count; code 0 is a place not taken yet.
+    /// A code and its count; code 0 marks a free slot.
     slots: [(MetricCell, MetricCell); CODES],
-    /// What found no place.
+    /// Codes without a slot.
     others: MetricCell,
 }
 
 impl StatusCounts {
     pub fn count(&self, code: u16) {
         let code = u64::from(code);
-        let place = self.slots.iter().find(|(known, _)| known.get() == code || known.get() == 0);
-        let Some((known, count)) = place else { return self.others.add(1) };
+        let slot = self.slots.iter().find(|(known, _)| known.get() == code || known.get() == 0);
+        let Some((known, count)) = slot else { return self.others.add(1) };
         if known.get() == 0 {
             known.add(code);
         }
         count.add(1);
     }
 
-    /// The codes counted, as labels, with their counts.
+    /// The codes as label values, with their counts.
     pub fn counts(&self) -> impl Iterator<Item = (String, u64)> + '_ {
-        let places = self.slots.iter().filter(|(code, _)| code.get() != 0);
+        let slots = self.slots.iter().filter(|(code, _)| code.get() != 0);
         let others = (self.others.get() > 0).then(|| ("other".to_owned(), self.others.get()));
-        places.map(|(code, count)| (code.get().to_string(), count.get())).chain(others)
+        slots.map(|(code, count)| (code.get().to_string(), count.get())).chain(others)
     }
 }
 
-/// What is counted of one route in one loop, side by side: a route that was not asked for lately is
-/// not in the cache, and every line that has to be fetched costs as much as a decision.
+/// All numbers of one route in one worker, in adjacent memory: a rarely used route is not in the CPU cache, and every cache
+/// miss costs as much as a decision.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct RouteCells {
     pub duration: Histogram,
-    /// For each rule of the route: admitted, refused, shadowed.
+    /// By rule of the route: admitted, refused, delayed, shadowed.
     pub outcomes: SmallVec<[[MetricCell; 4]; 2]>,
     pub codes: StatusCounts,
 }
@@ -129,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_fall_into_the_bucket_above_them() {
+    fn a_duration_counts_in_the_bucket_whose_bound_exceeds_it() {
         let histogram = Histogram::default();
         for us in [0, 3, 999, 1000, 60_000_000] {
             histogram.record(Duration::from_micros(us));
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gauge_goes_down_again() {
+    fn a_gauge_can_decrease() {
         let cell = MetricCell::default();
         cell.add(3);
         cell.sub(2);
@@ -152,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_counted_apart_and_the_seventeenth_is_another() {
+    fn sixteen_codes_are_counted_separately_and_the_next_as_other() {
         let codes = StatusCounts::default();
         (400..416).for_each(|code| codes.count(code));
         codes.count(400);

@@ -1,24 +1,23 @@
-//! What is counted of an upstream's servers beside their requests: how they are, who keeps away from
-//! them, and what is tried again or refused.
+//! Metrics of upstream servers besides their requests: health, ejections, retries, refusals.
 
 use std::sync::Arc;
 
-use super::events::{counter, gauge};
 use super::storage::MetricCell;
-use super::{Metric, Registry, WorkerId};
+use super::{Metric, Registry, WorkerId, counter, gauge};
 
 pub static REQUESTS_ACTIVE: Metric =
-    gauge("transom_upstream_requests_active", "Requests at upstream servers, until the end of the answer.");
-pub static UP: Metric = gauge("transom_upstream_server_up", "Whether a server is healthy by the active checks.");
-pub static EJECTED: Metric = gauge("transom_upstream_server_ejected", "Whether a server is kept away from.");
-pub static EJECTIONS: Metric = counter("transom_upstream_ejections_total", "Servers ejected for failing in a row.");
+    gauge("transom_upstream_requests_active", "Requests in flight at upstream servers, until the end of the response.");
+pub static UP: Metric = gauge("transom_upstream_server_up", "Whether active health checks find a server healthy.");
+pub static EJECTED: Metric =
+    gauge("transom_upstream_server_ejected", "Whether a server is ejected from load balancing.");
+pub static EJECTIONS: Metric =
+    counter("transom_upstream_ejections_total", "Ejections of servers after consecutive failures.");
 pub static CHECKS: Metric = counter("transom_upstream_health_checks_total", "Active health checks.");
 pub static RETRIES: Metric =
-    counter("transom_upstream_retries_total", "Further tries: made, or not made for want of budget.");
-pub static REFUSED: Metric =
-    counter("transom_upstream_refused_total", "Requests refused because the upstream had too many.");
+    counter("transom_upstream_retries_total", "Retries that were made, and those that the retry budget prevented.");
+pub static REFUSED: Metric = counter("transom_upstream_refused_total", "Requests refused by a limit of the upstream.");
 
-/// What all loops know of one server; told under a lock, or by one thread.
+/// Health metrics of one server, shared by all workers. Written under a lock or by one thread.
 #[derive(Debug)]
 pub struct ServerMetrics {
     up: Arc<MetricCell>,
@@ -66,13 +65,13 @@ fn set(gauge: &MetricCell, value: bool) {
     gauge.add(u64::from(value));
 }
 
-/// Requests under way to one server, from one loop.
+/// Requests in flight from one worker to one server.
 #[derive(Debug)]
 pub struct ActiveGauge(Arc<MetricCell>);
 
 impl ActiveGauge {
-    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str, server: &str) -> ActiveGauge {
-        ActiveGauge(registry.cell(&REQUESTS_ACTIVE, owner, &[("upstream", upstream), ("server", server)]))
+    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str, server: &str) -> ActiveGauge {
+        ActiveGauge(registry.cell(&REQUESTS_ACTIVE, worker, &[("upstream", upstream), ("server", server)]))
     }
 
     pub fn started(&self) {
@@ -84,16 +83,16 @@ impl ActiveGauge {
     }
 }
 
-/// Why a request was refused for the upstream's sake.
+/// The limit of an upstream that refused a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum UpstreamLimit {
     Requests,
     Pending,
-    /// It waited for a connection, and none became free in time.
+    /// No connection became free in time.
     ConnectWait,
 }
 
-/// What one loop tried again, and what it refused.
+/// Retries and refusals of one upstream in one worker.
 #[derive(Debug)]
 pub struct RetryMetrics {
     retried: Arc<MetricCell>,
@@ -102,9 +101,9 @@ pub struct RetryMetrics {
 }
 
 impl RetryMetrics {
-    pub fn new(registry: &Registry, owner: WorkerId, upstream: &str) -> RetryMetrics {
-        let retries = |outcome| registry.cell(&RETRIES, owner, &[("upstream", upstream), ("outcome", outcome)]);
-        let refused = |limit| registry.cell(&REFUSED, owner, &[("upstream", upstream), ("limit", limit)]);
+    pub fn new(registry: &Registry, worker: WorkerId, upstream: &str) -> RetryMetrics {
+        let retries = |outcome| registry.cell(&RETRIES, worker, &[("upstream", upstream), ("outcome", outcome)]);
+        let refused = |limit| registry.cell(&REFUSED, worker, &[("upstream", upstream), ("limit", limit)]);
         RetryMetrics {
             retried: retries("retried"),
             over_budget: retries("budget"),
