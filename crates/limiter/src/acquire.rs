@@ -111,7 +111,7 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
     charges: &mut [Charge],
     time: Time<'_, PLAIN>,
 ) -> bool {
-    let mut room = true;
+    let mut all_fit = true;
     for charge in charges {
         if !PLAIN && charge.sharding.shards > 1 {
             (charge.usage, charge.is_shard_over_part) =
@@ -120,9 +120,9 @@ pub fn peek_all<const W: usize, const PLAIN: bool>(
             (charge.usage, charge.hint) = table.peek(charge.counter, charge.request, time);
         }
         charge.is_full = !charge.usage.admits(charge.request);
-        room &= !charge.is_full;
+        all_fit &= !charge.is_full;
     }
-    room
+    all_fit
 }
 
 /// Charges all counters after [`peek_all`], or none.

@@ -54,7 +54,7 @@ fn number_of(tag: u64) -> u64 {
     if tag == 0 {
         return 0;
     }
-    let mut tags = TAGS.lock().expect("nobody panics while it is held");
+    let mut tags = TAGS.lock().expect("no thread panics while it holds the lock");
     let known = tags.iter().position(|other| *other == tag);
     let position = known.unwrap_or_else(|| {
         tags.push(tag);
@@ -64,6 +64,6 @@ fn number_of(tag: u64) -> u64 {
 }
 
 fn tag_of(number: u64) -> u64 {
-    let tags = TAGS.lock().expect("nobody panics while it is held");
+    let tags = TAGS.lock().expect("no thread panics while it holds the lock");
     usize::try_from(number).ok().and_then(|number| number.checked_sub(1)).map_or(0, |position| tags[position])
 }

@@ -95,7 +95,7 @@ const WATERMARK_STRIDE: usize = LINE_BYTES / size_of::<u64>();
 impl<const W: usize> SlotArray<W> {
     /// An array in these words, which are one or more whole buckets, with [`WATERMARKS`] numbers.
     pub fn new(words: AtomicSlice<AtomicU128>, marks: AtomicSlice<AtomicU64>) -> SlotArray<W> {
-        const { assert!(W.is_power_of_two(), "slots are told apart by their bits") }
+        const { assert!(W.is_power_of_two(), "slots of a bucket are selected by bits") }
         SlotArray { words, watermarks: marks }
     }
 

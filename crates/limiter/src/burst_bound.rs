@@ -168,8 +168,8 @@ mod tests {
             return 0;
         }
         let mut counters = counters.to_vec();
-        let room = counters.iter_mut().map(|counter| counter.at(now)).min().unwrap_or(0);
-        let tries = (0..=room).map(|tokens| {
+        let other_left = counters.iter_mut().map(|counter| counter.at(now)).min().unwrap_or(0);
+        let tries = (0..=other_left).map(|tokens| {
             let mut after = counters.clone();
             after.iter_mut().for_each(|counter| counter.take(now, tokens));
             u64::from(if now >= from { tokens } else { 0 }) + best(&after, now + 1, from, until)
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn of_one_layer_the_bound_is_what_can_be_had() {
+    fn the_bound_of_one_layer_is_reached() {
         for span_ms in 1..=7 {
             for (limit, lead_ms) in [
                 (even(2, 3, 0), 3),
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_layers_no_more_than_the_bound_can_be_had() {
+    fn several_layers_admit_no_more_than_the_bound() {
         for layers in [
             [even(2, 2, 0), even(3, 4, 0)],
             [even(1, 2, 0), even(2, 3, 1)],
@@ -246,10 +246,10 @@ mod tests {
     fn binds(limit: &Limit, other: &Limit, horizon_ms: u64) -> bool {
         fn search(own: &Counter, other: &Counter, now: u64, until: u64) -> bool {
             let (mut own, mut other) = (own.clone(), other.clone());
-            let (left, room) = (own.at(now), other.at(now));
-            left < room
+            let (left, other_left) = (own.at(now), other.at(now));
+            left < other_left
                 || now < until
-                    && (0..=room).any(|tokens| {
+                    && (0..=other_left).any(|tokens| {
                         let (mut own, mut other) = (own.clone(), other.clone());
                         own.take(now, tokens);
                         other.take(now, tokens);

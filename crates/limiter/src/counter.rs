@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_come_back_at_their_extremes() {
+    fn fields_keep_their_extreme_values() {
         for tag in [1, (1 << TAG_BITS) - 1] {
             for end_ms in [0, 1, END_MAX_MS] {
                 for count in [0, 1, u32::MAX] {
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_window_starts_at_nothing_used() {
+    fn a_new_window_starts_unused() {
         assert_eq!(
             plainly(CounterWord::new(1, 60_000, 5), AcquireRequest::plain(120_000, 5, 1)),
             Some(CounterWord::new(1, 120_000, 1))
@@ -468,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_owed_is_paid_window_by_window() {
+    fn debt_is_paid_window_by_window() {
         let word =
             charge(CounterWord::new(1, 100, 0), rolling(100, 150), time(50)).expect("a fresh key holds the capacity");
         assert_eq!(word, CounterWord::new(1, 200, 50));
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refund_reaches_the_windows_to_come_and_no_other() {
+    fn a_refund_changes_open_and_later_windows_only() {
         let request = AcquireRequest { ceiling: 350, ..rolling(100, 120) };
         let first =
             charge(CounterWord::new(1, 100, 0), AcquireRequest { cost: 100, ..request }, time(50)).expect("fits");
@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refund_never_frees_a_place_in_the_window_of_another() {
+    fn a_refund_never_moves_another_charge_to_an_earlier_window() {
         // Two positions in the next two windows; the first is refunded, and the second does not move.
         let request_after = |granted| AcquireRequest { ceiling: 100 + granted, floor: granted, ..rolling(100, 100) };
         let full = charge(CounterWord::new(1, 100, 0), request_after(0), time(50)).expect("fits");
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn all_charges_given_up_in_any_order_leave_the_counter_as_it_was() {
+    fn all_charges_refunded_in_any_order_leave_the_counter_as_it_was() {
         let permutations: [[usize; 4]; 6] =
             [[0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1], [2, 0, 3, 1], [1, 2, 3, 0], [1, 3, 0, 2]];
         for order in permutations {
@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_floats_from_its_first_request_on() {
+    fn a_floating_window_starts_at_its_first_request() {
         let request = |now_ms: u64| AcquireRequest {
             end_ms: now_ms + 100,
             ceiling: 1,
@@ -587,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn a_debt_ends_where_words_end() {
+    fn debt_is_capped_at_the_last_time_of_a_word() {
         let request = AcquireRequest { ceiling: u64::MAX, limit: 1, ..rolling(100, u32::MAX) };
         let mut word = CounterWord::new(1, 100, 0);
         for _ in 0..200 {

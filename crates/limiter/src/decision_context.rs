@@ -173,19 +173,19 @@ impl DecisionContext {
 
     /// The end of the current window, for windows that are the same for all keys.
     #[inline]
-    fn window_end_ms(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
-        match self.scratch.windows.get(timeline) {
+    fn window_end_ms(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64) -> u64 {
+        match self.scratch.windows.get(windows_index) {
             Some(window) if window.contains(now_ms) => window.end_ms,
-            _ => self.find_window(rule_set, timeline, now_ms),
+            _ => self.find_window(rule_set, windows_index, now_ms),
         }
     }
 
     #[inline(never)]
-    fn find_window(&mut self, rule_set: &RuleSet, timeline: usize, now_ms: u64) -> u64 {
+    fn find_window(&mut self, rule_set: &RuleSet, windows_index: usize, now_ms: u64) -> u64 {
         if self.scratch.windows.len() < rule_set.windows.len() {
             self.scratch.windows.resize(rule_set.windows.len(), Window::default());
         }
-        self.scratch.windows[timeline] = rule_set.windows[timeline].window_at(now_ms, 0);
-        self.scratch.windows[timeline].end_ms
+        self.scratch.windows[windows_index] = rule_set.windows[windows_index].window_at(now_ms, 0);
+        self.scratch.windows[windows_index].end_ms
     }
 }

@@ -96,12 +96,12 @@ fn refund_tail<const W: usize>(
     now_ms: u64,
 ) {
     while let Some((position, charge)) = pending.range(positions.clone()).next_back() {
-        let (position, given_up) = (*position, charge.try_refund(table, now_ms));
-        if given_up == RefundResult::Nothing {
+        let (position, result) = (*position, charge.try_refund(table, now_ms));
+        if result == RefundResult::Nothing {
             return;
         }
         let charge = pending.remove(&position);
-        if let (Some(charge), RefundResult::AllExcept(receipt)) = (charge, given_up) {
+        if let (Some(charge), RefundResult::AllExcept(receipt)) = (charge, result) {
             let rest = PendingRefund {
                 shard_receipt: ShardReceipt { receipt, ..charge.shard_receipt },
                 is_rest: true,
@@ -133,10 +133,10 @@ mod tests {
 
     #[test]
     fn a_sweep_does_not_wait_for_another() {
-        let (abandoned, table) = (DeferredRefunds::default(), Table::<8>::with_capacity(64).unwrap());
-        let other = abandoned.0.lock().unwrap();
+        let (refunds, table) = (DeferredRefunds::default(), Table::<8>::with_capacity(64).unwrap());
+        let other = refunds.0.lock().unwrap();
         // If it waited, the test would never end.
-        abandoned.sweep(&table, 0);
+        refunds.sweep(&table, 0);
         drop(other);
     }
 }

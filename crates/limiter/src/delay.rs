@@ -97,13 +97,13 @@ impl RuleSet {
         for (charge, layer_ref) in
             context.result.charges.iter().zip(&context.result.layers).filter(|(charge, _)| charge.is_full)
         {
-            let entry = self.rule_of(charge_plan, *layer_ref);
-            let layer = entry.layer(layer_ref.layer);
-            let opens_ms = self.available_at_ms(charge, entry, layer_ref.layer, time.now_ms)?;
+            let compiled = self.rule_of(charge_plan, *layer_ref);
+            let layer = compiled.layer(layer_ref.layer);
+            let opens_ms = self.available_at_ms(charge, compiled, layer_ref.layer, time.now_ms)?;
             // The window of a charge may have ended since.
             let waits_ms = opens_ms.saturating_sub(time.now_ms);
             let may_wait = charge_plan.may_delay || layer.reserve > 0;
-            match entry.rule.on_limit {
+            match compiled.rule.on_limit {
                 _ if layer.is_constrained => return None,
                 OnLimit::Delay { max_delay_ms, .. } if may_wait && waits_ms <= max_delay_ms => {}
                 OnLimit::Refuse if context.inputs.reserve && layer.reserve > 0 => {}
@@ -118,12 +118,12 @@ impl RuleSet {
     pub(super) fn request_window_at(
         &self,
         charge: &mut Charge,
-        entry: &CompiledRule,
+        compiled: &CompiledRule,
         layer_ref: LayerRef,
         until_ms: u64,
         time: Time<'_>,
     ) -> u64 {
-        let layer = entry.layer(layer_ref.layer);
+        let layer = compiled.layer(layer_ref.layer);
         let sequence = &time.sequences[layer.windows_index];
         let end_ms = sequence.end_at(charge.usage.end_ms, until_ms);
         let windows = sequence.windows_between(charge.usage.end_ms, end_ms);
@@ -163,22 +163,22 @@ impl RuleSet {
     }
 
     /// The time at which a full counter has tokens again, if the key makes no other requests; `None` if never.
-    pub fn available_at_ms(&self, charge: &Charge, entry: &CompiledRule, layer: usize, now_ms: u64) -> Option<u64> {
+    pub fn available_at_ms(&self, charge: &Charge, compiled: &CompiledRule, layer: usize, now_ms: u64) -> Option<u64> {
         let missing = (charge.usage.used + u64::from(charge.request.cost)).saturating_sub(charge.request.ceiling);
         if u64::from(charge.request.cost) > charge.request.ceiling {
             return None;
         }
         // Excess usage of an independent window is not owed by the next: it may have been used under a greater limit.
-        let hangs_together = match charge.request.kind {
+        let is_dependent = match charge.request.kind {
             WindowKind::Plain => false,
-            WindowKind::Leased => entry.layer(layer).store_format != StoreFormat::Plain,
+            WindowKind::Leased => compiled.layer(layer).store_format != StoreFormat::Plain,
             WindowKind::Grid(_) | WindowKind::Floating(_) => true,
         };
         let windows = missing.div_ceil(u64::from(charge.request.limit));
-        match if hangs_together { windows } else { windows.min(1) } {
+        match if is_dependent { windows } else { windows.min(1) } {
             0 => Some(now_ms),
             windows => Some(
-                self.time(now_ms).sequences[entry.layer(layer).windows_index]
+                self.time(now_ms).sequences[compiled.layer(layer).windows_index]
                     .end_after(charge.usage.end_ms, windows - 1),
             ),
         }
@@ -264,10 +264,10 @@ impl RuleSet {
         table: &Table<W>,
         mut now_ms: u64,
     ) {
-        let entry = &self.rules[position];
-        for layer in entry.variant(keyed_request.variant) {
+        let compiled = &self.rules[position];
+        for layer in compiled.variant(keyed_request.variant) {
             loop {
-                let ready = entry.layer(layer);
+                let ready = compiled.layer(layer);
                 let end_ms = self.windows[ready.windows_index].window_at(now_ms, keyed_request.offset).end_ms;
                 let mut charge = ready.new_charge(keyed_request, end_ms, 0);
                 if ready.is_constrained {

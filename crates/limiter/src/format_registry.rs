@@ -177,42 +177,42 @@ mod tests {
     const PLAIN: CounterFormat =
         CounterFormat { accumulates: false, shards: 1, max_ahead: 0, grants: (5, 5), limits_differ: false };
 
-    fn ledger(layers: usize) -> FormatRegistry {
+    fn registry(layers: usize) -> FormatRegistry {
         let numbers = FormatRegistry::numbers(layers);
         FormatRegistry::new(Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap())
     }
 
-    fn ways(all: &[(u64, CounterFormat)]) -> CounterFormats {
+    fn formats_of(all: &[(u64, CounterFormat)]) -> CounterFormats {
         let mut formats = CounterFormats::default();
         all.iter().for_each(|(bits, format)| formats.join(*bits, *format));
         formats
     }
 
     #[test]
-    fn what_was_written_is_read_and_joined() {
-        let ledger = ledger(2);
-        assert_eq!(ledger.formats(), CounterFormats::default());
+    fn stored_formats_are_read_and_joined() {
+        let registry = registry(2);
+        assert_eq!(registry.formats(), CounterFormats::default());
         let rolling = CounterFormat { accumulates: true, ..PLAIN };
-        assert_eq!(ledger.join(&ways(&[(1, PLAIN), (2, rolling)])), Ok(()));
-        assert_eq!(ledger.formats(), ways(&[(2, rolling)]));
-        assert!(ledger.formats().covers(&ways(&[(1, PLAIN), (2, rolling)])));
+        assert_eq!(registry.join(&formats_of(&[(1, PLAIN), (2, rolling)])), Ok(()));
+        assert_eq!(registry.formats(), formats_of(&[(2, rolling)]));
+        assert!(registry.formats().covers(&formats_of(&[(1, PLAIN), (2, rolling)])));
         let split = CounterFormat { shards: 4, grants: (6, 6), ..PLAIN };
-        assert!(!ledger.formats().covers(&ways(&[(2, split)])));
-        assert_eq!(ledger.join(&ways(&[(2, split)])), Ok(()));
-        assert!(ledger.formats().covers(&ways(&[(2, split)])));
-        assert_eq!(ledger.formats().get(2), Some(CounterFormat { shards: 4, limits_differ: true, ..rolling }));
+        assert!(!registry.formats().covers(&formats_of(&[(2, split)])));
+        assert_eq!(registry.join(&formats_of(&[(2, split)])), Ok(()));
+        assert!(registry.formats().covers(&formats_of(&[(2, split)])));
+        assert_eq!(registry.formats().get(2), Some(CounterFormat { shards: 4, limits_differ: true, ..rolling }));
     }
 
     #[test]
-    fn a_full_ledger_says_so() {
-        let ledger = ledger(1);
+    fn a_full_registry_reports_it() {
+        let registry = registry(1);
         let rolling = CounterFormat { accumulates: true, ..PLAIN };
-        assert_eq!(ledger.join(&ways(&[(1, rolling)])), Ok(()));
-        assert_eq!(ledger.join(&ways(&[(2, rolling)])), Err(RegistryFull));
+        assert_eq!(registry.join(&formats_of(&[(1, rolling)])), Ok(()));
+        assert_eq!(registry.join(&formats_of(&[(2, rolling)])), Err(RegistryFull));
     }
 
     #[test]
-    fn any_bits_are_read() {
+    fn any_contents_can_be_read() {
         let numbers = FormatRegistry::numbers(1);
         let cells = Memory::heap(8 * numbers).unwrap().numbers(0, numbers).unwrap();
         cells.iter().for_each(|cell| cell.store(u64::MAX, Ordering::Relaxed));

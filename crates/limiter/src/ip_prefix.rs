@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv4_address_is_counted_as_one_wherever_it_stands() {
+    fn an_embedded_ipv4_address_counts_as_one_client() {
         for (address, expected) in [
             ("192.0.2.7", "192.0.2.7"),
             ("::ffff:192.0.2.7", "192.0.2.7"),
@@ -221,7 +221,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_finds_what_a_search_through_all_finds(
+        fn a_look_up_finds_what_a_linear_search_finds(
             all in proptest::collection::hash_map((0..64_u32, 26..=32_u8), 0..100_usize, 0..24),
             address in 0..64_u32,
         ) {

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_spell_alike_differ() {
+    fn keys_with_equal_concatenations_differ() {
         let all = [
             hash(1, &[(1, b"ab"), (1, b"c")]),
             hash(1, &[(1, b"a"), (1, b"bc")]),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_keys_under_equal_seeds_are_one() {
+    fn equal_keys_with_equal_seeds_have_equal_hashes() {
         assert_eq!(hash(7, &[(1, b"10.0.0.1")]), hash(7, &[(1, b"10.0.0.1")]));
     }
 }

@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn counter_purse_and_tally_are_three() {
+    fn a_counter_its_lease_and_its_known_usage_have_different_tags() {
         for tag in [1, LEASE_TAG, KNOWN_USAGE_TAG, LEASE_TAG ^ KNOWN_USAGE_TAG, (1 << 54) - 1] {
             let counter = Counter { key: Key { tag, ..COUNTER.key }, ..COUNTER };
             let (lease, known_usage) = (counter.lease(), counter.known_usage_counter());
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_a_purse_beyond_the_ceiling_is_given_up() {
+    fn leased_tokens_beyond_the_ceiling_are_dropped() {
         let table = table();
         assert_eq!(table.deposit(COUNTER, 100, 80, 50), DepositResult::Stored);
         assert!(matches!(spend(&table, AcquireRequest::plain(100, 10, 11).leased()), CounterResult::Full(_)));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_end_where_words_end() {
+    fn token_counts_saturate_at_the_width_of_a_word() {
         let table = table();
         assert_eq!(table.deposit(COUNTER, u64::MAX, u32::MAX, 50), DepositResult::Stored);
         assert_eq!(table.deposit(COUNTER, END_MAX_MS, 5, 50), DepositResult::Stored);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_purse_that_is_forgotten_is_empty() {
+    fn a_reset_lease_is_empty() {
         let table = table();
         assert_eq!(table.deposit(COUNTER, 100, 8, 50), DepositResult::Stored);
         table.reset(COUNTER.lease(), AcquireRequest::plain(100, 10, 0).leased(), Time::plain(50));
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_charge_of_nothing_makes_no_purse_and_moves_none() {
+    fn a_charge_of_nothing_neither_creates_nor_moves_a_lease() {
         let table = table();
         let request = AcquireRequest::plain(200, 10, 0).leased();
         assert!(matches!(spend(&table, request), CounterResult::Full(_)));

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_limit_says_why() {
+    fn an_invalid_limit_is_rejected_with_its_reason() {
         for (text, error) in [
             ("2000", LimitError::Syntax),
             ("/hour", LimitError::Syntax),

@@ -20,7 +20,7 @@ use crate::window::{PERIOD_MAX_MS, PERIOD_MIN_MS, Windows};
 
 /// The most layers that a limiter can have.
 pub const MAX_LAYERS: usize = 8;
-/// The most counters that a limiter can have room for.
+/// The greatest capacity of a limiter, in counters.
 pub const MAX_CAPACITY: usize = 1 << 32;
 
 const DEFAULT_CAPACITY: usize = 1_000_000;
@@ -122,7 +122,7 @@ struct LayerStates {
 }
 
 impl Limiter {
-    /// Starts a limiter without layers and with room for 1,000,000 counters.
+    /// Starts a limiter without layers, with a capacity of 1,000,000 counters.
     pub fn builder() -> LimiterBuilder {
         LimiterBuilder { layers: Vec::new(), capacity: DEFAULT_CAPACITY, seed: None }
     }

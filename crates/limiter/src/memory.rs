@@ -134,7 +134,7 @@ mod tests {
     use crate::atomics::Ordering;
 
     #[test]
-    fn a_block_is_zeros_and_ends_where_it_ends() {
+    fn a_block_is_zeroed_and_its_bounds_are_checked() {
         let memory = Memory::heap(256).unwrap();
         assert!(memory.words(0, 16).unwrap().iter().all(|word| word.load(Ordering::Relaxed) == 0));
         memory.numbers(8, 1).unwrap()[0].store(7, Ordering::Relaxed);

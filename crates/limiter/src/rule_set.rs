@@ -208,8 +208,8 @@ impl CompiledRule {
 
 /// Layers of similar periods share a bucket, and so a cache line; all layers of a rule would overfill it. The group
 /// depends on the period alone, so that the order of layers does not move their counters.
-fn bucket_group(usual_ms: u64) -> u64 {
-    match usual_ms {
+fn bucket_group(typical_ms: u64) -> u64 {
+    match typical_ms {
         0..=10_000 => 0,
         10_001..=3_600_000 => 1,
         3_600_001..=604_800_000 => 2,
@@ -249,12 +249,12 @@ impl RuleSet {
         let owes = |rule: &Rule| matches!(rule.cost, Cost::Response { .. }) || rule.delays() || rule.reserves();
         let mut rule_set = RuleSet::default();
         for rule in rules {
-            let mut entry = rule_set.compile_rule(rule, owes(rule), seed);
+            let mut compiled = rule_set.compile_rule(rule, owes(rule), seed);
             let known = former.and_then(|former| former.rules.iter().find(|known| known.rule.name == rule.name));
             if let Some(known) = known.filter(|known| known.rule.on_limit == rule.on_limit) {
-                entry.waiters = Arc::clone(&known.waiters);
+                compiled.waiters = Arc::clone(&known.waiters);
             }
-            rule_set.rules.push(entry);
+            rule_set.rules.push(compiled);
         }
         let formats = rule_set.counter_formats();
         rule_set.adopt_formats(&formats);
@@ -268,13 +268,13 @@ impl RuleSet {
     fn compile_rule(&mut self, rule: &Rule, ahead: bool, seed: Seed) -> CompiledRule {
         // A rule's counters are identified by its name and key, and by the windows of the layer. The limit is not
         // included, so a changed limit applies to the usage so far.
-        let identity = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
+        let hash_prefix = seed.hash(&["rule", &rule.name, &format!("{:?}", rule.key)]);
         let (mut layers, mut names, mut variants) = (Vec::new(), Vec::new(), Vec::new());
         for variant in rule.variants() {
             let first = layers.len();
             for (i, limit) in variant.iter().enumerate() {
                 names.push(rule.layer_name(variant, i));
-                layers.push(self.compile_layer(rule, limit, identity, ahead, seed));
+                layers.push(self.compile_layer(rule, limit, hash_prefix, ahead, seed));
             }
             variants.push(first..layers.len());
         }
@@ -285,7 +285,7 @@ impl RuleSet {
         let segments = WindowSegments::of(rule);
         let suffixes = rule.variants().flatten().map(|limit| segments.segment(&limit.windows).to_owned()).collect();
         CompiledRule {
-            hash_prefix: identity,
+            hash_prefix,
             layers,
             names,
             suffixes,
@@ -295,14 +295,21 @@ impl RuleSet {
         }
     }
 
-    fn compile_layer(&mut self, rule: &Rule, limit: &Limit, identity: u64, ahead: bool, seed: Seed) -> CompiledLayer {
-        let timeline = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
+    fn compile_layer(
+        &mut self,
+        rule: &Rule,
+        limit: &Limit,
+        hash_prefix: u64,
+        ahead: bool,
+        seed: Seed,
+    ) -> CompiledLayer {
+        let windows_index = self.windows.iter().position(|known| *known == limit.windows).unwrap_or_else(|| {
             self.windows.push(limit.windows.clone());
             self.sequences.push(limit.windows.sequence());
             self.windows.len() - 1
         });
         let floating = matches!(limit.windows, Windows::FirstRequest { .. });
-        let sequence = timeline as u32;
+        let sequence = windows_index as u32;
         let ahead_most = match rule.on_limit {
             // The cost stated by a response may be any number.
             _ if matches!(rule.cost, Cost::Response { .. }) => u64::MAX,
@@ -311,17 +318,17 @@ impl RuleSet {
             }
             OnLimit::Refuse | OnLimit::Shadow => 0,
         };
-        let course = match floating {
+        let kind = match floating {
             true => WindowKind::Floating(sequence),
             false if ahead || limit.capacity > limit.tokens || limit.reserve > 0 => WindowKind::Grid(sequence),
             false => WindowKind::Plain,
         };
-        let usual_ms = limit.windows.typical_ms();
+        let typical_ms = limit.windows.typical_ms();
         CompiledLayer {
-            id: seed.hash(&["layer", &rule.name, &limit.windows.to_string()]) ^ identity,
-            bucket_offset: bucket_group(usual_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
-            windows_index: timeline,
-            kind: course,
+            id: seed.hash(&["layer", &rule.name, &limit.windows.to_string()]) ^ hash_prefix,
+            bucket_offset: bucket_group(typical_ms).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+            windows_index,
+            kind,
             max_ahead: ahead_most,
             limit_differs: false,
             is_constrained: false,
@@ -330,8 +337,8 @@ impl RuleSet {
             limit: limit.tokens,
             capacity: limit.capacity.max(limit.tokens),
             reserve: limit.reserve,
-            shards: if course == WindowKind::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
-            rank: (rule.key.contains(&KeyPart::Global), limit.tokens, usual_ms),
+            shards: if kind == WindowKind::Plain { limit.shards.clamp(1, limit.tokens) } else { 1 },
+            rank: (rule.key.contains(&KeyPart::Global), limit.tokens, typical_ms),
         }
     }
 
@@ -418,7 +425,7 @@ impl CompiledLayer {
 
 impl RuleSet {
     fn set_store_formats(&mut self) {
-        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
             layer.store_shards = layer.shards;
             layer.store_format = match layer.kind {
                 WindowKind::Plain | WindowKind::Leased => StoreFormat::Plain,
@@ -432,7 +439,7 @@ impl RuleSet {
     /// one format: accumulating if one of them needs that, with the largest number of shards.
     pub fn counter_formats(&self) -> CounterFormats {
         let mut formats = CounterFormats::default();
-        for layer in self.rules.iter().flat_map(|entry| &entry.layers) {
+        for layer in self.rules.iter().flat_map(|compiled| &compiled.layers) {
             formats.join(layer.id, layer.counter_format());
         }
         formats
@@ -440,7 +447,7 @@ impl RuleSet {
 
     /// Adopts the formats in which counters were written before, joined with the formats of the rules.
     pub fn adopt_formats(&mut self, formats: &CounterFormats) {
-        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
             let Some(format) = formats.get(layer.id).map(|known| layer.counter_format().join(known)) else { continue };
             if format.accumulates && layer.kind == WindowKind::Plain {
                 layer.kind = WindowKind::Grid(layer.windows_index as u32);
@@ -456,7 +463,7 @@ impl RuleSet {
     /// layer had to be restricted.
     pub fn restrict_to_formats(&mut self, formats: &CounterFormats) -> bool {
         let mut holds = false;
-        for layer in self.rules.iter_mut().flat_map(|entry| &mut entry.layers) {
+        for layer in self.rules.iter_mut().flat_map(|compiled| &mut compiled.layers) {
             let (own, known) = (layer.counter_format(), formats.get(layer.id).unwrap_or(CounterFormat::PLAIN));
             holds |= layer.shards > known.shards;
             layer.shards = layer.shards.min(known.shards);

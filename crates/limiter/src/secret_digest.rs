@@ -73,13 +73,13 @@ mod tests {
     const ABC: &str = "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
     #[test]
-    fn it_is_sha_256() {
+    fn the_digest_is_sha_256() {
         assert_eq!(Digest::of(b"abc").to_string(), ABC);
         assert_eq!(format!("{:?}", Digest::of(b"abc")), "sha256:ba7816bf…");
     }
 
     #[test]
-    fn what_was_written_is_read() {
+    fn a_printed_digest_is_read_back() {
         assert_eq!(Digest::parse(ABC), Some(Digest::of(b"abc")));
         assert_eq!(Digest::parse(&format!("sha256:{}", ABC[7..].to_uppercase())), Some(Digest::of(b"abc")));
         for text in ["", "abc", "sha256:", &ABC[7..], &ABC[..70], &format!("{ABC}0"), &ABC.replace('b', "x")] {

@@ -52,7 +52,7 @@ impl Sharding {
 
     /// The request for one shard, with the limit of its part.
     fn shard_request(self, shard: u32, request: AcquireRequest) -> AcquireRequest {
-        debug_assert!(request.kind != WindowKind::Leased, "a purse is not split");
+        debug_assert!(request.kind != WindowKind::Leased, "a lease is not sharded");
         let ceiling = part_of_shard(u64::from(request.limit), self.shards, shard);
         AcquireRequest { limit: ceiling as u32, ceiling, floor: 0, kind: WindowKind::Plain, cost: 0, ..request }
     }
@@ -102,8 +102,8 @@ impl Sharding {
             let mut shard_request = self.shard_request(shard, request);
             loop {
                 let (usage, hint) = table.peek(counter, shard_request, time);
-                let room = shard_request.ceiling.saturating_sub(usage.used);
-                shard_request.cost = left.min(u32::try_from(room).unwrap_or(u32::MAX));
+                let shard_left = shard_request.ceiling.saturating_sub(usage.used);
+                shard_request.cost = left.min(u32::try_from(shard_left).unwrap_or(u32::MAX));
                 if shard_request.cost == 0 {
                     break;
                 }

@@ -226,9 +226,9 @@ impl RuleSet {
     ) -> bool {
         context.result.charges.iter().zip(&context.result.layers).skip(first).any(|(charge, layer_ref)| {
             let is_alone = context.sharing.counting_modes.get(layer_ref.rule) == Some(&CountingMode::LocalFallback);
-            let elsewhere = || remote_usage(charge.counter, table, now_ms);
+            let remote = || remote_usage(charge.counter, table, now_ms);
             let capacity = u64::from(self.layer_of(charge_plan, *layer_ref).capacity);
-            is_alone && charge.usage.used > capacity.saturating_sub(elsewhere())
+            is_alone && charge.usage.used > capacity.saturating_sub(remote())
         })
     }
 
@@ -280,7 +280,7 @@ impl RuleSet {
         now_ms: u64,
         context: &mut DecisionContext,
     ) -> usize {
-        let behind = context.result.charges.len();
+        let start = context.result.charges.len();
         for layer_ref in layers {
             if let Some(keyed_request) = context.inputs.keyed_requests[layer_ref.rule] {
                 let mut charge = context.new_charge(self, charge_plan, *layer_ref, keyed_request, now_ms);
@@ -291,24 +291,24 @@ impl RuleSet {
                 context.result.layers.push(*layer_ref);
             }
         }
-        behind
+        start
     }
 
-    /// Charges the prepared charges from `behind` to `until`, all or none, without a peek; `false` if another request
+    /// Charges the prepared charges from `start` to `until`, all or none, without a peek; `false` if another request
     /// took the tokens.
     pub fn acquire_prepared<const W: usize>(
         &self,
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        behind: usize,
+        start: usize,
         until: usize,
     ) -> bool {
         let DecisionResult { charges, shard_receipts, .. } = &mut context.result;
-        acquire_peeked(table, &mut charges[behind..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
+        acquire_peeked(table, &mut charges[start..until], shard_receipts, self.time(now_ms)) == AcquireResult::Admitted
     }
 
-    /// Reads the usage of the charges from `behind` on again: from local counters, and from the known usage for layers
+    /// Reads the usage of the charges from `start` on again: from local counters, and from the known usage for layers
     /// that the store decides.
     pub fn refresh_usage<const W: usize>(
         &self,
@@ -316,14 +316,14 @@ impl RuleSet {
         table: &Table<W>,
         now_ms: u64,
         context: &mut DecisionContext,
-        behind: usize,
+        start: usize,
     ) {
-        let uses: Vec<Usage> = context.result.charges[behind..].iter().map(|charge| charge.usage).collect();
-        let layers = context.result.layers[behind..].to_vec();
-        context.truncate(behind);
+        let uses: Vec<Usage> = context.result.charges[start..].iter().map(|charge| charge.usage).collect();
+        let layers = context.result.layers[start..].to_vec();
+        context.truncate(start);
         self.add_prepared_charges(charge_plan, &layers, table, now_ms, context);
         let (charges, counting_modes) = (&mut context.result.charges, &context.sharing.counting_modes);
-        for ((charge, layer_ref), usage) in charges[behind..].iter_mut().zip(&layers).zip(uses) {
+        for ((charge, layer_ref), usage) in charges[start..].iter_mut().zip(&layers).zip(uses) {
             charge.usage = match counting_modes[layer_ref.rule] {
                 CountingMode::Local | CountingMode::LocalFallback => {
                     table.peek(charge.counter, charge.request, self.time(now_ms)).0
@@ -345,11 +345,11 @@ impl RuleSet {
         time: Time<'_>,
         context: &mut DecisionContext,
         first: usize,
-        behind: usize,
+        start: usize,
     ) -> Vec<LayerRef> {
         let until_ms = admission_times.iter().copied().max().unwrap_or(time.now_ms);
         let mut again = Vec::new();
-        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(behind) {
+        for (charge, layer_ref) in context.result.charges.iter_mut().zip(&context.result.layers).skip(start) {
             if let Some((_, usage)) = known.iter().find(|(known, _)| known == layer_ref) {
                 charge.usage = *usage;
             }
@@ -366,7 +366,7 @@ impl RuleSet {
                 again.extend((end_ms <= until_ms).then_some(*layer_ref));
             }
         }
-        let kept = context.result.charges[..behind].iter().zip(&context.result.layers).skip(first);
+        let kept = context.result.charges[..start].iter().zip(&context.result.layers).skip(first);
         again.extend(kept.filter(|(charge, _)| charge.usage.end_ms <= until_ms).map(|(_, layer_ref)| *layer_ref));
         again
     }
@@ -449,8 +449,8 @@ impl DecisionContext {
     }
 
     /// Reduces the usage in refunded charges by their cost.
-    pub fn subtract_costs(&mut self, first: usize, behind: usize) {
-        for charge in &mut self.result.charges[first..behind] {
+    pub fn subtract_costs(&mut self, first: usize, start: usize) {
+        for charge in &mut self.result.charges[first..start] {
             charge.usage.used = charge.usage.used.saturating_sub(u64::from(charge.request.cost));
         }
     }

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_a_window_is_that_which_anyone_works_out() {
+    fn the_number_of_a_window_follows_from_time_and_period() {
         let minutes = limit("5/60s").windows;
         let now_ms = 1_700_000_100_000;
         let end_ms = 1_700_000_160_000 - 1_700_000_160_000 % MINUTE_MS;
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_of_one_period_are_told_apart_by_where_they_start() {
+    fn windows_of_one_period_are_distinguished_by_their_start() {
         let zoned = |name: &str| Windows::Calendar(Calendar { name: name.to_owned(), ends: Arc::default() });
         let all = [
             (Windows::Even { period_ms: DAY_MS, offset_ms: 0 }, ":day"),
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_spelt_so_that_nothing_in_them_is_mistaken() {
+    fn separators_in_a_key_are_percent_encoded() {
         let mut out = String::new();
         percent_encode(b"a.Z~9-_|{}%:\n\0\xff#\xc3\xa9", &mut out);
         assert_eq!(out, "a.Z~9-%5F%7C%7B%7D%25%3A%0A%00%FF%23%C3%A9");

@@ -175,8 +175,8 @@ impl Table {
     /// allocated. If keys with two layers each use its whole capacity, the two layers share a bucket, and both buckets
     /// of a key are full about twice in 100,000 times.
     pub fn with_capacity(capacity: usize) -> Option<Table> {
-        let plan = Table::layout(capacity);
-        Table::in_memory(plan, &Memory::heap(plan.bytes())?, 0)
+        let layout = Table::layout(capacity);
+        Table::in_memory(layout, &Memory::heap(layout.bytes())?, 0)
     }
 }
 
@@ -211,12 +211,12 @@ impl TableLayout {
 impl<const W: usize> Table<W> {
     /// A table in a block of memory, from byte `at` on, which is a multiple of [`LINE_BYTES`]; `None` if it does not
     /// fit. Zeros are an empty table.
-    pub fn in_memory(plan: TableLayout, memory: &Arc<Memory>, at: usize) -> Option<Table<W>> {
-        let (own, spill) = (plan.counter_buckets.max(1), plan.overflow_buckets.max(1));
+    pub fn in_memory(layout: TableLayout, memory: &Arc<Memory>, at: usize) -> Option<Table<W>> {
+        let (own, spill) = (layout.counter_buckets.max(1), layout.overflow_buckets.max(1));
         let words_at = at.checked_add(TableLayout::WORDS_AT)?;
         let marks = |nth: usize| memory.numbers(at + LINE_BYTES + nth * TableLayout::WATERMARKS_BYTES, WATERMARKS);
         let own_words = memory.words(words_at, own.checked_mul(W)?)?;
-        let spill_words = memory.words(words_at.checked_add(plan.words_bytes(own))?, spill.checked_mul(W)?)?;
+        let spill_words = memory.words(words_at.checked_add(layout.words_bytes(own))?, spill.checked_mul(W)?)?;
         Some(Table {
             counters: SlotArray::new(own_words, marks(0)?),
             overflow: SlotArray::new(spill_words, marks(1)?),
@@ -227,9 +227,13 @@ impl<const W: usize> Table<W> {
     }
 
     /// A table on the heap with these numbers of buckets; `None` if memory cannot be allocated.
-    pub fn with_buckets(own: usize, spill: usize) -> Option<Table<W>> {
-        let plan = TableLayout { counter_buckets: own.max(1), overflow_buckets: spill.max(1), bucket_slots: W };
-        Table::in_memory(plan, &Memory::heap(plan.bytes())?, 0)
+    pub fn with_buckets(counter_buckets: usize, overflow_buckets: usize) -> Option<Table<W>> {
+        let layout = TableLayout {
+            counter_buckets: counter_buckets.max(1),
+            overflow_buckets: overflow_buckets.max(1),
+            bucket_slots: W,
+        };
+        Table::in_memory(layout, &Memory::heap(layout.bytes())?, 0)
     }
 
     /// The latest end of a window that has overflow counters, Unix milliseconds.

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_is_never_longer_than_it_may_be() {
+    fn no_more_requests_wait_than_allowed() {
         let queue = WaiterLimit::new(2);
         let places = (queue.try_enter(), queue.try_enter());
         assert!(places.0.is_some() && places.1.is_some() && queue.try_enter().is_none());
