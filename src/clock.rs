@@ -25,9 +25,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// processes whose clocks are faked. Less is threads that read the clock at the same time.
 const SETBACK_MS: u64 = 1000;
 /// For how long it counts what a store's answer told of its clock; at most twice that.
-const HEARSAY: Duration = Duration::from_secs(10);
+const REMOTE_READING_LIFETIME: Duration = Duration::from_secs(10);
 /// 2100-01-01: what is later is no time that a clock shows.
-const CREDIBLE_MAX_MS: u64 = 4_102_444_800_000;
+const PLAUSIBLE_MAX_MS: u64 = 4_102_444_800_000;
 const MS_NS: u64 = 1_000_000;
 
 /// A point in time, in the two ways it is needed.
@@ -45,27 +45,27 @@ pub struct Clock(Arc<ClockSource>);
 
 #[derive(Debug)]
 enum ClockSource {
-    System(System),
-    Manual(Manual),
+    System(SystemClock),
+    Manual(ManualClock),
 }
 
 /// Two clocks that stand still until they are told to move, Unix milliseconds.
 #[derive(Debug)]
-struct Manual {
+struct ManualClock {
     unix_ms: AtomicU64,
     wall_ms: AtomicU64,
 }
 
 #[derive(Debug)]
-struct System {
+struct SystemClock {
     origin: Instant,
     /// What to add to the nanoseconds since `origin`.
     offset_ns: AtomicU64,
     /// The latest time that was told. Whoever comes to a later one looks at the wall clock.
     latest_ms: AtomicU64,
     /// What to add instead, where another clock is followed; 0 where none is.
-    guide_ms: AtomicU64,
-    heard: Mutex<RemoteReading>,
+    remote_offset_ms: AtomicU64,
+    remote_reading: Mutex<RemoteReading>,
 }
 
 /// What answers told of another clock lately: how far it is ahead of the milliseconds since the origin, at least. An answer has
@@ -73,28 +73,28 @@ struct System {
 #[derive(Clone, Copy, Debug)]
 struct RemoteReading {
     since: Instant,
-    now_ms: u64,
-    before_ms: u64,
+    current_max_ms: u64,
+    previous_max_ms: u64,
 }
 
 impl Clock {
     pub fn system() -> Clock {
         let origin = Instant::now();
-        let system = System {
+        let system = SystemClock {
             origin,
             offset_ns: AtomicU64::new(0),
             latest_ms: AtomicU64::new(0),
-            guide_ms: AtomicU64::new(0),
-            heard: Mutex::new(RemoteReading { since: origin, now_ms: 0, before_ms: 0 }),
+            remote_offset_ms: AtomicU64::new(0),
+            remote_reading: Mutex::new(RemoteReading { since: origin, current_max_ms: 0, previous_max_ms: 0 }),
         };
         // Nothing was told yet, and nothing is to be told before the wall clock was looked at.
-        system.look();
+        system.refresh();
         Clock(Arc::new(ClockSource::System(system)))
     }
 
     /// A clock that stands still until it is told to move, for tests.
     pub fn manual(unix_ms: u64) -> Clock {
-        Clock(Arc::new(ClockSource::Manual(Manual {
+        Clock(Arc::new(ClockSource::Manual(ManualClock {
             unix_ms: AtomicU64::new(unix_ms),
             wall_ms: AtomicU64::new(unix_ms),
         })))
@@ -126,9 +126,9 @@ impl Clock {
     }
 
     /// Goes on from a time that another process told, if it is later than this one's.
-    pub fn not_before(&self, unix_ms: u64) {
+    pub fn ensure_at_least(&self, unix_ms: u64) {
         // What no clock shows was not told by one.
-        let unix_ms = if unix_ms > CREDIBLE_MAX_MS { 0 } else { unix_ms };
+        let unix_ms = if unix_ms > PLAUSIBLE_MAX_MS { 0 } else { unix_ms };
         match &*self.0 {
             // Ordering: as in `System::now`.
             ClockSource::System(system) => system.latest_ms.fetch_max(unix_ms, Ordering::Relaxed),
@@ -139,7 +139,7 @@ impl Clock {
     /// Follows another clock, which has just said what time it was. A manual clock follows nobody.
     pub fn follow(&self, unix_ms: u64) {
         if let ClockSource::System(system) = &*self.0
-            && (1..=CREDIBLE_MAX_MS).contains(&unix_ms)
+            && (1..=PLAUSIBLE_MAX_MS).contains(&unix_ms)
         {
             system.follow(unix_ms, Instant::now());
         }
@@ -169,21 +169,21 @@ impl Clock {
     }
 }
 
-impl System {
+impl SystemClock {
     #[inline]
     fn now(&self) -> Timestamp {
         let instant = Instant::now();
         let unix_ms = self.unix_ms(self.steady_ns(instant));
         // Ordering: relaxed; a number that means something by itself. A time that was told before is one at which
         // somebody has looked at the wall clock, or that another process has told.
-        if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Timestamp { unix_ms, instant } } else { self.look() }
+        if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Timestamp { unix_ms, instant } } else { self.refresh() }
     }
 
     /// The time by what is known of the wall clock, or of the clock that is followed.
     #[inline]
     fn unix_ms(&self, steady_ns: u64) -> u64 {
         // Ordering: relaxed; numbers that mean something by themselves.
-        match self.guide_ms.load(Ordering::Relaxed) {
+        match self.remote_offset_ms.load(Ordering::Relaxed) {
             0 => (steady_ns + self.offset_ns.load(Ordering::Relaxed)) / MS_NS,
             guide_ms => steady_ns / MS_NS + guide_ms,
         }
@@ -197,13 +197,13 @@ impl System {
 
     /// The time after a look at the wall clock.
     #[cold]
-    fn look(&self) -> Timestamp {
+    fn refresh(&self) -> Timestamp {
         let (mut moment, _) = self.read();
         // Ordering: relaxed; each of the two numbers only grows and means something by itself.
         let latest_ms = self.latest_ms.load(Ordering::Relaxed);
         if moment.unix_ms < latest_ms {
             // A clock that is followed is followed back as well, if it is another one than before.
-            if latest_ms - moment.unix_ms > SETBACK_MS && self.guide_ms.load(Ordering::Relaxed) > 0 {
+            if latest_ms - moment.unix_ms > SETBACK_MS && self.remote_offset_ms.load(Ordering::Relaxed) > 0 {
                 self.latest_ms.store(moment.unix_ms, Ordering::Relaxed);
                 return moment;
             }
@@ -226,22 +226,22 @@ impl System {
     fn follow(&self, unix_ms: u64, instant: Instant) {
         let steady_ms = self.steady_ns(instant) / MS_NS;
         let ahead_ms = unix_ms.saturating_sub(steady_ms);
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let most_ms = heard.now_ms.max(heard.before_ms);
+        let mut heard = self.remote_reading.lock().unwrap_or_else(PoisonError::into_inner);
+        let most_ms = heard.current_max_ms.max(heard.previous_max_ms);
         if most_ms.saturating_sub(ahead_ms) > SETBACK_MS {
             // No answer is on its way for so long: this is another clock, or it was set back.
-            *heard = RemoteReading { since: instant, now_ms: ahead_ms, before_ms: 0 };
-        } else if instant.saturating_duration_since(heard.since) > HEARSAY {
-            *heard = RemoteReading { since: instant, now_ms: ahead_ms, before_ms: heard.now_ms };
+            *heard = RemoteReading { since: instant, current_max_ms: ahead_ms, previous_max_ms: 0 };
+        } else if instant.saturating_duration_since(heard.since) > REMOTE_READING_LIFETIME {
+            *heard = RemoteReading { since: instant, current_max_ms: ahead_ms, previous_max_ms: heard.current_max_ms };
         } else {
-            heard.now_ms = heard.now_ms.max(ahead_ms);
+            heard.current_max_ms = heard.current_max_ms.max(ahead_ms);
         }
         // Ordering: relaxed; a number that means something by itself.
-        self.guide_ms.store(heard.now_ms.max(heard.before_ms).max(1), Ordering::Relaxed);
+        self.remote_offset_ms.store(heard.current_max_ms.max(heard.previous_max_ms).max(1), Ordering::Relaxed);
     }
 
     fn read(&self) -> (Timestamp, u64) {
-        let wall_ns = if self.guide_ms.load(Ordering::Relaxed) > 0 { 0 } else { wall_ns() };
+        let wall_ns = if self.remote_offset_ms.load(Ordering::Relaxed) > 0 { 0 } else { wall_ns() };
         // Read afterwards: a thread that falls asleep in between takes the wall clock to be less ahead than it is, which
         // the next look mends. The other way round it would be ahead of it for ever.
         let instant = Instant::now();
@@ -258,7 +258,7 @@ impl System {
 /// counters can not name is wrong, and following it could not be undone.
 fn wall_ns() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    if since > Duration::from_millis(CREDIBLE_MAX_MS) { 0 } else { whole_ns(since) }
+    if since > Duration::from_millis(PLAUSIBLE_MAX_MS) { 0 } else { whole_ns(since) }
 }
 
 /// Nanoseconds without the detour over 128 bits.
@@ -328,8 +328,8 @@ mod tests {
     fn time_goes_on_from_what_another_process_told() {
         let clock = Clock::system();
         let told_ms = clock.now().unix_ms + 3_600_000;
-        clock.not_before(told_ms);
-        clock.not_before(u64::MAX);
+        clock.ensure_at_least(told_ms);
+        clock.ensure_at_least(u64::MAX);
         let now_ms = clock.now().unix_ms;
         assert!((told_ms..told_ms + 60_000).contains(&now_ms));
         std::thread::sleep(Duration::from_millis(2));
@@ -364,7 +364,7 @@ mod tests {
         for seconds in [11, 22, 33] {
             system.follow(start_ms + seconds * 1000, system.origin + Duration::from_secs(seconds));
         }
-        assert_eq!(system.guide_ms.load(Ordering::Relaxed), start_ms);
+        assert_eq!(system.remote_offset_ms.load(Ordering::Relaxed), start_ms);
     }
 
     #[test]
@@ -376,7 +376,7 @@ mod tests {
         clock.set_wall_clock(8000);
         clock.advance(Duration::from_millis(400));
         assert_eq!((clock.now().unix_ms, clock.wall_ms(), clock.offset_s()), (3400, 8400, -5));
-        clock.not_before(11_000);
+        clock.ensure_at_least(11_000);
         assert_eq!((clock.now().unix_ms, clock.wall_ms(), clock.offset_s()), (11_000, 8400, 3));
     }
 

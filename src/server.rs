@@ -25,8 +25,8 @@ use crate::admin::{self, AcceptState, AdminState};
 use crate::clock::Clock;
 use crate::config::{AccessLog, Config, lint};
 use crate::decision::DecisionService;
-use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptors};
-use crate::downstream::listener::Inherited;
+use crate::downstream::connection_limit::{ConnectionLimit, raise_descriptor_limit};
+use crate::downstream::listener::InheritedSockets;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::downstream::listeners::{Listeners, WorkerListener};
 use crate::metrics::Registry;
@@ -108,7 +108,7 @@ pub struct Gateway {
 impl Gateway {
     /// Opens the addresses and starts the loops. It serves when this returns.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
-        let gateway = Gateway::start_with(config, clock, Inherited::default(), None)?;
+        let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), None)?;
         gateway.open();
         Ok(gateway)
     }
@@ -119,7 +119,7 @@ impl Gateway {
     pub fn start_with(
         config: Config,
         clock: Clock,
-        mut inherited: Inherited,
+        mut inherited: InheritedSockets,
         counters: Option<OwnedFd>,
     ) -> Result<Gateway, StartError> {
         let workers = config.workers.unwrap_or_else(|| thread::available_parallelism().map_or(1, usize::from));
@@ -131,7 +131,7 @@ impl Gateway {
         let (counters, alone) = opened.map_err(StartError::Counters)?;
         let counters = Arc::new(counters);
         let registry = Arc::new(Registry::default());
-        raise_descriptors();
+        raise_descriptor_limit();
         let terms = ListenerConfig::new(&config.listen, None).map_err(StartError::Tls)?;
         let opened = Listeners::open(&config.listen, workers, &mut inherited)
             .map_err(|(address, source)| StartError::Listen { address, source })?;
@@ -179,10 +179,10 @@ impl Gateway {
         if let Some(address) = gateway.config.listen.admin {
             gateway.start_office(address, &mut inherited)?;
         }
-        if let Some(address) = inherited.left_over() {
+        if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
-        gateway.start_loops(opened.by_loop, &snapshot)?;
+        gateway.start_loops(opened.by_worker, &snapshot)?;
         // Last: what does not come to serve leaves the snapshot alone.
         let meter = SnapshotMetrics::new(&gateway.registry);
         let keeper = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
@@ -285,7 +285,7 @@ impl Gateway {
         // What the reload before took away may have ended meanwhile.
         self.registry.remove_unused();
         self.expiries = expiries(&self.registry, &config);
-        self.capacity.adopt(&config.listen);
+        self.capacity.apply(&config.listen);
         self.config = config.clone();
         self.admin_hosts.send_replace(config.admin.hosts.clone());
         let upstream_health = self.fleets_of(&config);
@@ -429,7 +429,7 @@ impl Gateway {
         Ok(())
     }
 
-    fn start_office(&mut self, address: SocketAddr, inherited: &mut Inherited) -> Result<(), StartError> {
+    fn start_office(&mut self, address: SocketAddr, inherited: &mut InheritedSockets) -> Result<(), StartError> {
         let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
         let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
         let (counsel, upstream_health) = (self.counsel.subscribe(), self.upstream_health.subscribe());

@@ -31,7 +31,7 @@ pub struct Timer {
 
 impl Timers {
     /// A timer for the task that will ask it; disarmed.
-    pub fn timer(self: &Rc<Self>) -> Rc<Timer> {
+    pub fn new_timer(self: &Rc<Self>) -> Rc<Timer> {
         let timer = Rc::new(Timer { timers: Rc::clone(self), due: Cell::new(NEVER), waker: RefCell::default() });
         self.all.borrow_mut().push(Rc::downgrade(&timer));
         timer
@@ -49,11 +49,11 @@ impl Timers {
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            self.pass_tick();
+            self.advance_tick();
         }
     }
 
-    fn pass_tick(&self) {
+    fn advance_tick(&self) {
         let tick = self.tick.get() + 1;
         self.tick.set(tick);
         let mut due = Vec::new();
@@ -77,7 +77,7 @@ impl Timer {
     }
 
     /// Lets the time that is under way, or has just passed, last so much longer.
-    pub fn prolong(&self, more: Duration) {
+    pub fn extend(&self, more: Duration) {
         self.due.set(self.due.get().saturating_add(whole_ms(more).div_ceil(whole_ms(TICK))));
     }
 
@@ -86,13 +86,13 @@ impl Timer {
     }
 
     /// Disarms the timer, and forgets the task that it belonged to: another will ask it next.
-    pub fn hand_over(&self) {
+    pub fn detach(&self) {
         self.disarm();
         self.waker.take();
     }
 
     /// Whether the time is up; if not, the task is woken when it is.
-    pub fn poll_up(&self, cx: &Context<'_>) -> bool {
+    pub fn poll_expired(&self, cx: &Context<'_>) -> bool {
         if self.due.get() <= self.timers.tick.get() {
             return true;
         }
@@ -116,29 +116,29 @@ mod tests {
     #[test]
     fn a_timer_fires_after_its_time_and_not_before() {
         let timers = Rc::new(Timers::default());
-        let timer = timers.timer();
+        let timer = timers.new_timer();
         let cx = &Context::from_waker(Waker::noop());
-        assert!(!timer.poll_up(cx));
+        assert!(!timer.poll_expired(cx));
         timer.arm(Duration::from_millis(250));
         for _ in 0..3 {
-            timers.pass_tick();
-            assert!(!timer.poll_up(cx));
+            timers.advance_tick();
+            assert!(!timer.poll_expired(cx));
         }
-        timers.pass_tick();
-        assert!(timer.poll_up(cx));
-        timer.prolong(Duration::from_millis(100));
-        assert!(!timer.poll_up(cx));
-        timers.pass_tick();
-        assert!(timer.poll_up(cx));
+        timers.advance_tick();
+        assert!(timer.poll_expired(cx));
+        timer.extend(Duration::from_millis(100));
+        assert!(!timer.poll_expired(cx));
+        timers.advance_tick();
+        assert!(timer.poll_expired(cx));
         timer.disarm();
-        assert!(!timer.poll_up(cx));
+        assert!(!timer.poll_expired(cx));
     }
 
     #[test]
     fn timers_that_are_gone_are_forgotten() {
         let timers = Rc::new(Timers::default());
-        drop(timers.timer());
-        timers.pass_tick();
+        drop(timers.new_timer());
+        timers.advance_tick();
         assert!(timers.all.borrow().is_empty());
     }
 }

@@ -10,12 +10,12 @@ pub fn holds(bytes: &[u8]) {
             assert!(length <= bytes.len() && length <= MAX_BYTES);
             assert_eq!(parse(&bytes[..length]), whole);
             for end in 0..length {
-                assert_eq!(parse(&bytes[..end]), HeaderProgress::More, "{end} of {length} bytes");
+                assert_eq!(parse(&bytes[..end]), HeaderProgress::Incomplete, "{end} of {length} bytes");
             }
         }
-        HeaderProgress::More => {
+        HeaderProgress::Incomplete => {
             assert!(bytes.len() < MAX_BYTES);
-            assert!((0..bytes.len()).all(|end| parse(&bytes[..end]) == HeaderProgress::More));
+            assert!((0..bytes.len()).all(|end| parse(&bytes[..end]) == HeaderProgress::Incomplete));
         }
         HeaderProgress::Malformed => {
             let mut longer = bytes.to_vec();

@@ -60,7 +60,7 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     let listen = &config.listen;
     let https = listen.https.iter().flat_map(|https| &https.addresses);
     let addresses = listen.http.iter().chain(https).chain(&listen.admin).filter_map(|address| unbound(*address));
-    let tls = listen.https.iter().filter_map(|https| tls::server(&https.tls).err());
+    let tls = listen.https.iter().filter_map(|https| tls::server_config(&https.tls).err());
     let tls = tls.map(|error| format!("TLS can not be set up: {error}"));
     files.chain(addresses).chain(tls).map(|text| format!("a start fails here: {text}")).collect()
 }

@@ -9,7 +9,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use listenfd::ListenFd;
 
-use crate::downstream::listener::Inherited;
+use crate::downstream::listener::InheritedSockets;
 
 pub const READY: &str = "READY=1";
 pub const RELOADING: &str = "RELOADING=1";
@@ -24,7 +24,7 @@ pub fn main_pid(pid: u32) -> String {
 const SOCKETS_MAX: usize = 4096;
 
 /// The sockets that were handed over to this process. To be asked once.
-pub fn sockets() -> io::Result<Inherited> {
+pub fn sockets() -> io::Result<InheritedSockets> {
     let claimed = env::var("LISTEN_FDS").ok().and_then(|count| count.parse::<usize>().ok());
     if let Some(count) = claimed.filter(|count| *count > SOCKETS_MAX) {
         return Err(io::Error::other(format!(
@@ -36,7 +36,7 @@ pub fn sockets() -> io::Result<Inherited> {
     for position in 0..handed.len() {
         listeners.extend(handed.take_tcp_listener(position)?);
     }
-    Inherited::of_manager(listeners)
+    InheritedSockets::from_service_manager(listeners)
 }
 
 /// Tells the service manager what the gateway is at.

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::listen::Listen;
-use crate::io_stream::descriptors;
+use crate::io_stream::descriptor_limit;
 use transom_limiter::ip_prefix::Network;
 
 /// How many connections there may be if nobody says so and there are descriptors for them.
@@ -23,9 +23,9 @@ const RESERVED_DESCRIPTORS: u64 = 128;
 /// An IPv6 client commands a network of so many bits.
 const V6_PREFIX: u8 = 64;
 /// Clients are counted in so many maps, so that loops seldom wait for each other.
-const SHELVES: usize = 16;
+const SHARDS: usize = 16;
 /// Stands for no limit.
-const ANY: u32 = u32::MAX;
+const UNLIMITED: u32 = u32::MAX;
 
 #[derive(Debug)]
 pub struct ConnectionLimit {
@@ -34,13 +34,13 @@ pub struct ConnectionLimit {
     max_per_client: AtomicU32,
     /// Where nobody can choose addresses that fall together.
     hasher: RandomState,
-    clients: [Mutex<HashMap<Network, u32>>; SHELVES],
+    clients: [Mutex<HashMap<Network, u32>>; SHARDS],
 }
 
 /// The place of one connection, until this is dropped.
 #[derive(Debug)]
 pub struct ConnectionSlot {
-    capacity: Arc<ConnectionLimit>,
+    limit: Arc<ConnectionLimit>,
     client: Option<Network>,
 }
 
@@ -49,53 +49,53 @@ impl ConnectionLimit {
         let capacity = ConnectionLimit {
             open: AtomicUsize::new(0),
             max: AtomicUsize::new(0),
-            max_per_client: AtomicU32::new(ANY),
+            max_per_client: AtomicU32::new(UNLIMITED),
             hasher: RandomState::new(),
             clients: Default::default(),
         };
-        capacity.adopt(listen);
+        capacity.apply(listen);
         Arc::new(capacity)
     }
 
     /// Takes over other limits. Connections that are there stay.
-    pub fn adopt(&self, listen: &Listen) {
+    pub fn apply(&self, listen: &Listen) {
         // Each client may need a second descriptor, for its upstream connection.
-        let fitting = (descriptors().saturating_sub(RESERVED_DESCRIPTORS) / 2).clamp(1, DEFAULT_MAX);
+        let fitting = (descriptor_limit().saturating_sub(RESERVED_DESCRIPTORS) / 2).clamp(1, DEFAULT_MAX);
         let max = listen.max_connections.unwrap_or(usize::try_from(fitting).unwrap_or(usize::MAX));
-        if max as u64 > descriptors() {
+        if max as u64 > descriptor_limit() {
             tracing::warn!(
                 "`listen.max_connections` is {max}, and the process may open {} files: raise LimitNOFILE, or `ulimit -n`",
-                descriptors()
+                descriptor_limit()
             );
         }
         // Ordering: relaxed, here and below; each number means something by itself.
         self.max.store(max, Ordering::Relaxed);
-        self.max_per_client.store(listen.max_connections_per_client.unwrap_or(ANY), Ordering::Relaxed);
+        self.max_per_client.store(listen.max_connections_per_client.unwrap_or(UNLIMITED), Ordering::Relaxed);
     }
 
     /// A place, if there is one.
-    pub fn enter(self: &Arc<Self>) -> Option<ConnectionSlot> {
+    pub fn acquire(self: &Arc<Self>) -> Option<ConnectionSlot> {
         let before = self.open.fetch_add(1, Ordering::Relaxed);
         // From here on the place is given back when it is dropped.
-        let place = ConnectionSlot { capacity: Arc::clone(self), client: None };
+        let place = ConnectionSlot { limit: Arc::clone(self), client: None };
         (before < self.max.load(Ordering::Relaxed)).then_some(place)
     }
 
-    fn shelf(&self, client: &Network) -> &Mutex<HashMap<Network, u32>> {
-        &self.clients[self.hasher.hash_one(client) as usize % SHELVES]
+    fn shard(&self, client: &Network) -> &Mutex<HashMap<Network, u32>> {
+        &self.clients[self.hasher.hash_one(client) as usize % SHARDS]
     }
 }
 
 impl ConnectionSlot {
     /// Counts the place among those of a client. `false`: it has as many as it may.
-    pub fn is_free_for(&mut self, address: IpAddr) -> bool {
-        let max = self.capacity.max_per_client.load(Ordering::Relaxed);
-        if max == ANY {
+    pub fn acquire_for_client(&mut self, address: IpAddr) -> bool {
+        let max = self.limit.max_per_client.load(Ordering::Relaxed);
+        if max == UNLIMITED {
             return true;
         }
         let address = address.to_canonical();
         let client = Network::of(address, if address.is_ipv4() { 32 } else { V6_PREFIX });
-        let mut counts = self.capacity.shelf(&client).lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
         // One that is not there yet is let in: no limit is zero.
         if *count >= max {
@@ -109,9 +109,9 @@ impl ConnectionSlot {
 
 impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.capacity.open.fetch_sub(1, Ordering::Relaxed);
+        self.limit.open.fetch_sub(1, Ordering::Relaxed);
         let Some(client) = self.client else { return };
-        let mut counts = self.capacity.shelf(&client).lock().unwrap_or_else(PoisonError::into_inner);
+        let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         if let Entry::Occupied(mut count) = counts.entry(client) {
             *count.get_mut() -= 1;
             if *count.get() == 0 {
@@ -122,7 +122,7 @@ impl Drop for ConnectionSlot {
 }
 
 /// Lets the process have as many descriptors as it is allowed to ask for.
-pub fn raise_descriptors() {
+pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
         && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
@@ -146,12 +146,12 @@ mod tests {
     #[test]
     fn a_place_that_is_given_back_can_be_taken_again() {
         let capacity = capacity("max_connections = 2");
-        let first = capacity.enter().unwrap();
-        let _second = capacity.enter().unwrap();
-        assert!(capacity.enter().is_none() && capacity.enter().is_none());
+        let first = capacity.acquire().unwrap();
+        let _second = capacity.acquire().unwrap();
+        assert!(capacity.acquire().is_none() && capacity.acquire().is_none());
         drop(first);
-        let _third = capacity.enter().unwrap();
-        assert!(capacity.enter().is_none());
+        let _third = capacity.acquire().unwrap();
+        assert!(capacity.acquire().is_none());
     }
 
     #[test]
@@ -159,8 +159,8 @@ mod tests {
         let capacity = capacity("max_connections_per_client = 1");
         let mut places = Vec::new();
         let mut enter = |address: &str| {
-            let mut place = capacity.enter().unwrap();
-            let free = place.is_free_for(address.parse().unwrap());
+            let mut place = capacity.acquire().unwrap();
+            let free = place.acquire_for_client(address.parse().unwrap());
             places.push(place);
             free
         };

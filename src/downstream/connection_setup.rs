@@ -21,7 +21,7 @@ use tokio_rustls::{TlsAcceptor, TlsStream as EitherSide};
 use super::connection_limit::ConnectionSlot;
 use super::drain::DrainGuard;
 use super::listener_context::Listener;
-use super::protocol_detect::{Spoken, listen_for};
+use super::protocol_detect::{Protocol, detect_protocol};
 use super::proxy_protocol::{HeaderProgress, MAX_BYTES, ProxiedAddress, parse};
 use super::tls::{HTTP2, fingerprint};
 use crate::downstream::http1::connection::serve;
@@ -29,7 +29,7 @@ use crate::downstream::http1::io::{LINGER, LINGER_BYTES};
 use crate::downstream::http2::connection;
 use crate::http::error::RequestError;
 use crate::http::responses;
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 use crate::metrics::events::ConnectionRefusal;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
@@ -37,25 +37,25 @@ use crate::proxy::worker_state::WorkerState;
 use crate::timer::Timer;
 
 /// The first byte of a TLS handshake (RFC 8446, section 5.1).
-const HANDSHAKE: u8 = 22;
+const TLS_HANDSHAKE_RECORD: u8 = 22;
 /// How long a connection may still take to say what it wants once it is let go.
-const LAST_ORDERS: Duration = Duration::from_secs(1);
+const DRAIN_SETUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Why a connection ends before its first request.
-enum End {
+enum SetupError {
     /// Nothing is left to count: the refusal was counted, or the client only looked whether the port is open.
-    Left,
-    TurnedAway(ConnectionRefusal),
+    Closed,
+    Refused(ConnectionRefusal),
 }
 
-impl From<ConnectionRefusal> for End {
-    fn from(why: ConnectionRefusal) -> End {
-        End::TurnedAway(why)
+impl From<ConnectionRefusal> for SetupError {
+    fn from(why: ConnectionRefusal) -> SetupError {
+        SetupError::Refused(why)
     }
 }
 
 /// Takes in a connection, and serves it until it ends.
-pub async fn arrive(
+pub async fn serve_connection(
     stream: TcpStream,
     peer: IpAddr,
     place: ConnectionSlot,
@@ -64,16 +64,16 @@ pub async fn arrive(
 ) {
     listener.meter.connected();
     match welcome(stream, peer, place, &listener, drain_guard).await {
-        Ok(()) | Err(End::Left) => {}
-        Err(End::TurnedAway(why)) => count_refusal(why, peer, &listener),
+        Ok(()) | Err(SetupError::Closed) => {}
+        Err(SetupError::Refused(why)) => count_refusal(why, peer, &listener),
     }
     listener.meter.disconnected();
 }
 
 /// Says no to a connection for which there is no place, without taking it in.
-pub fn turn_away(stream: TcpStream, peer: IpAddr, listener: &Listener) {
+pub fn refuse(stream: TcpStream, peer: IpAddr, listener: &Listener) {
     count_refusal(ConnectionRefusal::MaxConnections, peer, listener);
-    say_no(stream, peer, listener);
+    respond_too_many_connections(stream, peer, listener);
 }
 
 fn count_refusal(why: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
@@ -82,14 +82,14 @@ fn count_refusal(why: ConnectionRefusal, peer: IpAddr, listener: &Listener) {
 }
 
 /// Answers a connection for which there is no place, where that needs no TLS handshake first.
-fn say_no(stream: TcpStream, address: IpAddr, listener: &Listener) {
-    if !listener.is_secure() {
+fn respond_too_many_connections(stream: TcpStream, address: IpAddr, listener: &Listener) {
+    if !listener.is_tls() {
         request_record::record_rejected_head(
             &listener.listener_context.worker,
             address,
             &RequestError::TooManyConnections,
         );
-        Wire::tcp(stream).send_at_once(&responses::written(&responses::fault(&RequestError::TooManyConnections)));
+        IoStream::tcp(stream).try_send(&responses::written(&responses::fault(&RequestError::TooManyConnections)));
     }
 }
 
@@ -99,12 +99,12 @@ async fn welcome(
     mut place: ConnectionSlot,
     listener: &Listener,
     drain_guard: DrainGuard,
-) -> Result<(), End> {
+) -> Result<(), SetupError> {
     let worker = Rc::clone(&listener.listener_context.worker);
-    let address = if listener.listener_context.is_proxy(peer) {
+    let address = if listener.listener_context.expects_proxy_header(peer) {
         let limit = worker.config().compiled.config.timeouts.proxy_protocol;
-        let timer = worker.timers.timer();
-        let source = Box::pin(within(&timer, limit, &drain_guard, read_source(&mut stream))).await;
+        let timer = worker.timers.new_timer();
+        let source = Box::pin(with_timeout(&timer, limit, &drain_guard, read_proxy_header(&mut stream))).await;
         match source.ok_or(ConnectionRefusal::ProxyHeaderTimeout)?? {
             ProxiedAddress::Client(address) => address,
             ProxiedAddress::Proxy => peer,
@@ -112,52 +112,54 @@ async fn welcome(
     } else {
         peer
     };
-    if !place.is_free_for(address) {
+    if !place.acquire_for_client(address) {
         // Counted before the answer: a client that has read it finds it in the metrics.
         count_refusal(ConnectionRefusal::MaxConnectionsPerClient, address, listener);
-        say_no(stream, address, listener);
-        return Err(End::Left);
+        respond_too_many_connections(stream, address, listener);
+        return Err(SetupError::Closed);
     }
-    let (wire, origin) = match listener.tls() {
-        None => (Wire::tcp(stream), ConnectionInfo::new(address, false)),
-        Some(tls) => Box::pin(secure(stream, tls, address, listener, &drain_guard)).await?,
+    let (wire, origin) = match listener.tls_config() {
+        None => (IoStream::tcp(stream), ConnectionInfo::new(address, false)),
+        Some(tls) => Box::pin(accept_tls(stream, tls, address, listener, &drain_guard)).await?,
     };
     let origin = Rc::new(origin);
     let (wire, spoken) = match origin.is_secure {
         // Where a client names nothing, it speaks HTTP/1.1.
-        true if wire.alpn() == Some(HTTP2) => (wire, Spoken::Http2),
-        false if worker.config().compiled.config.http2.h2c => match listen_for(wire, &worker, &drain_guard).await {
-            Some(found) => found,
-            None => return Ok(()),
-        },
-        true | false => (wire, Spoken::Http1),
+        true if wire.alpn() == Some(HTTP2) => (wire, Protocol::Http2),
+        false if worker.config().compiled.config.http2.h2c => {
+            match detect_protocol(wire, &worker, &drain_guard).await {
+                Some(found) => found,
+                None => return Ok(()),
+            }
+        }
+        true | false => (wire, Protocol::Http1),
     };
     match spoken {
-        Spoken::Http1 => serve(wire, origin, worker, drain_guard).await,
+        Protocol::Http1 => serve(wire, origin, worker, drain_guard).await,
         // Apart, so that the others take no memory for it.
-        Spoken::Http2 => Box::pin(connection::serve(wire, origin, worker, drain_guard)).await,
+        Protocol::Http2 => Box::pin(connection::serve(wire, origin, worker, drain_guard)).await,
     }
     Ok(())
 }
 
 /// Leads a connection through TLS, and notes whose it is.
-async fn secure(
+async fn accept_tls(
     stream: TcpStream,
     tls: Arc<ServerConfig>,
     address: IpAddr,
     listener: &Listener,
     drain_guard: &DrainGuard,
-) -> Result<(Wire, ConnectionInfo), End> {
+) -> Result<(IoStream, ConnectionInfo), SetupError> {
     let worker = &listener.listener_context.worker;
     let limit = worker.config().compiled.config.timeouts.tls_handshake;
-    let timer = worker.timers.timer();
-    let shaken = within(&timer, limit, drain_guard, handshake(stream, tls, address, worker)).await;
+    let timer = worker.timers.new_timer();
+    let shaken = with_timeout(&timer, limit, drain_guard, handshake(stream, tls, address, worker)).await;
     let stream = shaken.ok_or(ConnectionRefusal::HandshakeTimeout)??;
     let (_, session) = stream.get_ref();
     listener.meter.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let certificate = session.peer_certificates().and_then(<[_]>::first).map(fingerprint);
     let origin = ConnectionInfo::new(address, true).with_certificate(certificate);
-    Ok((Wire::tls(EitherSide::from(stream)), origin))
+    Ok((IoStream::tls(EitherSide::from(stream)), origin))
 }
 
 /// The TLS handshake. Whoever speaks HTTP in the clear is told so.
@@ -166,17 +168,17 @@ async fn handshake(
     tls: Arc<ServerConfig>,
     address: IpAddr,
     worker: &WorkerState,
-) -> Result<TlsStream<TcpStream>, End> {
+) -> Result<TlsStream<TcpStream>, SetupError> {
     let mut first = [0];
     // Looked at, not taken: to what it does not know, rustls answers with an alert.
     match stream.peek(&mut first).await {
-        Ok(1..) if first[0] == HANDSHAKE || !first[0].is_ascii_alphabetic() => {}
+        Ok(1..) if first[0] == TLS_HANDSHAKE_RECORD || !first[0].is_ascii_alphabetic() => {}
         Ok(1..) => {
             request_record::record_rejected_head(worker, address, &RequestError::Cleartext);
-            part(stream, &RequestError::Cleartext).await;
+            respond_cleartext(stream, &RequestError::Cleartext).await;
             return Err(ConnectionRefusal::Cleartext.into());
         }
-        Ok(0) | Err(_) => return Err(End::Left),
+        Ok(0) | Err(_) => return Err(SetupError::Closed),
     }
     TlsAcceptor::from(tls).accept(stream).await.map_err(|error| {
         tracing::debug!(%address, %error, "a TLS handshake failed");
@@ -186,7 +188,7 @@ async fn handshake(
 
 /// Answers in the clear, and closes in a way that lets the answer arrive: what still comes is read and
 /// thrown away for a moment.
-async fn part(mut stream: TcpStream, fault: &RequestError) {
+async fn respond_cleartext(mut stream: TcpStream, fault: &RequestError) {
     let parting = async {
         stream.write_all(&responses::written(&responses::fault(fault))).await?;
         stream.shutdown().await?;
@@ -198,19 +200,19 @@ async fn part(mut stream: TcpStream, fault: &RequestError) {
 }
 
 /// Reads a PROXY header, and nothing of what comes behind it.
-async fn read_source(stream: &mut TcpStream) -> Result<ProxiedAddress, End> {
+async fn read_proxy_header(stream: &mut TcpStream) -> Result<ProxiedAddress, SetupError> {
     let mut seen = Vec::new();
     let mut peeked = vec![0; MAX_BYTES];
     loop {
         let taken = seen.len();
         match stream.peek(&mut peeked).await {
             // Balancers look whether a port is open.
-            Ok(0) if taken == 0 => return Err(End::Left),
+            Ok(0) if taken == 0 => return Err(SetupError::Closed),
             Ok(0) | Err(_) => return Err(ConnectionRefusal::ProxyHeader.into()),
             Ok(count) => seen.extend_from_slice(&peeked[..count]),
         }
         let (length, source) = match parse(&seen) {
-            HeaderProgress::More => (seen.len(), None),
+            HeaderProgress::Incomplete => (seen.len(), None),
             HeaderProgress::Complete { length, source } => (length, Some(source)),
             HeaderProgress::Malformed => return Err(ConnectionRefusal::ProxyHeader.into()),
         };
@@ -224,7 +226,7 @@ async fn read_source(stream: &mut TcpStream) -> Result<ProxiedAddress, End> {
 }
 
 /// Waits for something no longer than for so long, and not much longer once the connection is let go.
-async fn within<T>(
+async fn with_timeout<T>(
     timer: &Timer,
     limit: Duration,
     drain_guard: &DrainGuard,
@@ -237,11 +239,11 @@ async fn within<T>(
         if let Poll::Ready(done) = waited_for.as_mut().poll(cx) {
             return Poll::Ready(Some(done));
         }
-        if !told && drain_guard.poll_released(cx) {
+        if !told && drain_guard.poll_closing_idle(cx) {
             told = true;
-            timer.arm(limit.min(LAST_ORDERS));
+            timer.arm(limit.min(DRAIN_SETUP_TIMEOUT));
         }
-        if timer.poll_up(cx) { Poll::Ready(None) } else { Poll::Pending }
+        if timer.poll_expired(cx) { Poll::Ready(None) } else { Poll::Pending }
     })
     .await
 }

@@ -12,22 +12,22 @@ use std::task::{Context, Poll, Waker};
 
 /// How far it has come.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
-enum Step {
+enum DrainPhase {
     #[default]
     Open,
-    Begun,
-    Released,
+    Draining,
+    ClosingIdle,
 }
 
 /// Whether the loop drains, and who is inside.
 #[derive(Debug, Default)]
 pub struct Drain {
-    step: Cell<Step>,
-    next: Cell<u64>,
+    phase: Cell<DrainPhase>,
+    next_id: Cell<u64>,
     /// Everyone inside, and whom to wake at each step; `None` before the first wait.
-    inside: RefCell<HashMap<u64, Option<Waker>>>,
+    tasks: RefCell<HashMap<u64, Option<Waker>>>,
     /// Woken when the last one leaves.
-    last: RefCell<Option<Waker>>,
+    empty_waker: RefCell<Option<Waker>>,
 }
 
 /// A task that is inside until it drops this.
@@ -35,43 +35,43 @@ pub struct Drain {
 pub struct DrainGuard {
     drain: Rc<Drain>,
     id: u64,
-    waits: Cell<bool>,
+    has_waker: Cell<bool>,
 }
 
 impl Drain {
     pub fn begin(&self) {
-        self.reach(Step::Begun);
+        self.advance_to(DrainPhase::Draining);
     }
 
     /// Lets go of those who only wait for what may come.
-    pub fn release(&self) {
-        self.reach(Step::Released);
+    pub fn close_idle(&self) {
+        self.advance_to(DrainPhase::ClosingIdle);
     }
 
-    fn reach(&self, step: Step) {
-        self.step.set(step);
-        let wakers: Vec<Waker> = self.inside.borrow().values().flatten().cloned().collect();
+    fn advance_to(&self, step: DrainPhase) {
+        self.phase.set(step);
+        let wakers: Vec<Waker> = self.tasks.borrow().values().flatten().cloned().collect();
         wakers.into_iter().for_each(Waker::wake);
     }
 
     pub fn has_begun(&self) -> bool {
-        self.step.get() >= Step::Begun
+        self.phase.get() >= DrainPhase::Draining
     }
 
-    pub fn enter(self: &Rc<Self>) -> DrainGuard {
-        let id = self.next.get();
-        self.next.set(id + 1);
-        self.inside.borrow_mut().insert(id, None);
-        DrainGuard { drain: Rc::clone(self), id, waits: Cell::new(false) }
+    pub fn register(self: &Rc<Self>) -> DrainGuard {
+        let id = self.next_id.get();
+        self.next_id.set(id + 1);
+        self.tasks.borrow_mut().insert(id, None);
+        DrainGuard { drain: Rc::clone(self), id, has_waker: Cell::new(false) }
     }
 
     /// Waits until nobody is inside.
-    pub async fn ended(&self) {
+    pub async fn wait_until_empty(&self) {
         poll_fn(|cx| {
-            if self.inside.borrow().is_empty() {
+            if self.tasks.borrow().is_empty() {
                 return Poll::Ready(());
             }
-            *self.last.borrow_mut() = Some(cx.waker().clone());
+            *self.empty_waker.borrow_mut() = Some(cx.waker().clone());
             Poll::Pending
         })
         .await;
@@ -86,20 +86,20 @@ impl DrainGuard {
     /// Whether the drain has begun; if not, the task is woken when it does. Always to be asked from
     /// the same task: its waker is kept from the first time on, so that asking costs nothing.
     pub fn poll_begun(&self, cx: &Context<'_>) -> bool {
-        self.poll_reached(Step::Begun, cx)
+        self.poll_reached(DrainPhase::Draining, cx)
     }
 
     /// As [`Guest::poll_begun`], for those who wait for what may come.
-    pub fn poll_released(&self, cx: &Context<'_>) -> bool {
-        self.poll_reached(Step::Released, cx)
+    pub fn poll_closing_idle(&self, cx: &Context<'_>) -> bool {
+        self.poll_reached(DrainPhase::ClosingIdle, cx)
     }
 
-    fn poll_reached(&self, step: Step, cx: &Context<'_>) -> bool {
-        if self.drain.step.get() >= step {
+    fn poll_reached(&self, step: DrainPhase, cx: &Context<'_>) -> bool {
+        if self.drain.phase.get() >= step {
             return true;
         }
-        if !self.waits.replace(true) {
-            self.drain.inside.borrow_mut().insert(self.id, Some(cx.waker().clone()));
+        if !self.has_waker.replace(true) {
+            self.drain.tasks.borrow_mut().insert(self.id, Some(cx.waker().clone()));
         }
         false
     }
@@ -107,10 +107,10 @@ impl DrainGuard {
 
 impl Drop for DrainGuard {
     fn drop(&mut self) {
-        let mut inside = self.drain.inside.borrow_mut();
+        let mut inside = self.drain.tasks.borrow_mut();
         inside.remove(&self.id);
         if inside.is_empty()
-            && let Some(last) = self.drain.last.take()
+            && let Some(last) = self.drain.empty_waker.take()
         {
             last.wake();
         }
@@ -125,14 +125,14 @@ mod tests {
     #[test]
     fn everyone_is_told_and_the_last_one_is_waited_for() {
         let drain = Rc::new(Drain::default());
-        let (a, b) = (drain.enter(), drain.enter());
+        let (a, b) = (drain.register(), drain.register());
         let cx = &mut Context::from_waker(Waker::noop());
         assert!(!a.poll_begun(cx) && !b.poll_begun(cx));
         drain.begin();
-        assert!(a.poll_begun(cx) && b.poll_begun(cx) && !a.poll_released(cx));
-        drain.release();
-        assert!(a.poll_released(cx));
-        let mut ended = std::pin::pin!(drain.ended());
+        assert!(a.poll_begun(cx) && b.poll_begun(cx) && !a.poll_closing_idle(cx));
+        drain.close_idle();
+        assert!(a.poll_closing_idle(cx));
+        let mut ended = std::pin::pin!(drain.wait_until_empty());
         assert!(ended.as_mut().poll(cx).is_pending());
         drop(a);
         assert!(ended.as_mut().poll(cx).is_pending());

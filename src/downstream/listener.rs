@@ -10,7 +10,7 @@ use std::time::Duration;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::TcpListener;
 
-use super::connection_setup::{arrive, turn_away};
+use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::Listener;
 
 /// Connections that may wait to be accepted.
@@ -23,10 +23,10 @@ const BACK_OFF: Duration = Duration::from_millis(50);
 
 /// Sockets that somebody has opened for the gateway before it started.
 #[derive(Debug, Default)]
-pub struct Inherited {
+pub struct InheritedSockets {
     sockets: Vec<InheritedSocket>,
     /// Whether each of them has to be wanted.
-    is_strict: bool,
+    must_use_all: bool,
 }
 
 #[derive(Debug)]
@@ -38,23 +38,23 @@ struct InheritedSocket {
     listener: StdListener,
 }
 
-impl Inherited {
+impl InheritedSockets {
     /// Those of a service manager, which has them configured as well: one that nobody wants is a mistake.
-    pub fn of_manager(listeners: Vec<StdListener>) -> io::Result<Inherited> {
+    pub fn from_service_manager(listeners: Vec<StdListener>) -> io::Result<InheritedSockets> {
         let named = listeners.into_iter().map(|listener| Ok((listener.local_addr()?, listener)));
-        let mut inherited = Inherited::of_predecessor(named.collect::<io::Result<_>>()?)?;
-        inherited.is_strict = true;
+        let mut inherited = InheritedSockets::from_predecessor(named.collect::<io::Result<_>>()?)?;
+        inherited.must_use_all = true;
         Ok(inherited)
     }
 
     /// Those of the process whose place is taken, with their addresses as that had them configured. The
     /// configuration may have changed since.
-    pub fn of_predecessor(listeners: Vec<(SocketAddr, StdListener)>) -> io::Result<Inherited> {
+    pub fn from_predecessor(listeners: Vec<(SocketAddr, StdListener)>) -> io::Result<InheritedSockets> {
         let heirloom = |(configured, listener): (SocketAddr, StdListener)| {
             Ok(InheritedSocket { configured, local: listener.local_addr()?, listener })
         };
         let sockets = listeners.into_iter().map(heirloom).collect::<io::Result<_>>()?;
-        Ok(Inherited { sockets, is_strict: false })
+        Ok(InheritedSockets { sockets, must_use_all: false })
     }
 
     /// All sockets of an address. Several of them have a queue each, and none may be left without somebody who
@@ -69,13 +69,13 @@ impl Inherited {
     }
 
     /// The address of a socket that nobody took, and somebody should have taken.
-    pub fn left_over(&self) -> Option<SocketAddr> {
-        self.sockets.first().filter(|_| self.is_strict).map(|socket| socket.local)
+    pub fn unused_address(&self) -> Option<SocketAddr> {
+        self.sockets.first().filter(|_| self.must_use_all).map(|socket| socket.local)
     }
 }
 
 /// The listeners of one address.
-pub struct Opened {
+pub struct OpenedAddress {
     /// With the port that was chosen.
     pub address: SocketAddr,
     /// At least one for each loop; the first ones have each a queue of its own, the others share these.
@@ -84,12 +84,12 @@ pub struct Opened {
 }
 
 /// Listeners for `count` loops, on one address.
-pub fn open(address: SocketAddr, count: usize, inherited: &mut Inherited) -> io::Result<Opened> {
+pub fn open_address(address: SocketAddr, count: usize, inherited: &mut InheritedSockets) -> io::Result<OpenedAddress> {
     let mut listeners = inherited.take(address);
     if listeners.is_empty() {
-        is_free(address)?;
+        check_is_free(address)?;
         let (address, listeners) = bind_all(address, count)?;
-        return Ok(Opened { address, queues: listeners.len(), listeners });
+        return Ok(OpenedAddress { address, queues: listeners.len(), listeners });
     }
     let address = listeners[0].local_addr()?;
     for listener in &listeners {
@@ -102,7 +102,7 @@ pub fn open(address: SocketAddr, count: usize, inherited: &mut Inherited) -> io:
     while listeners.len() < count {
         listeners.push(listeners[listeners.len() % queues].try_clone()?);
     }
-    Ok(Opened { address, listeners, queues })
+    Ok(OpenedAddress { address, listeners, queues })
 }
 
 /// Opens `count` listeners on one address. The kernel spreads connections over them, so that loops
@@ -134,7 +134,7 @@ fn bind(address: SocketAddr) -> io::Result<StdListener> {
 
 /// Whether nobody listens on an address yet. `SO_REUSEPORT` would let a second gateway of the same
 /// user share the port without a word.
-fn is_free(address: SocketAddr) -> io::Result<()> {
+fn check_is_free(address: SocketAddr) -> io::Result<()> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
     if address.is_ipv6() {
@@ -145,8 +145,8 @@ fn is_free(address: SocketAddr) -> io::Result<()> {
 
 /// Accepts until the loop drains. What waits in the queue by then is still accepted, because closing
 /// the socket would reset it.
-pub async fn accept(socket: TcpListener, listener: Rc<Listener>) {
-    let drain_guard = listener.listener_context.drain.enter();
+pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
+    let drain_guard = listener.listener_context.drain.register();
     loop {
         let accepted = poll_fn(|cx| match socket.poll_accept(cx) {
             Poll::Ready(accepted) => Poll::Ready(Some(accepted)),
@@ -156,17 +156,23 @@ pub async fn accept(socket: TcpListener, listener: Rc<Listener>) {
         match accepted.await {
             None => return,
             Some(Ok((stream, peer))) => {
-                let Some(place) = listener.listener_context.capacity.enter() else {
-                    turn_away(stream, peer.ip(), &listener);
+                let Some(place) = listener.listener_context.connection_limit.acquire() else {
+                    refuse(stream, peer.ip(), &listener);
                     continue;
                 };
                 // An answer should not wait for the acknowledgement of the one before.
                 if stream.set_nodelay(true).is_ok() {
-                    let drain_guard = listener.listener_context.drain.enter();
-                    tokio::task::spawn_local(arrive(stream, peer.ip(), place, Rc::clone(&listener), drain_guard));
+                    let drain_guard = listener.listener_context.drain.register();
+                    tokio::task::spawn_local(serve_connection(
+                        stream,
+                        peer.ip(),
+                        place,
+                        Rc::clone(&listener),
+                        drain_guard,
+                    ));
                 }
             }
-            Some(Err(error)) if is_about_one_connection(&error) => {}
+            Some(Err(error)) if is_connection_error(&error) => {}
             Some(Err(error)) => {
                 tracing::warn!(%error, "no connection can be accepted for the moment");
                 tokio::time::sleep(BACK_OFF).await;
@@ -175,7 +181,7 @@ pub async fn accept(socket: TcpListener, listener: Rc<Listener>) {
     }
 }
 
-fn is_about_one_connection(error: &io::Error) -> bool {
+fn is_connection_error(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
 }

@@ -29,8 +29,8 @@ pub struct ListenerConfig {
 pub struct ListenerContext {
     pub worker: Rc<WorkerState>,
     pub drain: Rc<Drain>,
-    pub capacity: Arc<ConnectionLimit>,
-    terms: RefCell<Arc<ListenerConfig>>,
+    pub connection_limit: Arc<ConnectionLimit>,
+    config: RefCell<Arc<ListenerConfig>>,
 }
 
 /// One address, as one loop listens on it.
@@ -38,7 +38,7 @@ pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
     pub meter: ListenerMetrics,
     /// Position in `listen.https`; `None`: it speaks HTTP in the clear.
-    https: Option<usize>,
+    https_index: Option<usize>,
 }
 
 impl ListenerConfig {
@@ -52,7 +52,7 @@ impl ListenerConfig {
             });
             all.push(match same {
                 Some(same) => Arc::clone(same),
-                None => tls::server(&https.tls)?,
+                None => tls::server_config(&https.tls)?,
             });
         }
         let proxies = Networks::new(listen.proxy_protocol.iter().map(|network| (*network, ())));
@@ -62,30 +62,30 @@ impl ListenerConfig {
 
 impl ListenerContext {
     pub fn new(worker: Rc<WorkerState>, capacity: Arc<ConnectionLimit>, terms: Arc<ListenerConfig>) -> ListenerContext {
-        ListenerContext { worker, drain: Rc::default(), capacity, terms: RefCell::new(terms) }
+        ListenerContext { worker, drain: Rc::default(), connection_limit: capacity, config: RefCell::new(terms) }
     }
 
-    pub fn adopt(&self, terms: Arc<ListenerConfig>) {
-        *self.terms.borrow_mut() = terms;
+    pub fn apply(&self, terms: Arc<ListenerConfig>) {
+        *self.config.borrow_mut() = terms;
     }
 
     /// Whether connections from an address begin with a PROXY header.
-    pub fn is_proxy(&self, peer: IpAddr) -> bool {
-        self.terms.borrow().proxies.of(peer).is_some()
+    pub fn expects_proxy_header(&self, peer: IpAddr) -> bool {
+        self.config.borrow().proxies.of(peer).is_some()
     }
 }
 
 impl Listener {
     pub fn new(listener_context: Rc<ListenerContext>, meter: ListenerMetrics, https: Option<usize>) -> Listener {
-        Listener { listener_context, meter, https }
+        Listener { listener_context, meter, https_index: https }
     }
 
-    pub fn is_secure(&self) -> bool {
-        self.https.is_some()
+    pub fn is_tls(&self) -> bool {
+        self.https_index.is_some()
     }
 
     /// How TLS is spoken here, if it is.
-    pub fn tls(&self) -> Option<Arc<ServerConfig>> {
-        self.https.and_then(|position| self.listener_context.terms.borrow().tls.get(position).cloned())
+    pub fn tls_config(&self) -> Option<Arc<ServerConfig>> {
+        self.https_index.and_then(|position| self.listener_context.config.borrow().tls.get(position).cloned())
     }
 }

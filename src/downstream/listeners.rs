@@ -4,7 +4,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 
-use super::listener::{self, Inherited};
+use super::listener::{self, InheritedSockets};
 use crate::config::listen::Listen;
 
 /// All listeners.
@@ -12,7 +12,7 @@ pub struct Listeners {
     /// Addresses, with the ports that were chosen.
     pub http: Vec<SocketAddr>,
     pub https: Vec<SocketAddr>,
-    pub by_loop: Vec<Vec<WorkerListener>>,
+    pub by_worker: Vec<Vec<WorkerListener>>,
     /// Every queue once, with its address as configured, to be handed to a successor.
     pub sockets: Vec<(SocketAddr, TcpListener)>,
 }
@@ -31,10 +31,10 @@ impl Listeners {
     pub fn open(
         listen: &Listen,
         workers: usize,
-        inherited: &mut Inherited,
+        inherited: &mut InheritedSockets,
     ) -> Result<Listeners, (SocketAddr, io::Error)> {
         let by_loop = (0..workers).map(|_| Vec::new()).collect();
-        let mut doors = Listeners { http: Vec::new(), https: Vec::new(), by_loop, sockets: Vec::new() };
+        let mut doors = Listeners { http: Vec::new(), https: Vec::new(), by_worker: by_loop, sockets: Vec::new() };
         for address in &listen.http {
             let chosen = doors.add(*address, None, inherited).map_err(|source| (*address, source))?;
             doors.http.push(chosen);
@@ -48,15 +48,20 @@ impl Listeners {
         Ok(doors)
     }
 
-    fn add(&mut self, address: SocketAddr, https: Option<usize>, inherited: &mut Inherited) -> io::Result<SocketAddr> {
-        let workers = self.by_loop.len();
-        let opened = listener::open(address, workers, inherited)?;
+    fn add(
+        &mut self,
+        address: SocketAddr,
+        https: Option<usize>,
+        inherited: &mut InheritedSockets,
+    ) -> io::Result<SocketAddr> {
+        let workers = self.by_worker.len();
+        let opened = listener::open_address(address, workers, inherited)?;
         for socket in &opened.listeners[..opened.queues] {
             self.sockets.push((address, socket.try_clone()?));
         }
         // A loop may get several: there may have been more loops when they were opened.
         for (position, socket) in opened.listeners.into_iter().enumerate() {
-            self.by_loop[position % workers].push(WorkerListener { socket, address, https });
+            self.by_worker[position % workers].push(WorkerListener { socket, address, https });
         }
         Ok(opened.address)
     }

@@ -15,7 +15,7 @@ use tokio::io::{AsyncRead, ReadBuf};
 
 use super::drain::DrainGuard;
 use crate::downstream::http2::frame_header::PREFACE;
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 use crate::proxy::worker_state::WorkerState;
 
 /// How long a preface may take from its first byte to its last: it is one packet.
@@ -26,15 +26,19 @@ const FIRST_BYTES: usize = 8192;
 
 /// What is spoken on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Spoken {
+pub enum Protocol {
     Http1,
     Http2,
 }
 
 /// Waits for the first bytes of a client. `None` if it says nothing in time, or leaves: then there is
 /// nobody to answer.
-pub async fn listen_for(mut wire: Wire, worker: &Rc<WorkerState>, drain_guard: &DrainGuard) -> Option<(Wire, Spoken)> {
-    let timer = worker.timers.timer();
+pub async fn detect_protocol(
+    mut wire: IoStream,
+    worker: &Rc<WorkerState>,
+    drain_guard: &DrainGuard,
+) -> Option<(IoStream, Protocol)> {
+    let timer = worker.timers.new_timer();
     let limit = worker.config().compiled.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
@@ -45,11 +49,13 @@ pub async fn listen_for(mut wire: Wire, worker: &Rc<WorkerState>, drain_guard: &
             match Pin::new(&mut wire).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {}
                 Poll::Ready(_) => return Poll::Ready(None),
-                Poll::Pending if timer.poll_up(cx) || drain_guard.poll_released(cx) => return Poll::Ready(None),
+                Poll::Pending if timer.poll_expired(cx) || drain_guard.poll_closing_idle(cx) => {
+                    return Poll::Ready(None);
+                }
                 Poll::Pending => return Poll::Pending,
             }
             let so_far = preface.len();
-            let spoken = spoken(&preface, buffer.filled());
+            let spoken = classify(&preface, buffer.filled());
             if let (Some(spoken), 0) = (spoken, so_far) {
                 return Poll::Ready(Some((Bytes::copy_from_slice(buffer.filled()), spoken)));
             }
@@ -63,16 +69,16 @@ pub async fn listen_for(mut wire: Wire, worker: &Rc<WorkerState>, drain_guard: &
         }
     })
     .await?;
-    wire.put_back(first);
+    wire.unread(first);
     Some((wire, spoken))
 }
 
 /// What these bytes begin; `None` while it can be either.
-fn spoken(before: &[u8], bytes: &[u8]) -> Option<Spoken> {
+fn classify(before: &[u8], bytes: &[u8]) -> Option<Protocol> {
     let begins = before.iter().chain(bytes).zip(PREFACE).all(|(byte, wanted)| byte == wanted);
     match begins {
-        false => Some(Spoken::Http1),
-        true if before.len() + bytes.len() >= PREFACE.len() => Some(Spoken::Http2),
+        false => Some(Protocol::Http1),
+        true if before.len() + bytes.len() >= PREFACE.len() => Some(Protocol::Http2),
         true => None,
     }
 }
@@ -83,15 +89,15 @@ mod tests {
 
     #[test]
     fn the_first_byte_that_differs_decides() {
-        assert_eq!(spoken(b"", b"GET / HTTP/1.1\r\n"), Some(Spoken::Http1));
-        assert_eq!(spoken(b"", b"P"), None);
-        assert_eq!(spoken(b"P", b"OST / HTTP/1.1\r\n"), Some(Spoken::Http1));
-        assert_eq!(spoken(b"PRI", b" * HTTP/1.1\r\n"), Some(Spoken::Http1));
+        assert_eq!(classify(b"", b"GET / HTTP/1.1\r\n"), Some(Protocol::Http1));
+        assert_eq!(classify(b"", b"P"), None);
+        assert_eq!(classify(b"P", b"OST / HTTP/1.1\r\n"), Some(Protocol::Http1));
+        assert_eq!(classify(b"PRI", b" * HTTP/1.1\r\n"), Some(Protocol::Http1));
         for cut in 0..PREFACE.len() {
             let (before, rest) = PREFACE.split_at(cut);
-            assert_eq!(spoken(before, &rest[..rest.len() - 1]), None);
-            assert_eq!(spoken(before, rest), Some(Spoken::Http2));
-            assert_eq!(spoken(before, &[rest, b"\0\0"].concat()), Some(Spoken::Http2));
+            assert_eq!(classify(before, &rest[..rest.len() - 1]), None);
+            assert_eq!(classify(before, rest), Some(Protocol::Http2));
+            assert_eq!(classify(before, &[rest, b"\0\0"].concat()), Some(Protocol::Http2));
         }
     }
 }

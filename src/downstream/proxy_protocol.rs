@@ -20,7 +20,7 @@ pub const MAX_BYTES: usize = FIXED_BYTES + 4096;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HeaderProgress {
     /// All of this belongs to the header, and more of it has to come.
-    More,
+    Incomplete,
     /// The header is so many bytes long.
     Complete { length: usize, source: ProxiedAddress },
     /// This is no header.
@@ -37,23 +37,23 @@ pub enum ProxiedAddress {
 
 pub fn parse(bytes: &[u8]) -> HeaderProgress {
     let common = bytes.len().min(SIGNATURE.len());
-    if bytes[..common] == SIGNATURE[..common] { binary(bytes) } else { line(bytes) }
+    if bytes[..common] == SIGNATURE[..common] { parse_v2(bytes) } else { parse_v1(bytes) }
 }
 
 /// Version 1: a line of text.
-fn line(bytes: &[u8]) -> HeaderProgress {
+fn parse_v1(bytes: &[u8]) -> HeaderProgress {
     let start = &bytes[..bytes.len().min(LINE_MAX_BYTES)];
     let Some(end) = start.windows(2).position(|pair| pair == b"\r\n") else {
         const PREFIX: &[u8] = b"PROXY ";
         let common = start.len().min(PREFIX.len());
         let goes_on = start.len() < LINE_MAX_BYTES && start[..common] == PREFIX[..common];
-        return if goes_on { HeaderProgress::More } else { HeaderProgress::Malformed };
+        return if goes_on { HeaderProgress::Incomplete } else { HeaderProgress::Malformed };
     };
-    let source = std::str::from_utf8(&start[..end]).ok().and_then(source_of);
+    let source = std::str::from_utf8(&start[..end]).ok().and_then(parse_v1_line);
     source.map_or(HeaderProgress::Malformed, |source| HeaderProgress::Complete { length: end + 2, source })
 }
 
-fn source_of(line: &str) -> Option<ProxiedAddress> {
+fn parse_v1_line(line: &str) -> Option<ProxiedAddress> {
     let words: Vec<&str> = line.split(' ').collect();
     match words.as_slice() {
         // Whatever follows is to be ignored.
@@ -75,8 +75,8 @@ fn source_of(line: &str) -> Option<ProxiedAddress> {
 }
 
 /// Version 2: numbers in network order.
-fn binary(bytes: &[u8]) -> HeaderProgress {
-    let Some((fixed, rest)) = bytes.split_first_chunk::<FIXED_BYTES>() else { return HeaderProgress::More };
+fn parse_v2(bytes: &[u8]) -> HeaderProgress {
+    let Some((fixed, rest)) = bytes.split_first_chunk::<FIXED_BYTES>() else { return HeaderProgress::Incomplete };
     let [.., command, family, high, low] = *fixed;
     let length = FIXED_BYTES + usize::from(u16::from_be_bytes([high, low]));
     if length > MAX_BYTES {
@@ -99,7 +99,7 @@ fn binary(bytes: &[u8]) -> HeaderProgress {
     };
     match source {
         Some(source) if bytes.len() >= length => HeaderProgress::Complete { length, source },
-        _ => HeaderProgress::More,
+        _ => HeaderProgress::Incomplete,
     }
 }
 
@@ -129,7 +129,7 @@ mod tests {
             assert_eq!(parse(line.as_bytes()), complete, "{line}");
             assert_eq!(parse(format!("{line}GET / HTTP/1.1\r\n\r\n").as_bytes()), complete, "{line}");
             for end in 0..line.len() {
-                assert_eq!(parse(&line.as_bytes()[..end]), HeaderProgress::More, "{end} bytes of {line}");
+                assert_eq!(parse(&line.as_bytes()[..end]), HeaderProgress::Incomplete, "{end} bytes of {line}");
             }
         }
     }
@@ -159,7 +159,7 @@ mod tests {
             assert_eq!(parse(line.as_bytes()), HeaderProgress::Malformed, "{line:?}");
         }
         let long = format!("PROXY UNKNOWN {}\r\n", "x".repeat(LINE_MAX_BYTES));
-        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES - 1]), HeaderProgress::More);
+        assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES - 1]), HeaderProgress::Incomplete);
         assert_eq!(parse(&long.as_bytes()[..LINE_MAX_BYTES]), HeaderProgress::Malformed);
         let longest = format!("PROXY UNKNOWN {}\r\n", "x".repeat(LINE_MAX_BYTES - 16));
         assert_eq!(
@@ -188,7 +188,7 @@ mod tests {
             assert_eq!(parse(&header), complete);
             assert_eq!(parse(&[&header[..], b"\x16\x03\x01"].concat()), complete);
             for end in 0..header.len() {
-                assert_eq!(parse(&header[..end]), HeaderProgress::More, "{end}");
+                assert_eq!(parse(&header[..end]), HeaderProgress::Incomplete, "{end}");
             }
         }
     }
@@ -229,7 +229,7 @@ mod tests {
                     prop_assert_eq!(parse(&longer), HeaderProgress::Complete { length, source });
                 }
                 HeaderProgress::Malformed => prop_assert_eq!(parse(&longer), HeaderProgress::Malformed),
-                HeaderProgress::More => prop_assert!(bytes.len() < MAX_BYTES),
+                HeaderProgress::Incomplete => prop_assert!(bytes.len() < MAX_BYTES),
             }
         }
     }

@@ -24,7 +24,7 @@ const ALPN: [&[u8]; 3] = [HTTP2, b"http/1.1", b"http/1.0"];
 /// Session tickets that a client gets. Browsers open several connections, and use each ticket once.
 const TICKETS: usize = 2;
 
-pub fn server(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
+pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
     let provider = Arc::new(default_provider());
     let versions = match tls.min_version {
         TlsVersion::V1_2 => &[&TLS13, &TLS12][..],
@@ -47,16 +47,16 @@ pub fn server(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
             builder.with_client_cert_verifier(verifier.build().map_err(|error| Error::General(error.to_string()))?)
         }
     };
-    let mut server = builder.with_cert_resolver(Arc::new(Shown::new(&tls.certificates)));
-    server.alpn_protocols = ALPN.iter().map(|name| name.to_vec()).collect();
+    let mut server_config = builder.with_cert_resolver(Arc::new(CertificateResolver::new(&tls.certificates)));
+    server_config.alpn_protocols = ALPN.iter().map(|name| name.to_vec()).collect();
     // What comes before the handshake is over can be sent again by anybody (RFC 8446, section 8).
-    server.max_early_data_size = 0;
+    server_config.max_early_data_size = 0;
     // A session is kept by the client, in a ticket that only this process can read: nothing is kept here. Each set of
     // settings has keys of its own: who was let in by some is not let in by others.
-    server.ticketer = Ticketer::new()?;
-    server.send_tls13_tickets = TICKETS;
-    server.session_storage = Arc::new(NoServerSessionStorage {});
-    Ok(Arc::new(server))
+    server_config.ticketer = Ticketer::new()?;
+    server_config.send_tls13_tickets = TICKETS;
+    server_config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(Arc::new(server_config))
 }
 
 /// The fingerprint of a certificate: SHA-256, in lower-case hex.
@@ -71,7 +71,7 @@ pub fn fingerprint(certificate: &CertificateDer) -> Box<str> {
 
 /// The certificates of a listener, by the names that clients ask for.
 #[derive(Debug)]
-struct Shown {
+struct CertificateResolver {
     /// Without the `*.` of those that are for all right under a name.
     exact: HashMap<String, Vec<Arc<CertifiedKey>>>,
     wildcard: HashMap<String, Vec<Arc<CertifiedKey>>>,
@@ -79,9 +79,9 @@ struct Shown {
     default: Vec<Arc<CertifiedKey>>,
 }
 
-impl Shown {
-    fn new(certificates: &[Certificate]) -> Shown {
-        let mut shown = Shown { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
+impl CertificateResolver {
+    fn new(certificates: &[Certificate]) -> CertificateResolver {
+        let mut shown = CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
         for certificate in certificates {
             for name in &certificate.names {
                 let (names, name) = match name.strip_prefix("*.") {
@@ -99,16 +99,16 @@ impl Shown {
         shown
     }
 
-    fn named(&self, name: &str) -> Option<&[Arc<CertifiedKey>]> {
+    fn find_by_name(&self, name: &str) -> Option<&[Arc<CertifiedKey>]> {
         let name = name.to_ascii_lowercase();
         let parent = || name.split_once('.').and_then(|(_, parent)| self.wildcard.get(parent));
         self.exact.get(&name).or_else(parent).map(Vec::as_slice)
     }
 }
 
-impl ResolvesServerCert for Shown {
+impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let keys = hello.server_name().and_then(|name| self.named(name)).unwrap_or(&self.default);
+        let keys = hello.server_name().and_then(|name| self.find_by_name(name)).unwrap_or(&self.default);
         let fits = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
         // Where none fits, the handshake says so itself.
         keys.iter().find(fits).or(keys.first()).cloned()

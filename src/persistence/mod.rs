@@ -265,7 +265,7 @@ impl Counters {
     /// Agrees on the time with the other processes that count here.
     pub fn keep_time(&self, clock: &Clock) {
         let known_ms = self.time_ms().unwrap_or(0).max(self.table.horizon_ms());
-        clock.not_before(known_ms);
+        clock.ensure_at_least(known_ms);
         let now_ms = clock.now().unix_ms;
         let bits = u128::from(!now_ms) << 64 | u128::from(now_ms);
         if let Some(time) = self.time.first() {
@@ -293,7 +293,7 @@ impl Counters {
     /// Puts back what a snapshot tells, before anything is counted.
     fn restore(&self, saved: Option<Saved>, clock: &Clock) {
         let Some(saved) = saved else { return };
-        clock.not_before(saved.time_ms);
+        clock.ensure_at_least(saved.time_ms);
         match saved.restore(self, clock.now().unix_ms) {
             Ok(counters) => tracing::info!(counters, "counting goes on from the snapshot"),
             Err(error) => tracing::warn!("the snapshot can not be read to its end: {error}"),

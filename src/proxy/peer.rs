@@ -10,7 +10,7 @@ use http::HeaderValue;
 use super::repeat_refusal::RepeatRefusal;
 use super::websocket::TunnelSession;
 use crate::http::headers;
-use crate::informational::Interim;
+use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 use crate::upstream::request_body::BodyDrain;
 
@@ -43,7 +43,7 @@ pub struct Peer {
     /// Timer for everything the connection's task waits for.
     pub timer: Rc<Timer>,
     /// Relays an upstream's 1xx responses to the client.
-    pub informational: Rc<Interim>,
+    pub informational: Rc<InformationalQueue>,
     /// Whether a request is delayed. HTTP/1 connections then watch for the client closing the connection.
     pub is_delayed: Rc<Cell<bool>>,
     /// Receives the unread rest of a request body. `None`: the connection is closed instead.
@@ -62,7 +62,7 @@ impl Peer {
     pub fn new(
         connection: Rc<ConnectionInfo>,
         timer: Rc<Timer>,
-        informational: Rc<Interim>,
+        informational: Rc<InformationalQueue>,
         is_delayed: Rc<Cell<bool>>,
     ) -> Peer {
         Peer {

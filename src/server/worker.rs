@@ -46,7 +46,7 @@ pub async fn run(
     let worker = Rc::clone(&listener_context.worker);
     for (socket, listener) in listeners {
         match TcpListener::from_std(socket) {
-            Ok(socket) => drop(tokio::task::spawn_local(listener::accept(socket, listener))),
+            Ok(socket) => drop(tokio::task::spawn_local(listener::accept_connections(socket, listener))),
             Err(error) => tracing::error!(%error, "a listener can not be used"),
         }
     }
@@ -72,7 +72,7 @@ pub async fn run(
             Order::Release => patience = Some(Duration::ZERO),
             Order::Adopt(snapshot, terms, access) => {
                 worker.apply_config(snapshot, access);
-                listener_context.adopt(terms);
+                listener_context.apply(terms);
             }
             Order::Drain(pace) => {
                 let drained = drained(&listener_context.drain, patience.unwrap_or(pace.patience), &mut inbox);
@@ -95,10 +95,10 @@ pub async fn run(
 async fn drained(drain: &Drain, patience: Duration, inbox: &mut UnboundedReceiver<Order>) {
     drain.begin();
     tokio::select! {
-        () = drain.ended() => return,
+        () = drain.wait_until_empty() => return,
         () = tokio::time::sleep(patience) => {}
         _ = inbox.recv() => {}
     }
-    drain.release();
-    drain.ended().await;
+    drain.close_idle();
+    drain.wait_until_empty().await;
 }

@@ -21,7 +21,7 @@ use tokio_rustls::{TlsConnector, TlsStream};
 use super::dns::Names;
 use crate::clock::Clock;
 use crate::config::{Protocol, Scheme, Server, TransportSettings};
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 
 /// How long an address may be silent before the next one is tried beside it.
 const PATIENCE: Duration = Duration::from_millis(250);
@@ -37,7 +37,7 @@ pub enum Spoken {
 
 /// A stream that stands.
 pub struct Dialed {
-    pub wire: Wire,
+    pub wire: IoStream,
     pub spoken: Spoken,
     /// `None` for a Unix socket.
     pub address: Option<SocketAddr>,
@@ -89,7 +89,7 @@ impl Dial {
     pub async fn open(&self, plain: bool) -> io::Result<Dialed> {
         if self.server.scheme == Scheme::Unix {
             let stream = UnixStream::connect(&self.server.host).await?;
-            return Ok(Dialed { wire: Wire::unix(stream), spoken: self.in_the_clear(plain), address: None });
+            return Ok(Dialed { wire: IoStream::unix(stream), spoken: self.in_the_clear(plain), address: None });
         }
         let addresses = self.names.in_turn().await?;
         let (stream, address) = match first_of(&addresses).await {
@@ -102,7 +102,7 @@ impl Dial {
         stream.set_nodelay(true)?;
         let address = Some(address);
         let Some(tls) = &self.tls else {
-            return Ok(Dialed { wire: Wire::tcp(stream), spoken: self.in_the_clear(plain), address });
+            return Ok(Dialed { wire: IoStream::tcp(stream), spoken: self.in_the_clear(plain), address });
         };
         let stream = tls.shake_hands(stream, plain).await?;
         let spoken = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
@@ -112,7 +112,7 @@ impl Dial {
             }
             _ => Spoken::Http1,
         };
-        Ok(Dialed { wire: Wire::tls(TlsStream::Client(stream)), spoken, address })
+        Ok(Dialed { wire: IoStream::tls(TlsStream::Client(stream)), spoken, address })
     }
 
     fn in_the_clear(&self, plain: bool) -> Spoken {

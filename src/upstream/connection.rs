@@ -18,7 +18,7 @@ use super::request_upload::Upload;
 use super::server_pool::ConnectionPermit;
 use super::tunnel::Tunnel;
 use super::tunnel_io::FarEnd;
-use crate::informational::Interim;
+use crate::informational::InformationalQueue;
 
 pub enum UpstreamConnection {
     /// HTTP/1.1.
@@ -50,7 +50,7 @@ impl UpstreamConnection {
         &mut self,
         request: Box<Request<Upload>>,
         keeps: bool,
-        interim: Option<Rc<Interim>>,
+        interim: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
             UpstreamConnection::Alone(connection) => connection.send(request, keeps, interim).await,

@@ -43,7 +43,7 @@ async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64,
     loop {
         timer.arm(limit);
         let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
-            Poll::Pending if timer.poll_up(cx) => Poll::Ready(Err(RequestError::BodyTimeout)),
+            Poll::Pending if timer.poll_expired(cx) => Poll::Ready(Err(RequestError::BodyTimeout)),
             Poll::Pending => Poll::Pending,
             Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(broken)),
         });

@@ -31,7 +31,7 @@ use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::error::RequestError;
 use crate::http::{headers, websocket_handshake};
-use crate::informational::Interim;
+use crate::informational::InformationalQueue;
 use crate::metrics::events::{UpstreamMetrics, UpstreamOutcome};
 use crate::metrics::upstream::{RetryMetrics, UpstreamLimit};
 use crate::timer::Timer;
@@ -147,7 +147,7 @@ impl Servers {
         asked: Asked,
         limits: &Timeouts,
         timer: &Timer,
-        interim: Option<Rc<Interim>>,
+        interim: Option<Rc<InformationalQueue>>,
     ) -> impl Future<Output = Result<Response<Download>, RequestError>> {
         let progress = request.body().progress();
         let mut course = self.course(asked, limits);
@@ -477,7 +477,7 @@ fn within<T>(
         if progress.is_some_and(|progress| progress.moved.take()) {
             timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
         }
-        if !timer.poll_up(cx) {
+        if !timer.poll_expired(cx) {
             return Poll::Pending;
         }
         timer.disarm();

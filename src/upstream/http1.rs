@@ -25,8 +25,8 @@ use super::gated_waker::Relay;
 use super::http1_tap::{TapIo, TapState};
 use super::request_upload::Upload;
 use super::server_pool::ConnectionPermit;
-use crate::informational::Interim;
-use crate::io_stream::Wire;
+use crate::informational::InformationalQueue;
+use crate::io_stream::IoStream;
 
 /// Read-buffer limit, and so the largest answer head that is accepted.
 const HEAD_MAX_BYTES: usize = 64 * 1024;
@@ -63,7 +63,7 @@ pub type SendError = TrySendError<Request<Upload>>;
 
 impl Connection {
     /// Makes a connection of a connected stream.
-    pub async fn new(stream: Wire, bearing: ResolvedTarget) -> hyper::Result<Connection> {
+    pub async fn new(stream: IoStream, bearing: ResolvedTarget) -> hyper::Result<Connection> {
         let hearsay = Rc::new(TapState::default());
         let io = TokioIo::new(TapIo::new(stream, Rc::clone(&hearsay)));
         let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
@@ -147,7 +147,7 @@ impl Connection {
         &mut self,
         mut request: Box<Request<Upload>>,
         keeps: bool,
-        interim: Option<Rc<Interim>>,
+        interim: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
         self.hearsay.listen(keeps, interim);
         self.plain = request.body().is_end_stream();
@@ -164,7 +164,7 @@ impl Connection {
     }
 
     /// The stream, and what came behind the head of the last answer, if that switched protocols.
-    pub async fn into_stream(mut self) -> Option<(Wire, Bytes)> {
+    pub async fn into_stream(mut self) -> Option<(IoStream, Bytes)> {
         // The request had no body, so hyper has nothing left to do but to find that out.
         poll_fn(|cx| {
             self.drive(cx.waker());

@@ -16,8 +16,8 @@ use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::request_upload::Upload;
-use crate::informational::Interim;
-use crate::io_stream::Wire;
+use crate::informational::InformationalQueue;
+use crate::io_stream::IoStream;
 
 /// Of a head; longer ones are not passed on.
 const HEAD_MAX_BYTES: usize = 16 * 1024;
@@ -36,14 +36,14 @@ pub struct TapState {
     /// Whether something of the answer was passed on.
     told: Cell<bool>,
     /// Who is told of informational answers, until the final answer begins.
-    listener: RefCell<Option<Rc<Interim>>>,
+    listener: RefCell<Option<Rc<InformationalQueue>>>,
     /// Such an answer as far as it has come.
     head: RefCell<Vec<u8>>,
 }
 
 impl TapState {
     /// What comes next is a request, put aside if `keeps`, and the answer to it, for this listener.
-    pub fn listen(&self, keeps: bool, listener: Option<Rc<Interim>>) {
+    pub fn listen(&self, keeps: bool, listener: Option<Rc<InformationalQueue>>) {
         self.keeps.set(keeps);
         self.told.set(false);
         self.head.borrow_mut().clear();
@@ -111,14 +111,14 @@ fn may_be_informational(bytes: &[u8]) -> bool {
 }
 
 /// Passes on the first head. Returns its length: 0 if it is not complete, `None` if it is not HTTP.
-fn pass_on(bytes: &[u8], interim: &Interim) -> Option<usize> {
+fn pass_on(bytes: &[u8], interim: &InformationalQueue) -> Option<usize> {
     let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
     let mut head = httparse::Response::new(&mut fields);
     match head.parse(bytes).ok()? {
         httparse::Status::Partial => Some(0),
         httparse::Status::Complete(length) => {
             let fields = head.headers.iter().map(|field| (field.name, field.value));
-            interim.put(head.code.unwrap_or(0), head.reason.unwrap_or(""), fields);
+            interim.push(head.code.unwrap_or(0), head.reason.unwrap_or(""), fields);
             Some(length)
         }
     }
@@ -126,16 +126,16 @@ fn pass_on(bytes: &[u8], interim: &Interim) -> Option<usize> {
 
 #[derive(Debug)]
 pub struct TapIo {
-    stream: Wire,
+    stream: IoStream,
     hearsay: Rc<TapState>,
 }
 
 impl TapIo {
-    pub fn new(stream: Wire, hearsay: Rc<TapState>) -> TapIo {
+    pub fn new(stream: IoStream, hearsay: Rc<TapState>) -> TapIo {
         TapIo { stream, hearsay }
     }
 
-    pub fn into_stream(self) -> Wire {
+    pub fn into_stream(self) -> IoStream {
         self.stream
     }
 }
@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn heard(pieces: &[&[u8]]) -> String {
-        let (hearsay, interim) = (TapState::default(), Rc::new(Interim::default()));
+        let (hearsay, interim) = (TapState::default(), Rc::new(InformationalQueue::default()));
         hearsay.listen(false, Some(Rc::clone(&interim)));
         pieces.iter().for_each(|piece| hearsay.hear(piece));
         String::from_utf8(interim.take().unwrap_or_default().to_vec()).unwrap()

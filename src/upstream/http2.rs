@@ -34,7 +34,7 @@ use super::replay_body::ReplayBody;
 use super::request_upload::Upload;
 use super::server_pool::ConnectionPermit;
 use crate::http::websocket_handshake::{self, Key};
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 
 /// Requests at a time on one connection; servers may allow fewer.
 const STREAMS_MAX: usize = 100;
@@ -82,7 +82,7 @@ impl Http2Connection {
     /// allows: see [`Multiplex::allows_streams`]. It is seen whether the server still answers when it has been silent for
     /// as long as `quiet` while there are requests.
     pub async fn new(
-        wire: Wire,
+        wire: IoStream,
         scheme: Scheme,
         address: Option<SocketAddr>,
         quiet: Duration,

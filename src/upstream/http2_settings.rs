@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 
 /// Wakes those who wait for what the server says.
 #[derive(Debug, Default)]
@@ -49,12 +49,12 @@ impl Listener {
 }
 
 pub struct Greeting {
-    wire: Wire,
+    wire: IoStream,
     listener: Rc<Listener>,
 }
 
 impl Greeting {
-    pub fn new(wire: Wire, listener: Rc<Listener>) -> Greeting {
+    pub fn new(wire: IoStream, listener: Rc<Listener>) -> Greeting {
         Greeting { wire, listener }
     }
 }

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::connection::UpstreamConnection;
 use super::pool::Pool;
 use crate::config::upstream_policy::Circuit;
-use crate::io_stream::descriptors;
+use crate::io_stream::descriptor_limit;
 use crate::metrics::upstream::ActiveGauge;
 
 /// Idle connections to all servers together take one of so many descriptors at most.
@@ -66,7 +66,7 @@ impl ServerPool {
     pub fn limit(&self, circuit: &Circuit, owner: usize, loops: usize, servers: usize) {
         self.most.set(circuit.max_connections.map(|max| part(max, owner, loops)));
         // Idle connections to one server leave descriptors for clients and for connections to others.
-        let spare = descriptors() / IDLE_SHARE / servers.max(1) as u64;
+        let spare = descriptor_limit() / IDLE_SHARE / servers.max(1) as u64;
         let idle = circuit.max_idle_connections.min(u32::try_from(spare).unwrap_or(u32::MAX));
         self.pool.idle_max.set(part(idle, owner, loops) as usize);
     }

@@ -92,7 +92,7 @@ impl Tunnel {
             if toll.to_client.get() + toll.to_upstream.get() > passed {
                 timer.arm(limit);
             }
-            if timer.poll_up(cx) { Poll::Ready(End::Silent) } else { Poll::Pending }
+            if timer.poll_expired(cx) { Poll::Ready(End::Silent) } else { Poll::Pending }
         });
         let end = end.await;
         timer.disarm();

@@ -10,11 +10,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::http2::Http2Stream;
 use super::server_pool::ConnectionPermit;
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 
 pub enum FarEnd {
     /// With its room among the connections to its server, where these are limited.
-    Connection(Wire, Option<ConnectionPermit>),
+    Connection(IoStream, Option<ConnectionPermit>),
     /// With its place on the connection.
     Stream(TokioIo<Upgraded>, Http2Stream),
 }

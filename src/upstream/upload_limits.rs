@@ -69,17 +69,17 @@ impl UploadRate {
 
     fn is_slow(&mut self, came: u64, cx: &Context<'_>) -> bool {
         if let Some(timer) = &self.timer {
-            if !timer.poll_up(cx) {
+            if !timer.poll_expired(cx) {
                 return false;
             }
             if came - self.before < self.least {
                 return true;
             }
         }
-        let timer = self.timer.get_or_insert_with(|| self.timers.timer());
+        let timer = self.timer.get_or_insert_with(|| self.timers.new_timer());
         timer.arm(self.a_while);
         self.before = came;
-        timer.poll_up(cx)
+        timer.poll_expired(cx)
     }
 }
 

@@ -457,7 +457,7 @@ fn token_times_follow_the_wall_clock_and_not_the_window_clock() {
     ask(&gateway, &now).expect(200);
     // The wall clock is a day ahead for a moment, and windows stay there.
     gateway.clock.set_wall_clock((START_S + 86_400) * 1000);
-    gateway.clock.not_before((START_S + 86_400) * 1000);
+    gateway.clock.ensure_at_least((START_S + 86_400) * 1000);
     refused(&gateway, &now, "the token has expired");
     ask(&gateway, &tomorrow).expect(200);
     gateway.clock.set_wall_clock(START_S * 1000);

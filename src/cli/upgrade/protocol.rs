@@ -31,7 +31,7 @@ use rustix::stdio::dup2_stdin;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
-use crate::downstream::listener::Inherited;
+use crate::downstream::listener::InheritedSockets;
 
 /// Tells a new process whose place it takes: the id of that process.
 pub const VARIABLE: &str = "TRANSOM_HANDOVER";
@@ -124,7 +124,7 @@ async fn hear(line: &UnixStream, word: &[u8]) -> io::Result<()> {
 pub struct Handover {
     /// Whose place it takes.
     pub from: u32,
-    pub sockets: Inherited,
+    pub sockets: InheritedSockets,
     /// The memory that the counters lie in, if the process before had it to give.
     pub counters: Option<OwnedFd>,
     pub line: SuccessorChannel,
@@ -157,7 +157,7 @@ impl Handover {
         }
         Ok(Some(Handover {
             from,
-            sockets: Inherited::of_predecessor(sockets)?,
+            sockets: InheritedSockets::from_predecessor(sockets)?,
             counters,
             line: SuccessorChannel(line),
         }))

@@ -4,17 +4,17 @@
 //! hyper takes a line feed without a carriage return for a part of the line, other parsers for its end.
 
 #[derive(Debug)]
-pub struct Chunks(At);
+pub struct ChunkedScanner(ScanState);
 
-impl Default for Chunks {
-    fn default() -> Chunks {
-        Chunks(At::Size(0))
+impl Default for ChunkedScanner {
+    fn default() -> ChunkedScanner {
+        ChunkedScanner(ScanState::Size(0))
     }
 }
 
 /// What the next byte belongs to.
 #[derive(Clone, Copy, Debug)]
-enum At {
+enum ScanState {
     /// The number of bytes in a chunk, as far as it has come.
     Size(u64),
     /// What may stand behind it.
@@ -34,19 +34,19 @@ enum At {
     Malformed,
 }
 
-impl Chunks {
+impl ChunkedScanner {
     /// Passes over what belongs to the body; says how much that is.
-    pub fn pass(&mut self, bytes: &[u8]) -> usize {
+    pub fn skip_body(&mut self, bytes: &[u8]) -> usize {
         let mut at = 0;
-        while let (Some(byte), false) = (bytes.get(at), matches!(self.0, At::End)) {
-            if let At::Chunk(left) = self.0 {
+        while let (Some(byte), false) = (bytes.get(at), matches!(self.0, ScanState::End)) {
+            if let ScanState::Chunk(left) = self.0 {
                 let passed = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len() - at);
                 at += passed;
                 let left = left - passed as u64;
-                self.0 = if left == 0 { At::Size(0) } else { At::Chunk(left) };
+                self.0 = if left == 0 { ScanState::Size(0) } else { ScanState::Chunk(left) };
                 continue;
             }
-            self.0 = self.0.behind(*byte);
+            self.0 = self.0.after(*byte);
             at += 1;
         }
         at
@@ -54,27 +54,29 @@ impl Chunks {
 
     /// Whether a trailer line did not end in CR LF.
     pub fn is_malformed(&self) -> bool {
-        matches!(self.0, At::Malformed)
+        matches!(self.0, ScanState::Malformed)
     }
 }
 
-impl At {
-    fn behind(self, byte: u8) -> At {
+impl ScanState {
+    fn after(self, byte: u8) -> ScanState {
         let digit = char::from(byte).to_digit(16).map(u64::from);
         match (self, byte) {
-            (At::Size(0) | At::Extension(0), b'\n') => At::LineStart,
-            (At::Size(size) | At::Extension(size), b'\n') => At::Chunk(size.saturating_add(2)),
-            (At::Size(size), _) => match digit {
-                Some(digit) => At::Size(size.saturating_mul(16).saturating_add(digit)),
-                None => At::Extension(size),
+            (ScanState::Size(0) | ScanState::Extension(0), b'\n') => ScanState::LineStart,
+            (ScanState::Size(size) | ScanState::Extension(size), b'\n') => ScanState::Chunk(size.saturating_add(2)),
+            (ScanState::Size(size), _) => match digit {
+                Some(digit) => ScanState::Size(size.saturating_mul(16).saturating_add(digit)),
+                None => ScanState::Extension(size),
             },
-            (At::LineStart, b'\r') => At::LastLineFeed,
-            (At::Line, b'\r') => At::LineFeed,
-            (At::LineFeed, b'\n') => At::LineStart,
-            (At::LastLineFeed, b'\n') => At::End,
-            (At::LineStart | At::Line, b'\n') | (At::LineFeed | At::LastLineFeed, _) => At::Malformed,
-            (At::LineStart | At::Line, _) => At::Line,
-            (At::Extension(_) | At::Chunk(_) | At::End | At::Malformed, _) => self,
+            (ScanState::LineStart, b'\r') => ScanState::LastLineFeed,
+            (ScanState::Line, b'\r') => ScanState::LineFeed,
+            (ScanState::LineFeed, b'\n') => ScanState::LineStart,
+            (ScanState::LastLineFeed, b'\n') => ScanState::End,
+            (ScanState::LineStart | ScanState::Line, b'\n') | (ScanState::LineFeed | ScanState::LastLineFeed, _) => {
+                ScanState::Malformed
+            }
+            (ScanState::LineStart | ScanState::Line, _) => ScanState::Line,
+            (ScanState::Extension(_) | ScanState::Chunk(_) | ScanState::End | ScanState::Malformed, _) => self,
         }
     }
 }
@@ -93,9 +95,9 @@ mod tests {
         ] {
             let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
             for cut in 0..all.len() {
-                let mut chunks = Chunks::default();
+                let mut chunks = ChunkedScanner::default();
                 let (first, second) = all.as_bytes().split_at(cut);
-                assert_eq!(chunks.pass(first) + chunks.pass(second), body.len(), "{body:?} {cut}");
+                assert_eq!(chunks.skip_body(first) + chunks.skip_body(second), body.len(), "{body:?} {cut}");
             }
         }
     }
@@ -105,9 +107,9 @@ mod tests {
         for body in ["0\r\n\n", "0\r\nX: y\n\r\n\r\n", "0\r\nX: y\r\nZ: w\n\r\n", "0\r\n\rX", "0\r\nX: \ry\r\n\r\n"] {
             let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
             for cut in 0..all.len() {
-                let mut chunks = Chunks::default();
+                let mut chunks = ChunkedScanner::default();
                 let (first, second) = all.as_bytes().split_at(cut);
-                assert_eq!(chunks.pass(first) + chunks.pass(second), all.len(), "{body:?} {cut}");
+                assert_eq!(chunks.skip_body(first) + chunks.skip_body(second), all.len(), "{body:?} {cut}");
                 assert!(chunks.is_malformed(), "{body:?}");
             }
         }

@@ -21,7 +21,7 @@ use crate::downstream::http1::connection_state::ConnectionState;
 use crate::downstream::http1::io::Http1Io;
 use crate::http::error::RequestError;
 use crate::http::headers::SpecialFields;
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 use crate::proxy::handler::{ResponseFuture, handle};
 use crate::proxy::peer::{ConnectionInfo, Peer};
 use crate::proxy::response::{self, ResponseBody};
@@ -35,53 +35,54 @@ const USUAL_FIELDS: usize = 100;
 ///
 /// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
 /// that lies idle takes little memory.
-pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
+pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
     let (stage, shape) = {
         let config = &worker.config().compiled.config;
         let (timeouts, limits) = (&config.timeouts, &config.limits);
-        let timer = worker.timers.timer();
+        let timer = worker.timers.new_timer();
         let drain = Rc::clone(drain_guard.drain());
         let stage = ConnectionState::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
-        (stage, Shape { fields: limits.request_fields, head_bytes: limits.request_head })
+        (stage, ParserLimits { fields: limits.request_fields, head_bytes: limits.request_head })
     };
-    let mut peer = Peer::new(origin, worker.timers.timer(), Rc::clone(stage.interim()), Rc::clone(stage.waits()));
-    peer.body_timeout = Rc::clone(stage.body_limit());
+    let mut peer =
+        Peer::new(origin, worker.timers.new_timer(), Rc::clone(stage.informational()), Rc::clone(stage.is_delayed()));
+    peer.body_timeout = Rc::clone(stage.body_timeout());
     let peer = Rc::new(peer);
     let mut door = Http1Service { worker: Rc::clone(&worker), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
     let mut guard = Http1Io::new(wire, Rc::clone(&stage), Rc::clone(&worker), Rc::clone(&peer));
     loop {
-        match rest(&guard, &stage, &drain_guard).await {
-            Rest::Over => {}
-            Rest::Late => break,
-            Rest::Drained => break leave(guard, Bytes::new(), &stage, &peer).await,
+        match wait_for_request(&guard, &stage, &drain_guard).await {
+            IdleEnd::Readable => {}
+            IdleEnd::Late => break,
+            IdleEnd::Drained => break finish(guard, Bytes::new(), &stage, &peer).await,
         }
-        let mut connection = shape.connection(guard, door);
-        match attend(&mut connection, &stage, &drain_guard).await {
-            Ok(End::Tired) => {
+        let mut connection = shape.new_connection(guard, door);
+        match drive_hyper(&mut connection, &stage, &drain_guard).await {
+            Ok(DriveEnd::Idle) => {
                 let parts = connection.into_parts();
                 (guard, door) = (parts.io.into_inner(), parts.service);
                 peer.repeat_refusal.take();
                 // What is no request may have come, as an empty line.
                 if !parts.read_buf.is_empty() {
-                    guard.put_back(parts.read_buf);
+                    guard.unread(parts.read_buf);
                 }
             }
-            Ok(End::Done) => {
+            Ok(DriveEnd::Finished) => {
                 let leaving = {
                     let parts = connection.into_parts();
-                    leave(parts.io.into_inner(), parts.read_buf, &stage, &peer)
+                    finish(parts.io.into_inner(), parts.read_buf, &stage, &peer)
                 };
                 break leaving.await;
             }
-            Ok(End::Late) => {
+            Ok(DriveEnd::Late) => {
                 let mut guard = connection.into_parts().io.into_inner();
-                match stage.lateness() {
-                    Some(fault @ RequestError::HeadTimeout) => guard.refuse(&fault),
+                match stage.timeout_error() {
+                    Some(fault @ RequestError::HeadTimeout) => guard.send_error(&fault),
                     Some(fault) => {
                         worker.metrics.request_error(fault.kind());
                         if fault == RequestError::Stalled {
-                            guard.abandon();
+                            guard.reset();
                         }
                     }
                     None => {}
@@ -92,8 +93,8 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
                 tracing::debug!(%address, %error, "a client connection broke off");
                 if error.is_parse() {
                     let mut guard = connection.into_parts().io.into_inner();
-                    guard.refuse(&RequestError::Malformed);
-                    leave(guard, Bytes::new(), &stage, &peer).await;
+                    guard.send_error(&RequestError::Malformed);
+                    finish(guard, Bytes::new(), &stage, &peer).await;
                 }
                 break;
             }
@@ -105,13 +106,13 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
 type Connection = Box<http1::Connection<TokioIo<Http1Io>, Http1Service>>;
 
 /// How large a head may be.
-struct Shape {
+struct ParserLimits {
     fields: usize,
     head_bytes: usize,
 }
 
-impl Shape {
-    fn connection(&self, guard: Http1Io, door: Http1Service) -> Connection {
+impl ParserLimits {
+    fn new_connection(&self, guard: Http1Io, door: Http1Service) -> Connection {
         let mut builder = http1::Builder::new();
         if self.fields != USUAL_FIELDS {
             builder.max_headers(self.fields);
@@ -129,22 +130,22 @@ impl Shape {
 }
 
 /// How a wait for a request ends.
-enum Rest {
+enum IdleEnd {
     /// There is something to read.
-    Over,
+    Readable,
     Late,
     Drained,
 }
 
 /// Waits until something comes.
-async fn rest(guard: &Http1Io, stage: &ConnectionState, drain_guard: &DrainGuard) -> Rest {
+async fn wait_for_request(guard: &Http1Io, stage: &ConnectionState, drain_guard: &DrainGuard) -> IdleEnd {
     poll_fn(|cx| {
         if guard.poll_readable(cx).is_ready() {
-            Poll::Ready(Rest::Over)
-        } else if drain_guard.poll_released(cx) {
-            Poll::Ready(Rest::Drained)
-        } else if stage.poll_late(cx) {
-            Poll::Ready(Rest::Late)
+            Poll::Ready(IdleEnd::Readable)
+        } else if drain_guard.poll_closing_idle(cx) {
+            Poll::Ready(IdleEnd::Drained)
+        } else if stage.poll_timed_out(cx) {
+            Poll::Ready(IdleEnd::Late)
         } else {
             Poll::Pending
         }
@@ -153,32 +154,32 @@ async fn rest(guard: &Http1Io, stage: &ConnectionState, drain_guard: &DrainGuard
 }
 
 /// How hyper's part in a connection ends.
-enum End {
+enum DriveEnd {
     /// No other request comes for a while.
-    Tired,
+    Idle,
     /// There will be no other request.
-    Done,
+    Finished,
     Late,
 }
 
 /// Lets hyper answer requests.
-async fn attend(
+async fn drive_hyper(
     connection: &mut Connection,
-    stage: &ConnectionState,
+    state: &ConnectionState,
     drain_guard: &DrainGuard,
-) -> Result<End, hyper::Error> {
+) -> Result<DriveEnd, hyper::Error> {
     let mut told = false;
     poll_fn(|cx| {
-        let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| End::Done);
-        if poll.is_pending() && stage.poll_late(cx) {
-            return Poll::Ready(Ok(End::Late));
+        let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| DriveEnd::Finished);
+        if poll.is_pending() && state.poll_timed_out(cx) {
+            return Poll::Ready(Ok(DriveEnd::Late));
         }
-        if poll.is_pending() && !told && (stage.is_tired() || drain_guard.poll_released(cx) && stage.is_untouched()) {
+        if poll.is_pending() && !told && (state.take_idled() || drain_guard.poll_closing_idle(cx) && state.is_idle()) {
             // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
             // closes the connection after that.
             told = true;
             Pin::new(&mut **connection).graceful_shutdown();
-            poll = connection.poll_without_shutdown(cx).map_ok(|()| End::Tired);
+            poll = connection.poll_without_shutdown(cx).map_ok(|()| DriveEnd::Idle);
         }
         poll
     })
@@ -187,7 +188,7 @@ async fn attend(
 
 /// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
 /// request has no room for it.
-fn leave<'a>(
+fn finish<'a>(
     mut guard: Http1Io,
     early: Bytes,
     stage: &'a ConnectionState,
@@ -197,12 +198,12 @@ fn leave<'a>(
         let Some(passage) = peer.tunnel.take() else {
             // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
             let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
-                Poll::Pending if !stage.poll_late(cx) => Poll::Pending,
+                Poll::Pending if !stage.poll_timed_out(cx) => Poll::Pending,
                 _ => Poll::Ready(()),
             });
             return closed.await;
         };
-        guard.step_aside();
+        guard.pass_through();
         passage.run(guard, early, &peer.timer).await;
     })
 }
@@ -217,39 +218,44 @@ struct Http1Service {
 impl Service<Request<Incoming>> for Http1Service {
     type Response = Response<TrackedBody>;
     type Error = Infallible;
-    type Future = Answering;
+    type Future = Http1ResponseFuture;
 
-    fn call(&self, request: Request<Incoming>) -> Answering {
-        self.peer.repeats_previous.set(self.stage.repeats());
-        self.stage.begin(request.body().size_hint().exact());
+    fn call(&self, request: Request<Incoming>) -> Http1ResponseFuture {
+        self.peer.repeats_previous.set(self.stage.repeats_previous());
+        self.stage.begin_request(request.body().size_hint().exact());
         // What only the bytes tell.
         let fields = request.headers().len();
         let is_head = request.method() == Method::HEAD;
-        let doubts = |marks: SpecialFields| self.stage.doubt(marks, fields);
+        let doubts = |marks: SpecialFields| self.stage.find_framing_error(marks, fields);
         let passing = ResponseFuture::start(|| handle(&self.worker, &self.peer, request, doubts));
-        Answering { passing, is_head, stage: Rc::clone(&self.stage), worker: Rc::clone(&self.worker) }
+        Http1ResponseFuture {
+            response: passing,
+            is_head,
+            stage: Rc::clone(&self.stage),
+            worker: Rc::clone(&self.worker),
+        }
     }
 }
 
 /// An answer that is there, or under way.
-struct Answering {
-    passing: ResponseFuture,
+struct Http1ResponseFuture {
+    response: ResponseFuture,
     is_head: bool,
     stage: Rc<ConnectionState>,
     worker: Rc<WorkerState>,
 }
 
-impl Future for Answering {
+impl Future for Http1ResponseFuture {
     type Output = Result<Response<TrackedBody>, Infallible>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let mut answer = ready!(this.passing.poll_response(cx));
+        let mut answer = ready!(this.response.poll_response(cx));
         if this.is_head {
             response::strip_body(&mut answer);
         }
         let stage = Rc::clone(&this.stage);
-        stage.moved();
+        stage.record_progress();
         let mut answer = answer.map(|body| TrackedBody { body, stage });
         if !answer.headers().keys().any(|name| *name == DATE) {
             answer.headers_mut().insert(DATE, this.worker.date());
@@ -276,8 +282,8 @@ impl HttpBody for TrackedBody {
         let this = self.get_mut();
         let frame = Pin::new(&mut this.body).poll_frame(cx);
         match frame {
-            Poll::Ready(_) => this.stage.moved(),
-            Poll::Pending => this.stage.awaits_piece(),
+            Poll::Ready(_) => this.stage.record_progress(),
+            Poll::Pending => this.stage.await_body(),
         }
         frame
     }
@@ -293,6 +299,6 @@ impl HttpBody for TrackedBody {
 
 impl Drop for TrackedBody {
     fn drop(&mut self) {
-        self.stage.end();
+        self.stage.finish_response();
     }
 }

@@ -18,7 +18,7 @@ use tokio::time::Sleep;
 use crate::downstream::http1::connection_state::ConnectionState;
 use crate::http::error::RequestError;
 use crate::http::responses;
-use crate::io_stream::{Ending, Wire};
+use crate::io_stream::{CloseWatcher, IoStream};
 use crate::proxy::peer::Peer;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
@@ -33,42 +33,42 @@ const LINGER_STEPS: u32 = 30;
 const QUIET_STEPS: u32 = 5;
 
 pub struct Http1Io {
-    stream: Wire,
-    stage: Rc<ConnectionState>,
+    stream: IoStream,
+    state: Rc<ConnectionState>,
     worker: Rc<WorkerState>,
     peer: Rc<Peer>,
     /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
-    ahead: Bytes,
-    replaced: bool,
+    queued: Bytes,
+    has_replaced_response: bool,
     /// An answer of this file's own is under way.
-    owing: bool,
-    lingering: Option<Lingering>,
-    shut: bool,
-    at_end: bool,
+    is_sending_refusal: bool,
+    lingering: Option<LingerState>,
+    is_shut_down: bool,
+    is_read_closed: bool,
     /// Bytes of a next request are known to wait, behind which nothing can be seen.
-    ahead_of_turn: bool,
+    has_pipelined_bytes: bool,
     /// Under TLS a client says goodbye with such bytes, before it closes the connection.
-    ending: Option<Ending>,
+    close_watcher: Option<CloseWatcher>,
     /// What passes is no HTTP any more.
-    aside: bool,
+    is_passthrough: bool,
 }
 
 impl Http1Io {
-    pub fn new(stream: Wire, stage: Rc<ConnectionState>, worker: Rc<WorkerState>, peer: Rc<Peer>) -> Http1Io {
+    pub fn new(stream: IoStream, stage: Rc<ConnectionState>, worker: Rc<WorkerState>, peer: Rc<Peer>) -> Http1Io {
         Http1Io {
             stream,
-            stage,
+            state: stage,
             worker,
             peer,
-            ahead: Bytes::new(),
-            replaced: false,
-            owing: false,
+            queued: Bytes::new(),
+            has_replaced_response: false,
+            is_sending_refusal: false,
             lingering: None,
-            shut: false,
-            at_end: false,
-            ahead_of_turn: false,
-            ending: None,
-            aside: false,
+            is_shut_down: false,
+            is_read_closed: false,
+            has_pipelined_bytes: false,
+            close_watcher: None,
+            is_passthrough: false,
         }
     }
 
@@ -78,19 +78,19 @@ impl Http1Io {
     }
 
     /// Takes back bytes that were read from it, to be read again.
-    pub fn put_back(&mut self, early: Bytes) {
-        self.stage.forget_received();
-        self.stream.put_back(early);
+    pub fn unread(&mut self, early: Bytes) {
+        self.state.forget_received();
+        self.stream.unread(early);
     }
 
     /// Leaves everything as it is from now on.
-    pub fn step_aside(&mut self) {
-        self.aside = true;
+    pub fn pass_through(&mut self) {
+        self.is_passthrough = true;
     }
 
     /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
-    fn replaces(&mut self, start: &[u8]) -> bool {
-        if !self.stage.is_quiet() || self.replaced || self.aside {
+    fn replace_parser_response(&mut self, start: &[u8]) -> bool {
+        if !self.state.has_no_pending_response() || self.has_replaced_response || self.is_passthrough {
             return false;
         }
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
@@ -98,64 +98,64 @@ impl Http1Io {
         if let Some(status) = status {
             let mut fault = responses::fault_of_parser(status);
             let head_bytes = || self.worker.config().compiled.config.limits.request_head;
-            if fault == RequestError::HeadTooLarge && self.stage.has_long_target(head_bytes()) {
+            if fault == RequestError::HeadTooLarge && self.state.has_long_target(head_bytes()) {
                 fault = RequestError::TargetTooLong;
             }
-            self.ahead = responses::written(&responses::fault(&fault));
+            self.queued = responses::written(&responses::fault(&fault));
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, &fault);
-            self.replaced = true;
+            self.has_replaced_response = true;
         }
         status.is_some()
     }
 
     /// Answers a head that is no request, or is late, where hyper does not. The buffer of a socket on which nothing is under
     /// way has room for the answer.
-    pub fn refuse(&mut self, fault: &RequestError) {
-        if self.stage.is_quiet() && !self.replaced && !self.at_end {
+    pub fn send_error(&mut self, fault: &RequestError) {
+        if self.state.has_no_pending_response() && !self.has_replaced_response && !self.is_read_closed {
             request_record::record_rejected_head(&self.worker, self.peer.connection.address, fault);
-            self.stream.send_at_once(&responses::written(&responses::fault(fault)));
+            self.stream.try_send(&responses::written(&responses::fault(fault)));
         }
     }
 
     /// Answers what has just come, if that is a request that is refused as the one before.
-    fn refuses_again(&mut self) -> bool {
+    fn refuse_repeated(&mut self) -> bool {
         let mut again = self.peer.repeat_refusal.borrow_mut();
         let Some(known) = &*again else { return false };
         // The last answer of a connection says so, and hyper sees to it.
-        let may_be = self.stage.repeats() && !self.stage.is_last();
+        let may_be = self.state.repeats_previous() && !self.state.is_last();
         let Some(answer) = may_be.then(|| known.refuse(&self.worker)).flatten() else {
             // It would keep the configuration of its time.
             *again = None;
             return false;
         };
-        self.stage.begin(Some(0));
-        self.stage.moved();
-        self.stage.end();
-        (self.ahead, self.owing) = (answer, true);
+        self.state.begin_request(Some(0));
+        self.state.record_progress();
+        self.state.finish_response();
+        (self.queued, self.is_sending_refusal) = (answer, true);
         true
     }
 
     /// Sends what is left of an answer to a request that was refused again.
-    fn poll_owed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_ahead(cx))?;
+    fn poll_send_refusal(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_send_queued(cx))?;
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
-        self.stage.flushed();
-        self.owing = false;
+        self.state.response_flushed();
+        self.is_sending_refusal = false;
         Poll::Ready(Ok(()))
     }
 
-    fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.ahead.is_empty()
-            && let Some(hints) = self.stage.interim().take()
+    fn poll_send_queued(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.queued.is_empty()
+            && let Some(hints) = self.state.informational().take()
         {
-            self.ahead = hints;
+            self.queued = hints;
         }
-        while !self.ahead.is_empty() {
-            let sent = Pin::new(&mut self.stream).poll_write(cx, &self.ahead);
-            self.stage.sent(&sent);
+        while !self.queued.is_empty() {
+            let sent = Pin::new(&mut self.stream).poll_write(cx, &self.queued);
+            self.state.record_sent(&sent);
             match ready!(sent)? {
                 0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                bytes => self.ahead.advance(bytes),
+                bytes => self.queued.advance(bytes),
             }
         }
         Poll::Ready(Ok(()))
@@ -163,33 +163,33 @@ impl Http1Io {
 
     /// Notices a client that goes away while its answer is made; wakes the task when it does. hyper
     /// would read to find out, into a buffer that it has to allocate for that.
-    fn poll_hung_up(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.ahead_of_turn {
+    fn poll_client_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.has_pipelined_bytes {
             // Behind what it has sent, its end can not be read. A request that waits is looked after now and
             // then, so that nobody holds a place who is gone.
-            let gone = match &self.ending {
-                Some(ending) => ending.poll_ended(&self.stream, cx).is_ready(),
-                None => self.stage.waits().get() && self.stream.has_hung_up(),
+            let gone = match &self.close_watcher {
+                Some(ending) => ending.poll_closed(&self.stream, cx).is_ready(),
+                None => self.state.is_delayed().get() && self.stream.is_closed_by_peer(),
             };
             return if gone { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
         }
-        if ready!(self.stream.poll_waiting(cx))? {
-            self.ahead_of_turn = true;
-            self.ending = self.stream.ending();
-            return if self.ending.is_some() { self.poll_hung_up(cx) } else { Poll::Pending };
+        if ready!(self.stream.poll_has_data(cx))? {
+            self.has_pipelined_bytes = true;
+            self.close_watcher = self.stream.close_watcher();
+            return if self.close_watcher.is_some() { self.poll_client_closed(cx) } else { Poll::Pending };
         }
-        self.at_end = true;
+        self.is_read_closed = true;
         Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()))
     }
 
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let lingering = self.lingering.get_or_insert_with(Lingering::new);
+        let lingering = self.lingering.get_or_insert_with(LingerState::new);
         let mut scratch = [0; 4096];
-        while !self.at_end && lingering.read < LINGER_BYTES && !lingering.is_over(cx) {
+        while !self.is_read_closed && lingering.read < LINGER_BYTES && !lingering.is_expired(cx) {
             let mut buffer = ReadBuf::new(&mut scratch);
             match ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer)) {
                 Ok(()) if !buffer.filled().is_empty() => lingering.read += buffer.filled().len(),
-                Ok(()) | Err(_) => self.at_end = true,
+                Ok(()) | Err(_) => self.is_read_closed = true,
             }
         }
         Poll::Ready(())
@@ -197,38 +197,38 @@ impl Http1Io {
 
     /// Closes the connection at once, with whatever waits to be sent. The kernel would keep all of that for as long as the
     /// client asks for a byte of it now and then.
-    pub fn abandon(self) {
-        self.stream.reset_at_end();
+    pub fn reset(self) {
+        self.stream.reset_on_close();
     }
 }
 
 /// What a closing connection still reads.
-struct Lingering {
-    step: Pin<Box<Sleep>>,
+struct LingerState {
+    timer: Pin<Box<Sleep>>,
     /// How many steps are over, and how many of them in a row were without a byte.
     steps: u32,
-    quiet: u32,
+    quiet_steps: u32,
     /// Bytes read, now and at the end of the last step.
     read: usize,
-    before: usize,
+    read_before: usize,
 }
 
-impl Lingering {
-    fn new() -> Lingering {
-        Lingering { step: Box::pin(tokio::time::sleep(LINGER)), steps: 0, quiet: 0, read: 0, before: 0 }
+impl LingerState {
+    fn new() -> LingerState {
+        LingerState { timer: Box::pin(tokio::time::sleep(LINGER)), steps: 0, quiet_steps: 0, read: 0, read_before: 0 }
     }
 
     /// Whether it took too long; wakes the task at the end of each step.
-    fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
-        while self.step.as_mut().poll(cx).is_ready() {
+    fn is_expired(&mut self, cx: &mut Context<'_>) -> bool {
+        while self.timer.as_mut().poll(cx).is_ready() {
             self.steps += 1;
-            self.quiet = if self.read == self.before { self.quiet + 1 } else { 0 };
-            self.before = self.read;
-            if self.read == 0 || self.quiet >= QUIET_STEPS || self.steps >= LINGER_STEPS {
+            self.quiet_steps = if self.read == self.read_before { self.quiet_steps + 1 } else { 0 };
+            self.read_before = self.read;
+            if self.read == 0 || self.quiet_steps >= QUIET_STEPS || self.steps >= LINGER_STEPS {
                 return true;
             }
-            let next = self.step.deadline() + LINGER;
-            self.step.as_mut().reset(next);
+            let next = self.timer.deadline() + LINGER;
+            self.timer.as_mut().reset(next);
         }
         false
     }
@@ -237,22 +237,22 @@ impl Lingering {
 impl AsyncRead for Http1Io {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        if this.aside {
+        if this.is_passthrough {
             return Pin::new(&mut this.stream).poll_read(cx, buffer);
         }
         let before = buffer.filled().len();
         loop {
-            if this.owing {
-                ready!(this.poll_owed(cx))?;
+            if this.is_sending_refusal {
+                ready!(this.poll_send_refusal(cx))?;
             }
             let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
             let came = buffer.filled().len() > before;
-            this.at_end |= !came;
-            this.ahead_of_turn = false;
-            this.ending = None;
+            this.is_read_closed |= !came;
+            this.has_pipelined_bytes = false;
+            this.close_watcher = None;
             if came {
-                this.stage.receive(&buffer.filled()[before..])?;
-                if this.refuses_again() {
+                this.state.receive(&buffer.filled()[before..])?;
+                if this.refuse_repeated() {
                     buffer.set_filled(before);
                     continue;
                 }
@@ -265,12 +265,12 @@ impl AsyncRead for Http1Io {
 impl AsyncWrite for Http1Io {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if this.replaces(bytes) {
+        if this.replace_parser_response(bytes) {
             return Poll::Ready(Ok(bytes.len()));
         }
-        ready!(this.poll_ahead(cx))?;
+        ready!(this.poll_send_queued(cx))?;
         let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
-        this.stage.sent(&sent);
+        this.state.record_sent(&sent);
         sent
     }
 
@@ -280,12 +280,12 @@ impl AsyncWrite for Http1Io {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        if slices.first().is_some_and(|first| this.replaces(first)) {
+        if slices.first().is_some_and(|first| this.replace_parser_response(first)) {
             return Poll::Ready(Ok(slices.iter().map(|slice| slice.len()).sum()));
         }
-        ready!(this.poll_ahead(cx))?;
+        ready!(this.poll_send_queued(cx))?;
         let sent = Pin::new(&mut this.stream).poll_write_vectored(cx, slices);
-        this.stage.sent(&sent);
+        this.state.record_sent(&sent);
         sent
     }
 
@@ -295,17 +295,17 @@ impl AsyncWrite for Http1Io {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        ready!(this.poll_ahead(cx))?;
+        ready!(this.poll_send_queued(cx))?;
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
-        if this.aside {
+        if this.is_passthrough {
             return Poll::Ready(Ok(()));
         }
-        if !this.stage.busy.get() {
-            this.stage.flushed();
+        if !this.state.busy.get() {
+            this.state.response_flushed();
             return Poll::Ready(Ok(()));
         }
-        this.stage.caught_up();
-        if let Poll::Ready(gone) = this.poll_hung_up(cx) {
+        this.state.record_caught_up();
+        if let Poll::Ready(gone) = this.poll_client_closed(cx) {
             return Poll::Ready(gone);
         }
         Poll::Ready(Ok(()))
@@ -313,14 +313,14 @@ impl AsyncWrite for Http1Io {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        this.stage.closing.set(true);
-        if !this.shut {
-            ready!(this.poll_ahead(cx))?;
+        this.state.closing.set(true);
+        if !this.is_shut_down {
+            ready!(this.poll_send_queued(cx))?;
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
-            this.shut = true;
-            this.stage.depart();
+            this.is_shut_down = true;
+            this.state.disarm();
         }
-        if this.aside {
+        if this.is_passthrough {
             return Poll::Ready(Ok(()));
         }
         ready!(this.poll_linger(cx));

@@ -15,41 +15,41 @@ use crate::proxy::peer::Peer;
 use crate::proxy::response::ResponseBody;
 
 /// A body, and where it goes.
-pub struct Outflow {
+pub struct BodySender {
     body: ResponseBody,
-    sending: SendStream<Bytes>,
+    stream: SendStream<Bytes>,
     /// A piece that waits for the window, and whether it is the last.
-    held: Option<(Bytes, bool)>,
+    pending: Option<(Bytes, bool)>,
 }
 
-impl Outflow {
-    pub fn new(body: ResponseBody, sending: SendStream<Bytes>) -> Outflow {
-        Outflow { body, sending, held: None }
+impl BodySender {
+    pub fn new(body: ResponseBody, sending: SendStream<Bytes>) -> BodySender {
+        BodySender { body, stream: sending, pending: None }
     }
 
     /// Ready when all has been sent, or nothing more can be. While it moves, the timer of `peer` is put off.
     pub fn poll(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<()> {
-        match self.poll_sent(peer, cx) {
+        match self.poll_send(peer, cx) {
             // A client that resets the stream is to be heard, whatever is waited for.
-            Poll::Pending => self.sending.poll_reset(cx).map(drop),
+            Poll::Pending => self.stream.poll_reset(cx).map(drop),
             Poll::Ready(_) => Poll::Ready(()),
         }
     }
 
     /// An error: the stream is gone.
-    fn poll_sent(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
+    fn poll_send(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
-            if let Some((piece, is_last)) = &self.held {
+            if let Some((piece, is_last)) = &self.pending {
                 let is_last = *is_last;
                 // An empty one, with which many servers end their streams, needs no window, and is never given any.
-                while !piece.is_empty() && self.sending.capacity() == 0 {
-                    match ready!(self.sending.poll_capacity(cx)) {
+                while !piece.is_empty() && self.stream.capacity() == 0 {
+                    match ready!(self.stream.poll_capacity(cx)) {
                         Some(capacity) => capacity?,
                         None => return Poll::Ready(Ok(())),
                     };
                 }
-                let piece = self.held.take().map(|(piece, _)| piece).unwrap_or_default();
-                self.sending.send_data(piece, is_last)?;
+                let piece = self.pending.take().map(|(piece, _)| piece).unwrap_or_default();
+                self.stream.send_data(piece, is_last)?;
                 if is_last {
                     return Poll::Ready(Ok(()));
                 }
@@ -57,10 +57,10 @@ impl Outflow {
             let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
             peer.timer.arm(peer.body_timeout.get());
             let frame = match frame {
-                None => return Poll::Ready(self.sending.send_data(Bytes::new(), true)),
+                None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
                 Some(Ok(frame)) => frame,
                 Some(Err(error)) => {
-                    self.sending.send_reset(reason_of(&error));
+                    self.stream.send_reset(reset_reason(&error));
                     return Poll::Ready(Ok(()));
                 }
             };
@@ -69,14 +69,14 @@ impl Outflow {
                 Ok(piece) => {
                     let is_last = self.body.is_end_stream();
                     // No more than there is something for: it is taken from the other streams. h2 asks for the rest.
-                    self.sending.reserve_capacity(usize::from(!piece.is_empty()));
-                    self.held = Some((piece, is_last));
+                    self.stream.reserve_capacity(usize::from(!piece.is_empty()));
+                    self.pending = Some((piece, is_last));
                 }
                 Err(frame) => {
                     let Ok(mut trailers) = frame.into_trailers() else { continue };
                     headers::forward_response_trailers(&mut trailers);
-                    self.sending.reserve_capacity(0);
-                    return Poll::Ready(self.sending.send_trailers(trailers));
+                    self.stream.reserve_capacity(0);
+                    return Poll::Ready(self.stream.send_trailers(trailers));
                 }
             }
         }
@@ -85,11 +85,11 @@ impl Outflow {
 
 /// What the client is told of a body that broke off: as the upstream's stream did, if it was one. That the one who asked was wrong
 /// is about the gateway; the client was not.
-fn reason_of(error: &(dyn Error + 'static)) -> Reason {
+fn reset_reason(error: &(dyn Error + 'static)) -> Reason {
     let mut error = Some(error);
     while let Some(what) = error {
         if let Some(reason) = what.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
-            return if flood_guard::is_blaming(reason.into()) { Reason::INTERNAL_ERROR } else { reason };
+            return if flood_guard::blames_client(reason.into()) { Reason::INTERNAL_ERROR } else { reason };
         }
         error = what.source();
     }

@@ -15,11 +15,11 @@ use crate::config::Config;
 use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
-use crate::downstream::http2::keepalive::Pulse;
-use crate::downstream::http2::monitor::{Late, Limits, Monitor, MonitoredIo};
+use crate::downstream::http2::keepalive::Keepalive;
+use crate::downstream::http2::monitor::{Limits, Monitor, MonitoredIo, TimeoutAction};
 use crate::downstream::http2::stream::Streams;
 use crate::http::error::RequestError;
-use crate::io_stream::Wire;
+use crate::io_stream::IoStream;
 use crate::proxy::peer::ConnectionInfo;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
@@ -41,58 +41,58 @@ fn limits(config: &Config) -> Limits {
     let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
     let least = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
     let request = hpack::Limits { fields: config.limits.request_fields, bytes: config.limits.request_head };
-    Limits { head: timeouts.request_head, idle, body: timeouts.body, least, request }
+    Limits { head: timeouts.request_head, idle, body: timeouts.body, min_body_bytes: least, request }
 }
 
 /// A connection that speaks, or is about to.
-enum Talk {
-    Greeting(Handshake<MonitoredIo, Bytes>),
-    Open(Connection<MonitoredIo, Bytes>, Option<Pulse>),
+enum H2State {
+    Handshaking(Handshake<MonitoredIo, Bytes>),
+    Open(Connection<MonitoredIo, Bytes>, Option<Keepalive>),
 }
 
 /// A connection and all that happens on it.
-struct Serving {
-    talk: Talk,
+struct ServerConnection {
+    h2: H2State,
     streams: Streams,
-    session: Rc<Monitor>,
+    monitor: Rc<Monitor>,
     /// What asks a client that says nothing whether it is there; `None` where nothing does.
-    pulse: Option<(Duration, Rc<Timer>)>,
+    keepalive: Option<(Duration, Rc<Timer>)>,
     /// The client has been told that the connection ends, or will be when it is open.
-    is_leaving: bool,
+    is_shutting_down: bool,
     /// The client did not answer a PING.
-    is_lost: bool,
+    is_peer_lost: bool,
 }
 
-impl Serving {
+impl ServerConnection {
     /// Takes what requests there are, and answers those that can be answered at once; ready at the connection's end.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
-            match &mut self.talk {
-                Talk::Greeting(handshake) => {
+            match &mut self.h2 {
+                H2State::Handshaking(handshake) => {
                     let mut connection = ready!(Pin::new(handshake).poll(cx))?;
-                    if self.is_leaving {
+                    if self.is_shutting_down {
                         connection.graceful_shutdown();
                     }
-                    let pings = self.pulse.take().zip(connection.ping_pong());
-                    let pulse = pings.map(|((every, timer), pings)| Pulse::new(pings, &self.session, every, timer));
-                    self.talk = Talk::Open(connection, pulse);
+                    let pings = self.keepalive.take().zip(connection.ping_pong());
+                    let pulse = pings.map(|((every, timer), pings)| Keepalive::new(pings, &self.monitor, every, timer));
+                    self.h2 = H2State::Open(connection, pulse);
                 }
-                Talk::Open(connection, pulse) => {
+                H2State::Open(connection, pulse) => {
                     if let Some(pulse) = pulse
-                        && pulse.poll_lost(cx).is_ready()
+                        && pulse.poll_peer_lost(cx).is_ready()
                     {
-                        self.is_lost = true;
+                        self.is_peer_lost = true;
                         connection.abrupt_shutdown(Reason::NO_ERROR);
                     }
                     let accepted = connection.poll_accept(cx);
-                    self.streams.record_refused();
+                    self.streams.record_rejected_by_h2();
                     match accepted {
                         Poll::Ready(Some(request)) => {
                             let (request, respond) = request?;
-                            self.streams.take(request, respond);
+                            self.streams.accept(request, respond);
                         }
                         Poll::Ready(None) => return Poll::Ready(Ok(())),
-                        Poll::Pending if self.streams.hand_over() => {}
+                        Poll::Pending if self.streams.send_ready_responses() => {}
                         Poll::Pending => return Poll::Pending,
                     }
                 }
@@ -101,16 +101,16 @@ impl Serving {
     }
 
     /// Tells the client that no more requests are taken.
-    fn leave(&mut self) {
-        self.is_leaving = true;
-        if let Talk::Open(connection, _) = &mut self.talk {
+    fn begin_shutdown(&mut self) {
+        self.is_shutting_down = true;
+        if let H2State::Open(connection, _) = &mut self.h2 {
             connection.graceful_shutdown();
         }
     }
 }
 
 /// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
-pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
+pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
     let address = origin.address;
     let view = worker.config();
     let config = &view.compiled.config;
@@ -124,14 +124,14 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
         block_bytes,
     };
     let session = Monitor::new(&worker.timers, limits(config), budget);
-    let handshake = builder(config).handshake(MonitoredIo::new(wire, Rc::clone(&session)));
-    let mut serving = Serving {
-        talk: Talk::Greeting(handshake),
+    let handshake = h2_builder(config).handshake(MonitoredIo::new(wire, Rc::clone(&session)));
+    let mut serving = ServerConnection {
+        h2: H2State::Handshaking(handshake),
         streams: Streams::new(Rc::clone(&worker), origin, Rc::clone(&session)),
-        session: Rc::clone(&session),
-        pulse: http2.ping.map(|every| (every, worker.timers.timer())),
-        is_leaving: false,
-        is_lost: false,
+        monitor: Rc::clone(&session),
+        keepalive: http2.ping.map(|every| (every, worker.timers.new_timer())),
+        is_shutting_down: false,
+        is_peer_lost: false,
     };
     // The configuration may change while the connection lasts.
     drop(view);
@@ -146,10 +146,10 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
             if !told && drain_guard.poll_begun(cx) {
                 told = true;
             } else {
-                match session.poll_late(cx) {
+                match session.poll_timed_out(cx) {
                     None => return Poll::Pending,
-                    Some(Late::Leave) => told = true,
-                    Some(Late::Close { in_head }) => {
+                    Some(TimeoutAction::Shutdown) => told = true,
+                    Some(TimeoutAction::Close { in_head }) => {
                         if in_head {
                             request_record::record_rejected_head(&worker, address, &RequestError::HeadTimeout);
                         }
@@ -157,8 +157,8 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
                     }
                 }
             }
-            session.is_ending();
-            serving.leave();
+            session.begin_shutdown();
+            serving.begin_shutdown();
         }
     });
     if let Err(error) = ended.await {
@@ -167,14 +167,14 @@ pub async fn serve(wire: Wire, origin: Rc<ConnectionInfo>, worker: Rc<WorkerStat
     if let Some(abuse) = session.abuse() {
         worker.metrics.http2_abuse(abuse.name());
         tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
-    } else if session.is_broken() && !serving.is_lost {
+    } else if session.is_broken() && !serving.is_peer_lost {
         // h2 says farewell to one that does not answer a PING all the same.
         worker.metrics.http2_abuse("protocol_error");
     }
 }
 
 /// What h2 is told of a connection.
-fn builder(config: &Config) -> Builder {
+fn h2_builder(config: &Config) -> Builder {
     let streams = config.http2.max_concurrent_streams;
     let mut builder = Builder::new();
     if config.routes.iter().any(|route| route.websocket) {

@@ -4,132 +4,132 @@
 //! A block of fields is held until it is complete, and scanned (`hpack`). An empty DATA frame becomes one that is ignored: h2 bears with a
 //! hundred of them in the life of a connection, and `conduct` counts them by the second. This file knows no socket.
 
-use crate::downstream::http2::frame_header::{Frame, HEAD_BYTES, PREFACE};
-use crate::downstream::http2::hpack::{Flaw, Limits, MALFORMED, Scanned, Scanner};
+use crate::downstream::http2::frame_header::{FRAME_HEADER_BYTES, FrameHeader, PREFACE};
+use crate::downstream::http2::hpack::{BlockError, HpackScanner, Limits, MALFORMED, ScanResult};
 
 /// A frame type that is not defined; receivers ignore it (RFC 9113, section 4.1).
 const UNKNOWN: u8 = 0xff;
 /// The largest payload that h2 takes in one frame.
 const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
 /// HEADERS on stream 0: an error of the connection.
-const BROKEN: [u8; HEAD_BYTES] = [0, 0, 0, Frame::HEADERS, 4, 0, 0, 0, 0];
+const INVALID_FRAME: [u8; FRAME_HEADER_BYTES] = [0, 0, 0, FrameHeader::HEADERS, 4, 0, 0, 0, 0];
 
 /// A block of fields that has come.
 #[derive(Clone, Copy, Debug)]
-pub struct Block {
+pub struct HeaderBlock {
     pub stream: u32,
     /// It opens the stream; otherwise it is trailers.
     pub is_head: bool,
     /// Of its fields, as the limits count.
     pub bytes: usize,
-    pub flaw: Option<Flaw>,
+    pub error: Option<BlockError>,
 }
 
 /// Observes the header blocks that pass, and bounds them.
-pub trait Watch {
+pub trait BlockObserver {
     /// How many bytes of fields a head may have that comes now.
-    fn room(&self) -> usize;
-    fn block(&self, block: Block);
+    fn max_head_bytes(&self) -> usize;
+    fn record_block(&self, block: HeaderBlock);
 }
 
 #[derive(Debug)]
-pub struct Input {
-    scanner: Scanner,
+pub struct HeaderScanner {
+    scanner: HpackScanner,
     /// The beginning of a frame's head, or of a block.
-    held: Vec<u8>,
+    partial: Vec<u8>,
     /// So much of it is whole frames.
-    whole: usize,
+    complete_bytes: usize,
     /// What goes to h2 before anything else is read; so much of it has gone.
-    ready: Vec<u8>,
-    given: usize,
+    output: Vec<u8>,
+    output_taken: usize,
     /// Bytes that pass before the next frame.
     skip: usize,
     /// There was a connection error, which was passed on to h2. Nothing behind it passes: h2 takes some such errors for those
     /// of a stream, and does not read the fields then.
-    is_over: bool,
+    is_failed: bool,
     last_stream: u32,
 }
 
 /// Where a block ends.
-enum End {
+enum BlockEnd {
     /// More has to come; so much of what is there is whole frames.
-    Later(usize),
+    Incomplete(usize),
     At(usize),
     /// Another frame comes in between, or none has a place for padding.
-    Never,
+    Invalid,
 }
 
-impl Input {
-    pub fn new(limits: Limits) -> Input {
-        Input {
-            scanner: Scanner::new(limits),
-            held: Vec::new(),
-            whole: 0,
-            ready: Vec::new(),
-            given: 0,
+impl HeaderScanner {
+    pub fn new(limits: Limits) -> HeaderScanner {
+        HeaderScanner {
+            scanner: HpackScanner::new(limits),
+            partial: Vec::new(),
+            complete_bytes: 0,
+            output: Vec::new(),
+            output_taken: 0,
             skip: PREFACE.len(),
-            is_over: false,
+            is_failed: false,
             last_stream: 0,
         }
     }
 
     /// What goes to h2 first; it is asked for until there is none.
-    pub fn take_ready(&mut self, most: usize) -> &[u8] {
-        let start = self.given;
-        self.given = self.ready.len().min(start + most);
-        if start == self.given {
+    pub fn take_output(&mut self, most: usize) -> &[u8] {
+        let start = self.output_taken;
+        self.output_taken = self.output.len().min(start + most);
+        if start == self.output_taken {
             // Memory is kept only for what comes often.
-            self.ready = Vec::new();
-            self.given = 0;
+            self.output = Vec::new();
+            self.output_taken = 0;
             return &[];
         }
-        &self.ready[start..self.given]
+        &self.output[start..self.output_taken]
     }
 
     /// Looks at what has come. So many of the bytes pass as they are; the others are held, or ready.
-    pub fn pass(&mut self, bytes: &mut [u8], watch: &impl Watch) -> usize {
-        if self.held.is_empty() {
-            let (passed, taken) = self.screen(bytes, false, watch);
-            self.held.extend_from_slice(&bytes[taken..]);
+    pub fn filter(&mut self, bytes: &mut [u8], watch: &impl BlockObserver) -> usize {
+        if self.partial.is_empty() {
+            let (passed, taken) = self.filter_frames(bytes, false, watch);
+            self.partial.extend_from_slice(&bytes[taken..]);
             return passed;
         }
-        let mut held = std::mem::take(&mut self.held);
+        let mut held = std::mem::take(&mut self.partial);
         held.extend_from_slice(bytes);
-        let (_, taken) = self.screen(&mut held, true, watch);
+        let (_, taken) = self.filter_frames(&mut held, true, watch);
         if taken < held.len() {
             held.drain(..taken);
-            self.held = held;
+            self.partial = held;
         }
         0
     }
 
     /// Takes whole frames. How many bytes pass unchanged, and how many were taken; those between are ready. All of them are
     /// if it is `diverted`.
-    fn screen(&mut self, bytes: &mut [u8], mut diverted: bool, watch: &impl Watch) -> (usize, usize) {
+    fn filter_frames(&mut self, bytes: &mut [u8], mut diverted: bool, watch: &impl BlockObserver) -> (usize, usize) {
         let (mut at, mut passed) = (0, 0);
         while at < bytes.len() {
-            if self.is_over {
+            if self.is_failed {
                 return (passed, bytes.len());
             }
             let left = &mut bytes[at..];
             let pass = if self.skip > 0 {
                 self.skip.min(left.len())
             } else {
-                let Some(head) = left.first_chunk::<HEAD_BYTES>() else { break };
-                let frame = Frame::read(head);
-                if frame.kind == Frame::HEADERS {
-                    match block_end(left, std::mem::take(&mut self.whole)) {
-                        End::Later(whole) => {
-                            self.whole = whole;
+                let Some(head) = left.first_chunk::<FRAME_HEADER_BYTES>() else { break };
+                let frame = FrameHeader::read(head);
+                if frame.kind == FrameHeader::HEADERS {
+                    match block_end(left, std::mem::take(&mut self.complete_bytes)) {
+                        BlockEnd::Incomplete(whole) => {
+                            self.complete_bytes = whole;
                             break;
                         }
-                        End::Never => {
-                            self.break_off();
+                        BlockEnd::Invalid => {
+                            self.fail_connection();
                             continue;
                         }
-                        End::At(end) => {
-                            if let Some(instead) = self.block(&left[..end], frame, watch) {
-                                self.ready.extend_from_slice(&instead);
+                        BlockEnd::At(end) => {
+                            if let Some(instead) = self.scan_block(&left[..end], frame, watch) {
+                                self.output.extend_from_slice(&instead);
                                 diverted = true;
                                 at += end;
                                 continue;
@@ -137,22 +137,22 @@ impl Input {
                             end
                         }
                     }
-                } else if frame.kind == Frame::PUSH_PROMISE {
+                } else if frame.kind == FrameHeader::PUSH_PROMISE {
                     // No client sends one (RFC 9113, section 8.4). It has fields as well.
-                    self.break_off();
+                    self.fail_connection();
                     continue;
                 } else {
-                    let is_empty = frame.kind == Frame::DATA && frame.length == 0 && !frame.ends_stream();
+                    let is_empty = frame.kind == FrameHeader::DATA && frame.length == 0 && !frame.ends_stream();
                     if is_empty && (1..=self.last_stream).contains(&frame.stream) {
                         left[3] = UNKNOWN;
                     }
-                    self.skip = HEAD_BYTES + frame.length as usize;
+                    self.skip = FRAME_HEADER_BYTES + frame.length as usize;
                     continue;
                 }
             };
             self.skip = self.skip.saturating_sub(pass);
             if diverted {
-                self.ready.extend_from_slice(&left[..pass]);
+                self.output.extend_from_slice(&left[..pass]);
             } else {
                 passed += pass;
             }
@@ -161,24 +161,24 @@ impl Input {
         (passed, at)
     }
 
-    fn break_off(&mut self) {
-        self.ready.extend_from_slice(&BROKEN);
-        self.is_over = true;
+    fn fail_connection(&mut self) {
+        self.output.extend_from_slice(&INVALID_FRAME);
+        self.is_failed = true;
     }
 
     /// Scans a block of whole frames, the first of which is `first`. What takes its place, if it does not go on as it is.
-    fn block(&mut self, frames: &[u8], first: Frame, watch: &impl Watch) -> Option<Vec<u8>> {
+    fn scan_block(&mut self, frames: &[u8], first: FrameHeader, watch: &impl BlockObserver) -> Option<Vec<u8>> {
         let mut gathered = Vec::new();
-        let payload = &frames[HEAD_BYTES..][..first.length as usize];
+        let payload = &frames[FRAME_HEADER_BYTES..][..first.length as usize];
         let Some(mut block) = fragment(payload, first) else {
-            self.is_over = true;
-            return Some(BROKEN.to_vec());
+            self.is_failed = true;
+            return Some(INVALID_FRAME.to_vec());
         };
-        let mut rest = &frames[HEAD_BYTES + payload.len()..];
+        let mut rest = &frames[FRAME_HEADER_BYTES + payload.len()..];
         if !rest.is_empty() {
             gathered.extend_from_slice(block);
-            while let Some((head, behind)) = rest.split_first_chunk::<HEAD_BYTES>() {
-                let (payload, behind) = behind.split_at(Frame::read(head).length as usize);
+            while let Some((head, behind)) = rest.split_first_chunk::<FRAME_HEADER_BYTES>() {
+                let (payload, behind) = behind.split_at(FrameHeader::read(head).length as usize);
                 gathered.extend_from_slice(payload);
                 rest = behind;
             }
@@ -186,48 +186,53 @@ impl Input {
         }
         let is_head = first.stream > self.last_stream;
         self.last_stream = self.last_stream.max(first.stream);
-        let room = if is_head { watch.room() } else { usize::MAX };
-        let Scanned { bytes, mut flaw } = self.scanner.scan(block, room);
+        let room = if is_head { watch.max_head_bytes() } else { usize::MAX };
+        let ScanResult { bytes, error: mut flaw } = self.scanner.scan(block, room);
         if flaw.is_none() && depends_on_itself(payload, first) {
             // An error of the stream, for which h2 would leave the fields unread.
-            flaw = Some((Flaw::Malformed, [block, MALFORMED].concat()));
+            flaw = Some((BlockError::Malformed, [block, MALFORMED].concat()));
         }
-        watch.block(Block { stream: first.stream, is_head, bytes, flaw: flaw.as_ref().map(|(flaw, _)| *flaw) });
+        watch.record_block(HeaderBlock {
+            stream: first.stream,
+            is_head,
+            bytes,
+            error: flaw.as_ref().map(|(flaw, _)| *flaw),
+        });
         let Some((flaw, mut block)) = flaw else {
             // h2 reads frame by frame, and takes what is malformed in one before the last for an error of the connection.
-            return (!gathered.is_empty()).then(|| framed(first, &gathered));
+            return (!gathered.is_empty()).then(|| encode_frames(first, &gathered));
         };
-        if !is_head && let Flaw::TooLarge { .. } = flaw {
+        if !is_head && let BlockError::TooLarge { .. } = flaw {
             // Trailers that are too large have no response of their own: the stream is reset.
             block.extend_from_slice(MALFORMED);
         }
-        self.is_over |= flaw == Flaw::Undecodable;
-        Some(framed(first, &block))
+        self.is_failed |= flaw == BlockError::Undecodable;
+        Some(encode_frames(first, &block))
     }
 }
 
 /// Where the block ends that these bytes begin with, of which so many were looked at before.
-fn block_end(bytes: &[u8], known: usize) -> End {
+fn block_end(bytes: &[u8], known: usize) -> BlockEnd {
     let mut at = known;
-    while let Some(head) = bytes.get(at..).and_then(<[u8]>::first_chunk::<HEAD_BYTES>) {
-        let frame = Frame::read(head);
-        if at > 0 && frame.kind != Frame::CONTINUATION {
-            return End::Never;
+    while let Some(head) = bytes.get(at..).and_then(<[u8]>::first_chunk::<FRAME_HEADER_BYTES>) {
+        let frame = FrameHeader::read(head);
+        if at > 0 && frame.kind != FrameHeader::CONTINUATION {
+            return BlockEnd::Invalid;
         }
-        let end = at + HEAD_BYTES + frame.length as usize;
+        let end = at + FRAME_HEADER_BYTES + frame.length as usize;
         if end > bytes.len() {
             break;
         }
         at = end;
         if frame.ends_head() {
-            return End::At(at);
+            return BlockEnd::At(at);
         }
     }
-    End::Later(at)
+    BlockEnd::Incomplete(at)
 }
 
 /// The fields in the payload of HEADERS (RFC 9113, section 6.2).
-fn fragment(payload: &[u8], frame: Frame) -> Option<&[u8]> {
+fn fragment(payload: &[u8], frame: FrameHeader) -> Option<&[u8]> {
     let (padding, payload) = match payload.split_first() {
         Some((padding, payload)) if frame.is_padded() => (usize::from(*padding), payload),
         None if frame.is_padded() => return None,
@@ -238,24 +243,24 @@ fn fragment(payload: &[u8], frame: Frame) -> Option<&[u8]> {
 }
 
 /// Whether HEADERS with a priority makes its stream depend on itself (RFC 7540, section 5.3.1).
-fn depends_on_itself(payload: &[u8], frame: Frame) -> bool {
+fn depends_on_itself(payload: &[u8], frame: FrameHeader) -> bool {
     let at = usize::from(frame.is_padded());
     let parent = payload.get(at..).and_then(<[u8]>::first_chunk).map(|parent| u32::from_be_bytes(*parent) & !(1 << 31));
     frame.has_priority() && parent == Some(frame.stream)
 }
 
 /// A block as frames, without priority and padding.
-fn framed(first: Frame, block: &[u8]) -> Vec<u8> {
-    let mut frames = Vec::with_capacity(block.len() + HEAD_BYTES);
+fn encode_frames(first: FrameHeader, block: &[u8]) -> Vec<u8> {
+    let mut frames = Vec::with_capacity(block.len() + FRAME_HEADER_BYTES);
     let mut fragments = block.chunks(PAYLOAD_MAX_BYTES);
-    let mut kind = Frame::HEADERS;
+    let mut kind = FrameHeader::HEADERS;
     // An empty block is one frame as well.
     let mut fragment = fragments.next().unwrap_or_default();
     loop {
         let next = fragments.next();
-        frames.extend_from_slice(&Frame::header(kind, first, fragment.len(), next.is_none()));
+        frames.extend_from_slice(&FrameHeader::header(kind, first, fragment.len(), next.is_none()));
         frames.extend_from_slice(fragment);
-        kind = Frame::CONTINUATION;
+        kind = FrameHeader::CONTINUATION;
         let Some(next) = next else { return frames };
         fragment = next;
     }
@@ -278,7 +283,7 @@ mod tests {
     use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 
     use super::*;
-    use crate::downstream::http2::frame_header::Frames;
+    use crate::downstream::http2::frame_header::FrameReader;
     use crate::downstream::http2::huffman;
 
     /// RFC 7541, appendix A.
@@ -370,7 +375,7 @@ mod tests {
         connection: Connection<DuplexStream, Bytes>,
         requests: HashMap<u32, Request<RecvStream>>,
         answers: Vec<SendResponse<Bytes>>,
-        sent: Vec<Frame>,
+        sent: Vec<FrameHeader>,
         error: Option<h2::Error>,
     }
 
@@ -478,10 +483,10 @@ mod tests {
             if block.len() < 16_000 && pieces == 0 {
                 cuts = vec![0, block.len()];
             }
-            let mut kind = Frame::HEADERS;
+            let mut kind = FrameHeader::HEADERS;
             for (n, cut) in cuts.windows(2).enumerate() {
                 let mut payload = block[cut[0]..cut[1]].to_vec();
-                if kind == Frame::HEADERS {
+                if kind == FrameHeader::HEADERS {
                     if self.rng.u8(..3) == 0 {
                         flags |= PRIORITY;
                         let on = [0, stream + 2][self.rng.usize(..2)];
@@ -496,7 +501,7 @@ mod tests {
                 }
                 let last = if n + 2 == cuts.len() { END_HEADERS } else { 0 };
                 self.frame(kind, flags | last, stream, &payload);
-                (kind, flags) = (Frame::CONTINUATION, 0);
+                (kind, flags) = (FrameHeader::CONTINUATION, 0);
             }
         }
 
@@ -585,21 +590,21 @@ mod tests {
             let any = self.rng.choice(open);
             match (self.rng.u8(..10), any) {
                 (0, _) => {
-                    self.frame(Frame::PING, 0, 0, b"whatever");
+                    self.frame(FrameHeader::PING, 0, 0, b"whatever");
                     self.pings += 1;
                 }
-                (1, _) => self.frame(Frame::WINDOW_UPDATE, 0, 0, &[0, 0, 0, 9]),
-                (2, Some(at)) => self.frame(Frame::WINDOW_UPDATE, 0, at as u32 * 2 + 1, &[0, 0, 0, 9]),
+                (1, _) => self.frame(FrameHeader::WINDOW_UPDATE, 0, 0, &[0, 0, 0, 9]),
+                (2, Some(at)) => self.frame(FrameHeader::WINDOW_UPDATE, 0, at as u32 * 2 + 1, &[0, 0, 0, 9]),
                 (3, _) => self.frame(0xfa, 0xff, 0, b"nobody knows"),
                 (4, Some(at)) if self.streams.iter().filter(|sent| sent.is_reset).count() < 5 => {
-                    self.frame(Frame::RST_STREAM, 0, at as u32 * 2 + 1, &[0, 0, 0, 8]);
+                    self.frame(FrameHeader::RST_STREAM, 0, at as u32 * 2 + 1, &[0, 0, 0, 8]);
                     (self.streams[at].is_reset, self.streams[at].is_open) = (true, false);
                 }
                 (5 | 6, Some(at)) => self.trailers(at),
                 (_, Some(at)) => {
                     let bytes = [0, 0, 1, 500][self.rng.usize(..4)];
                     let ends = self.rng.u8(..6) == 0;
-                    self.frame(Frame::DATA, u8::from(ends), at as u32 * 2 + 1, &vec![b'd'; bytes]);
+                    self.frame(FrameHeader::DATA, u8::from(ends), at as u32 * 2 + 1, &vec![b'd'; bytes]);
                     self.streams[at].body_bytes += bytes;
                     self.streams[at].is_open = !ends;
                 }
@@ -624,16 +629,16 @@ mod tests {
         }
     }
 
-    struct Seen {
-        blocks: RefCell<Vec<Block>>,
+    struct RecordedBlocks {
+        blocks: RefCell<Vec<HeaderBlock>>,
     }
 
-    impl Watch for Seen {
-        fn room(&self) -> usize {
+    impl BlockObserver for RecordedBlocks {
+        fn max_head_bytes(&self) -> usize {
             usize::MAX
         }
 
-        fn block(&self, block: Block) {
+        fn record_block(&self, block: HeaderBlock) {
             self.blocks.borrow_mut().push(block);
         }
     }
@@ -660,7 +665,7 @@ mod tests {
         let Poll::Ready(Ok(connection)) = std::pin::pin!(handshake).poll(cx) else { panic!("no handshake") };
         let mut served =
             Served { connection, requests: HashMap::new(), answers: Vec::new(), sent: Vec::new(), error: None };
-        let mut frames = Frames::of_server();
+        let mut frames = FrameReader::for_server();
         // Nothing but memory is between both sides.
         for _ in 0..1000 {
             while let Poll::Ready(Some(next)) = served.connection.poll_accept(cx) {
@@ -678,15 +683,17 @@ mod tests {
             let mut memory = [0; 4096];
             let mut buffer = ReadBuf::new(&mut memory);
             if Pin::new(&mut client).poll_read(cx, &mut buffer).is_ready() {
-                frames.pass(buffer.filled(), |frame| served.sent.push(frame));
-            } else if served.sent.iter().filter(|f| f.kind == Frame::PING && f.is_acknowledgement()).count() == pings {
+                frames.read_frames(buffer.filled(), |frame| served.sent.push(frame));
+            } else if served.sent.iter().filter(|f| f.kind == FrameHeader::PING && f.is_acknowledgement()).count()
+                == pings
+            {
                 return served;
             }
         }
         panic!("the connection stands still");
     }
 
-    fn holds(seed: u64) {
+    fn check_random_connection(seed: u64) {
         let mut rng = Rng::with_seed(seed);
         let limits = [(8, 1000), (20, 5000), (100, 17_000), (200, 40_000)][rng.usize(..4)];
         let limits = Limits { fields: limits.0, bytes: limits.1 };
@@ -700,7 +707,7 @@ mod tests {
             streams: Vec::new(),
             pings: 0,
         };
-        client.frame(Frame::SETTINGS, 0, 0, &[]);
+        client.frame(FrameHeader::SETTINGS, 0, 0, &[]);
         for _ in 0..client.rng.usize(1..20) {
             client.request();
             (0..client.rng.usize(..4)).for_each(|_| client.other());
@@ -709,21 +716,21 @@ mod tests {
         if is_broken {
             client.undecodable();
         }
-        client.frame(Frame::PING, 0, 0, b"the last");
+        client.frame(FrameHeader::PING, 0, 0, b"the last");
         client.pings += 1;
 
-        let seen = Seen { blocks: RefCell::default() };
-        let mut input = Input::new(limits);
+        let seen = RecordedBlocks { blocks: RefCell::default() };
+        let mut input = HeaderScanner::new(limits);
         let mut bytes = Vec::new();
         let most = [1, 3, 20, 500, 20_000][client.rng.usize(..5)];
         let mut rest = &mut client.wire[..];
         while !rest.is_empty() {
             let size = client.rng.usize(1..=most).min(rest.len());
             let (came, behind) = rest.split_at_mut(size);
-            let passed = input.pass(came, &seen);
+            let passed = input.filter(came, &seen);
             bytes.extend_from_slice(&came[..passed]);
             loop {
-                let ready = input.take_ready(client.rng.usize(1..5000));
+                let ready = input.take_output(client.rng.usize(1..5000));
                 if ready.is_empty() {
                     break;
                 }
@@ -741,13 +748,13 @@ mod tests {
         }
         let cx = &mut Context::from_waker(Waker::noop());
         let was_refused =
-            |stream| sent.iter().any(|f| f.kind == Frame::RST_STREAM && f.stream == stream && f.code == 1);
+            |stream| sent.iter().any(|f| f.kind == FrameHeader::RST_STREAM && f.stream == stream && f.code == 1);
         for (at, expected) in client.streams.iter().enumerate() {
             let stream = at as u32 * 2 + 1;
             let request = requests.remove(&stream);
             let seen = seen.blocks.borrow();
-            let head_flaw = seen.iter().find(|block| block.stream == stream && block.is_head).unwrap().flaw;
-            let is_large = matches!(head_flaw, Some(Flaw::TooLarge { .. }));
+            let head_flaw = seen.iter().find(|block| block.stream == stream && block.is_head).unwrap().error;
+            let is_large = matches!(head_flaw, Some(BlockError::TooLarge { .. }));
             assert_eq!(is_large, expected.meaning == Meaning::TooLarge, "{stream}: {head_flaw:?}");
             if expected.is_reset || is_broken {
                 assert!(request.is_none() || expected.meaning != Meaning::Malformed);
@@ -757,8 +764,8 @@ mod tests {
                 assert!(request.is_none() && was_refused(stream), "{stream}: {:?}", expected.head);
                 continue;
             }
-            if head_flaw == Some(Flaw::TooLarge { by_h2: true }) {
-                assert!(request.is_none() && sent.iter().any(|f| f.kind == Frame::HEADERS && f.stream == stream));
+            if head_flaw == Some(BlockError::TooLarge { by_h2: true }) {
+                assert!(request.is_none() && sent.iter().any(|f| f.kind == FrameHeader::HEADERS && f.stream == stream));
                 continue;
             }
             let (parts, mut body) = request.unwrap_or_else(|| panic!("{stream} was lost")).into_parts();
@@ -790,7 +797,7 @@ mod tests {
     #[test]
     fn h2_sees_what_clients_mean() {
         for seed in 0..80 {
-            if std::panic::catch_unwind(|| holds(seed)).is_err() {
+            if std::panic::catch_unwind(|| check_random_connection(seed)).is_err() {
                 panic!("seed {seed}");
             }
         }

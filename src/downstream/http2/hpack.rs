@@ -20,7 +20,7 @@ const TABLE_MAX_BYTES: usize = 4096;
 const FIELD_BYTES: usize = 32;
 
 /// Clients send a Cookie in pieces (RFC 9113, section 8.2.3), which count as one field, up to so many for each field that a head may have.
-const COOKIES_FOR_FIELD: usize = 2;
+const COOKIES_PER_FIELD: usize = 2;
 
 /// A field that makes a request malformed, and its stream an error. h2 has nothing else to find in such a block.
 pub const MALFORMED: &[u8] = b"\x00\x0aconnection\x00";
@@ -38,7 +38,7 @@ pub struct Limits {
 
 /// What is wrong with a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Flaw {
+pub enum BlockError {
     /// A field is not valid: an error of the stream.
     Malformed,
     /// There is more than the limits allow. `by_h2`: even what has to stay is, so h2 answers 431.
@@ -49,16 +49,16 @@ pub enum Flaw {
 
 /// What a scan has found.
 #[derive(Debug)]
-pub struct Scanned {
+pub struct ScanResult {
     /// Bytes of all fields, as they count against the limits.
     pub bytes: usize,
     /// What is wrong, and the block that takes the place of this one.
-    pub flaw: Option<(Flaw, Vec<u8>)>,
+    pub error: Option<(BlockError, Vec<u8>)>,
 }
 
 /// What a name says of its values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+enum FieldKind {
     Method,
     Authority,
     Path,
@@ -68,13 +68,13 @@ enum Kind {
     Cookie,
     Plain,
     /// No name that a request may have.
-    Bad,
+    Invalid,
 }
 
 /// A field, as far as is remembered of it.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    kind: Kind,
+    kind: FieldKind,
     name: u32,
     value: u32,
     is_valid: bool,
@@ -120,7 +120,7 @@ impl Table {
 
 /// Scans the blocks of one connection, each once and in their order.
 #[derive(Debug)]
-pub struct Scanner {
+pub struct HpackScanner {
     table: Table,
     limits: Limits,
     /// Memory for a string in Huffman code.
@@ -129,66 +129,66 @@ pub struct Scanner {
 
 /// What a block has so far.
 #[derive(Default)]
-struct Tally {
+struct BlockTotals {
     fields: usize,
     cookies: usize,
     bytes: usize,
     /// The kinds that there have been, as bits.
     kinds: u16,
     is_malformed: bool,
-    is_over: bool,
+    is_too_large: bool,
     /// What is left of the block, once something is wrong, and how many bytes of fields that is.
-    left: Option<Vec<u8>>,
-    left_bytes: usize,
+    replacement: Option<Vec<u8>>,
+    replacement_bytes: usize,
 }
 
-impl Tally {
+impl BlockTotals {
     fn add(&mut self, entry: Entry, most_bytes: usize, limits: Limits) {
         let kind = 1 << entry.kind as u16;
         match entry.kind {
-            Kind::Cookie => self.cookies += 1,
-            Kind::Te | Kind::Plain | Kind::Bad => self.fields += 1,
-            Kind::Method | Kind::Authority | Kind::Path | Kind::Scheme | Kind::Protocol => {
-                self.fields += usize::from(entry.kind == Kind::Authority);
+            FieldKind::Cookie => self.cookies += 1,
+            FieldKind::Te | FieldKind::Plain | FieldKind::Invalid => self.fields += 1,
+            FieldKind::Method | FieldKind::Authority | FieldKind::Path | FieldKind::Scheme | FieldKind::Protocol => {
+                self.fields += usize::from(entry.kind == FieldKind::Authority);
                 // Each comes once, before all other fields.
-                self.is_malformed |= self.kinds & kind != 0 || self.kinds >= 1 << Kind::Te as u16;
+                self.is_malformed |= self.kinds & kind != 0 || self.kinds >= 1 << FieldKind::Te as u16;
             }
         }
         self.kinds |= kind;
         self.bytes += entry.bytes();
         self.is_malformed |= !entry.is_valid;
-        self.is_over |= self.bytes >= most_bytes
+        self.is_too_large |= self.bytes >= most_bytes
             || self.fields + usize::from(self.cookies > 0) > limits.fields
-            || self.cookies > limits.fields * COOKIES_FOR_FIELD;
+            || self.cookies > limits.fields * COOKIES_PER_FIELD;
     }
 }
 
-impl Scanner {
-    pub fn new(limits: Limits) -> Scanner {
+impl HpackScanner {
+    pub fn new(limits: Limits) -> HpackScanner {
         let table = Table { entries: VecDeque::new(), bytes: 0, max_bytes: TABLE_MAX_BYTES };
-        Scanner { table, limits, decoded: Vec::new() }
+        HpackScanner { table, limits, decoded: Vec::new() }
     }
 
     /// Scans a block, for whose fields there is no more room than this.
-    pub fn scan(&mut self, block: &[u8], room: usize) -> Scanned {
-        let mut tally = Tally::default();
-        if self.fields(block, room, &mut tally).is_none() {
-            return Scanned { bytes: tally.bytes, flaw: Some((Flaw::Undecodable, UNDECODABLE.to_vec())) };
+    pub fn scan(&mut self, block: &[u8], room: usize) -> ScanResult {
+        let mut tally = BlockTotals::default();
+        if self.scan_fields(block, room, &mut tally).is_none() {
+            return ScanResult { bytes: tally.bytes, error: Some((BlockError::Undecodable, UNDECODABLE.to_vec())) };
         }
-        let flaw = tally.left.map(|mut left| {
+        let flaw = tally.replacement.map(|mut left| {
             let flaw = if tally.is_malformed {
                 left.extend_from_slice(MALFORMED);
-                Flaw::Malformed
+                BlockError::Malformed
             } else {
-                Flaw::TooLarge { by_h2: tally.left_bytes >= self.limits.bytes }
+                BlockError::TooLarge { by_h2: tally.replacement_bytes >= self.limits.bytes }
             };
             (flaw, left)
         });
-        Scanned { bytes: tally.bytes, flaw }
+        ScanResult { bytes: tally.bytes, error: flaw }
     }
 
     /// `None`: no decoder could go on.
-    fn fields(&mut self, block: &[u8], room: usize, tally: &mut Tally) -> Option<()> {
+    fn scan_fields(&mut self, block: &[u8], room: usize, tally: &mut BlockTotals) -> Option<()> {
         let most_bytes = room.min(self.limits.bytes);
         let mut reader = Reader { block, at: 0 };
         let mut may_resize = true;
@@ -208,31 +208,31 @@ impl Scanner {
             let mut entry = if first & 0x80 != 0 {
                 self.table.get(reader.int(7)?)?
             } else {
-                let is_wanted = is_inserted || tally.left.is_none();
+                let is_wanted = is_inserted || tally.replacement.is_none();
                 self.literal(&mut reader, if is_inserted { 6 } else { 4 }, is_wanted)?
             };
-            if !entry.is_valid && entry.kind == Kind::Method && entry.value == 0 {
+            if !entry.is_valid && entry.kind == FieldKind::Method && entry.value == 0 {
                 // No value of this length is valid.
-                entry.kind = Kind::Bad;
+                entry.kind = FieldKind::Invalid;
             }
             tally.add(entry, most_bytes, self.limits);
             if is_inserted {
                 self.table.insert(entry);
             }
-            if tally.left.is_none() {
-                if !tally.is_malformed && !tally.is_over {
+            if tally.replacement.is_none() {
+                if !tally.is_malformed && !tally.is_too_large {
                     continue;
                 }
                 // What came before stays: it may be what an answer of 431 depends on.
-                tally.left = Some(block[..start].to_vec());
-                tally.left_bytes = tally.bytes - entry.bytes();
+                tally.replacement = Some(block[..start].to_vec());
+                tally.replacement_bytes = tally.bytes - entry.bytes();
             }
-            if let (true, Some(left)) = (is_inserted, &mut tally.left) {
-                tally.left_bytes += entry.bytes();
+            if let (true, Some(left)) = (is_inserted, &mut tally.replacement) {
+                tally.replacement_bytes += entry.bytes();
                 if entry.is_valid {
                     left.extend_from_slice(&block[start..reader.at]);
                 } else {
-                    placeholder(entry, &block[start..], left)?;
+                    push_placeholder(entry, &block[start..], left)?;
                 }
             }
         }
@@ -243,30 +243,34 @@ impl Scanner {
     fn literal(&mut self, reader: &mut Reader<'_>, prefix: u32, is_wanted: bool) -> Option<Entry> {
         let name = match reader.int(prefix)? {
             0 => {
-                let name = reader.text(&mut self.decoded)?;
-                Entry { kind: Kind::of(name), name: name.len() as u32, value: 0, is_valid: true }
+                let name = reader.string(&mut self.decoded)?;
+                Entry { kind: FieldKind::of(name), name: name.len() as u32, value: 0, is_valid: true }
             }
             index => self.table.get(index)?,
         };
         if !is_wanted {
-            return Some(Entry { value: reader.skip_text()? as u32, is_valid: name.kind != Kind::Bad, ..name });
+            return Some(Entry {
+                value: reader.skip_string()? as u32,
+                is_valid: name.kind != FieldKind::Invalid,
+                ..name
+            });
         }
-        let value = reader.text(&mut self.decoded)?;
-        Some(Entry { value: value.len() as u32, is_valid: name.kind.takes(value), ..name })
+        let value = reader.string(&mut self.decoded)?;
+        Some(Entry { value: value.len() as u32, is_valid: name.kind.accepts(value), ..name })
     }
 }
 
 /// Adds a field that is valid and takes as much room in the table as `literal`, which is not; with its name, if that is valid.
-fn placeholder(entry: Entry, literal: &[u8], block: &mut Vec<u8>) -> Option<()> {
+fn push_placeholder(entry: Entry, literal: &[u8], block: &mut Vec<u8>) -> Option<()> {
     let mut rest = entry.value as usize;
-    if entry.kind == Kind::Bad {
+    if entry.kind == FieldKind::Invalid {
         block.extend_from_slice(b"\x40\x01x");
         // h2 has no field without a name.
         rest = (entry.bytes() - FIELD_BYTES).checked_sub(1)?;
     } else {
         let mut reader = Reader { block: literal, at: 0 };
         if reader.int(6)? == 0 {
-            reader.raw()?;
+            reader.raw_string()?;
         }
         block.extend_from_slice(&literal[..reader.at]);
     }
@@ -312,7 +316,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The bytes of a string as they came, and whether they are in Huffman code (RFC 7541, section 5.2).
-    fn raw(&mut self) -> Option<(&'a [u8], bool)> {
+    fn raw_string(&mut self) -> Option<(&'a [u8], bool)> {
         let is_huffman = self.block.get(self.at)? & 0x80 != 0;
         let length = self.int(7)?;
         let raw = self.block.get(self.at..self.at.checked_add(length)?)?;
@@ -320,11 +324,11 @@ impl<'a> Reader<'a> {
         Some((raw, is_huffman))
     }
 
-    fn text<'b>(&mut self, decoded: &'b mut Vec<u8>) -> Option<&'b [u8]>
+    fn string<'b>(&mut self, decoded: &'b mut Vec<u8>) -> Option<&'b [u8]>
     where
         'a: 'b,
     {
-        let (raw, is_huffman) = self.raw()?;
+        let (raw, is_huffman) = self.raw_string()?;
         if !is_huffman {
             return Some(raw);
         }
@@ -334,36 +338,40 @@ impl<'a> Reader<'a> {
     }
 
     /// Passes over a string; about how long it is.
-    fn skip_text(&mut self) -> Option<usize> {
-        self.raw().map(|(raw, _)| raw.len())
+    fn skip_string(&mut self) -> Option<usize> {
+        self.raw_string().map(|(raw, _)| raw.len())
     }
 }
 
-impl Kind {
-    fn of(name: &[u8]) -> Kind {
+impl FieldKind {
+    fn of(name: &[u8]) -> FieldKind {
         match name {
-            b":method" => Kind::Method,
-            b":authority" => Kind::Authority,
-            b":path" => Kind::Path,
-            b":scheme" => Kind::Scheme,
-            b":protocol" => Kind::Protocol,
-            b"te" => Kind::Te,
-            b"cookie" => Kind::Cookie,
-            b"connection" | b"transfer-encoding" | b"upgrade" | b"keep-alive" | b"proxy-connection" => Kind::Bad,
-            _ if !name.is_empty() && name.iter().all(|byte| NAME[usize::from(*byte)]) => Kind::Plain,
-            _ => Kind::Bad,
+            b":method" => FieldKind::Method,
+            b":authority" => FieldKind::Authority,
+            b":path" => FieldKind::Path,
+            b":scheme" => FieldKind::Scheme,
+            b":protocol" => FieldKind::Protocol,
+            b"te" => FieldKind::Te,
+            b"cookie" => FieldKind::Cookie,
+            b"connection" | b"transfer-encoding" | b"upgrade" | b"keep-alive" | b"proxy-connection" => {
+                FieldKind::Invalid
+            }
+            _ if !name.is_empty() && name.iter().all(|byte| NAME[usize::from(*byte)]) => FieldKind::Plain,
+            _ => FieldKind::Invalid,
         }
     }
 
     /// Whether h2 takes such a value.
-    fn takes(self, value: &[u8]) -> bool {
+    fn accepts(self, value: &[u8]) -> bool {
         match self {
-            Kind::Method => Method::from_bytes(value).is_ok(),
-            Kind::Authority | Kind::Path | Kind::Scheme | Kind::Protocol => str::from_utf8(value).is_ok(),
-            Kind::Te => value == b"trailers",
-            Kind::Bad => false,
+            FieldKind::Method => Method::from_bytes(value).is_ok(),
+            FieldKind::Authority | FieldKind::Path | FieldKind::Scheme | FieldKind::Protocol => {
+                str::from_utf8(value).is_ok()
+            }
+            FieldKind::Te => value == b"trailers",
+            FieldKind::Invalid => false,
             // No control characters but the tab.
-            Kind::Cookie | Kind::Plain => {
+            FieldKind::Cookie | FieldKind::Plain => {
                 !value.iter().fold(false, |bad, &byte| bad | (byte < 32 && byte != b'\t') | (byte == 127))
             }
         }
@@ -375,29 +383,34 @@ const NAME: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*
 
 /// The static table (RFC 7541, appendix A).
 const STATIC: [Entry; 61] = {
-    const fn entry(kind: Kind, name: &str, value: &str) -> Entry {
-        Entry { kind, name: name.len() as u32, value: value.len() as u32, is_valid: !matches!(kind, Kind::Bad) }
+    const fn entry(kind: FieldKind, name: &str, value: &str) -> Entry {
+        Entry {
+            kind,
+            name: name.len() as u32,
+            value: value.len() as u32,
+            is_valid: !matches!(kind, FieldKind::Invalid),
+        }
     }
     const fn plain(name: &str) -> Entry {
-        entry(Kind::Plain, name, "")
+        entry(FieldKind::Plain, name, "")
     }
     [
-        entry(Kind::Authority, ":authority", ""),
-        entry(Kind::Method, ":method", "GET"),
-        entry(Kind::Method, ":method", "POST"),
-        entry(Kind::Path, ":path", "/"),
-        entry(Kind::Path, ":path", "/index.html"),
-        entry(Kind::Scheme, ":scheme", "http"),
-        entry(Kind::Scheme, ":scheme", "https"),
-        entry(Kind::Bad, ":status", "200"),
-        entry(Kind::Bad, ":status", "204"),
-        entry(Kind::Bad, ":status", "206"),
-        entry(Kind::Bad, ":status", "304"),
-        entry(Kind::Bad, ":status", "400"),
-        entry(Kind::Bad, ":status", "404"),
-        entry(Kind::Bad, ":status", "500"),
+        entry(FieldKind::Authority, ":authority", ""),
+        entry(FieldKind::Method, ":method", "GET"),
+        entry(FieldKind::Method, ":method", "POST"),
+        entry(FieldKind::Path, ":path", "/"),
+        entry(FieldKind::Path, ":path", "/index.html"),
+        entry(FieldKind::Scheme, ":scheme", "http"),
+        entry(FieldKind::Scheme, ":scheme", "https"),
+        entry(FieldKind::Invalid, ":status", "200"),
+        entry(FieldKind::Invalid, ":status", "204"),
+        entry(FieldKind::Invalid, ":status", "206"),
+        entry(FieldKind::Invalid, ":status", "304"),
+        entry(FieldKind::Invalid, ":status", "400"),
+        entry(FieldKind::Invalid, ":status", "404"),
+        entry(FieldKind::Invalid, ":status", "500"),
         plain("accept-charset"),
-        entry(Kind::Plain, "accept-encoding", "gzip, deflate"),
+        entry(FieldKind::Plain, "accept-encoding", "gzip, deflate"),
         plain("accept-language"),
         plain("accept-ranges"),
         plain("accept"),
@@ -413,7 +426,7 @@ const STATIC: [Entry; 61] = {
         plain("content-location"),
         plain("content-range"),
         plain("content-type"),
-        entry(Kind::Cookie, "cookie", ""),
+        entry(FieldKind::Cookie, "cookie", ""),
         plain("date"),
         plain("etag"),
         plain("expect"),
@@ -438,7 +451,7 @@ const STATIC: [Entry; 61] = {
         plain("server"),
         plain("set-cookie"),
         plain("strict-transport-security"),
-        entry(Kind::Bad, "transfer-encoding", ""),
+        entry(FieldKind::Invalid, "transfer-encoding", ""),
         plain("user-agent"),
         plain("vary"),
         plain("via"),
@@ -461,21 +474,21 @@ mod tests {
         [&[first, name.len() as u8], name.as_bytes(), &[value.len() as u8], value.as_bytes()].concat()
     }
 
-    fn flaw(scanner: &mut Scanner, block: &[u8]) -> Option<Flaw> {
-        scanner.scan(block, ROOM).flaw.map(|(flaw, _)| flaw)
+    fn flaw(scanner: &mut HpackScanner, block: &[u8]) -> Option<BlockError> {
+        scanner.scan(block, ROOM).error.map(|(flaw, _)| flaw)
     }
 
     #[test]
     fn the_examples_of_the_rfc_are_followed() {
         // RFC 7541, appendix C.4: three requests on one connection, with Huffman code.
-        let mut scanner = Scanner::new(Limits { fields: 100, bytes: 10_000 });
+        let mut scanner = HpackScanner::new(Limits { fields: 100, bytes: 10_000 });
         let host = b"\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff";
         let cached = b"\xbe\x58\x86\xa8\xeb\x10\x64\x9c\xbf";
         let custom =
             b"\x82\x87\x85\xbf\x40\x88\x25\xa8\x49\xe9\x5b\xa9\x7d\x7f\x89\x25\xa8\x49\xe9\x5b\xb8\xe8\xb4\xbf";
         for (block, table) in [([START, host].concat(), 57), ([START, cached].concat(), 110), (custom.to_vec(), 164)] {
             let scanned = scanner.scan(&block, ROOM);
-            assert!(scanned.flaw.is_none(), "{scanned:?}");
+            assert!(scanned.error.is_none(), "{scanned:?}");
             assert_eq!(scanner.table.bytes, table);
         }
     }
@@ -496,36 +509,36 @@ mod tests {
             (":method", ""),
         ] {
             for first in [0x00, 0x10, 0x40] {
-                let mut scanner = Scanner::new(LIMITS);
+                let mut scanner = HpackScanner::new(LIMITS);
                 let block = [START, &literal(first, name, value)].concat();
-                assert_eq!(flaw(&mut scanner, &block), Some(Flaw::Malformed), "{name}: {value:?}");
+                assert_eq!(flaw(&mut scanner, &block), Some(BlockError::Malformed), "{name}: {value:?}");
                 // One that has got into the table is not valid there either.
                 let again = [START, b"\xbe"].concat();
-                let expected = if first == 0x40 { Flaw::Malformed } else { Flaw::Undecodable };
+                let expected = if first == 0x40 { BlockError::Malformed } else { BlockError::Undecodable };
                 assert_eq!(flaw(&mut scanner, &again), Some(expected));
             }
         }
         for (name, value) in [("x-a", "a\tb"), ("x-a", ""), ("x-~", "\u{e4}"), (":path", "/\u{e4}"), ("te", "trailers")]
         {
-            assert_eq!(flaw(&mut Scanner::new(LIMITS), &literal(0, name, value)), None, "{name}: {value:?}");
+            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), &literal(0, name, value)), None, "{name}: {value:?}");
         }
     }
 
     #[test]
     fn a_block_that_takes_the_place_of_another_changes_the_table_alike() {
-        let mut scanner = Scanner::new(LIMITS);
+        let mut scanner = HpackScanner::new(LIMITS);
         let bad = literal(0x40, "X-Bad", &"v".repeat(40));
         let good = literal(0x40, "x-good", "1");
         let dropped = literal(0x00, "x-b", "2");
         let block = [START, &good, &bad, &dropped, &good].concat();
-        let (flaw, left) = scanner.scan(&block, ROOM).flaw.unwrap();
-        assert_eq!(flaw, Flaw::Malformed);
+        let (flaw, left) = scanner.scan(&block, ROOM).error.unwrap();
+        assert_eq!(flaw, BlockError::Malformed);
         let instead = literal(0x40, "x", &"x".repeat(44));
         assert_eq!(left, [START, &good, &instead, &good, MALFORMED].concat());
         // A scanner that sees this instead has the same table.
-        let mut other = Scanner::new(LIMITS);
-        assert!(other.scan(&left[..left.len() - MALFORMED.len()], ROOM).flaw.is_none());
-        let lengths = |scanner: &Scanner| scanner.table.entries.iter().map(Entry::bytes).collect::<Vec<_>>();
+        let mut other = HpackScanner::new(LIMITS);
+        assert!(other.scan(&left[..left.len() - MALFORMED.len()], ROOM).error.is_none());
+        let lengths = |scanner: &HpackScanner| scanner.table.entries.iter().map(Entry::bytes).collect::<Vec<_>>();
         assert_eq!(lengths(&other), lengths(&scanner));
     }
 
@@ -545,19 +558,19 @@ mod tests {
             ([all(&field, 4), cookie.clone()].concat(), true),
             (all(&long, 4), false),
         ] {
-            let expected = is_over.then_some(Flaw::TooLarge { by_h2: false });
-            assert_eq!(flaw(&mut Scanner::new(LIMITS), &block), expected);
+            let expected = is_over.then_some(BlockError::TooLarge { by_h2: false });
+            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), &block), expected);
         }
         let block = [all(&field, 9), good.clone(), field.clone()].concat();
-        let (_, left) = Scanner::new(LIMITS).scan(&block, ROOM).flaw.unwrap();
+        let (_, left) = HpackScanner::new(LIMITS).scan(&block, ROOM).error.unwrap();
         assert_eq!(left, [all(&field, 4), good].concat());
         // By bytes: 1000 of them are too many, wherever the room ends.
-        let mut wide = Scanner::new(Limits { fields: 100, bytes: 1000 });
+        let mut wide = HpackScanner::new(Limits { fields: 100, bytes: 1000 });
         assert_eq!(flaw(&mut wide, &all(&long, 5)), None);
-        assert_eq!(flaw(&mut wide, &all(&long, 6)), Some(Flaw::TooLarge { by_h2: false }));
-        assert!(wide.scan(&all(&long, 3), 300).flaw.is_some());
+        assert_eq!(flaw(&mut wide, &all(&long, 6)), Some(BlockError::TooLarge { by_h2: false }));
+        assert!(wide.scan(&all(&long, 3), 300).error.is_some());
         let inserted = all(&literal(0x40, "x-a", &"x".repeat(120)), 8);
-        assert_eq!(flaw(&mut wide, &inserted), Some(Flaw::TooLarge { by_h2: true }));
+        assert_eq!(flaw(&mut wide, &inserted), Some(BlockError::TooLarge { by_h2: true }));
     }
 
     #[test]
@@ -566,16 +579,16 @@ mod tests {
         let int = b"\xff\xff\xff\xff\xff\xff\x0f";
         let resized_late = [START, b"\x20"].concat();
         for block in [&b"\x80"[..], b"\xbe", b"\x00", b"\x00\x01a", too_long, int, b"\x3f\xe2\x1f", &resized_late] {
-            assert_eq!(flaw(&mut Scanner::new(LIMITS), block), Some(Flaw::Undecodable), "{block:x?}");
+            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), block), Some(BlockError::Undecodable), "{block:x?}");
         }
         // A field without a name and value can not be put into h2's table.
-        assert_eq!(flaw(&mut Scanner::new(LIMITS), b"\x40\x00\x00"), Some(Flaw::Undecodable));
-        assert_eq!(flaw(&mut Scanner::new(LIMITS), b"\x00\x00\x00"), Some(Flaw::Malformed));
+        assert_eq!(flaw(&mut HpackScanner::new(LIMITS), b"\x40\x00\x00"), Some(BlockError::Undecodable));
+        assert_eq!(flaw(&mut HpackScanner::new(LIMITS), b"\x00\x00\x00"), Some(BlockError::Malformed));
     }
 
     #[test]
     fn the_table_forgets_as_it_should() {
-        let mut scanner = Scanner::new(Limits { fields: 1000, bytes: 100_000 });
+        let mut scanner = HpackScanner::new(Limits { fields: 1000, bytes: 100_000 });
         let field = literal(0x40, "x-a", &"x".repeat(29));
         // 64 bytes each.
         assert_eq!(flaw(&mut scanner, &field.repeat(64)), None);

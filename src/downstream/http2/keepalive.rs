@@ -10,43 +10,43 @@ use crate::downstream::http2::monitor::Monitor;
 use crate::timer::Timer;
 
 /// How long the answer to a PING may take.
-const PONG: Duration = Duration::from_secs(20);
+const PONG_TIMEOUT: Duration = Duration::from_secs(20);
 
-pub struct Pulse {
+pub struct Keepalive {
     pings: PingPong,
-    session: Rc<Monitor>,
+    monitor: Rc<Monitor>,
     /// How long a client may say nothing before it is asked.
-    silence: Duration,
+    interval: Duration,
     timer: Rc<Timer>,
     /// An answer is due.
-    has_asked: bool,
+    is_awaiting_pong: bool,
 }
 
-impl Pulse {
-    pub fn new(pings: PingPong, session: &Rc<Monitor>, silence: Duration, timer: Rc<Timer>) -> Pulse {
+impl Keepalive {
+    pub fn new(pings: PingPong, session: &Rc<Monitor>, silence: Duration, timer: Rc<Timer>) -> Keepalive {
         timer.arm(silence);
-        Pulse { pings, session: Rc::clone(session), silence, timer, has_asked: false }
+        Keepalive { pings, monitor: Rc::clone(session), interval: silence, timer, is_awaiting_pong: false }
     }
 
     /// Ready once a PING was not answered in time.
-    pub fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    pub fn poll_peer_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         loop {
-            if self.has_asked && self.pings.poll_pong(cx).is_ready() {
-                self.has_asked = false;
-                self.timer.arm(self.silence);
+            if self.is_awaiting_pong && self.pings.poll_pong(cx).is_ready() {
+                self.is_awaiting_pong = false;
+                self.timer.arm(self.interval);
             }
-            if !self.timer.poll_up(cx) {
+            if !self.timer.poll_expired(cx) {
                 return Poll::Pending;
             }
-            if self.has_asked {
+            if self.is_awaiting_pong {
                 // Not asked again.
                 self.timer.disarm();
                 return Poll::Ready(());
             }
-            let left = self.silence.saturating_sub(self.session.silence());
+            let left = self.interval.saturating_sub(self.monitor.silence());
             if left.is_zero() && self.pings.send_ping(Ping::opaque()).is_ok() {
-                self.has_asked = true;
-                self.timer.arm(PONG);
+                self.is_awaiting_pong = true;
+                self.timer.arm(PONG_TIMEOUT);
             } else {
                 self.timer.arm(left);
             }

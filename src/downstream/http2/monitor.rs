@@ -16,23 +16,23 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
 use crate::downstream::http1::io::LINGER;
-use crate::downstream::http2::flood_guard::{Abuse, Budget, FloodGuard, HeadFlaw};
-use crate::downstream::http2::frame_header::{Frame, Frames};
-use crate::downstream::http2::header_scanner::{Block, Input, Watch};
+use crate::downstream::http2::flood_guard::{Abuse, Budget, FloodGuard, HeadRejection};
+use crate::downstream::http2::frame_header::{FrameHeader, FrameReader};
+use crate::downstream::http2::header_scanner::{BlockObserver, HeaderBlock, HeaderScanner};
 use crate::downstream::http2::hpack;
-use crate::downstream::http2::hpack::Flaw;
-use crate::io_stream::Wire;
+use crate::downstream::http2::hpack::BlockError;
+use crate::io_stream::IoStream;
 use crate::timer::{Timer, Timers};
 
 /// How long the last frames may take once a connection that ends has nothing left to answer. A client says that it has
 /// heard of the end, so that nothing which it sent before is lost; only one that does not is waited for so long.
-const PARTING: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What is read of a connection before others have their turn. Reading a head costs up to a thousand times as much as sending it.
 const TURN_BYTES: usize = 16 * 1024;
 
 /// What the heads of all requests on a connection may take together, in multiples of what one may.
-const HEADS_TOGETHER: usize = 16;
+const CONNECTION_HEADS: usize = 16;
 
 /// RFC 9113, section 7.
 const ENHANCE_YOUR_CALM: u32 = 0xb;
@@ -47,7 +47,7 @@ pub struct Limits {
     /// Without a byte sent, while there are some to send.
     pub body: Duration,
     /// Bytes of answers that a client has to take in each `body`, once these are all that is left to do.
-    pub least: u64,
+    pub min_body_bytes: u64,
     /// Of one request's head.
     pub request: hpack::Limits,
 }
@@ -66,14 +66,14 @@ enum Phase {
     /// All that is left to do is to send what h2 holds, and the client does not let it.
     Sending,
     /// Told to end, with nothing left to answer.
-    Parting,
+    Closing,
 }
 
 /// What is to be done about a connection that took too long.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Late {
+pub enum TimeoutAction {
     /// The client is told that no more requests are taken.
-    Leave,
+    Shutdown,
     /// The connection is closed; the client was in the middle of a head, or not.
     Close { in_head: bool },
 }
@@ -83,73 +83,73 @@ pub enum Late {
 pub struct Monitor {
     timers: Rc<Timers>,
     limits: Limits,
-    conduct: RefCell<FloodGuard>,
+    flood_guard: RefCell<FloodGuard>,
     abuse: Cell<Option<Abuse>>,
     /// h2 has told the client of an error of the connection.
     is_broken: Cell<bool>,
     /// Somebody works at so many streams.
-    attended: Cell<usize>,
+    active_tasks: Cell<usize>,
     /// So many of them are tunnels, on which the client may still send when its answer has ended.
     tunnels: Cell<usize>,
-    is_leaving: Cell<bool>,
+    is_shutting_down: Cell<bool>,
     phase: Cell<Phase>,
     timer: Rc<Timer>,
     /// The tick at which the client was last heard.
-    heard: Cell<u64>,
+    last_received_tick: Cell<u64>,
     /// Armed while bytes wait to be sent.
-    stall: Rc<Timer>,
-    is_stalled: Cell<bool>,
+    write_timer: Rc<Timer>,
+    is_write_blocked: Cell<bool>,
     /// They have waited for too long.
-    is_given_up: Cell<bool>,
+    write_timed_out: Cell<bool>,
     /// Bytes of answers that were sent since the phase began, or this was last looked at.
-    taken: Cell<u64>,
+    body_bytes_sent: Cell<u64>,
     /// Bytes that were read in this turn.
-    read: Cell<usize>,
+    turn_bytes_read: Cell<usize>,
     /// Requests that h2 has answered by itself, and that are not recorded yet.
-    unrecorded: Cell<usize>,
+    unrecorded_rejections: Cell<usize>,
 }
 
 impl Monitor {
     pub fn new(timers: &Rc<Timers>, limits: Limits, budget: Budget) -> Rc<Monitor> {
-        let timer = timers.timer();
+        let timer = timers.new_timer();
         timer.arm(limits.head);
         Rc::new(Monitor {
-            conduct: RefCell::new(FloodGuard::new(budget, timers.tick())),
+            flood_guard: RefCell::new(FloodGuard::new(budget, timers.tick())),
             limits,
             abuse: Cell::default(),
             is_broken: Cell::default(),
-            attended: Cell::default(),
+            active_tasks: Cell::default(),
             tunnels: Cell::default(),
-            is_leaving: Cell::default(),
+            is_shutting_down: Cell::default(),
             phase: Cell::new(Phase::Opening),
             timer,
-            heard: Cell::new(timers.tick()),
-            stall: timers.timer(),
-            is_stalled: Cell::default(),
-            is_given_up: Cell::default(),
-            taken: Cell::default(),
-            read: Cell::default(),
-            unrecorded: Cell::default(),
+            last_received_tick: Cell::new(timers.tick()),
+            write_timer: timers.new_timer(),
+            is_write_blocked: Cell::default(),
+            write_timed_out: Cell::default(),
+            body_bytes_sent: Cell::default(),
+            turn_bytes_read: Cell::default(),
+            unrecorded_rejections: Cell::default(),
             timers: Rc::clone(timers),
         })
     }
 
     /// Somebody begins to work at a stream.
-    pub fn attend(&self) {
-        self.attended.set(self.attended.get() + 1);
-        self.look(false);
+    pub fn task_started(&self) {
+        self.active_tasks.set(self.active_tasks.get() + 1);
+        self.update_phase(false);
     }
 
     /// Somebody has done all there was to do for a stream.
-    pub fn leave(&self) {
-        self.attended.set(self.attended.get() - 1);
-        self.look(false);
+    pub fn task_ended(&self) {
+        self.active_tasks.set(self.active_tasks.get() - 1);
+        self.update_phase(false);
     }
 
     /// A stream that somebody works at has become a tunnel.
     pub fn tunnel_opened(&self) {
         self.tunnels.set(self.tunnels.get() + 1);
-        self.look(false);
+        self.update_phase(false);
     }
 
     /// It is none any more.
@@ -158,24 +158,24 @@ impl Monitor {
     }
 
     /// The client has been told that the connection ends.
-    pub fn is_ending(&self) {
-        self.is_leaving.set(true);
-        self.look(false);
+    pub fn begin_shutdown(&self) {
+        self.is_shutting_down.set(true);
+        self.update_phase(false);
     }
 
     /// The connection has its turn.
     pub fn begin_turn(&self) {
-        self.read.set(0);
+        self.turn_bytes_read.set(0);
     }
 
     /// Why a request is not served.
-    pub fn flaw_of(&self, stream: u32) -> Option<HeadFlaw> {
-        self.conduct.borrow().flaw_of(stream)
+    pub fn rejection_of(&self, stream: u32) -> Option<HeadRejection> {
+        self.flood_guard.borrow().rejection_of(stream)
     }
 
     /// How many requests h2 has refused for the size of their heads, since this was last asked.
-    pub fn take_unrecorded(&self) -> usize {
-        self.unrecorded.take()
+    pub fn take_unrecorded_rejections(&self) -> usize {
+        self.unrecorded_rejections.take()
     }
 
     /// What the client did too often, if it did.
@@ -189,115 +189,117 @@ impl Monitor {
     }
 
     /// Whether something took too long; wakes the task when it does.
-    pub fn poll_late(&self, cx: &Context<'_>) -> Option<Late> {
-        if self.stall.poll_up(cx) {
-            self.is_given_up.set(true);
-            return Some(Late::Close { in_head: false });
+    pub fn poll_timed_out(&self, cx: &Context<'_>) -> Option<TimeoutAction> {
+        if self.write_timer.poll_expired(cx) {
+            self.write_timed_out.set(true);
+            return Some(TimeoutAction::Close { in_head: false });
         }
-        if !self.timer.poll_up(cx) {
+        if !self.timer.poll_expired(cx) {
             return None;
         }
         Some(match self.phase.get() {
-            Phase::Idle => Late::Leave,
-            phase => Late::Close { in_head: phase == Phase::Head },
+            Phase::Idle => TimeoutAction::Shutdown,
+            phase => TimeoutAction::Close { in_head: phase == Phase::Head },
         })
     }
 
     /// Finds out what the connection is at, and how long that may take. `moved`: bytes were sent.
-    fn look(&self, moved: bool) {
-        let conduct = self.conduct.borrow();
+    fn update_phase(&self, moved: bool) {
+        let conduct = self.flood_guard.borrow();
         let phase = match () {
-            () if !conduct.has_opened() && !self.is_leaving.get() => Phase::Opening,
+            () if !conduct.has_first_frame() && !self.is_shutting_down.get() => Phase::Opening,
             () if conduct.is_in_head() => Phase::Head,
-            () if conduct.is_busy() && self.attended.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
+            () if conduct.is_busy() && self.active_tasks.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
             () if conduct.is_busy() => Phase::Sending,
-            () if self.is_leaving.get() => Phase::Parting,
+            () if self.is_shutting_down.get() => Phase::Closing,
             () => Phase::Idle,
         };
         // Other frames than those of answers, such as what a PING is answered with, get nobody further.
-        let goes_on = moved && phase == Phase::Sending && self.taken.get() >= self.limits.least.max(1);
+        let goes_on =
+            moved && phase == Phase::Sending && self.body_bytes_sent.get() >= self.limits.min_body_bytes.max(1);
         if self.phase.replace(phase) == phase && !goes_on {
             return;
         }
-        self.taken.set(0);
+        self.body_bytes_sent.set(0);
         match phase {
             Phase::Opening | Phase::Head => self.timer.arm(self.limits.head),
             Phase::Idle => self.timer.arm(self.limits.idle),
             Phase::Busy => self.timer.disarm(),
             Phase::Sending => self.timer.arm(self.limits.body),
-            Phase::Parting => self.timer.arm(PARTING),
+            Phase::Closing => self.timer.arm(CLOSE_TIMEOUT),
         }
     }
 
     /// What a head may have beside all others.
-    fn room_beside(&self, conduct: &FloodGuard) -> usize {
-        (self.limits.request.bytes * HEADS_TOGETHER).saturating_sub(conduct.head_bytes())
+    fn available_head_bytes(&self, conduct: &FloodGuard) -> usize {
+        (self.limits.request.bytes * CONNECTION_HEADS).saturating_sub(conduct.head_bytes())
     }
 
     /// How long the client has said nothing.
     pub fn silence(&self) -> Duration {
-        Duration::from_millis(self.timers.tick().saturating_sub(self.heard.get()).saturating_mul(100))
+        Duration::from_millis(self.timers.tick().saturating_sub(self.last_received_tick.get()).saturating_mul(100))
     }
 
-    fn heard(&self, frames: &mut Frames, bytes: &[u8]) {
+    fn record_received(&self, frames: &mut FrameReader, bytes: &[u8]) {
         let tick = self.timers.tick();
-        self.heard.set(tick);
-        let mut conduct = self.conduct.borrow_mut();
+        self.last_received_tick.set(tick);
+        let mut conduct = self.flood_guard.borrow_mut();
         let mut abuse = None;
-        frames.pass(bytes, |frame| abuse = abuse.or(conduct.heard(frame, tick)));
-        if frames.is_whole() {
-            conduct.whole();
+        frames.read_frames(bytes, |frame| abuse = abuse.or(conduct.record_received(frame, tick)));
+        if frames.is_frame_complete() {
+            conduct.complete_frame();
         }
         drop(conduct);
         if abuse.is_some() {
             self.abuse.set(abuse);
         }
-        self.look(false);
+        self.update_phase(false);
     }
 
-    fn said(&self, frames: &mut Frames, bytes: &[u8]) {
-        let mut conduct = self.conduct.borrow_mut();
-        frames.pass(bytes, |frame| {
-            if let Some(abuse) = conduct.said(frame, self.timers.tick()) {
+    fn record_sent_frames(&self, frames: &mut FrameReader, bytes: &[u8]) {
+        let mut conduct = self.flood_guard.borrow_mut();
+        frames.read_frames(bytes, |frame| {
+            if let Some(abuse) = conduct.record_sent_frame(frame, self.timers.tick()) {
                 self.abuse.set(Some(abuse));
             }
-            if frame.kind == Frame::DATA {
-                self.taken.set(self.taken.get().saturating_add(u64::from(frame.length)));
+            if frame.kind == FrameHeader::DATA {
+                self.body_bytes_sent.set(self.body_bytes_sent.get().saturating_add(u64::from(frame.length)));
             }
-            if frame.kind == Frame::GOAWAY && !self.is_leaving.get() {
+            if frame.kind == FrameHeader::GOAWAY && !self.is_shutting_down.get() {
                 self.is_broken.set(true);
             }
         });
-        conduct.sent(bytes.len());
+        conduct.record_sent_bytes(bytes.len());
     }
 
     /// Bytes were sent, could not be sent, or wait.
-    fn sent(&self, sent: &Poll<io::Result<usize>>) {
-        match (sent.is_pending(), self.is_stalled.replace(sent.is_pending())) {
-            (true, false) => self.stall.arm(self.limits.body),
-            (false, true) => self.stall.disarm(),
+    fn record_write(&self, sent: &Poll<io::Result<usize>>) {
+        match (sent.is_pending(), self.is_write_blocked.replace(sent.is_pending())) {
+            (true, false) => self.write_timer.arm(self.limits.body),
+            (false, true) => self.write_timer.disarm(),
             _ => {}
         }
-        self.look(sent.is_ready());
+        self.update_phase(sent.is_ready());
     }
 }
 
-impl Watch for Monitor {
-    fn room(&self) -> usize {
-        self.room_beside(&self.conduct.borrow())
+impl BlockObserver for Monitor {
+    fn max_head_bytes(&self) -> usize {
+        self.available_head_bytes(&self.flood_guard.borrow())
     }
 
-    fn block(&self, block: Block) {
-        let mut conduct = self.conduct.borrow_mut();
+    fn record_block(&self, block: HeaderBlock) {
+        let mut conduct = self.flood_guard.borrow_mut();
         let mut flaw = None;
-        if let Some(Flaw::TooLarge { by_h2 }) = block.flaw {
-            let is_crowded = block.bytes < self.limits.request.bytes && block.bytes >= self.room_beside(&conduct);
+        if let Some(BlockError::TooLarge { by_h2 }) = block.error {
+            let is_crowded =
+                block.bytes < self.limits.request.bytes && block.bytes >= self.available_head_bytes(&conduct);
             if is_crowded {
                 // It is reset, which is counted then.
-                flaw = Some(HeadFlaw::Crowded);
+                flaw = Some(HeadRejection::ConnectionFull);
             } else {
-                self.unrecorded.set(self.unrecorded.get() + usize::from(by_h2 && block.is_head));
-                flaw = Some(HeadFlaw::TooLarge);
+                self.unrecorded_rejections.set(self.unrecorded_rejections.get() + usize::from(by_h2 && block.is_head));
+                flaw = Some(HeadRejection::TooLarge);
                 let abuse = conduct.bad_request(self.timers.tick());
                 self.abuse.set(self.abuse.get().or(abuse));
             }
@@ -305,41 +307,41 @@ impl Watch for Monitor {
         if block.is_head {
             // One that is refused is soon gone.
             let bytes = if flaw.is_some() { 0 } else { block.bytes };
-            conduct.head_came(block.stream, bytes, flaw);
+            conduct.record_head(block.stream, bytes, flaw);
         }
     }
 }
 
 /// A client's socket, watched over.
 pub struct MonitoredIo {
-    stream: Wire,
-    session: Rc<Monitor>,
-    input: Input,
-    inbound: Frames,
-    outbound: Frames,
+    stream: IoStream,
+    monitor: Rc<Monitor>,
+    header_scanner: HeaderScanner,
+    inbound: FrameReader,
+    outbound: FrameReader,
     /// How long what still comes is read, once nothing more is sent.
     lingering: Option<Pin<Box<Sleep>>>,
 }
 
 impl MonitoredIo {
-    pub fn new(stream: Wire, session: Rc<Monitor>) -> MonitoredIo {
-        let (inbound, outbound) = (Frames::of_client(), Frames::of_server());
-        let input = Input::new(session.limits.request);
-        MonitoredIo { stream, session, input, inbound, outbound, lingering: None }
+    pub fn new(stream: IoStream, session: Rc<Monitor>) -> MonitoredIo {
+        let (inbound, outbound) = (FrameReader::for_client(), FrameReader::for_server());
+        let input = HeaderScanner::new(session.limits.request);
+        MonitoredIo { stream, monitor: session, header_scanner: input, inbound, outbound, lingering: None }
     }
 }
 
 impl AsyncRead for MonitoredIo {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let session = &*this.session;
+        let session = &*this.monitor;
         loop {
-            let ready = this.input.take_ready(buffer.remaining());
+            let ready = this.header_scanner.take_output(buffer.remaining());
             if !ready.is_empty() {
                 buffer.put_slice(ready);
                 return Poll::Ready(Ok(()));
             }
-            if session.read.get() >= TURN_BYTES {
+            if session.turn_bytes_read.get() >= TURN_BYTES {
                 // Others first.
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
@@ -347,9 +349,9 @@ impl AsyncRead for MonitoredIo {
             let before = buffer.filled().len();
             let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
             let came = &mut buffer.filled_mut()[before..];
-            session.read.set(session.read.get() + came.len());
-            session.heard(&mut this.inbound, came);
-            let passed = this.input.pass(came, session);
+            session.turn_bytes_read.set(session.turn_bytes_read.get() + came.len());
+            session.record_received(&mut this.inbound, came);
+            let passed = this.header_scanner.filter(came, session);
             if session.abuse.get().is_some() {
                 // Nothing of it reaches h2.
                 return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
@@ -368,9 +370,9 @@ impl AsyncWrite for MonitoredIo {
         let this = self.get_mut();
         let sent = Pin::new(&mut this.stream).poll_write(cx, bytes);
         if let Poll::Ready(Ok(n)) = sent {
-            this.session.said(&mut this.outbound, &bytes[..n]);
+            this.monitor.record_sent_frames(&mut this.outbound, &bytes[..n]);
         }
-        this.session.sent(&sent);
+        this.monitor.record_write(&sent);
         sent
     }
 
@@ -384,11 +386,11 @@ impl AsyncWrite for MonitoredIo {
         if let Poll::Ready(Ok(mut left)) = sent {
             for slice in slices {
                 let n = left.min(slice.len());
-                this.session.said(&mut this.outbound, &slice[..n]);
+                this.monitor.record_sent_frames(&mut this.outbound, &slice[..n]);
                 left -= n;
             }
         }
-        this.session.sent(&sent);
+        this.monitor.record_write(&sent);
         sent
     }
 
@@ -423,14 +425,14 @@ impl AsyncWrite for MonitoredIo {
 impl Drop for MonitoredIo {
     /// The kernel would keep what a client does not take. Whoever misbehaves is told, if the bytes before have left as a whole.
     fn drop(&mut self) {
-        if self.session.is_given_up.get() {
-            self.stream.reset_at_end();
+        if self.monitor.write_timed_out.get() {
+            self.stream.reset_on_close();
         }
-        if self.session.abuse.get().is_some() && self.outbound.is_between() {
-            let mut goaway = [0, 0, 8, Frame::GOAWAY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-            goaway[9..13].copy_from_slice(&self.session.conduct.borrow().last_stream().to_be_bytes());
+        if self.monitor.abuse.get().is_some() && self.outbound.is_between_frames() {
+            let mut goaway = [0, 0, 8, FrameHeader::GOAWAY, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+            goaway[9..13].copy_from_slice(&self.monitor.flood_guard.borrow().last_stream().to_be_bytes());
             goaway[13..].copy_from_slice(&ENHANCE_YOUR_CALM.to_be_bytes());
-            self.stream.send_at_once(&goaway);
+            self.stream.try_send(&goaway);
         }
     }
 }
@@ -454,10 +456,10 @@ mod tests {
         }
     }
 
-    fn session() -> Rc<Monitor> {
+    fn test_monitor() -> Rc<Monitor> {
         let time = Duration::from_secs(60);
         let request = hpack::Limits { fields: 100, bytes: 64 * 1024 };
-        let limits = Limits { head: time, idle: time, body: time, least: 0, request };
+        let limits = Limits { head: time, idle: time, body: time, min_body_bytes: 0, request };
         let budget = Budget { resets: 200, bad_requests: 400, control: 1000, block_bytes: 64 * 1024 };
         Monitor::new(&Rc::new(Timers::default()), limits, budget)
     }
@@ -473,12 +475,12 @@ mod tests {
     async fn a_connection_that_has_much_to_read_takes_turns() {
         let (mut client, socket) = connected().await;
         // DATA frames of 1000 bytes; how many are kept for the reader does not matter here.
-        let frame = [&[0, 3, 0xe8, Frame::DATA, 0, 0, 0, 0, 1][..], &[0; 1000]].concat();
+        let frame = [&[0, 3, 0xe8, FrameHeader::DATA, 0, 0, 0, 0, 1][..], &[0; 1000]].concat();
         let all = [&PREFACE[..], &frame.repeat(50)].concat();
         client.write_all(&all).await.unwrap();
         while socket.peek(&mut vec![0; all.len()]).await.unwrap() < all.len() {}
-        let session = session();
-        let mut watched = MonitoredIo::new(Wire::tcp(socket), Rc::clone(&session));
+        let session = test_monitor();
+        let mut watched = MonitoredIo::new(IoStream::tcp(socket), Rc::clone(&session));
         let woken = Arc::new(Woken(Mutex::new(0)));
         let waker = Arc::clone(&woken).into();
         let cx = &mut Context::from_waker(&waker);

@@ -21,7 +21,7 @@ use crate::proxy::peer::Peer;
 use crate::proxy::websocket::TunnelSession;
 
 /// Takes note of what a CONNECT asks for; `false` if it can not be answered, since it would have a body.
-pub fn asked(request: &mut Request<RecvStream>) -> bool {
+pub fn prepare_connect(request: &mut Request<RecvStream>) -> bool {
     let length = request.headers().get(header::CONTENT_LENGTH);
     if length.is_some_and(|length| length.as_bytes().iter().any(|digit| *digit != b'0')) {
         return false;
@@ -33,65 +33,70 @@ pub fn asked(request: &mut Request<RecvStream>) -> bool {
 }
 
 /// A tunnel, to its end. Dropped before, it resets the stream.
-pub struct Strand {
-    outward: Rc<Outward>,
+pub struct StreamTunnel {
+    send_half: Rc<SendHalf>,
     /// Tells whether the tunnel ended in order.
-    passing: Pin<Box<dyn Future<Output = bool>>>,
+    session: Pin<Box<dyn Future<Output = bool>>>,
 }
 
 /// What goes to the client.
-struct Outward {
-    sending: RefCell<SendStream<Bytes>>,
+struct SendHalf {
+    stream: RefCell<SendStream<Bytes>>,
     /// There is nothing more to send.
-    is_shut: Cell<bool>,
+    is_finished: Cell<bool>,
 }
 
-impl Outward {
-    fn shut(&self) -> io::Result<()> {
-        if self.is_shut.replace(true) {
+impl SendHalf {
+    fn finish(&self) -> io::Result<()> {
+        if self.is_finished.replace(true) {
             return Ok(());
         }
-        self.sending.borrow_mut().send_data(Bytes::new(), true).map_err(io::Error::other)
+        self.stream.borrow_mut().send_data(Bytes::new(), true).map_err(io::Error::other)
     }
 }
 
-impl Strand {
-    pub fn new(sending: SendStream<Bytes>, inward: RecvStream, passage: TunnelSession, peer: &Rc<Peer>) -> Strand {
-        let outward = Rc::new(Outward { sending: RefCell::new(sending), is_shut: Cell::default() });
-        let client = Client { outward: Rc::clone(&outward), inward, early: Bytes::new() };
+impl StreamTunnel {
+    pub fn new(
+        sending: SendStream<Bytes>,
+        inward: RecvStream,
+        passage: TunnelSession,
+        peer: &Rc<Peer>,
+    ) -> StreamTunnel {
+        let outward = Rc::new(SendHalf { stream: RefCell::new(sending), is_finished: Cell::default() });
+        let client = StreamIo { outward: Rc::clone(&outward), receive_stream: inward, unread: Bytes::new() };
         let peer = Rc::clone(peer);
         let passing = Box::pin(async move { passage.run(client, Bytes::new(), &peer.timer).await });
-        Strand { outward, passing }
+        StreamTunnel { send_half: outward, session: passing }
     }
 
     pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if !self.outward.is_shut.get() && self.outward.sending.borrow_mut().poll_reset(cx).is_ready() {
+        if !self.send_half.is_finished.get() && self.send_half.stream.borrow_mut().poll_reset(cx).is_ready() {
             // The client has reset the stream, or its connection is gone. The tunnel would not find out while the upstream
             // takes nothing, since nothing is read from the client then; and some codes of a reset look like an ordinary end.
             return Poll::Ready(());
         }
-        if ready!(self.passing.as_mut().poll(cx)) {
+        if ready!(self.session.as_mut().poll(cx)) {
             // One that was silent for too long ends in order as well.
-            let _ = self.outward.shut();
+            let _ = self.send_half.finish();
         }
         Poll::Ready(())
     }
 }
 
 /// The stream, as bytes.
-struct Client {
-    outward: Rc<Outward>,
-    inward: RecvStream,
+struct StreamIo {
+    outward: Rc<SendHalf>,
+    receive_stream: RecvStream,
     /// What has come and was not read yet.
-    early: Bytes,
+    unread: Bytes,
 }
 
-impl AsyncRead for Client {
+impl AsyncRead for StreamIo {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        while this.early.is_empty() {
-            match ready!(this.inward.poll_data(cx)) {
-                Some(Ok(bytes)) => this.early = bytes,
+        while this.unread.is_empty() {
+            match ready!(this.receive_stream.poll_data(cx)) {
+                Some(Ok(bytes)) => this.unread = bytes,
                 None => return Poll::Ready(Ok(())),
                 Some(Err(error)) => {
                     let is_end = matches!(error.reason(), Some(Reason::NO_ERROR | Reason::CANCEL));
@@ -99,18 +104,18 @@ impl AsyncRead for Client {
                 }
             }
         }
-        let bytes = this.early.len().min(buffer.remaining());
-        buffer.put_slice(&this.early[..bytes]);
-        this.early.advance(bytes);
+        let bytes = this.unread.len().min(buffer.remaining());
+        buffer.put_slice(&this.unread[..bytes]);
+        this.unread.advance(bytes);
         // Fails where the stream is gone, which is told elsewhere.
-        let _ = this.inward.flow_control().release_capacity(bytes);
+        let _ = this.receive_stream.flow_control().release_capacity(bytes);
         Poll::Ready(Ok(()))
     }
 }
 
-impl AsyncWrite for Client {
+impl AsyncWrite for StreamIo {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let mut sending = self.outward.sending.borrow_mut();
+        let mut sending = self.outward.stream.borrow_mut();
         if bytes.is_empty() {
             return Poll::Ready(Ok(0));
         }
@@ -132,6 +137,6 @@ impl AsyncWrite for Client {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(self.outward.shut())
+        Poll::Ready(self.outward.finish())
     }
 }
