@@ -1,24 +1,24 @@
-//! A file that is replaced as a whole: whoever reads it finds the old one or the new one.
+//! Replaces a file as a whole: readers find the old content or the new one.
 //!
-//! The new text is written beside the file and takes its place when all of it is on the disk. As long
-//! as the draft is there nobody else can begin one, so no edit undoes another.
+//! The new content is written to `FILE.new` and renamed once it is on disk. No other edit can begin while `FILE.new`
+//! exists, so that no edit undoes another.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-/// An edit that has begun. It leaves no trace if it is not published.
+/// An edit in progress. Without [`Draft::publish`] it leaves no trace.
 pub struct Draft {
-    /// The file itself, where a symbolic link leads to it.
+    /// The file itself, if the path is a symbolic link.
     target: PathBuf,
     path: PathBuf,
     file: File,
-    published: bool,
+    is_published: bool,
 }
 
 impl Draft {
-    /// Where the draft of a file lies.
+    /// The path of the draft of a file.
     pub fn path_of(file: &Path) -> PathBuf {
         target(file).with_added_extension("new")
     }
@@ -26,18 +26,18 @@ impl Draft {
     pub fn begin(file: &Path) -> io::Result<Draft> {
         let path = Draft::path_of(file);
         let draft = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-        Ok(Draft { target: target(file), path, file: draft, published: false })
+        Ok(Draft { target: target(file), path, file: draft, is_published: false })
     }
 
-    /// What the file holds now; `None`: there is none.
-    pub fn before(&self) -> io::Result<Option<String>> {
+    /// The current content; `None` if there is no file.
+    pub fn current_text(&self) -> io::Result<Option<String>> {
         match fs::read_to_string(&self.target) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             read => read.map(Some),
         }
     }
 
-    /// Puts the new text in the place of the old, with its owner and permissions.
+    /// Replaces the old text, keeping its owner and permissions.
     pub fn publish(mut self, text: &str) -> io::Result<()> {
         self.file.write_all(text.as_bytes())?;
         if let Ok(old) = fs::metadata(&self.target) {
@@ -49,8 +49,8 @@ impl Draft {
         }
         self.file.sync_all()?;
         fs::rename(&self.path, &self.target)?;
-        self.published = true;
-        // The new name is on the disk when the directory is.
+        self.is_published = true;
+        // The rename is durable once the directory is synced.
         let directory = self.target.parent().filter(|parent| !parent.as_os_str().is_empty());
         File::open(directory.unwrap_or(Path::new(".")))?.sync_all()
     }
@@ -58,8 +58,8 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        if !self.published {
-            // A draft that stays behind is found by the next edit, which says so.
+        if !self.is_published {
+            // If this fails, the next edit reports the draft that is left.
             let _ = fs::remove_file(&self.path);
         }
     }

@@ -32,8 +32,8 @@ use crate::downstream::listeners::{Listeners, WorkerListener};
 use crate::metrics::Registry;
 use crate::metrics::events::{AccessLogMetrics, ExpiryGauges, ListenerMetrics, SnapshotMetrics};
 use crate::metrics::redis::StoreMetrics;
-use crate::persistence::Counters;
 use crate::persistence::background::BackgroundWriter;
+use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::WorkerState;
 use crate::redis_store::Shared;
@@ -171,7 +171,7 @@ impl Gateway {
         }
         let upstream_health = gateway.fleets_of(&config);
         gateway.start_prober(&upstream_health)?;
-        let rule_set = gateway.ready_book(&config, !counters.shared).map_err(StartError::Layers)?;
+        let rule_set = gateway.ready_book(&config, !counters.in_use_by_others).map_err(StartError::Layers)?;
         drop(alone);
         let snapshot = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
         gateway.rule_set = Some(Arc::clone(&snapshot.rule_set));
@@ -304,7 +304,7 @@ impl Gateway {
     pub fn catch_up(&mut self) {
         self.compare_clocks();
         if self.is_held
-            && self.counters.while_alone(|| ()).is_some()
+            && self.counters.with_exclusive_use(|| ()).is_some()
             && let Err(error) = self.reload(self.config.clone())
         {
             tracing::error!("rules do not roll over, wait, reserve or split as they should: {error}");
@@ -332,12 +332,12 @@ impl Gateway {
     /// The rules made ready to read and write counters as is known to all who count in the same memory. What is new can
     /// only be made known while nobody else counts there: `alone`, if that is certain already.
     fn ready_book(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
-        let ledger = &self.counters.ledger;
+        let ledger = &self.counters.formats;
         let mut rule_set = RuleSet::new(&config.rules, self.counters.seed, self.rule_set.as_deref());
         let wanted = rule_set.counter_formats();
         if !ledger.formats().covers(&wanted) {
             let join = || ledger.join(&wanted);
-            let joined = if alone { Some(join()) } else { self.counters.while_alone(join) };
+            let joined = if alone { Some(join()) } else { self.counters.with_exclusive_use(join) };
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
         let ways = ledger.formats();
@@ -415,14 +415,14 @@ impl Gateway {
     fn fleets_of(&self, config: &Config) -> Vec<Arc<UpstreamHealth>> {
         let former = self.upstream_health.borrow().clone();
         let upstream_health =
-            server_health::upstream_health(config, &former, &self.registry, self.workers, self.clock.instant());
+            server_health::build_upstream_health(config, &former, &self.registry, self.workers, self.clock.instant());
         self.upstream_health.send_replace(upstream_health.clone());
         upstream_health
     }
 
     /// Starts the checks of servers, if there are any and they do not run yet.
     fn start_prober(&mut self, upstream_health: &[Arc<UpstreamHealth>]) -> Result<(), StartError> {
-        if self.prober.is_none() && health_check::is_wanted(upstream_health) {
+        if self.prober.is_none() && health_check::is_enabled(upstream_health) {
             let (upstream_health, clock) = (self.upstream_health.subscribe(), self.clock.clone());
             self.prober = Some(spawn("health".to_owned(), move || health_check::run(upstream_health, clock))?);
         }

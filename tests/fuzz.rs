@@ -124,7 +124,7 @@ fn configurations() {
 
 #[test]
 fn counters_files() {
-    let header = Header { plan: Table::layout(64), layers: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
+    let header = Header { layout: Table::layout(64), layers_max: 2048, seed: Seed(1, 2), boot: [b'0'; 36] };
     // Counters of nobody, some of whose windows are open; 24 bytes each, as in a snapshot.
     let words = |end_ms: u64| -> Vec<u8> {
         let word = |n: u64| CounterWord::new(1 << 50 | n, end_ms + n, n as u32).bits();

@@ -71,7 +71,7 @@ const STATUS_CODES: [(&str, &str); 2] = [
     ("http/websocket_handshake.rs", "tells a response of the upstream from a change of protocols"),
 ];
 /// Files that may use atomics, with the reason.
-const ATOMICS: [(&str, &str); 10] = [
+const ATOMICS: [(&str, &str); 9] = [
     ("clock.rs", "workers share the offset of the clock"),
     ("metrics/storage.rs", "counted by one worker, read by a scrape"),
     ("server.rs", "whether the gateway is ready"),
@@ -81,8 +81,7 @@ const ATOMICS: [(&str, &str); 10] = [
     ),
     ("upstream/request_limit.rs", "requests of all workers are counted where they are limited"),
     ("upstream/server_health.rs", "workers share the health of servers"),
-    ("upstream/server_state.rs", "workers share the health of one server"),
-    ("upstream/gated_waker.rs", "wakers may be shared between threads"),
+    ("upstream/http1.rs", "wakers may be shared between threads"),
     ("access_log.rs", "whether the file was moved away"),
     ("admin/mod.rs", "whether the gateway is ready"),
 ];

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use transom::clock::Clock;
 use transom::config;
-use transom::persistence::Counters;
+use transom::persistence::counters::Counters;
 
 use crate::sides::{NOW_MS, Transom};
 use crate::stopwatch::{Runner, Samples, Watch, in_turn};

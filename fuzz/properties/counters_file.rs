@@ -9,8 +9,10 @@ use std::time::Duration;
 
 use transom::clock::Clock;
 use transom::config::{self, Config};
+use transom::persistence::counters::Counters;
 use transom::persistence::file_header::Header;
-use transom::persistence::{Counters, OpenError, snapshot};
+use transom::persistence::open::OpenError;
+use transom::persistence::snapshot;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::format_registry::CounterFormats;
@@ -90,15 +92,15 @@ impl Bench {
         let mut whole = self.header.encode().to_vec();
         whole.resize(self.header.file_bytes(), 0);
         if !bytes.is_empty() {
-            let body = whole[Header::LEDGER_AT..].iter_mut();
+            let body = whole[Header::FORMATS_AT..].iter_mut();
             body.zip(bytes.iter().cycle()).for_each(|(to, byte)| *to = *byte);
         }
         put(&path, &whole);
         let counters = open(Some(&path), None).expect("it is used or set aside");
         let mut rule_set = RuleSet::new(&self.config.rules, counters.seed, None);
         // There may be no room for more layers.
-        let _ = counters.ledger.join(&rule_set.counter_formats());
-        rule_set.adopt_formats(&counters.ledger.formats());
+        let _ = counters.formats.join(&rule_set.counter_formats());
+        rule_set.adopt_formats(&counters.formats.formats());
         let charge_plan = rule_set.charge_plan(&[0]);
         let mut context = DecisionContext::default();
         for cost in [0, 1, 2, u32::MAX] {
@@ -118,7 +120,7 @@ impl Bench {
         let path = self.folder.join("snapshot");
         let plan = Table::layout(CAPACITY);
         put(&path, bytes);
-        snapshot::find(&path, plan);
+        snapshot::load(&path, plan);
         let before = open(None, None).expect("there is memory");
         let written = snapshot::write(&before, &path, &Clock::manual(NOW_MS), Duration::ZERO);
         assert!(written.is_ok(), "{written:?}");
@@ -126,9 +128,9 @@ impl Bench {
         let file = File::options().write(true).open(&path).expect("it was written");
         file.write_all_at(bytes, SNAPSHOT_HEAD_BYTES as u64).expect("there is room");
         let is_same = fs::read(&path).expect("it is there") == good;
-        assert_eq!(snapshot::find(&path, plan).is_some(), is_same);
+        assert_eq!(snapshot::load(&path, plan).is_some(), is_same);
         let after = open(None, Some(&path)).expect("there is memory");
-        assert!(after.table.live_counters(0).count() == 0 && after.ledger.formats() == CounterFormats::default());
+        assert!(after.table.live_counters(0).count() == 0 && after.formats.formats() == CounterFormats::default());
     }
 }
 

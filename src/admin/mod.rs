@@ -32,7 +32,7 @@ use crate::http::responses::{self, Reply};
 use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
-use crate::persistence::Counters;
+use crate::persistence::counters::Counters;
 use crate::redis_store::Shared;
 use crate::redis_store::admin_queries::{KeyState, Subject};
 use crate::redis_store::decision::Unavailable;
@@ -269,12 +269,12 @@ fn upstreams(state: &AdminState) -> serde_json::Value {
     let now = state.clock.instant();
     let upstream_health = state.upstream_health.borrow();
     let upstream_health = upstream_health.iter().filter(|upstream_health| !upstream_health.servers.is_empty());
-    serde_json::json!({ "upstreams": upstream_health.map(|upstream_health| upstream_health.describe(now)).collect::<Vec<_>>() })
+    serde_json::json!({ "upstreams": upstream_health.map(|upstream_health| upstream_health.to_json(now)).collect::<Vec<_>>() })
 }
 
 fn metrics(state: &AdminState) -> String {
     let (counters, now_ms) = (&state.counters, state.clock.now().unix_ms);
-    let stats = counters.census(now_ms);
+    let stats = counters.stats(now_ms);
     let overflow = counters.table.overflow_charges_total() + counters.table.overflow_refused_total();
     state.registry.remove_unused();
     let readings = [

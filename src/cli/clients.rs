@@ -344,7 +344,7 @@ fn edit(path: &Path, clients: &Clients, change: impl FnOnce(&mut ClientsDocument
         }
         _ => Failure::io(&file, &error),
     })?;
-    let before = draft.before().map_err(|error| Failure::io(&file, &error))?;
+    let before = draft.current_text().map_err(|error| Failure::io(&file, &error))?;
     let mut pages = ClientsDocument::read(before.as_deref().unwrap_or_default()).map_err(|error| {
         Failure::usage(format!("{} can not be edited: {error}", file.display()), "`transom check` says more")
     })?;

@@ -1,7 +1,7 @@
-//! What is done for the counters beside counting, by a thread of its own: the processes that count together agree on
-//! the time, and snapshots are written. No request ever waits for it.
+//! Background thread of the counters: synchronizes the time among processes that share counters, and writes snapshots.
+//! No request waits for it.
 //!
-//! The last snapshot is written only where somebody asks for it: a process that does not come to serve has counted
+//! The last snapshot is written only by [`BackgroundWriter::finish`]: a process that fails to start has counted
 //! nothing.
 
 use std::io;
@@ -11,37 +11,37 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use super::Counters;
+use super::counters::Counters;
 use super::snapshot::{self, Written};
 use crate::clock::Clock;
 use crate::config;
 use crate::metrics::events::SnapshotMetrics;
 
-/// How often the time is told.
+/// Interval of time synchronization.
 const TICK: Duration = Duration::from_secs(1);
-/// How long the last snapshot waits for another process that is writing one: that one may have passed by what was
-/// counted since, and nobody comes after this.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long the last snapshot waits for a snapshot that another process is writing, which may lack what was counted
+/// since it began; no later snapshot follows this one.
+const LAST_SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The thread, for as long as somebody holds this.
+/// The thread, which ends when this is dropped.
 pub struct BackgroundWriter {
     finish: Sender<Finish>,
     thread: JoinHandle<()>,
 }
 
-/// That the last snapshot is to be written.
+/// Asks for the last snapshot.
 struct Finish;
 
-/// What the thread works with.
+/// The state of the thread.
 struct Work {
     counters: Arc<Counters>,
     clock: Clock,
-    /// Where a snapshot goes, and how often.
+    /// Where snapshots go, and how often.
     snapshot: Option<(PathBuf, Duration)>,
     meter: SnapshotMetrics,
-    failing: bool,
-    /// The file is not where it was, and that was told.
-    displaced: bool,
+    is_failing: bool,
+    /// Whether the warning that the file was removed or replaced is logged.
+    is_displaced: bool,
 }
 
 impl BackgroundWriter {
@@ -52,41 +52,41 @@ impl BackgroundWriter {
         meter: SnapshotMetrics,
     ) -> io::Result<BackgroundWriter> {
         let snapshot = config.snapshot.clone().map(|path| (path, config.snapshot_every));
-        let (finish, told) = mpsc::channel();
-        let work = Work { counters, clock, snapshot, meter, failing: false, displaced: false };
-        let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.go_on(&told))?;
+        let (finish, finish_requests) = mpsc::channel();
+        let work = Work { counters, clock, snapshot, meter, is_failing: false, is_displaced: false };
+        let thread = thread::Builder::new().name("counters".to_owned()).spawn(move || work.run(&finish_requests))?;
         Ok(BackgroundWriter { finish, thread })
     }
 
     /// Writes the last snapshot, and returns when it is written.
     pub fn finish(self) {
-        // If nobody hears that, the thread has panicked, which is told below.
+        // The send fails only if the thread has panicked, which is logged below.
         let _ = self.finish.send(Finish);
         if self.thread.join().is_err() {
-            tracing::error!("the thread that keeps the counters panicked");
+            tracing::error!("the counters thread panicked");
         }
     }
 }
 
 impl Work {
-    fn go_on(mut self, told: &Receiver<Finish>) {
+    fn run(mut self, finish_requests: &Receiver<Finish>) {
         let mut written = self.clock.instant();
         loop {
-            let finish = match told.recv_timeout(TICK) {
+            let finish = match finish_requests.recv_timeout(TICK) {
                 Ok(Finish) => true,
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => return,
             };
-            self.counters.keep_time(&self.clock);
-            if !self.displaced && !self.counters.is_in_place() {
-                self.displaced = true;
+            self.counters.sync_time(&self.clock);
+            if !self.is_displaced && !self.counters.is_in_place() {
+                self.is_displaced = true;
                 tracing::warn!(
-                    "`counters.file` was removed or replaced: this process counts on in the one that is gone, and whoever \
-                     starts now begins anew"
+                    "`counters.file` was removed or replaced: this process keeps using the old file, new \
+                     processes start with empty counters"
                 );
             }
             if finish {
-                return self.write(PATIENCE);
+                return self.write(LAST_SNAPSHOT_TIMEOUT);
             }
             let every = self.snapshot.as_ref().map(|(_, every)| *every);
             if every.is_some_and(|every| self.clock.instant() - written >= every) {
@@ -96,29 +96,29 @@ impl Work {
         }
     }
 
-    /// Waits so long for another process that is writing; where it may not wait, the next time will do.
+    /// Writes a snapshot. `patience`: how long to wait for another process that is writing one; 0 leaves it to the next
+    /// interval.
     fn write(&mut self, patience: Duration) {
         let Some((path, _)) = &self.snapshot else { return };
         let written = match snapshot::write(&self.counters, path, &self.clock, patience) {
-            Ok(Written::ByAnother) if !patience.is_zero() => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                "another process is writing it, and does not come to an end",
-            )),
+            Ok(Written::OtherWriter) if !patience.is_zero() => {
+                Err(io::Error::new(io::ErrorKind::TimedOut, "another process is still writing it"))
+            }
             written => written,
         };
         match written {
             Ok(Written::Counters(_)) => self.meter.written(self.clock.now().unix_ms),
-            Ok(Written::ByAnother) => {}
+            Ok(Written::OtherWriter) => {}
             Err(error) => {
                 self.meter.failed();
-                // Said once per trouble, not once per snapshot.
-                if !self.failing {
-                    tracing::error!("the snapshot `{}` can not be written: {error}", path.display());
+                // Logged for the first failure in a row.
+                if !self.is_failing {
+                    tracing::error!("the snapshot `{}` cannot be written: {error}", path.display());
                 }
-                self.failing = true;
+                self.is_failing = true;
                 return;
             }
         }
-        self.failing = false;
+        self.is_failing = false;
     }
 }

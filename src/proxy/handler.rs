@@ -37,10 +37,8 @@ use crate::http::router::{self, Ambiguous};
 use crate::http::websocket_handshake::UpgradeMethod;
 use crate::http::{headers, path_normalize, request_validation, responses};
 use crate::upstream::echo;
-use crate::upstream::load_balancer::Asked;
-use crate::upstream::request_body::{BodySource, Inbound};
-use crate::upstream::request_upload::Upload;
-use crate::upstream::upload_limits::{Bounds, UploadRate};
+use crate::upstream::load_balancer::RequestTraits;
+use crate::upstream::request_body::{BodySource, ClientBody, MinUploadRate, RequestBody, UploadLimits};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 
@@ -128,7 +126,7 @@ pub fn handle(
     let config = worker.config();
     peer.body_timeout.set(config.compiled.config.timeouts.body);
     let (mut parts, body) = request.into_parts();
-    let body = Inbound::new(body, &parts.headers, peer.body_drain.as_ref());
+    let body = ClientBody::new(body, &parts.headers, peer.body_drain.as_ref());
     let format = ErrorFormat::of(&parts);
     let client = identify_client(&config.compiled, peer, &parts);
     let mut record = RequestRecord::new(worker, &config, client.address, &parts, now);
@@ -144,8 +142,8 @@ pub fn handle(
     // Taken apart here, so that the future below stores each value only once.
     let Admission { mut fields, mut delay, mut pending_cost } = admission;
     let upload = match plan.websocket {
-        Some(_) => Upload::Upgrade,
-        None => Upload::new(body, || upload_limits(worker, &config.compiled, plan.route)),
+        Some(_) => RequestBody::Upgrade,
+        None => RequestBody::new(body, || upload_limits(worker, &config.compiled, plan.route)),
     };
     let (peer, worker) = (Rc::clone(peer), Rc::clone(worker));
     let request = Box::new(Request::from_parts(parts, upload));
@@ -314,11 +312,11 @@ fn max_body_bytes(compiled: &CompiledConfig, actions: Option<&Action>) -> Option
 }
 
 /// Limits of size and rate for the body of a request while it is forwarded.
-fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: usize) -> Bounds {
+fn upload_limits(worker: &WorkerState, compiled: &CompiledConfig, route: usize) -> UploadLimits {
     let limits = &compiled.config.limits;
     let actions = compiled.actions_of(&compiled.routes[route]);
     let rate = actions.and_then(|actions| actions.min_request_rate).unwrap_or(limits.min_request_rate);
-    Bounds::new(max_body_bytes(compiled, actions), UploadRate::new(&worker.timers, rate, limits.rate_grace))
+    UploadLimits::new(max_body_bytes(compiled, actions), MinUploadRate::new(&worker.timers, rate, limits.rate_grace))
 }
 
 impl ForwardPlan {
@@ -403,7 +401,7 @@ async fn forward(
     config: &WorkerConfig,
     peer: &Peer,
     plan: &mut ForwardPlan,
-    mut request: Box<Request<Upload>>,
+    mut request: Box<Request<RequestBody>>,
     record: &mut RequestRecord,
 ) -> Result<Response<Content>, RequestError> {
     if let Some(error) = plan.error.take() {
@@ -420,7 +418,7 @@ async fn forward(
     let upstream = route.upstream_index as usize;
     record.set_upstream(&compiled.config.upstreams[upstream].name);
     let response = match &config.targets[upstream] {
-        Target::Echo => Box::pin(echo::answer(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
+        Target::Echo => Box::pin(echo::respond(*request, timeouts.body, &peer.timer)).await?.map(Content::from),
         Target::Servers(servers) => {
             // HTTP/1.0 has no 1xx responses (RFC 9110, 15.2).
             let informational = (request.version() >= Version::HTTP_11).then(|| Rc::clone(&peer.informational));
@@ -429,8 +427,8 @@ async fn forward(
                 request.headers_mut().insert(header::HOST, servers.authority());
             }
             *request.version_mut() = Version::HTTP_11;
-            let asked = Asked::of(&request, plan.server_key);
-            let mut response = servers.exchange(request, asked, timeouts, &peer.timer, informational).await?;
+            let traits = RequestTraits::of(&request, plan.server_key);
+            let mut response = servers.forward(request, traits, timeouts, &peer.timer, informational).await?;
             *response.version_mut() = Version::HTTP_11;
             response.map(Content::from)
         }

@@ -15,7 +15,7 @@ use crate::clock::Timestamp;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, CLIENT_GONE};
 use crate::metrics::events::RouteMetrics;
-use crate::upstream::response_body::Broken;
+use crate::upstream::response_body::UpstreamBodyError;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 
@@ -127,7 +127,7 @@ impl RequestRecord {
     }
 
     /// The upstream's response was cut off.
-    pub fn record_upstream_abort(&mut self, error: &Broken) {
+    pub fn record_upstream_abort(&mut self, error: &UpstreamBodyError) {
         self.warn(&format!("the upstream server's response was cut off: {error}"));
         self.record_truncation();
     }

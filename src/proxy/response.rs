@@ -11,7 +11,7 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use super::request_record::RequestRecord;
 use crate::http::error::RequestError;
 use crate::http::responses::{ErrorFormat, Reply};
-use crate::upstream::response_body::{Broken, Download};
+use crate::upstream::response_body::{UpstreamBody, UpstreamBodyError};
 
 /// Why a request is not forwarded.
 pub enum Rejection {
@@ -45,7 +45,7 @@ pub fn finish(response: Response<Content>, mut record: RequestRecord) -> Respons
 pub enum Content {
     /// Made by the gateway; `None` once it was taken.
     Local(Option<Bytes>),
-    Upstream(Download),
+    Upstream(UpstreamBody),
 }
 
 impl From<Bytes> for Content {
@@ -54,8 +54,8 @@ impl From<Bytes> for Content {
     }
 }
 
-impl From<Download> for Content {
-    fn from(download: Download) -> Content {
+impl From<UpstreamBody> for Content {
+    fn from(download: UpstreamBody) -> Content {
         Content::Upstream(download)
     }
 }
@@ -68,7 +68,7 @@ struct BodyState {
     content: Content,
     record: Option<RequestRecord>,
     /// How the upstream's response broke off, until hyper has been given the error.
-    pending_error: Option<Broken>,
+    pending_error: Option<UpstreamBodyError>,
 }
 
 impl ResponseBody {
@@ -110,9 +110,9 @@ pub fn set_content_length(response: &mut Response<ResponseBody>) {
 
 impl HttpBody for ResponseBody {
     type Data = Bytes;
-    type Error = Broken;
+    type Error = UpstreamBodyError;
 
-    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>> {
         let this = &mut *self.get_mut().0;
         if let Some(error) = this.pending_error.take() {
             return Poll::Ready(Some(Err(error)));

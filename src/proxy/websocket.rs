@@ -16,7 +16,7 @@ use crate::http::error::RequestError;
 use crate::http::responses::ErrorFormat;
 use crate::http::websocket_handshake::{self, Key, UpgradeMethod};
 use crate::timer::Timer;
-use crate::upstream::tunnel::{ByteCounts, End, Tunnel};
+use crate::upstream::tunnel::{ByteCounts, Tunnel, TunnelEnd};
 
 /// How a client asked for a WebSocket, and the key of the handshake with the upstream.
 pub struct WebSocketHandshake {
@@ -116,13 +116,15 @@ impl TunnelSession {
         // Recorded on drop, which also covers a worker that stops with open tunnels.
         let session = TunnelRecord { byte_counts: ByteCounts::default(), record: &mut record };
         match tunnel.run(client, early, idle_timeout, timer, &session.byte_counts).await {
-            End::Finished => return true,
-            End::Silent => {
+            TunnelEnd::Finished => return true,
+            TunnelEnd::Idle => {
                 session.record.record_tunnel_error("the tunnel was idle for too long");
                 return true;
             }
-            End::BrokenByClient => {}
-            End::BrokenByUpstream => session.record.record_tunnel_error("the upstream server broke off the tunnel"),
+            TunnelEnd::BrokenByClient => {}
+            TunnelEnd::BrokenByUpstream => {
+                session.record.record_tunnel_error("the upstream server broke off the tunnel")
+            }
         }
         false
     }

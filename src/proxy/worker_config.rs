@@ -22,10 +22,9 @@ use crate::jwt::cache::Checker;
 use crate::metrics::events::{RouteMetrics, UpstreamMetrics, WindowMetrics};
 use crate::metrics::upstream::{ActiveGauge, RetryMetrics};
 use crate::metrics::{Registry, WorkerId};
-use crate::upstream::forward::Servers;
-use crate::upstream::pool::Pool;
+use crate::upstream::forward::Forwarder;
+use crate::upstream::pool::{ConnectionPool, ServerPool};
 use crate::upstream::server_health::UpstreamHealth;
-use crate::upstream::server_pool::ServerPool;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::KeyedRequest;
@@ -56,7 +55,7 @@ type ServerPools = HashMap<(String, String), (Server, TransportSettings, Rc<Serv
 #[allow(clippy::large_enum_variant, reason = "one for each upstream, read by every request")]
 pub enum Target {
     Echo,
-    Servers(Servers),
+    Servers(Forwarder),
 }
 
 impl Target {
@@ -120,11 +119,11 @@ impl WorkerConfig {
                     let server_pool = same.map_or_else(
                         || {
                             let active = ActiveGauge::new(registry, worker_id, &upstream.name, &server.url);
-                            ServerPool::new(Pool::new(server.clone(), &upstream.way, clock.clone()), active)
+                            ServerPool::new(ConnectionPool::new(server.clone(), &upstream.way, clock.clone()), active)
                         },
                         |(.., server_pool)| Rc::clone(server_pool),
                     );
-                    server_pool.limit(&upstream.policy.circuit, worker_id, upstream_health.loops, total_servers);
+                    server_pool.set_limits(&upstream.policy.circuit, worker_id, upstream_health.workers, total_servers);
                     server_pools.insert(name, (server.clone(), upstream.way.clone(), Rc::clone(&server_pool)));
                     server_pool
                 };
@@ -132,7 +131,7 @@ impl WorkerConfig {
                 let metrics = UpstreamMetrics::new(registry, worker_id, &upstream.name, &urls);
                 let retries = RetryMetrics::new(registry, worker_id, &upstream.name);
                 let pools = servers.iter().map(&mut server_pool).collect();
-                Target::Servers(Servers::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
+                Target::Servers(Forwarder::new(Arc::clone(upstream_health), pools, metrics, retries, clock.clone()))
             }
         };
         let context = DecisionContext::for_worker(worker_id as u32);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 
-use crate::persistence::OpenError;
+use crate::persistence::open::OpenError;
 
 /// Why the gateway could not start.
 #[derive(Debug)]

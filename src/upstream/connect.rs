@@ -1,7 +1,7 @@
-//! The way to one server until bytes can flow: name, address, TLS, and what will be spoken.
+//! Opens a connection to one server: DNS, TCP or Unix socket, TLS, protocol by ALPN.
 //!
-//! All addresses of a name are tried, each beginning with another one: the next as soon as one fails, or
-//! while one is silent (RFC 8305, "happy eyeballs"). The first that stands is taken.
+//! All addresses of a name are tried, each connection starting with another one: the next address as soon as one fails,
+//! or in parallel while one is silent (RFC 8305, "happy eyeballs"). The first connection that succeeds is used.
 
 use std::future::poll_fn;
 use std::io;
@@ -18,130 +18,143 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::sleep;
 use tokio_rustls::{TlsConnector, TlsStream};
 
-use super::dns::Names;
+use super::dns::Resolver;
 use crate::clock::Clock;
 use crate::config::{Protocol, Scheme, Server, TransportSettings};
 use crate::io_stream::IoStream;
 
-/// How long an address may be silent before the next one is tried beside it.
-const PATIENCE: Duration = Duration::from_millis(250);
+/// How long an address may be silent before the next one is tried in parallel.
+const NEXT_ADDRESS_DELAY: Duration = Duration::from_millis(250);
 const HTTP_2: &[u8] = b"h2";
 const HTTP_1: &[u8] = b"http/1.1";
 
-/// What a connection speaks.
+/// The protocol of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Spoken {
+pub enum HttpVersion {
     Http1,
     Http2,
 }
 
-/// A stream that stands.
-pub struct Dialed {
+/// Where a connection leads, and when its address was last found in DNS.
+#[derive(Clone, Copy, Debug)]
+pub struct ResolvedTarget {
+    /// `None` for a Unix socket.
+    pub address: Option<SocketAddr>,
+    /// The generation of the resolver's addresses that included this address.
+    pub generation: u32,
+}
+
+/// A connected stream.
+pub struct Connected {
     pub wire: IoStream,
-    pub spoken: Spoken,
+    pub version: HttpVersion,
     /// `None` for a Unix socket.
     pub address: Option<SocketAddr>,
 }
 
-pub struct Dial {
+pub struct Connector {
     server: Server,
     protocol: Protocol,
-    pub names: Rc<Names>,
+    pub resolver: Rc<Resolver>,
     tls: Option<Tls>,
 }
 
 struct Tls {
     name: Result<ServerName<'static>, String>,
-    /// Offers what the upstream may be spoken to in.
-    usual: Arc<ClientConfig>,
+    /// Offers the protocols that are configured for the upstream.
+    configured_alpn: Arc<ClientConfig>,
     /// Offers HTTP/1.1 only.
-    plain: Arc<ClientConfig>,
+    http1_alpn: Arc<ClientConfig>,
 }
 
-impl Dial {
-    pub fn new(server: Server, way: &TransportSettings, clock: Clock) -> Dial {
-        let names = Names::new(&server.host, server.port, way.resolve, clock);
-        let tls = way.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
-            let usual: &[&[u8]] = match way.protocol {
+impl Connector {
+    pub fn new(server: Server, transport: &TransportSettings, clock: Clock) -> Connector {
+        let resolver = Resolver::new(&server.host, server.port, transport.resolve, clock);
+        let tls = transport.tls.as_ref().filter(|_| server.scheme == Scheme::Https).map(|tls| {
+            let protocols: &[&[u8]] = match transport.protocol {
                 Protocol::Auto => &[HTTP_2, HTTP_1],
                 Protocol::Http1 => &[HTTP_1],
                 Protocol::Http2 => &[HTTP_2],
             };
             let host = || {
                 ServerName::try_from(server.host.clone())
-                    .map_err(|_invalid| format!("no certificate can be for `{}`", server.host))
+                    .map_err(|_invalid| format!("`{}` is not a valid name for a certificate", server.host))
             };
             Tls {
                 name: tls.server_name.clone().map_or_else(host, Ok),
-                usual: tls.offering(usual),
-                plain: tls.offering(&[HTTP_1]),
+                configured_alpn: tls.offering(protocols),
+                http1_alpn: tls.offering(&[HTTP_1]),
             }
         });
-        Dial { server, protocol: way.protocol, names, tls }
+        Connector { server, protocol: transport.protocol, resolver, tls }
     }
 
-    /// Whether HTTP/2 is all that is spoken here.
+    /// Whether only HTTP/2 is configured.
     pub fn is_http2(&self) -> bool {
         self.protocol == Protocol::Http2
     }
 
-    /// Opens a stream. `plain`: one that speaks HTTP/1.1, whatever the server would choose.
-    pub async fn open(&self, plain: bool) -> io::Result<Dialed> {
+    /// Connects. `plain`: with HTTP/1.1, whatever the server prefers.
+    pub async fn open(&self, http1_only: bool) -> io::Result<Connected> {
         if self.server.scheme == Scheme::Unix {
             let stream = UnixStream::connect(&self.server.host).await?;
-            return Ok(Dialed { wire: IoStream::unix(stream), spoken: self.in_the_clear(plain), address: None });
+            return Ok(Connected {
+                wire: IoStream::unix(stream),
+                version: self.cleartext_version(http1_only),
+                address: None,
+            });
         }
-        let addresses = self.names.in_turn().await?;
-        let (stream, address) = match first_of(&addresses).await {
+        let addresses = self.resolver.rotated_addresses().await?;
+        let (stream, address) = match connect_to_first(&addresses).await {
             Ok(connected) => connected,
             Err(error) => {
-                self.names.doubt();
+                self.resolver.mark_suspect();
                 return Err(error);
             }
         };
         stream.set_nodelay(true)?;
         let address = Some(address);
         let Some(tls) = &self.tls else {
-            return Ok(Dialed { wire: IoStream::tcp(stream), spoken: self.in_the_clear(plain), address });
+            return Ok(Connected { wire: IoStream::tcp(stream), version: self.cleartext_version(http1_only), address });
         };
-        let stream = tls.shake_hands(stream, plain).await?;
-        let spoken = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
-            (Some(HTTP_2), _) if !plain => Spoken::Http2,
-            (_, Protocol::Http2) if !plain => {
-                return Err(io::Error::other("it does not speak HTTP/2: it did not choose `h2` by ALPN"));
+        let stream = tls.handshake(stream, http1_only).await?;
+        let version = match (stream.get_ref().1.alpn_protocol(), self.protocol) {
+            (Some(HTTP_2), _) if !http1_only => HttpVersion::Http2,
+            (_, Protocol::Http2) if !http1_only => {
+                return Err(io::Error::other("it does not support HTTP/2: it did not select `h2` by ALPN"));
             }
-            _ => Spoken::Http1,
+            _ => HttpVersion::Http1,
         };
-        Ok(Dialed { wire: IoStream::tls(TlsStream::Client(stream)), spoken, address })
+        Ok(Connected { wire: IoStream::tls(TlsStream::Client(stream)), version, address })
     }
 
-    fn in_the_clear(&self, plain: bool) -> Spoken {
-        if self.is_http2() && !plain { Spoken::Http2 } else { Spoken::Http1 }
+    fn cleartext_version(&self, http1_only: bool) -> HttpVersion {
+        if self.is_http2() && !http1_only { HttpVersion::Http2 } else { HttpVersion::Http1 }
     }
 }
 
 impl Tls {
-    async fn shake_hands(
+    async fn handshake(
         &self,
         stream: TcpStream,
-        plain: bool,
+        http1_only: bool,
     ) -> io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
-        let config = if plain { &self.plain } else { &self.usual };
+        let config = if http1_only { &self.http1_alpn } else { &self.configured_alpn };
         let name = self.name.clone().map_err(io::Error::other)?;
-        let shaken = TlsConnector::from(Arc::clone(config)).connect(name, stream).await;
-        shaken.map_err(|error| io::Error::other(format!("TLS: {error}")))
+        let connected = TlsConnector::from(Arc::clone(config)).connect(name, stream).await;
+        connected.map_err(|error| io::Error::other(format!("TLS: {error}")))
     }
 }
 
-type Attempt<'a> = Pin<Box<dyn Future<Output = io::Result<TcpStream>> + 'a>>;
+type ConnectAttempt<'a> = Pin<Box<dyn Future<Output = io::Result<TcpStream>> + 'a>>;
 
-/// The first of the addresses that can be connected to.
-async fn first_of(addresses: &[SocketAddr]) -> io::Result<(TcpStream, SocketAddr)> {
+/// Connects to the first address that succeeds.
+async fn connect_to_first(addresses: &[SocketAddr]) -> io::Result<(TcpStream, SocketAddr)> {
     if let [only] = addresses {
         return Ok((TcpStream::connect(only).await?, *only));
     }
     let mut untried = addresses.iter();
-    let mut attempts: Vec<(SocketAddr, Attempt<'_>)> = Vec::new();
+    let mut attempts: Vec<(SocketAddr, ConnectAttempt<'_>)> = Vec::new();
     let mut failed = io::Error::other("the name has no address");
     let mut patience = Box::pin(sleep(Duration::ZERO));
     poll_fn(|cx| {
@@ -163,7 +176,7 @@ async fn first_of(addresses: &[SocketAddr]) -> io::Result<(TcpStream, SocketAddr
             match untried.next() {
                 Some(next) => {
                     attempts.push((*next, Box::pin(TcpStream::connect(*next))));
-                    patience.set(sleep(PATIENCE));
+                    patience.set(sleep(NEXT_ADDRESS_DELAY));
                 }
                 None if attempts.is_empty() => {
                     return Poll::Ready(Err(std::mem::replace(&mut failed, io::ErrorKind::Other.into())));

@@ -1,6 +1,5 @@
-//! What carries one request and its answer: a connection of its own, or a stream of a shared one.
+//! What carries one request and its response: an HTTP/1.1 connection, or a stream of a shared HTTP/2 connection.
 
-use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -12,127 +11,125 @@ use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 
-use super::http1::{Connection, SendError};
+use super::http1::{Http1Connection, SendError};
 use super::http2::{self, Http2Stream};
-use super::request_upload::Upload;
-use super::server_pool::ConnectionPermit;
+use super::request_body::RequestBody;
+use super::request_limit::ConnectionPermit;
 use super::tunnel::Tunnel;
-use super::tunnel_io::FarEnd;
+use super::tunnel::UpstreamIo;
 use crate::informational::InformationalQueue;
 
 pub enum UpstreamConnection {
-    /// HTTP/1.1.
-    Alone(Box<Connection>),
-    /// HTTP/2.
-    Shared(Http2Stream),
-}
-
-/// Where a connection leads, and since when that is known.
-#[derive(Clone, Copy, Debug)]
-pub struct ResolvedTarget {
-    /// `None` for a Unix socket.
-    pub address: Option<SocketAddr>,
-    /// Of the server's addresses, at which this was one of them.
-    pub era: u32,
+    /// An HTTP/1.1 connection, used by one request at a time.
+    Http1(Box<Http1Connection>),
+    /// A stream of a shared HTTP/2 connection.
+    Http2(Http2Stream),
 }
 
 impl UpstreamConnection {
-    /// Writes the target as it is sent here; it may have been addressed to a server that speaks otherwise.
-    pub fn address(&self, request: &mut Request<Upload>) {
-        if let UpstreamConnection::Alone(_) = self {
-            http2::origin_form(request);
+    /// Writes the request target in the form of this protocol; an earlier attempt may have used the other one.
+    pub fn prepare_request(&self, request: &mut Request<RequestBody>) {
+        if let UpstreamConnection::Http1(_) = self {
+            http2::to_http1_form(request);
         }
     }
 
-    /// Sends a request and waits for the head of its answer: see [`Connection::send`].
+    /// Sends a request and waits for the head of the response: see [`Http1Connection::send`].
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
-        request: Box<Request<Upload>>,
+        request: Box<Request<RequestBody>>,
         keeps: bool,
-        interim: Option<Rc<InformationalQueue>>,
+        informational: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
         match self {
-            UpstreamConnection::Alone(connection) => connection.send(request, keeps, interim).await,
-            // Apart, so that the others take no memory for it.
-            UpstreamConnection::Shared(lease) => Box::pin(lease.send(request)).await,
+            UpstreamConnection::Http1(connection) => connection.send(request, keeps, informational).await,
+            // Boxed, so that HTTP/1.1 requests take no memory for it.
+            UpstreamConnection::Http2(stream) => Box::pin(stream.send(request)).await,
         }
     }
 
-    /// Takes room among the connections to its server; a shared one keeps what it has.
-    pub fn occupy(&mut self, slot: Option<ConnectionPermit>) {
+    /// Sets the permit among the connections to the server; a shared connection keeps the permit it has.
+    pub fn set_permit(&mut self, permit: Option<ConnectionPermit>) {
         match self {
-            UpstreamConnection::Alone(connection) => connection.slot = slot,
-            UpstreamConnection::Shared(lease) => lease.occupy(slot),
+            UpstreamConnection::Http1(connection) => connection.permit = permit,
+            UpstreamConnection::Http2(stream) => stream.set_permit(permit),
         }
     }
 
-    /// The last request, where it was sent with `keeps`, or over HTTP/2 and nothing of its body is lost.
-    pub fn sent(&mut self) -> Option<Request<Upload>> {
+    /// The last request, to be sent again: over HTTP/1.1 if it was sent with `keeps`, over HTTP/2 if its body can be
+    /// replayed.
+    pub fn take_replay(&mut self) -> Option<Request<RequestBody>> {
         match self {
-            UpstreamConnection::Alone(connection) => connection.sent(),
-            UpstreamConnection::Shared(lease) => lease.sent(),
+            UpstreamConnection::Http1(connection) => connection.replay_request(),
+            UpstreamConnection::Http2(stream) => stream.take_replay(),
         }
     }
 
-    /// The head of the answer has come.
-    pub fn answered(&mut self, now: Instant) {
+    /// Called when the head of the response has arrived.
+    pub fn on_response_head(&mut self, now: Instant) {
         match self {
-            UpstreamConnection::Alone(connection) => connection.idle_since = Some(now),
-            UpstreamConnection::Shared(lease) => lease.answered(now),
+            UpstreamConnection::Http1(connection) => connection.idle_since = Some(now),
+            UpstreamConnection::Http2(stream) => stream.on_response_head(now),
         }
     }
 
-    /// The last request, if it may be sent once more after this error. `spare`: it may be if the connection
-    /// ended before a byte of the answer came.
-    pub fn again(&mut self, error: &hyper::Error, spare: bool) -> Option<Request<Upload>> {
+    /// The last request, if it may be sent again after this error. `is_repeatable`: also if the connection ended before
+    /// the first byte of a response.
+    pub fn take_retryable(&mut self, error: &hyper::Error, is_repeatable: bool) -> Option<Request<RequestBody>> {
         match self {
-            UpstreamConnection::Alone(connection) if spare && ended_early(error) => connection.sent(),
-            UpstreamConnection::Shared(lease) if http2::is_unprocessed(error) => lease.sent(),
-            UpstreamConnection::Shared(lease) if spare && (ended_early(error) || http2::is_cut(error)) => lease.sent(),
-            UpstreamConnection::Alone(_) | UpstreamConnection::Shared(_) => None,
+            UpstreamConnection::Http1(connection) if is_repeatable && closed_before_response(error) => {
+                connection.replay_request()
+            }
+            UpstreamConnection::Http2(stream) if http2::is_unprocessed(error) => stream.take_replay(),
+            UpstreamConnection::Http2(stream)
+                if is_repeatable && (closed_before_response(error) || http2::is_connection_lost(error)) =>
+            {
+                stream.take_replay()
+            }
+            UpstreamConnection::Http1(_) | UpstreamConnection::Http2(_) => None,
         }
     }
 
-    /// The next piece of the body of an answer.
+    /// Polls the next frame of the response body.
     pub fn poll_body(
         &mut self,
         body: &mut Incoming,
         cx: &mut Context<'_>,
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
         match self {
-            UpstreamConnection::Alone(connection) => connection.poll_body(body, cx),
-            UpstreamConnection::Shared(_) => Pin::new(body).poll_frame(cx),
+            UpstreamConnection::Http1(connection) => connection.poll_body(body, cx),
+            UpstreamConnection::Http2(_) => Pin::new(body).poll_frame(cx),
         }
     }
 
-    /// Whether the body of a response is complete, once it gives no more. hyper takes a stream that was reset with NO_ERROR
-    /// for one that has ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
+    /// Whether the body of a response is complete, once it yields no more frames. hyper treats a stream that was reset
+    /// with NO_ERROR as ended, but only END_STREAM ends a message (RFC 9113, section 8.1).
     pub fn is_complete(&self, body: &Incoming) -> bool {
         match self {
-            UpstreamConnection::Alone(_) => true,
-            UpstreamConnection::Shared(_) => body.is_end_stream(),
+            UpstreamConnection::Http1(_) => true,
+            UpstreamConnection::Http2(_) => body.is_end_stream(),
         }
     }
 
-    /// The stream, after an answer that switched protocols.
+    /// The byte stream, after a response that switched protocols.
     pub async fn into_tunnel(self) -> Option<Tunnel> {
         match self {
-            UpstreamConnection::Alone(mut connection) => {
-                let slot = connection.slot.take();
+            UpstreamConnection::Http1(mut connection) => {
+                let permit = connection.permit.take();
                 let (wire, early) = connection.into_stream().await?;
-                Some(Tunnel::new(FarEnd::Connection(wire, slot), early))
+                Some(Tunnel::new(UpstreamIo::Http1(wire, permit), early))
             }
-            UpstreamConnection::Shared(lease) => {
-                let (stream, lease) = Box::pin(lease.into_stream()).await?;
-                Some(Tunnel::new(FarEnd::Stream(TokioIo::new(stream), lease), Bytes::new()))
+            UpstreamConnection::Http2(stream) => {
+                let (io, stream) = Box::pin(stream.into_stream()).await?;
+                Some(Tunnel::new(UpstreamIo::Http2(TokioIo::new(io), stream), Bytes::new()))
             }
         }
     }
 }
 
-/// Whether the connection ended before a byte of the answer came.
-fn ended_early(error: &hyper::Error) -> bool {
+/// Whether the connection ended before the first byte of a response.
+fn closed_before_response(error: &hyper::Error) -> bool {
     error.is_incomplete_message() || error.is_canceled() || error.is_closed() || is_reset(error)
 }
 

@@ -1,5 +1,5 @@
-//! The upstream that is built in: it answers with what it received, so that a first run needs
-//! nothing else, and a configuration can be tried out before there is anything behind it.
+//! The built-in `echo` upstream: responds with what it received, so that a first run and a test of a configuration need
+//! no other server.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -10,16 +10,16 @@ use http::Request;
 use http_body::Body;
 use serde_json::{Map, Value, json};
 
-use super::request_upload::Upload;
+use super::request_body::RequestBody;
 use crate::http::error::RequestError;
 use crate::http::responses::{self, Reply};
 use crate::timer::Timer;
 
-/// Answers with the request's method, path, query, fields, and the length of its body, which is
-/// read to its end but not kept.
-pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) -> Result<Reply, RequestError> {
+/// Responds with the request's method, path, query, fields, and the length of its body. The body is read to its end and
+/// discarded.
+pub async fn respond(request: Request<RequestBody>, limit: Duration, timer: &Timer) -> Result<Reply, RequestError> {
     let (parts, body) = request.into_parts();
-    let body_bytes = length(body, limit, timer).await?;
+    let body_bytes = read_length(body, limit, timer).await?;
     let mut fields: Map<String, Value> = Map::new();
     for name in parts.headers.keys() {
         let values = parts.headers.get_all(name).iter().map(|value| String::from_utf8_lossy(value.as_bytes()));
@@ -35,17 +35,18 @@ pub async fn answer(request: Request<Upload>, limit: Duration, timer: &Timer) ->
     Ok(responses::json(format!("{echo:#}\n")))
 }
 
-/// Reads a body to its end; no piece may be longer than `limit` in coming.
-async fn length(mut body: Upload, limit: Duration, timer: &Timer) -> Result<u64, RequestError> {
+/// Reads a body to its end. `limit`: the longest wait for a frame.
+async fn read_length(mut body: RequestBody, limit: Duration, timer: &Timer) -> Result<u64, RequestError> {
     let mut length = 0;
     let progress = body.progress();
-    let broken = |_error| progress.as_ref().and_then(|progress| progress.fault()).unwrap_or(RequestError::Body);
+    let to_error =
+        |_error| progress.as_ref().and_then(|progress| progress.client_error()).unwrap_or(RequestError::Body);
     loop {
         timer.arm(limit);
         let frame = poll_fn(|cx| match Pin::new(&mut body).poll_frame(cx) {
             Poll::Pending if timer.poll_expired(cx) => Poll::Ready(Err(RequestError::BodyTimeout)),
             Poll::Pending => Poll::Pending,
-            Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(broken)),
+            Poll::Ready(frame) => Poll::Ready(frame.transpose().map_err(to_error)),
         });
         let frame = frame.await;
         timer.disarm();

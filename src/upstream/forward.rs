@@ -1,11 +1,11 @@
-//! One request for one answer: on which server, how long, and whether it is tried again.
+//! Forwards one request to a server of an upstream and returns the head of the response; retries where that is safe.
 //!
-//! Trying again must be safe: none of the request was sent (RFC 9110, section 9.2.2 allows that for
-//! any method), or it is idempotent and has no body; and nothing of an answer was passed on. A
-//! connection that had been idle may have been closed by its server just then: that is repeated at
-//! once, on a new connection, and is nobody's failure. A try that follows a failure to connect costs nothing where
-//! another server works: that server gets the request once, as if it had been chosen first. Every other further try is
-//! paid for.
+//! A retry is safe if none of the request was sent (RFC 9110, section 9.2.2 allows this for any method), or if the
+//! request is idempotent and has no body; and only while nothing of a response was passed on. An idle connection may
+//! have been closed by its server just before use: the request is then repeated at once on a new connection, which
+//! counts neither as a failure nor as a retry. A retry after a failure to connect is free of the retry budget while
+//! another server works: that server gets the request as if it had been chosen first. The budget pays for every other
+//! retry.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -20,13 +20,13 @@ use hyper::body::Incoming;
 use super::connection::UpstreamConnection;
 use super::http1::SendError;
 use super::http2;
-use super::load_balancer::{Asked, Balancer, Choice, Tried};
+use super::load_balancer::{Choice, LoadBalancer, RequestTraits, TriedServers};
+use super::pool::{ActiveRequest, ConnectionLimitReached, Offer, ServerPool};
+use super::request_body::{RequestBody, UploadProgress};
 use super::request_limit::RequestPermit;
-use super::request_upload::{Upload, UploadProgress};
-use super::response_body::{Download, ResponseSource};
-use super::retry_budget::Budget;
+use super::response_body::{ResponseSource, UpstreamBody};
+use super::retry_budget::RetryBudget;
 use super::server_health::{AttemptResult, UpstreamHealth};
-use super::server_pool::{ActiveRequest, Full, Offer, ServerPool};
 use crate::clock::Clock;
 use crate::config::Timeouts;
 use crate::http::error::RequestError;
@@ -36,68 +36,68 @@ use crate::metrics::events::{UpstreamMetrics, UpstreamOutcome};
 use crate::metrics::upstream::{RetryMetrics, UpstreamLimit};
 use crate::timer::Timer;
 
-/// Further tries where the configuration does not say: one for each other server, and at most so many.
-const ATTEMPTS: usize = 2;
+/// Default number of retries: one for each other server, up to this maximum.
+const DEFAULT_RETRIES_MAX: usize = 2;
 
-/// The servers of one upstream, as one event loop sees them.
-pub struct Servers {
+/// The servers of one upstream, as one worker uses them.
+pub struct Forwarder {
     upstream_health: Arc<UpstreamHealth>,
-    balancer: Balancer,
-    budget: Budget,
+    load_balancer: LoadBalancer,
+    retry_budget: RetryBudget,
     meter: UpstreamMetrics,
-    retries: RetryMetrics,
+    retry_meter: RetryMetrics,
     clock: Clock,
 }
 
-/// One request, over all its tries.
+/// One request over all its attempts.
 struct Forwarding {
-    asked: Asked,
-    tried: Tried,
-    /// How often it may be tried again.
-    left: usize,
-    /// When it ends, come what may.
-    ends: Option<Instant>,
-    /// Its place among those that the upstream takes at a time.
-    ticket: Option<RequestPermit>,
-    /// Whether it has been repeated on a new connection to the server it is at.
-    fresh: bool,
-    /// It asks for another protocol over HTTP/1.1, and so for a connection that no other request will use.
-    alone: bool,
+    traits: RequestTraits,
+    tried: TriedServers,
+    /// Retries that remain.
+    retries_left: usize,
+    /// When the whole request times out (`timeouts.request`).
+    deadline: Option<Instant>,
+    /// Held where `max_requests` limits the requests in flight at the upstream.
+    request_permit: Option<RequestPermit>,
+    /// The request was already repeated at this server, so the next attempt opens a new connection.
+    needs_new_connection: bool,
+    /// The request asks for another protocol over HTTP/1.1, and needs a connection that no other request will use.
+    is_exclusive: bool,
 }
 
-/// One try: its outcome is counted and its sign told when it is dropped. Dropped before it ended
-/// otherwise, it was given up.
+/// One attempt. Its drop counts the outcome and reports the result. An attempt that is dropped before its end was
+/// canceled.
 struct Attempt<'a> {
-    servers: &'a Servers,
+    forwarder: &'a Forwarder,
     choice: Choice,
-    /// `None` once the answer has it.
-    visit: Option<ActiveRequest>,
+    /// `None` once the response body holds it.
+    active: Option<ActiveRequest>,
     /// `None` if nothing was sent.
     outcome: Option<UpstreamOutcome>,
-    sign: AttemptResult,
+    result: AttemptResult,
 }
 
 impl Drop for Attempt<'_> {
     fn drop(&mut self) {
-        let (servers, server) = (self.servers, self.choice.server);
+        let (servers, server) = (self.forwarder, self.choice.server);
         if let Some(outcome) = self.outcome {
             servers.meter.request_ended(server, outcome);
         }
-        servers.upstream_health.report(server, self.sign, self.choice.chosen, || servers.clock.instant());
+        servers.upstream_health.report(server, self.result, self.choice.reason, || servers.clock.instant());
     }
 }
 
 impl Attempt<'_> {
-    fn ended(&mut self, outcome: UpstreamOutcome, sign: AttemptResult) {
+    fn set_outcome(&mut self, outcome: UpstreamOutcome, result: AttemptResult) {
         self.outcome = Some(outcome);
-        self.sign = sign;
+        self.result = result;
     }
 }
 
-/// Why something may be tried again.
+/// Why a request may be retried.
 #[derive(Clone, Copy)]
-enum Cause {
-    /// `is_free`: a server that works is left, and gets the request as if it had been chosen first.
+enum RetryCause {
+    /// `is_free`: another server works, and gets the request as if it had been chosen first.
     Connect {
         is_free: bool,
     },
@@ -106,345 +106,374 @@ enum Cause {
     Status(StatusCode),
 }
 
-/// What follows a try.
-enum Next {
-    Answer(Response<Download>),
-    /// The request once more.
-    Again(Choice, Box<Request<Upload>>),
-    Fault(RequestError),
+/// What follows an attempt.
+enum NextStep {
+    Respond(Response<UpstreamBody>),
+    /// Send the request again.
+    Retry(Choice, Box<Request<RequestBody>>),
+    Fail(RequestError),
 }
 
-impl Servers {
+impl Forwarder {
     pub fn new(
         upstream_health: Arc<UpstreamHealth>,
-        places: Vec<Rc<ServerPool>>,
+        servers: Vec<Rc<ServerPool>>,
         meter: UpstreamMetrics,
         retries: RetryMetrics,
         clock: Clock,
-    ) -> Servers {
+    ) -> Forwarder {
         let policy = &upstream_health.policy.retries;
-        Servers {
-            budget: Budget::new(policy.budget, policy.budget_min, upstream_health.loops),
-            balancer: Balancer::new(&upstream_health, places),
+        Forwarder {
+            retry_budget: RetryBudget::new(policy.budget, policy.budget_min, upstream_health.workers),
+            load_balancer: LoadBalancer::new(&upstream_health, servers),
             upstream_health,
             meter,
-            retries,
+            retry_meter: retries,
             clock,
         }
     }
 
-    /// What Host says to a server when the client said nothing.
+    /// The Host field for requests without one.
     pub fn authority(&self) -> HeaderValue {
-        self.balancer.places()[0].pool.authority()
+        self.load_balancer.servers()[0].pool.authority()
     }
 
-    /// Sends a request to one of the servers and returns the head of its answer. The request is boxed
-    /// because it is large, and handed from one future to the next. No `async` function, which would keep its
-    /// arguments twice.
-    pub fn exchange(
+    /// Sends a request to one of the servers and returns the head of the response. The request is boxed because it is
+    /// large and passed from one future to the next. Not an `async` function, because that would store its arguments
+    /// twice.
+    pub fn forward(
         &self,
-        mut request: Box<Request<Upload>>,
-        asked: Asked,
+        mut request: Box<Request<RequestBody>>,
+        traits: RequestTraits,
         limits: &Timeouts,
         timer: &Timer,
-        interim: Option<Rc<InformationalQueue>>,
-    ) -> impl Future<Output = Result<Response<Download>, RequestError>> {
+        informational: Option<Rc<InformationalQueue>>,
+    ) -> impl Future<Output = Result<Response<UpstreamBody>, RequestError>> {
         let progress = request.body().progress();
-        let mut course = self.course(asked, limits);
+        let mut forwarding = self.begin(traits, limits);
         async move {
-            let course = course.as_mut().map_err(|fault| fault.clone())?;
-            let mut choice = self.balancer.first(&self.upstream_health, course.asked, &self.clock);
+            let forwarding = forwarding.as_mut().map_err(|error| error.clone())?;
+            let mut choice = self.load_balancer.choose_first(&self.upstream_health, forwarding.traits, &self.clock);
             loop {
-                let place = &self.balancer.places()[choice.server];
+                let server = &self.load_balancer.servers()[choice.server];
                 let mut attempt = Attempt {
-                    servers: self,
+                    forwarder: self,
                     choice,
-                    visit: Some(place.visit()),
+                    active: Some(server.begin_request()),
                     outcome: Some(UpstreamOutcome::Canceled),
-                    sign: AttemptResult::None,
+                    result: AttemptResult::Unknown,
                 };
                 let (mut connection, reused);
-                if let Some(idle) = (!course.fresh && !course.alone).then(|| place.pool.take()).flatten() {
+                if let Some(idle) = (!forwarding.needs_new_connection && !forwarding.is_exclusive)
+                    .then(|| server.pool.take_ready())
+                    .flatten()
+                {
                     (connection, reused) = (idle, true);
                 } else {
-                    match Box::pin(self.connect(place, course, limits)).await {
+                    match Box::pin(self.connect(server, forwarding, limits)).await {
                         Ok(connected) => (connection, reused) = connected,
-                        Err(fault) => {
-                            choice = self.unreached(course, attempt, fault)?;
+                        Err(error) => {
+                            choice = self.on_connect_failure(forwarding, attempt, error)?;
                             continue;
                         }
                     }
                 }
-                let limit =
-                    self.try_timeout(course).map_or(limits.response_head, |limit| limit.min(limits.response_head));
-                place.pool.address(&mut request);
-                connection.address(&mut request);
+                let limit = self
+                    .attempt_timeout(forwarding)
+                    .map_or(limits.response_head, |limit| limit.min(limits.response_head));
+                server.pool.set_host(&mut request);
+                connection.prepare_request(&mut request);
                 let started = self.clock.instant();
-                let answer = {
-                    let sending = pin!(connection.send(request, course.asked.repeatable, interim.clone()));
-                    within(limit, course.ends, &self.clock, timer, progress.as_deref(), sending).await
+                let response = {
+                    let sending =
+                        pin!(connection.send(request, forwarding.traits.is_repeatable, informational.clone()));
+                    await_response(limit, forwarding.deadline, &self.clock, timer, progress.as_deref(), sending).await
                 };
-                let next = match answer {
-                    Ok(Ok(response)) => self.answered(course, attempt, connection, response, started),
-                    Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.fault()) {
-                        Some(fault) => Next::Fault(fault),
-                        None => self.broken(course, attempt, connection, error, reused),
+                let next = match response {
+                    Ok(Ok(response)) => self.on_response(forwarding, attempt, connection, response, started),
+                    Ok(Err(error)) => match progress.as_ref().and_then(|progress| progress.client_error()) {
+                        Some(error) => NextStep::Fail(error),
+                        None => self.on_connection_error(forwarding, attempt, connection, error, reused),
                     },
-                    Err(fault) => {
-                        if matches!(fault, RequestError::ResponseTimeout | RequestError::RequestTimeout) {
-                            attempt.ended(UpstreamOutcome::TimedOut, AttemptResult::Bad);
+                    Err(error) => {
+                        if matches!(error, RequestError::ResponseTimeout | RequestError::RequestTimeout) {
+                            attempt.set_outcome(UpstreamOutcome::TimedOut, AttemptResult::Failure);
                         }
-                        self.late(course, attempt, connection, fault)
+                        self.on_timeout(forwarding, attempt, connection, error)
                     }
                 };
                 match next {
-                    Next::Answer(answer) => return Ok(answer),
-                    Next::Fault(fault) => return Err(fault),
-                    Next::Again(next, again) => (choice, request) = (next, again),
+                    NextStep::Respond(response) => return Ok(response),
+                    NextStep::Fail(error) => return Err(error),
+                    NextStep::Retry(next, replay) => (choice, request) = (next, replay),
                 }
             }
         }
     }
 
-    /// Lets a request in, if there are not too many.
-    fn course(&self, asked: Asked, limits: &Timeouts) -> Result<Forwarding, RequestError> {
-        let ticket = match self.upstream_health.policy.circuit.max_requests {
+    /// Admits a request, unless too many are in flight.
+    fn begin(&self, traits: RequestTraits, limits: &Timeouts) -> Result<Forwarding, RequestError> {
+        let permit = match self.upstream_health.policy.circuit.max_requests {
             None => None,
-            Some(max) => match self.upstream_health.circuit.request(max) {
-                None => return Err(self.refuse(UpstreamLimit::Requests)),
-                ticket => ticket,
+            Some(max) => match self.upstream_health.request_limit.acquire_request(max) {
+                None => return Err(self.reject(UpstreamLimit::Requests)),
+                permit => permit,
             },
         };
-        self.budget.earn();
-        let default = || ATTEMPTS.min(self.balancer.places().len() - 1);
+        self.retry_budget.add_request();
+        let default = || DEFAULT_RETRIES_MAX.min(self.load_balancer.servers().len() - 1);
         let left = self.upstream_health.policy.retries.attempts.map_or_else(default, |attempts| attempts as usize);
-        let ends = limits.request.map(|limit| self.clock.instant() + limit);
-        let alone = asked.handshake && !self.balancer.places()[0].pool.is_http2();
-        Ok(Forwarding { asked, tried: Tried::new(), left, ends, ticket, fresh: false, alone })
+        let deadline = limits.request.map(|limit| self.clock.instant() + limit);
+        let is_exclusive = traits.is_upgrade && !self.load_balancer.servers()[0].pool.is_http2();
+        Ok(Forwarding {
+            traits,
+            tried: TriedServers::new(),
+            retries_left: left,
+            deadline,
+            request_permit: permit,
+            needs_new_connection: false,
+            is_exclusive,
+        })
     }
 
-    fn refuse(&self, limit: UpstreamLimit) -> RequestError {
-        self.retries.refused(limit);
+    fn reject(&self, limit: UpstreamLimit) -> RequestError {
+        self.retry_meter.refused(limit);
         RequestError::Overloaded
     }
 
-    /// How long one try may take, where there could be another.
-    fn try_timeout(&self, course: &Forwarding) -> Option<Duration> {
-        self.upstream_health.policy.retries.try_timeout.filter(|_| course.asked.repeatable)
+    /// The timeout of one attempt, where a retry is possible.
+    fn attempt_timeout(&self, forwarding: &Forwarding) -> Option<Duration> {
+        self.upstream_health.policy.retries.try_timeout.filter(|_| forwarding.traits.is_repeatable)
     }
 
-    fn connect_limit(&self, course: &Forwarding, limits: &Timeouts) -> Duration {
-        let limits = [Some(limits.connect), self.try_timeout(course), left(course.ends, &self.clock)];
+    fn connect_timeout(&self, forwarding: &Forwarding, limits: &Timeouts) -> Duration {
+        let limits =
+            [Some(limits.connect), self.attempt_timeout(forwarding), time_left(forwarding.deadline, &self.clock)];
         limits.into_iter().flatten().min().unwrap_or(Duration::ZERO)
     }
 
-    /// A new connection. Where their number is limited and reached, the first that becomes free, which
-    /// then was in use before.
+    /// Opens a connection. At the connection limit, waits for the first connection that becomes free, or for the permit
+    /// of one that closes. Returns the connection and whether it was in use before.
     async fn connect(
         &self,
-        place: &Rc<ServerPool>,
-        course: &Forwarding,
+        server: &Rc<ServerPool>,
+        forwarding: &Forwarding,
         limits: &Timeouts,
     ) -> Result<(UpstreamConnection, bool), RequestError> {
-        let limit = self.connect_limit(course, limits);
-        let mut room = place.room();
-        if room.is_err() && course.alone {
-            // Those that lie idle are no use to it, and would keep the room for as long as they do.
-            place.pool.close_one();
-            room = place.room();
+        let limit = self.connect_timeout(forwarding, limits);
+        let mut permit = server.acquire_permit();
+        if permit.is_err() && forwarding.is_exclusive {
+            // Idle connections are useless to this request, and would hold their permits for as long as they are idle.
+            server.pool.close_oldest_idle();
+            permit = server.acquire_permit();
         }
-        let slot = match room {
-            Ok(slot) => slot,
-            Err(Full) => {
-                if !course.alone
-                    && let Some(crowded) = place.pool.share(1)
+        let permit = match permit {
+            Ok(permit) => permit,
+            Err(ConnectionLimitReached) => {
+                if !forwarding.is_exclusive
+                    && let Some(stream) = server.pool.open_stream(1)
                 {
-                    return Ok((crowded, true));
+                    return Ok((stream, true));
                 }
                 let Some(_pending) =
-                    self.upstream_health.circuit.pending(self.upstream_health.policy.circuit.max_pending)
+                    self.upstream_health.request_limit.acquire_pending(self.upstream_health.policy.circuit.max_pending)
                 else {
-                    return Err(self.refuse(UpstreamLimit::Pending));
+                    return Err(self.reject(UpstreamLimit::Pending));
                 };
-                match tokio::time::timeout(limit, place.queue(!course.alone)).await {
-                    Ok(Ok(Offer::Carrier(carrier))) => return Ok((carrier, true)),
-                    Ok(Ok(Offer::Room(slot))) => Some(slot),
-                    Ok(Err(_)) | Err(_) => return Err(self.refuse(UpstreamLimit::ConnectWait)),
+                match tokio::time::timeout(limit, server.enqueue(!forwarding.is_exclusive)).await {
+                    Ok(Ok(Offer::Connection(connection))) => return Ok((connection, true)),
+                    Ok(Ok(Offer::Permit(permit))) => Some(permit),
+                    Ok(Err(_)) | Err(_) => return Err(self.reject(UpstreamLimit::ConnectWait)),
                 }
             }
         };
-        let quiet = limits.body.min(limits.response_head) / 2;
-        // One that has taken room is not left behind without a request that holds the room.
-        let mut carrier = place.pool.connect(limit, quiet, course.alone, slot.is_none()).await?;
-        carrier.occupy(slot);
-        if let UpstreamConnection::Shared(_) = carrier {
-            place.invite();
+        let ping_after = limits.body.min(limits.response_head) / 2;
+        // A connection with a permit is not left to the pool without a request that holds it.
+        let mut connection = server.pool.connect(limit, ping_after, forwarding.is_exclusive, permit.is_none()).await?;
+        connection.set_permit(permit);
+        if let UpstreamConnection::Http2(_) = connection {
+            server.serve_stream_waiters();
         }
-        Ok((carrier, false))
+        Ok((connection, false))
     }
 
-    /// No connection: nothing was sent, so any request can go elsewhere.
-    fn unreached(
+    /// Handles a failure to connect: nothing was sent, so any request can go to another server.
+    fn on_connect_failure(
         &self,
-        course: &mut Forwarding,
+        forwarding: &mut Forwarding,
         mut attempt: Attempt<'_>,
-        fault: RequestError,
+        error: RequestError,
     ) -> Result<Choice, RequestError> {
-        if fault == RequestError::Overloaded {
+        if error == RequestError::Overloaded {
             attempt.outcome = None;
-            return Err(fault);
+            return Err(error);
         }
-        attempt.ended(UpstreamOutcome::ConnectFailed, AttemptResult::Bad);
+        attempt.set_outcome(UpstreamOutcome::ConnectFailed, AttemptResult::Failure);
         let server = attempt.choice.server;
-        let is_free = self.balancer.has_other(&self.upstream_health, server, &course.tried, self.clock.instant());
-        if self.may_try_again(course, Cause::Connect { is_free }) { Ok(self.next(course, attempt)) } else { Err(fault) }
+        let is_free =
+            self.load_balancer.has_other(&self.upstream_health, server, &forwarding.tried, self.clock.instant());
+        if self.may_retry(forwarding, RetryCause::Connect { is_free }) {
+            Ok(self.next_server(forwarding, attempt))
+        } else {
+            Err(error)
+        }
     }
 
-    fn answered(
+    fn on_response(
         &self,
-        course: &mut Forwarding,
+        forwarding: &mut Forwarding,
         mut attempt: Attempt<'_>,
         mut connection: UpstreamConnection,
         mut response: Response<Incoming>,
         started: Instant,
-    ) -> Next {
-        let is_switched = course.asked.handshake && websocket_handshake::is_granted(&response);
+    ) -> NextStep {
+        let is_switched = forwarding.traits.is_upgrade && websocket_handshake::is_granted(&response);
         let is_switch = websocket_handshake::is_switch(&response);
-        let unclear = match headers::forward_response(response.headers_mut()) {
+        let violation = match headers::forward_response(response.headers_mut()) {
             false => Some("its Content-Length or Transfer-Encoding is malformed, or there are several"),
-            true if is_switch && !is_switched => Some("it switched protocols unasked"),
+            true if is_switch && !is_switched => Some("it switched protocols without being asked to"),
             true => None,
         };
-        if let Some(why) = unclear {
-            attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
-            return Next::Fault(RequestError::Upstream(why.to_owned()));
+        if let Some(why) = violation {
+            attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
+            return NextStep::Fail(RequestError::Upstream(why.to_owned()));
         }
-        let answered = self.clock.instant();
-        self.meter.responded_in(answered.duration_since(started));
-        connection.answered(answered);
-        attempt.ended(UpstreamOutcome::Answered, self.sign_of(response.status()));
-        let again = if course.asked.repeatable && self.may_try_again(course, Cause::Status(response.status())) {
-            connection.sent()
-        } else {
-            None
-        };
-        let Some(visit) = attempt.visit.take() else { return Next::Fault(RequestError::Panic) };
-        match again {
+        let responded_at = self.clock.instant();
+        self.meter.responded_in(responded_at.duration_since(started));
+        connection.on_response_head(responded_at);
+        attempt.set_outcome(UpstreamOutcome::Answered, self.result_of_status(response.status()));
+        let replay =
+            if forwarding.traits.is_repeatable && self.may_retry(forwarding, RetryCause::Status(response.status())) {
+                connection.take_replay()
+            } else {
+                None
+            };
+        let Some(active) = attempt.active.take() else { return NextStep::Fail(RequestError::Panic) };
+        match replay {
             None => {
-                let source = ResponseSource { connection, visit, ticket: course.ticket.take() };
-                let ends = course.ends;
-                Next::Answer(response.map(|body| match is_switched {
-                    true => Download::switched(body, source),
-                    false => Download::new(body, source, ends),
+                let source = ResponseSource { connection, active, request_permit: forwarding.request_permit.take() };
+                let deadline = forwarding.deadline;
+                NextStep::Respond(response.map(|body| match is_switched {
+                    true => UpstreamBody::upgraded(body, source),
+                    false => UpstreamBody::new(body, source, deadline),
                 }))
             }
             Some(request) => {
-                // An answer without a body leaves a connection that can be used again.
-                drop(Download::new(response.into_body(), ResponseSource { connection, visit, ticket: None }, None));
-                Next::Again(self.next(course, attempt), Box::new(request))
+                // A response without a body leaves a connection that can be used again.
+                drop(UpstreamBody::new(
+                    response.into_body(),
+                    ResponseSource { connection, active, request_permit: None },
+                    None,
+                ));
+                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
             }
         }
     }
 
-    fn sign_of(&self, status: StatusCode) -> AttemptResult {
+    fn result_of_status(&self, status: StatusCode) -> AttemptResult {
         let ejection = self.upstream_health.policy.ejection.as_ref();
         if ejection.is_some_and(|ejection| ejection.statuses.contains(&status.as_u16())) {
-            AttemptResult::Bad
+            AttemptResult::Failure
         } else {
-            AttemptResult::Good
+            AttemptResult::Success
         }
     }
 
-    /// The connection ended, or what came was no answer.
-    fn broken(
+    /// Handles a connection that ended, or a malformed response.
+    fn on_connection_error(
         &self,
-        course: &mut Forwarding,
+        forwarding: &mut Forwarding,
         mut attempt: Attempt<'_>,
         mut connection: UpstreamConnection,
         mut error: SendError,
         reused: bool,
-    ) -> Next {
+    ) -> NextStep {
         let unsent = error.take_message().map(Box::new);
         if let Some(unsent) = unsent {
-            if reused || !course.fresh {
-                // The server closed the connection before it was used. There may be others.
+            if reused || !forwarding.needs_new_connection {
+                // The server closed the connection before it was used. Other idle connections may work.
                 attempt.outcome = if reused { None } else { Some(UpstreamOutcome::Failed) };
-                course.fresh |= !reused;
-                return Next::Again(attempt.choice, unsent);
+                forwarding.needs_new_connection |= !reused;
+                return NextStep::Retry(attempt.choice, unsent);
             }
-            attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
-            return match self.may_try_again(course, Cause::Reset) {
-                true => Next::Again(self.next(course, attempt), unsent),
-                false => Next::Fault(RequestError::Upstream(describe(error))),
+            attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
+            return match self.may_retry(forwarding, RetryCause::Reset) {
+                true => NextStep::Retry(self.next_server(forwarding, attempt), unsent),
+                false => NextStep::Fail(RequestError::Upstream(describe(error))),
             };
         }
-        let again = connection.again(error.error(), course.asked.repeatable);
-        // A server that says it has not looked at a request wants it elsewhere.
+        let replay = connection.take_retryable(error.error(), forwarding.traits.is_repeatable);
+        // The server said that it has not processed the request, which may be sent again.
         if (reused || http2::is_unprocessed(error.error()))
-            && !course.fresh
-            && let Some(request) = again
+            && !forwarding.needs_new_connection
+            && let Some(request) = replay
         {
             attempt.outcome = Some(UpstreamOutcome::Failed);
-            course.fresh = true;
-            return Next::Again(attempt.choice, Box::new(request));
+            forwarding.needs_new_connection = true;
+            return NextStep::Retry(attempt.choice, Box::new(request));
         }
-        attempt.ended(UpstreamOutcome::Failed, AttemptResult::Bad);
-        match again {
-            Some(request) if self.may_try_again(course, Cause::Reset) => {
-                Next::Again(self.next(course, attempt), Box::new(request))
+        attempt.set_outcome(UpstreamOutcome::Failed, AttemptResult::Failure);
+        match replay {
+            Some(request) if self.may_retry(forwarding, RetryCause::Reset) => {
+                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
             }
-            _ => Next::Fault(RequestError::Upstream(describe(error))),
+            _ => NextStep::Fail(RequestError::Upstream(describe(error))),
         }
     }
 
-    /// The answer did not come in time.
-    fn late(
+    /// Handles a response head that did not arrive in time.
+    fn on_timeout(
         &self,
-        course: &mut Forwarding,
+        forwarding: &mut Forwarding,
         attempt: Attempt<'_>,
         mut connection: UpstreamConnection,
-        fault: RequestError,
-    ) -> Next {
-        let is_try = fault == RequestError::ResponseTimeout && self.try_timeout(course).is_some();
-        match is_try.then(|| connection.sent()).flatten() {
-            Some(request) if self.may_try_again(course, Cause::Timeout) => {
-                Next::Again(self.next(course, attempt), Box::new(request))
+        error: RequestError,
+    ) -> NextStep {
+        let is_try = error == RequestError::ResponseTimeout && self.attempt_timeout(forwarding).is_some();
+        match is_try.then(|| connection.take_replay()).flatten() {
+            Some(request) if self.may_retry(forwarding, RetryCause::Timeout) => {
+                NextStep::Retry(self.next_server(forwarding, attempt), Box::new(request))
             }
-            _ => Next::Fault(fault),
+            _ => NextStep::Fail(error),
         }
     }
 
-    /// Whether there is another try; if so, it is paid for, unless it is free.
-    fn may_try_again(&self, course: &mut Forwarding, cause: Cause) -> bool {
+    /// Whether the request may be retried; if so, takes the retry from the budget, unless it is free.
+    fn may_retry(&self, forwarding: &mut Forwarding, cause: RetryCause) -> bool {
         let retries = &self.upstream_health.policy.retries;
         let is_cause = match cause {
-            Cause::Connect { .. } => retries.on_connect_failure,
-            Cause::Reset => retries.on_reset,
-            Cause::Timeout => retries.on_timeout,
-            Cause::Status(status) => retries.on_statuses.contains(&status.as_u16()),
+            RetryCause::Connect { .. } => retries.on_connect_failure,
+            RetryCause::Reset => retries.on_reset,
+            RetryCause::Timeout => retries.on_timeout,
+            RetryCause::Status(status) => retries.on_statuses.contains(&status.as_u16()),
         };
-        if !is_cause || course.left == 0 {
+        if !is_cause || forwarding.retries_left == 0 {
             return false;
         }
         let now = self.clock.instant();
-        if course.ends.is_some_and(|ends| ends <= now) {
+        if forwarding.deadline.is_some_and(|deadline| deadline <= now) {
             return false;
         }
-        if !matches!(cause, Cause::Connect { is_free: true }) && !self.budget.spend(now) {
-            self.retries.over_budget();
+        if !matches!(cause, RetryCause::Connect { is_free: true }) && !self.retry_budget.try_spend(now) {
+            self.retry_meter.over_budget();
             return false;
         }
-        course.left -= 1;
-        self.retries.retried();
+        forwarding.retries_left -= 1;
+        self.retry_meter.retried();
         true
     }
 
-    /// Where to try it next. What became of the try before is told first.
-    fn next(&self, course: &mut Forwarding, attempt: Attempt<'_>) -> Choice {
-        course.tried.push(attempt.choice.server as u32);
-        course.fresh = false;
+    /// Chooses the server for the next attempt. The result of the last attempt is reported first.
+    fn next_server(&self, forwarding: &mut Forwarding, attempt: Attempt<'_>) -> Choice {
+        forwarding.tried.push(attempt.choice.server as u32);
+        forwarding.needs_new_connection = false;
         drop(attempt);
-        self.balancer.next(&self.upstream_health, course.asked, &course.tried, self.clock.instant())
+        self.load_balancer.choose_next(
+            &self.upstream_health,
+            forwarding.traits,
+            &forwarding.tried,
+            self.clock.instant(),
+        )
     }
 }
 
@@ -457,39 +486,39 @@ fn describe(error: SendError) -> String {
     }
 }
 
-/// Waits for an answer as long as the exchange moves: nothing may stand still for `limit`, neither
-/// the request's body on its way nor, behind it, the upstream; and at `ends` it is over. No `async`
-/// function, which would keep its arguments twice: every request's future has room for this one.
-fn within<T>(
+/// Waits for a response while the exchange makes progress: neither the request body nor, after it, the server may be
+/// idle for `limit`, and `deadline` ends the wait. Not an `async` function, because that would store its arguments
+/// twice: the future of every request contains this one.
+fn await_response<T>(
     limit: Duration,
-    ends: Option<Instant>,
+    deadline: Option<Instant>,
     clock: &Clock,
     timer: &Timer,
     progress: Option<&UploadProgress>,
-    mut answer: Pin<&mut impl Future<Output = T>>,
+    mut response: Pin<&mut impl Future<Output = T>>,
 ) -> impl Future<Output = Result<T, RequestError>> {
-    timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
+    timer.arm(time_left(deadline, clock).map_or(limit, |left| limit.min(left)));
     poll_fn(move |cx| {
-        if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
+        if let Poll::Ready(response) = response.as_mut().poll(cx) {
             timer.disarm();
-            return Poll::Ready(Ok(answer));
+            return Poll::Ready(Ok(response));
         }
-        if progress.is_some_and(|progress| progress.moved.take()) {
-            timer.arm(left(ends, clock).map_or(limit, |left| limit.min(left)));
+        if progress.is_some_and(|progress| progress.has_moved.take()) {
+            timer.arm(time_left(deadline, clock).map_or(limit, |left| limit.min(left)));
         }
         if !timer.poll_expired(cx) {
             return Poll::Pending;
         }
         timer.disarm();
         Poll::Ready(Err(match progress {
-            _ if left(ends, clock) == Some(Duration::ZERO) => RequestError::RequestTimeout,
-            Some(progress) if progress.starved.get() => RequestError::BodyTimeout,
+            _ if time_left(deadline, clock) == Some(Duration::ZERO) => RequestError::RequestTimeout,
+            Some(progress) if progress.is_starved.get() => RequestError::BodyTimeout,
             Some(_) | None => RequestError::ResponseTimeout,
         }))
     })
 }
 
-/// The time until a request ends, come what may.
-fn left(ends: Option<Instant>, clock: &Clock) -> Option<Duration> {
-    ends.map(|ends| ends.saturating_duration_since(clock.instant()))
+/// The time until the whole request times out.
+fn time_left(deadline: Option<Instant>, clock: &Clock) -> Option<Duration> {
+    deadline.map(|deadline| deadline.saturating_duration_since(clock.instant()))
 }

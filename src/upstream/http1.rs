@@ -1,15 +1,16 @@
-//! One connection to an upstream server.
+//! An HTTP/1.1 connection to an upstream server.
 //!
-//! hyper gives a connection as two halves: a sender of requests, and a driver that moves the bytes.
-//! The driver is not a task of its own: whoever waits for an answer, or for the next piece of a
-//! body, drives it in passing. That saves two task switches a request, and an idle connection costs
-//! nothing until it is looked at again.
+//! hyper divides a connection into a sender of requests and a driver that does the I/O. The driver is not a task of its
+//! own: the task that waits for the response, or for the next frame of a body, polls it. That saves two task switches a
+//! request, and an idle connection costs nothing until it is used again. [`GatedWaker`] drops the wakes that this would
+//! cause in vain.
 
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -20,101 +21,99 @@ use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 
-use super::connection::ResolvedTarget;
-use super::gated_waker::Relay;
+use super::connect::ResolvedTarget;
 use super::http1_tap::{TapIo, TapState};
-use super::request_upload::Upload;
-use super::server_pool::ConnectionPermit;
+use super::request_body::RequestBody;
+use super::request_limit::ConnectionPermit;
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
 
-/// Read-buffer limit, and so the largest answer head that is accepted.
-const HEAD_MAX_BYTES: usize = 64 * 1024;
+/// Read-buffer limit, and so the largest response head that is accepted.
+const RESPONSE_HEAD_MAX_BYTES: usize = 64 * 1024;
 
-/// What moves the bytes.
+/// hyper's driver of the connection.
 #[allow(clippy::large_enum_variant, reason = "nearly all are the large one, and a connection is boxed")]
 enum Driver {
-    At(http1::Connection<TokioIo<TapIo>, Upload>),
-    /// It has nothing more to do: the connection is closed, or speaks another protocol.
+    Running(http1::Connection<TokioIo<TapIo>, RequestBody>),
+    /// The driver has finished: the connection is closed, or has switched protocols.
     Ended(http1::Parts<TokioIo<TapIo>>),
-    Gone,
+    Taken,
 }
 
-pub struct Connection {
-    sender: SendRequest<Upload>,
+pub struct Http1Connection {
+    sender: SendRequest<RequestBody>,
     driver: Driver,
-    hearsay: Rc<TapState>,
-    relay: Arc<Relay>,
-    /// Of the relay; what the driver is given to wake.
+    tap: Rc<TapState>,
+    gate: Arc<GatedWaker>,
+    /// Waker of `gate`, which the driver is polled with.
     waker: Waker,
-    /// Whether the last request had no body, so that its answer was the end of it.
-    plain: bool,
-    /// Where it leads.
-    pub bearing: ResolvedTarget,
-    /// When the last answer came, if it was the end of the exchange as well; so that the clock need
-    /// not be read again when the connection becomes idle.
+    /// Whether the last request had no body, so that its response ended the exchange.
+    has_no_body: bool,
+    /// The server's address.
+    pub target: ResolvedTarget,
+    /// When the last response arrived, if that ended the exchange too: saves a clock read when the connection becomes
+    /// idle.
     pub idle_since: Option<Instant>,
-    /// Its room among the connections to its server, where these are limited.
-    pub slot: Option<ConnectionPermit>,
+    /// Its permit among the connections to the server, where these are limited.
+    pub permit: Option<ConnectionPermit>,
 }
 
-/// What a request met with when no answer came; with the request, if none of it was sent.
-pub type SendError = TrySendError<Request<Upload>>;
+/// Why there is no response; with the request, if none of it was sent.
+pub type SendError = TrySendError<Request<RequestBody>>;
 
-impl Connection {
-    /// Makes a connection of a connected stream.
-    pub async fn new(stream: IoStream, bearing: ResolvedTarget) -> hyper::Result<Connection> {
-        let hearsay = Rc::new(TapState::default());
-        let io = TokioIo::new(TapIo::new(stream, Rc::clone(&hearsay)));
-        let (sender, driver) = http1::Builder::new().max_buf_size(HEAD_MAX_BYTES).handshake(io).await?;
-        let relay = Relay::new();
-        let waker = Waker::from(Arc::clone(&relay));
-        Ok(Connection {
+impl Http1Connection {
+    /// Starts HTTP/1.1 on a connected stream.
+    pub async fn new(stream: IoStream, target: ResolvedTarget) -> hyper::Result<Http1Connection> {
+        let tap = Rc::new(TapState::default());
+        let io = TokioIo::new(TapIo::new(stream, Rc::clone(&tap)));
+        let (sender, driver) = http1::Builder::new().max_buf_size(RESPONSE_HEAD_MAX_BYTES).handshake(io).await?;
+        let gate = GatedWaker::new();
+        let waker = Waker::from(Arc::clone(&gate));
+        Ok(Http1Connection {
             sender,
-            driver: Driver::At(driver),
-            hearsay,
-            relay,
+            driver: Driver::Running(driver),
+            tap,
+            gate,
             waker,
-            plain: true,
-            bearing,
+            has_no_body: true,
+            target,
             idle_since: None,
-            slot: None,
+            permit: None,
         })
     }
 
-    /// Moves bytes as far as they go without waiting; wakes `task` when there is more to do.
+    /// Does the I/O that is possible without waiting; wakes `task` when there is more to do.
     fn drive(&mut self, task: &Waker) {
-        if let Driver::At(driver) = &mut self.driver {
-            self.relay.pass_on_to(task);
-            // How a connection ended is told to whoever waits for an answer or a body.
+        if let Driver::Running(driver) = &mut self.driver {
+            self.gate.arm(task);
+            // The waiting response or body receives the error of the connection.
             if Pin::new(driver).poll(&mut Context::from_waker(&self.waker)).is_ready() {
-                self.end();
+                self.finish_driver();
             }
         }
     }
 
-    /// Takes the driver apart: only then does a request come back that it has not looked at.
+    /// Takes the driver apart: only then does hyper return a request that it has not read.
     #[cold]
-    fn end(&mut self) {
-        if let Driver::At(driver) = std::mem::replace(&mut self.driver, Driver::Gone) {
+    fn finish_driver(&mut self) {
+        if let Driver::Running(driver) = std::mem::replace(&mut self.driver, Driver::Taken) {
             self.driver = Driver::Ended(driver.into_parts());
         }
     }
 
-    /// Drives the connection until it has something for the task. `poll` is woken by nobody: what it
-    /// asks for comes by way of the driver.
+    /// Polls the driver until `poll` is ready. `poll` needs no waker: its input comes from the driver.
     fn poll_driven<T>(&mut self, cx: &Context<'_>, mut poll: impl FnMut(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
         self.drive(cx.waker());
         let polled = poll(&mut Context::from_waker(Waker::noop()));
         if polled.is_ready() {
-            self.relay.rest();
+            self.gate.disarm();
         }
         polled
     }
 
-    /// The next piece of the body of an answer.
+    /// Polls the next frame of the response body.
     pub fn poll_body(&mut self, body: &mut Incoming, cx: &Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        self.relay.rest();
+        self.gate.disarm();
         let frame = Pin::new(&mut *body).poll_frame(&mut Context::from_waker(Waker::noop()));
         if frame.is_ready() {
             return frame;
@@ -123,57 +122,132 @@ impl Connection {
         self.poll_driven(cx, |cx| Pin::new(&mut *body).poll_frame(cx))
     }
 
-    /// The last request once more, if it was sent with `keeps` and nothing of an answer was passed on.
-    pub fn sent(&self) -> Option<Request<Upload>> {
-        self.hearsay.request()
+    /// The last request, to be sent again, if it was sent with `keeps` and nothing of a response was passed on.
+    pub fn replay_request(&self) -> Option<Request<RequestBody>> {
+        self.tap.replay_request()
     }
 
-    /// Whether a request can be sent right now. Notices a connection that the server has closed.
+    /// Whether a request can be sent now. Notices a connection that the server has closed.
     pub fn is_ready(&mut self) -> bool {
         self.drive(Waker::noop());
-        matches!(self.driver, Driver::At(_)) && self.sender.is_ready()
+        matches!(self.driver, Driver::Running(_)) && self.sender.is_ready()
     }
 
-    /// Whether nothing of the last exchange is left to do, once its answer has ended.
-    pub fn is_done(&mut self) -> bool {
-        self.plain || self.is_ready()
+    /// Whether the request is sent in full, once its response has ended.
+    pub fn is_request_sent(&mut self) -> bool {
+        self.has_no_body || self.is_ready()
     }
 
-    /// Sends a request and waits for the head of its answer; informational answers before it go to
-    /// `interim`. If `keeps`, what was sent can be had once more. A connection that the server has
-    /// closed gives the request back: hyper looks for that before it writes.
+    /// Sends a request and waits for the head of the response; 1xx responses before it go to `informational`. With `keeps`,
+    /// the request head is captured, so that it can be sent again. If the server has closed the connection, the error
+    /// returns the request: hyper checks that before it writes.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
     pub async fn send(
         &mut self,
-        mut request: Box<Request<Upload>>,
+        mut request: Box<Request<RequestBody>>,
         keeps: bool,
-        interim: Option<Rc<InformationalQueue>>,
+        informational: Option<Rc<InformationalQueue>>,
     ) -> Result<Response<Incoming>, SendError> {
-        self.hearsay.listen(keeps, interim);
-        self.plain = request.body().is_end_stream();
-        if !self.plain && request.body().size_hint().exact().is_none() {
+        self.tap.begin_exchange(keeps, informational);
+        self.has_no_body = request.body().is_end_stream();
+        if !self.has_no_body && request.body().size_hint().exact().is_none() {
             // Without this field hyper sends a GET or HEAD without its body.
             request.headers_mut().insert(header::TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
         }
         if !self.sender.is_ready() {
             self.drive(Waker::noop());
         }
-        self.relay.rest();
-        let mut answer = std::pin::pin!(self.sender.try_send_request(*request));
-        poll_fn(|cx| self.poll_driven(cx, |cx| answer.as_mut().poll(cx))).await
+        self.gate.disarm();
+        let mut response = std::pin::pin!(self.sender.try_send_request(*request));
+        poll_fn(|cx| self.poll_driven(cx, |cx| response.as_mut().poll(cx))).await
     }
 
-    /// The stream, and what came behind the head of the last answer, if that switched protocols.
+    /// The byte stream, and the bytes read after the head of the last response, if that switched protocols.
     pub async fn into_stream(mut self) -> Option<(IoStream, Bytes)> {
-        // The request had no body, so hyper has nothing left to do but to find that out.
+        // The request had no body, so hyper only has to notice the switch.
         poll_fn(|cx| {
             self.drive(cx.waker());
-            if let Driver::At(_) = self.driver { Poll::Pending } else { Poll::Ready(()) }
+            if let Driver::Running(_) = self.driver { Poll::Pending } else { Poll::Ready(()) }
         })
         .await;
         match self.driver {
             Driver::Ended(parts) => Some((parts.io.into_inner().into_stream(), parts.read_buf)),
-            Driver::At(_) | Driver::Gone => None,
+            Driver::Running(_) | Driver::Taken => None,
         }
+    }
+}
+
+/// Wakes the task that waits for a connection, and only while it waits.
+///
+/// A task that drives its own connection would be woken by its own actions there (the request it sends, the response it
+/// takes) and by those of earlier tasks. Every such wake would run hyper once more in vain. There is one `GatedWaker`
+/// for each connection. A task and its connection belong to one worker; wakers must be `Send` and `Sync` all the same.
+#[derive(Debug)]
+struct GatedWaker {
+    is_armed: AtomicBool,
+    task: Mutex<Waker>,
+}
+
+impl GatedWaker {
+    fn new() -> Arc<GatedWaker> {
+        Arc::new(GatedWaker { is_armed: AtomicBool::new(false), task: Mutex::new(Waker::noop().clone()) })
+    }
+
+    /// Wakes go to this task, until the first wake.
+    fn arm(&self, task: &Waker) {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner).clone_from(task);
+        // Ordering: the mutex orders the accesses to `task`; a thread that reads `true` takes the mutex before it reads
+        // `task`.
+        self.is_armed.store(true, Ordering::Release);
+    }
+
+    /// Drops wakes until `arm` is called again.
+    fn disarm(&self) {
+        self.is_armed.store(false, Ordering::Release);
+    }
+}
+
+impl Wake for GatedWaker {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.is_armed.load(Ordering::Acquire) {
+            self.is_armed.store(false, Ordering::Release);
+            self.task.lock().unwrap_or_else(PoisonError::into_inner).wake_by_ref();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn a_task_is_woken_once_and_only_while_it_waits() {
+        let (wakes, gate) = (Arc::new(Woken::default()), GatedWaker::new());
+        let (task, waker) = (Waker::from(Arc::clone(&wakes)), Waker::from(Arc::clone(&gate)));
+        let count = || wakes.0.load(Ordering::Relaxed);
+        waker.wake_by_ref();
+        assert_eq!(count(), 0);
+        gate.arm(&task);
+        waker.wake_by_ref();
+        waker.wake_by_ref();
+        assert_eq!(count(), 1);
+        gate.arm(&task);
+        gate.disarm();
+        waker.wake();
+        assert_eq!(count(), 1);
     }
 }

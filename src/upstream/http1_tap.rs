@@ -1,10 +1,9 @@
-//! The socket of an upstream connection, overheard: what goes out, in case it must be said again, and
-//! informational answers (1xx) that come in.
+//! I/O wrapper around the socket of an HTTP/1.1 upstream connection. Captures the request head as it is written, for a
+//! retry, and parses informational (1xx) responses as they are read.
 //!
-//! hyper keeps the request it is given. For the rare second try, the bytes of a head are put aside as
-//! it is sent, which costs less than a copy of the request. And hyper reads and skips informational
-//! answers. It would tell of them, too, but wants a closure in a map of its own for every request, of
-//! which hardly one ever gets such an answer. Here it costs a look at the first bytes of an answer.
+//! hyper consumes the request it sends. Capturing the bytes of the head costs less than a copy of the request. hyper
+//! reads and skips 1xx responses; its callback for them needs a closure in an extension map for every request, although
+//! few requests get any. Here the cost is a comparison of the first bytes of a response.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
@@ -15,47 +14,47 @@ use std::task::{Context, Poll, ready};
 use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::request_upload::Upload;
+use super::request_body::RequestBody;
 use crate::informational::InformationalQueue;
 use crate::io_stream::IoStream;
 
-/// Of a head; longer ones are not passed on.
+/// Of a 1xx head; longer ones are not forwarded.
 const HEAD_MAX_BYTES: usize = 16 * 1024;
 const FIELDS_MAX: usize = 128;
-/// Room for the next head that a connection keeps.
-const HEAD_KEPT_BYTES: usize = 1024;
-/// How an informational answer begins; `?` is any byte.
-const START: &[u8] = b"HTTP/1.? 1";
+/// Capacity that the capture buffer keeps between requests.
+const CAPTURE_RETAINED_BYTES: usize = 1024;
+/// Beginning of an informational response; `?` is any byte.
+const INFORMATIONAL_PREFIX: &[u8] = b"HTTP/1.? 1";
 
-/// What a connection and its socket know together.
+/// State shared by a connection and its I/O wrapper.
 #[derive(Debug, Default)]
 pub struct TapState {
-    /// Whether the next head that is sent is put aside.
-    keeps: Cell<bool>,
-    sent: RefCell<Vec<u8>>,
-    /// Whether something of the answer was passed on.
-    told: Cell<bool>,
-    /// Who is told of informational answers, until the final answer begins.
-    listener: RefCell<Option<Rc<InformationalQueue>>>,
-    /// Such an answer as far as it has come.
-    head: RefCell<Vec<u8>>,
+    /// Whether the next head that is written is captured.
+    captures_next: Cell<bool>,
+    captured: RefCell<Vec<u8>>,
+    /// Whether a 1xx response was forwarded for this request.
+    has_forwarded: Cell<bool>,
+    /// Receives 1xx responses, until the final response begins.
+    informational: RefCell<Option<Rc<InformationalQueue>>>,
+    /// Bytes of a 1xx head that is not complete.
+    partial_head: RefCell<Vec<u8>>,
 }
 
 impl TapState {
-    /// What comes next is a request, put aside if `keeps`, and the answer to it, for this listener.
-    pub fn listen(&self, keeps: bool, listener: Option<Rc<InformationalQueue>>) {
-        self.keeps.set(keeps);
-        self.told.set(false);
-        self.head.borrow_mut().clear();
-        self.listener.replace(listener);
+    /// Starts an exchange: `keeps` captures the request, `informational` receives 1xx responses.
+    pub fn begin_exchange(&self, keeps: bool, listener: Option<Rc<InformationalQueue>>) {
+        self.captures_next.set(keeps);
+        self.has_forwarded.set(false);
+        self.partial_head.borrow_mut().clear();
+        self.informational.replace(listener);
     }
 
-    /// The request that was put aside. It had no body. `None` once something of the answer was passed on.
-    pub fn request(&self) -> Option<Request<Upload>> {
-        if self.told.get() {
+    /// The captured request, which had no body. `None` once a 1xx response was forwarded.
+    pub fn replay_request(&self) -> Option<Request<RequestBody>> {
+        if self.has_forwarded.get() {
             return None;
         }
-        let sent = self.sent.borrow();
+        let sent = self.captured.borrow();
         let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
         let mut head = httparse::Request::new(&mut fields);
         head.parse(&sent).ok()?;
@@ -63,34 +62,34 @@ impl TapState {
         for field in head.headers {
             request = request.header(field.name, field.value);
         }
-        request.body(Upload::Empty).ok()
+        request.body(RequestBody::Empty).ok()
     }
 
-    /// hyper hands over a head as one piece, and again from where it could not be sent.
-    fn say(&self, bytes: &[u8]) {
-        if self.keeps.take() {
-            let mut sent = self.sent.borrow_mut();
+    /// hyper writes a head in one piece, and the unsent rest of a head again.
+    fn on_write(&self, bytes: &[u8]) {
+        if self.captures_next.take() {
+            let mut sent = self.captured.borrow_mut();
             sent.clear();
-            sent.shrink_to(HEAD_KEPT_BYTES);
+            sent.shrink_to(CAPTURE_RETAINED_BYTES);
             sent.extend_from_slice(bytes);
         }
     }
 
-    fn hear(&self, bytes: &[u8]) {
-        let mut listener = self.listener.borrow_mut();
-        let Some(interim) = &*listener else { return };
-        let mut head = self.head.borrow_mut();
+    fn on_read(&self, bytes: &[u8]) {
+        let mut listener = self.informational.borrow_mut();
+        let Some(informational) = &*listener else { return };
+        let mut head = self.partial_head.borrow_mut();
         if head.is_empty() && !may_be_informational(bytes) {
             *listener = None;
             return;
         }
         head.extend_from_slice(bytes);
         while !head.is_empty() {
-            let known = if may_be_informational(&head) { pass_on(&head, interim) } else { None };
+            let known = if may_be_informational(&head) { forward_first_head(&head, informational) } else { None };
             match known {
                 Some(0) if head.len() <= HEAD_MAX_BYTES => return,
                 Some(end) if end > 0 => {
-                    self.told.set(true);
+                    self.has_forwarded.set(true);
                     drop(head.drain(..end));
                 }
                 Some(_) | None => {
@@ -103,22 +102,22 @@ impl TapState {
     }
 }
 
-/// Whether an answer that begins like this is informational, as far as it can be told.
+/// Whether a response that begins with these bytes can be informational.
 fn may_be_informational(bytes: &[u8]) -> bool {
-    // Empty lines before a head are passed over by hyper as well.
+    // hyper, too, skips empty lines before a head.
     let start = bytes.iter().skip_while(|byte| matches!(byte, b'\r' | b'\n'));
-    start.zip(START).all(|(byte, wanted)| byte == wanted || *wanted == b'?')
+    start.zip(INFORMATIONAL_PREFIX).all(|(byte, wanted)| byte == wanted || *wanted == b'?')
 }
 
-/// Passes on the first head. Returns its length: 0 if it is not complete, `None` if it is not HTTP.
-fn pass_on(bytes: &[u8], interim: &InformationalQueue) -> Option<usize> {
+/// Forwards the first head. Returns its length: 0 if the head is incomplete, `None` if it is not HTTP.
+fn forward_first_head(bytes: &[u8], informational: &InformationalQueue) -> Option<usize> {
     let mut fields = [httparse::EMPTY_HEADER; FIELDS_MAX];
     let mut head = httparse::Response::new(&mut fields);
     match head.parse(bytes).ok()? {
         httparse::Status::Partial => Some(0),
         httparse::Status::Complete(length) => {
             let fields = head.headers.iter().map(|field| (field.name, field.value));
-            interim.push(head.code.unwrap_or(0), head.reason.unwrap_or(""), fields);
+            informational.push(head.code.unwrap_or(0), head.reason.unwrap_or(""), fields);
             Some(length)
         }
     }
@@ -127,12 +126,12 @@ fn pass_on(bytes: &[u8], interim: &InformationalQueue) -> Option<usize> {
 #[derive(Debug)]
 pub struct TapIo {
     stream: IoStream,
-    hearsay: Rc<TapState>,
+    state: Rc<TapState>,
 }
 
 impl TapIo {
-    pub fn new(stream: IoStream, hearsay: Rc<TapState>) -> TapIo {
-        TapIo { stream, hearsay }
+    pub fn new(stream: IoStream, state: Rc<TapState>) -> TapIo {
+        TapIo { stream, state }
     }
 
     pub fn into_stream(self) -> IoStream {
@@ -144,14 +143,14 @@ impl AsyncRead for TapIo {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer));
-        self.hearsay.hear(&buffer.filled()[before..]);
+        self.state.on_read(&buffer.filled()[before..]);
         Poll::Ready(read)
     }
 }
 
 impl AsyncWrite for TapIo {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.hearsay.say(bytes);
+        self.state.on_write(bytes);
         Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
@@ -161,7 +160,7 @@ impl AsyncWrite for TapIo {
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if let Some(head) = slices.first() {
-            self.hearsay.say(head);
+            self.state.on_write(head);
         }
         Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
@@ -184,43 +183,43 @@ mod tests {
     use super::*;
 
     const HINTS: &str = "HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\nConnection: x\r\n\r\n";
-    const TOLD: &str = "HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n";
+    const FORWARDED: &str = "HTTP/1.1 103 Early Hints\r\nlink: </a.css>\r\n\r\n";
     const FINAL: &str = "HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 103 Body\r\n\r\n";
 
     #[test]
-    fn a_request_is_put_aside_as_it_is_sent() {
-        let hearsay = TapState::default();
-        hearsay.listen(true, None);
-        hearsay.say(b"DELETE /a?b HTTP/1.1\r\nhost: a\r\nx: 1\r\nx: 2\r\n\r\n");
-        hearsay.say(b"the rest of it");
-        let request = hearsay.request().unwrap();
+    fn a_request_is_captured_as_it_is_sent() {
+        let state = TapState::default();
+        state.begin_exchange(true, None);
+        state.on_write(b"DELETE /a?b HTTP/1.1\r\nhost: a\r\nx: 1\r\nx: 2\r\n\r\n");
+        state.on_write(b"the rest of it");
+        let request = state.replay_request().unwrap();
         assert_eq!((request.method().as_str(), request.uri().to_string().as_str()), ("DELETE", "/a?b"));
         let fields: Vec<_> = request.headers().iter().map(|(name, value)| (name.as_str(), value.as_bytes())).collect();
         assert_eq!(fields, [("host", &b"a"[..]), ("x", b"1"), ("x", b"2")]);
     }
 
-    fn heard(pieces: &[&[u8]]) -> String {
-        let (hearsay, interim) = (TapState::default(), Rc::new(InformationalQueue::default()));
-        hearsay.listen(false, Some(Rc::clone(&interim)));
-        pieces.iter().for_each(|piece| hearsay.hear(piece));
-        String::from_utf8(interim.take().unwrap_or_default().to_vec()).unwrap()
+    fn forwarded(pieces: &[&[u8]]) -> String {
+        let (state, informational) = (TapState::default(), Rc::new(InformationalQueue::default()));
+        state.begin_exchange(false, Some(Rc::clone(&informational)));
+        pieces.iter().for_each(|piece| state.on_read(piece));
+        String::from_utf8(informational.take().unwrap_or_default().to_vec()).unwrap()
     }
 
     #[test]
-    fn heads_are_passed_on_wherever_they_are_cut() {
+    fn informational_heads_are_forwarded_however_they_are_split() {
         let all = format!("HTTP/1.1 100 Continue\r\n\r\n{HINTS}\r\n{HINTS}{FINAL}");
         for cut in 0..all.len() {
             let (one, two) = all.as_bytes().split_at(cut);
-            assert_eq!(heard(&[one, two]), TOLD.repeat(2), "{cut}");
+            assert_eq!(forwarded(&[one, two]), FORWARDED.repeat(2), "{cut}");
         }
-        assert_eq!(heard(&all.as_bytes().chunks(1).collect::<Vec<_>>()), TOLD.repeat(2));
+        assert_eq!(forwarded(&all.as_bytes().chunks(1).collect::<Vec<_>>()), FORWARDED.repeat(2));
     }
 
     #[test]
-    fn the_final_answer_is_the_end_of_it() {
-        assert_eq!(heard(&[FINAL.as_bytes(), HINTS.as_bytes()]), "");
-        assert_eq!(heard(&[b"HTTP/1.1 1x\r\n\r\n", HINTS.as_bytes()]), "");
+    fn nothing_is_forwarded_after_the_final_response_begins() {
+        assert_eq!(forwarded(&[FINAL.as_bytes(), HINTS.as_bytes()]), "");
+        assert_eq!(forwarded(&[b"HTTP/1.1 1x\r\n\r\n", HINTS.as_bytes()]), "");
         let endless = format!("HTTP/1.1 103 x\r\nx: {}", "x".repeat(HEAD_MAX_BYTES));
-        assert_eq!(heard(&[endless.as_bytes(), b"\r\n\r\n", HINTS.as_bytes()]), "");
+        assert_eq!(forwarded(&[endless.as_bytes(), b"\r\n\r\n", HINTS.as_bytes()]), "");
     }
 }

@@ -1,19 +1,16 @@
-//! One HTTP/2 connection to an upstream server, shared by the requests of an event loop.
+//! One HTTP/2 connection to an upstream server, shared by the requests of one worker.
 //!
-//! Other than over HTTP/1.1 nobody can drive it in passing, for it is everybody's: it is a task of its
-//! own. A request is a stream of it, and gives that up by being dropped, which resets the stream and
-//! nothing else.
-//!
-//! Windows are chosen so that all streams together can not use up that of the connection: a client that
-//! reads slowly holds up nobody else.
+//! Unlike an HTTP/1.1 connection, it serves several tasks, so its driver is a task of its own. A request is a stream;
+//! dropping the request resets this stream and nothing else. The flow-control windows of all streams together fit that
+//! of the connection, so that a client that reads slowly does not stall the others.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -27,60 +24,61 @@ use hyper::ext::Protocol;
 use hyper::rt::Executor;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 
 use super::http1::SendError;
-use super::http2_settings::{Greeting, Listener};
-use super::replay_body::ReplayBody;
-use super::request_upload::Upload;
-use super::server_pool::ConnectionPermit;
+use super::request_body::{ReplayBody, RequestBody};
+use super::request_limit::ConnectionPermit;
 use crate::http::websocket_handshake::{self, Key};
 use crate::io_stream::IoStream;
 
-/// Requests at a time on one connection; servers may allow fewer.
+/// Concurrent streams of one connection; servers may allow fewer.
 const STREAMS_MAX: usize = 100;
-/// What hyper takes for the server's limit before the server has said it.
-const UNSAID: usize = usize::MAX - 1;
-/// Of an answer's body, read ahead of the client.
+/// hyper's value for the server's limit until SETTINGS arrive.
+const STREAM_LIMIT_UNKNOWN: usize = usize::MAX - 1;
+/// Of a response body, read ahead of the client.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = STREAM_WINDOW_BYTES * STREAMS_MAX as u32;
-/// The largest head of an answer that is accepted.
+/// The largest response head that is accepted.
 const HEAD_MAX_BYTES: u32 = 64 * 1024;
-/// The longest wait for the answer to a PING.
-const PING_PATIENCE: Duration = Duration::from_secs(20);
+/// The longest wait for the response to a PING.
+const PING_TIMEOUT_MAX: Duration = Duration::from_secs(20);
 
-/// Runs hyper's tasks on the event loop they belong to.
+/// Runs hyper's tasks on the worker they belong to.
 #[derive(Clone, Copy, Debug)]
-struct OnLoop;
+struct LocalExecutor;
 
-impl<F: Future + 'static> Executor<F> for OnLoop {
+impl<F: Future + 'static> Executor<F> for LocalExecutor {
     fn execute(&self, task: F) {
         tokio::task::spawn_local(task);
     }
 }
 
 pub struct Http2Connection {
-    sender: RefCell<SendRequest<Upload>>,
+    sender: RefCell<SendRequest<RequestBody>>,
     driver: Rc<Driver>,
     /// Requests that have a stream, or wait for one.
-    streams: Cell<usize>,
+    active_streams: Cell<usize>,
     /// A request was sent here.
-    used: Cell<bool>,
-    /// No request is sent here any more; those under way finish.
-    retired: Cell<bool>,
-    /// When it was made.
-    pub opened: Instant,
-    /// When it was last seen at work.
+    has_been_used: Cell<bool>,
+    /// No new request is sent here; requests in flight finish.
+    is_retired: Cell<bool>,
+    /// When the connection was opened.
+    pub opened_at: Instant,
+    /// When a request was last in flight.
     pub idle_since: Cell<Instant>,
     pub address: Option<SocketAddr>,
     scheme: Scheme,
-    /// Its room among the connections to its server, where these are limited.
-    slot: RefCell<Option<ConnectionPermit>>,
+    /// Its permit among the connections to the server, where these are limited.
+    permit: RefCell<Option<ConnectionPermit>>,
 }
 
 impl Http2Connection {
-    /// Makes a connection of a connected stream. No request can be sent before the server has said how many streams it
-    /// allows: see [`Multiplex::allows_streams`]. It is seen whether the server still answers when it has been silent for
-    /// as long as `quiet` while there are requests.
+    /// Starts HTTP/2 on a connected stream. No request can be sent before the server's SETTINGS arrive: see
+    /// [`Http2Connection::wait_for_stream_limit`]. After `quiet` without input while requests are in flight, a PING
+    /// checks the server.
     pub async fn new(
         wire: IoStream,
         scheme: Scheme,
@@ -88,97 +86,98 @@ impl Http2Connection {
         quiet: Duration,
         now: Instant,
     ) -> io::Result<Rc<Http2Connection>> {
-        let listener = Rc::new(Listener::default());
-        let (sender, connection) = Builder::new(OnLoop)
+        let read_events = Rc::new(ReadEvents::default());
+        let (sender, connection) = Builder::new(LocalExecutor)
             .timer(TokioTimer::new())
-            .initial_max_send_streams(UNSAID)
+            .initial_max_send_streams(STREAM_LIMIT_UNKNOWN)
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_header_list_size(HEAD_MAX_BYTES)
             .keep_alive_interval(quiet)
-            .keep_alive_timeout(quiet.min(PING_PATIENCE))
-            .handshake(TokioIo::new(Greeting::new(wire, Rc::clone(&listener))))
+            .keep_alive_timeout(quiet.min(PING_TIMEOUT_MAX))
+            .handshake(TokioIo::new(NotifyingIo::new(wire, Rc::clone(&read_events))))
             .await
             .map_err(io::Error::other)?;
-        let driver = Rc::new(Driver { connection: RefCell::new(Some(connection)), listener });
+        let driver = Rc::new(Driver { connection: RefCell::new(Some(connection)), read_events });
         tokio::task::spawn_local(Rc::clone(&driver).run());
         Ok(Rc::new(Http2Connection {
             sender: RefCell::new(sender),
             driver,
-            streams: Cell::new(0),
-            used: Cell::new(false),
-            retired: Cell::new(false),
-            opened: now,
+            active_streams: Cell::new(0),
+            has_been_used: Cell::new(false),
+            is_retired: Cell::new(false),
+            opened_at: now,
             idle_since: Cell::new(now),
             address,
             scheme,
-            slot: RefCell::default(),
+            permit: RefCell::default(),
         }))
     }
 
     /// Waits until the server allows a stream.
-    pub async fn allows_streams(&self) -> io::Result<()> {
+    pub async fn wait_for_stream_limit(&self) -> io::Result<()> {
         loop {
-            let heard = self.driver.listener.heard();
-            if self.most() > 0 {
+            let next_read = self.driver.read_events.next_read();
+            if self.max_streams() > 0 {
                 return Ok(());
             }
-            if let Some(failure) = self.driver.listener.failure() {
+            if let Some(failure) = self.driver.read_events.failure() {
                 return Err(io::Error::other(format!("HTTP/2: {failure}")));
             }
-            heard.await;
+            next_read.await;
         }
     }
 
-    /// What can be sent here.
-    pub fn state(&self) -> State {
-        let most = self.most();
-        if self.retired.get() || self.sender.borrow().is_closed() || most == 0 && self.used.get() {
-            State::Closed
-        } else if most == 0 {
-            State::Pending
-        } else if self.streams.get() >= most {
-            State::Full
+    /// Whether the connection takes a request.
+    pub fn state(&self) -> StreamCapacity {
+        let max = self.max_streams();
+        if self.is_retired.get() || self.sender.borrow().is_closed() || max == 0 && self.has_been_used.get() {
+            StreamCapacity::Closed
+        } else if max == 0 {
+            StreamCapacity::Pending
+        } else if self.active_streams.get() >= max {
+            StreamCapacity::Full
         } else {
-            State::Free
+            StreamCapacity::Free
         }
     }
 
-    /// Streams that the server allows at a time: what it said last. 0 before it has said something.
-    fn most(&self) -> usize {
+    /// Streams that the server allows at a time, by its last SETTINGS. 0 before the first.
+    fn max_streams(&self) -> usize {
         let connection = self.driver.connection.borrow();
-        let most = connection.as_ref().map_or(UNSAID, |connection| connection.current_max_send_streams());
-        if most == UNSAID { 0 } else { most.min(STREAMS_MAX) }
+        let max = connection.as_ref().map_or(STREAM_LIMIT_UNKNOWN, |connection| connection.current_max_send_streams());
+        if max == STREAM_LIMIT_UNKNOWN { 0 } else { max.min(STREAMS_MAX) }
     }
 
-    /// Requests that are under way.
-    pub fn load(&self) -> usize {
-        self.streams.get()
+    /// Requests in flight.
+    pub fn active_streams(&self) -> usize {
+        self.active_streams.get()
     }
 
     pub fn retire(&self) {
-        self.retired.set(true);
+        self.is_retired.set(true);
     }
 }
 
-/// What can be sent on a connection.
+/// Whether a connection takes a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum State {
-    /// No further request. A server that had allowed streams, and then allows none, wants no more of them here.
+pub enum StreamCapacity {
+    /// It takes no more requests. Also if the server had allowed streams, and then lowers their number to 0.
     Closed,
-    /// Nothing yet: the server has not allowed a stream.
+    /// Not yet: the server's SETTINGS have not arrived.
     Pending,
-    /// A request, which waits until another one has ended.
+    /// A request would wait until another one has ended.
     Full,
-    /// A request.
+    /// A request can be sent.
     Free,
 }
 
-/// What moves the requests of a connection.
+/// hyper's driver, and the reads it has done.
 struct Driver {
-    /// `None` once it has ended.
-    connection: RefCell<Option<hyper::client::conn::http2::Connection<TokioIo<Greeting>, Upload, OnLoop>>>,
-    listener: Rc<Listener>,
+    /// `None` once the connection has ended.
+    connection:
+        RefCell<Option<hyper::client::conn::http2::Connection<TokioIo<NotifyingIo>, RequestBody, LocalExecutor>>>,
+    read_events: Rc<ReadEvents>,
 }
 
 impl Driver {
@@ -189,16 +188,16 @@ impl Driver {
             None => Poll::Ready(Ok(())),
         });
         let ended = ended.await;
-        // Requests that wait for responses and bodies are woken by its end.
+        // The drop wakes requests that wait for responses or bodies.
         drop(self.connection.take());
-        self.listener.ended(|| match ended {
+        self.read_events.on_end(|| match ended {
             Ok(()) => String::from("it closed the connection"),
             Err(error) => describe(&error),
         });
     }
 
-    /// Whether the server takes tunnels on streams, by an extended CONNECT (RFC 8441).
-    fn takes_tunnels(&self) -> bool {
+    /// Whether the server allows extended CONNECT (RFC 8441).
+    fn supports_extended_connect(&self) -> bool {
         self.connection.borrow().as_ref().is_some_and(|connection| connection.is_extended_connect_protocol_enabled())
     }
 }
@@ -208,80 +207,80 @@ fn describe(error: &hyper::Error) -> String {
     error.source().map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
 }
 
-/// A request's place on a connection, until its answer has ended.
+/// A request's stream, counted until the response has ended.
 pub struct Http2Stream {
     connection: Rc<Http2Connection>,
-    /// The head of the request once more.
-    spare: Option<Box<Request<Upload>>>,
-    /// Its body, if it has one and no answer has come.
-    loan: Option<ReplayBody>,
-    /// When the answer's head came.
-    answered: Option<Instant>,
-    /// What the answer has made of the stream.
-    tunnel: Option<OnUpgrade>,
+    /// A copy of the request head, for a retry.
+    saved_head: Option<Box<Request<RequestBody>>>,
+    /// The request body, if there is one and no response head has arrived.
+    replay_body: Option<ReplayBody>,
+    /// When the response head arrived.
+    responded_at: Option<Instant>,
+    /// The tunnel, after a response to an extended CONNECT.
+    upgrade: Option<OnUpgrade>,
 }
 
 impl Http2Stream {
-    pub fn of(connection: Rc<Http2Connection>) -> Http2Stream {
-        connection.streams.set(connection.streams.get() + 1);
-        connection.used.set(true);
-        Http2Stream { connection, spare: None, loan: None, answered: None, tunnel: None }
+    pub fn open(connection: Rc<Http2Connection>) -> Http2Stream {
+        connection.active_streams.set(connection.active_streams.get() + 1);
+        connection.has_been_used.set(true);
+        Http2Stream { connection, saved_head: None, replay_body: None, responded_at: None, upgrade: None }
     }
 
-    /// Sends a request and waits for the head of its answer. Informational answers before it are not told. A handshake for
-    /// a WebSocket becomes an extended CONNECT, and its answer what it would be over HTTP/1.1; where the server has not
-    /// offered that, an ordinary request.
+    /// Sends a request and waits for the head of the response. 1xx responses before it are not forwarded. A WebSocket
+    /// handshake becomes an extended CONNECT, and its response is turned into that of HTTP/1.1. If the server has not
+    /// enabled extended CONNECT, the handshake becomes an ordinary request.
     #[allow(clippy::result_large_err, reason = "the request comes back by value, to be sent elsewhere")]
-    pub async fn send(&mut self, mut request: Box<Request<Upload>>) -> Result<Response<Incoming>, SendError> {
-        self.spare = Some(Box::new(again(&request)));
-        let body = std::mem::replace(request.body_mut(), Upload::Empty);
-        (*request.body_mut(), self.loan) = body.lend();
-        address(&mut request, &self.connection.scheme);
-        if !matches!(request.body(), Upload::Upgrade) {
+    pub async fn send(&mut self, mut request: Box<Request<RequestBody>>) -> Result<Response<Incoming>, SendError> {
+        self.saved_head = Some(Box::new(copy_head(&request)));
+        let body = std::mem::replace(request.body_mut(), RequestBody::Empty);
+        (*request.body_mut(), self.replay_body) = body.into_replayable();
+        to_http2_form(&mut request, &self.connection.scheme);
+        if !matches!(request.body(), RequestBody::Upgrade) {
             let sending = self.connection.sender.borrow_mut().try_send_request(*request);
             return sending.await;
         }
         websocket_handshake::withdraw(request.headers_mut());
-        let key = self.connection.driver.takes_tunnels().then(|| connect(&mut request));
+        let key = self.connection.driver.supports_extended_connect().then(|| to_extended_connect(&mut request));
         let sending = self.connection.sender.borrow_mut().try_send_request(*request);
-        let mut answer = sending.await?;
-        // What stands for 101, though any other success would open a tunnel as well, is what hyper makes one of.
+        let mut response = sending.await?;
+        // The response that hyper upgrades is the equivalent of 101, although any 2xx would open a tunnel too.
         if let Some(key) = key
-            && answer.extensions().get::<OnUpgrade>().is_some()
+            && response.extensions().get::<OnUpgrade>().is_some()
         {
-            self.tunnel = Some(hyper::upgrade::on(&mut answer));
-            websocket_handshake::grant_connection(&mut answer, key.as_ref());
+            self.upgrade = Some(hyper::upgrade::on(&mut response));
+            websocket_handshake::grant_connection(&mut response, key.as_ref());
         }
-        Ok(answer)
+        Ok(response)
     }
 
-    /// The stream, after an answer that made it a tunnel.
+    /// The byte stream, after a response that opened a tunnel.
     pub async fn into_stream(mut self) -> Option<(Upgraded, Http2Stream)> {
-        let stream = self.tunnel.take()?.await.ok()?;
+        let stream = self.upgrade.take()?.await.ok()?;
         Some((stream, self))
     }
 
-    /// Gives the connection room, unless it has some.
-    pub fn occupy(&self, slot: Option<ConnectionPermit>) {
-        if let Some(slot) = slot {
-            self.connection.slot.borrow_mut().get_or_insert(slot);
+    /// Gives the connection its permit, unless it has one.
+    pub fn set_permit(&self, permit: Option<ConnectionPermit>) {
+        if let Some(permit) = permit {
+            self.connection.permit.borrow_mut().get_or_insert(permit);
         }
     }
 
-    /// The head of the answer has come: nobody will want the body back.
-    pub fn answered(&mut self, now: Instant) {
-        self.answered = Some(now);
-        if let Some(loan) = self.loan.take() {
-            loan.settle();
-            self.spare = None;
+    /// Called when the head of the response has arrived: the body will not be sent again.
+    pub fn on_response_head(&mut self, now: Instant) {
+        self.responded_at = Some(now);
+        if let Some(replay_body) = self.replay_body.take() {
+            replay_body.stop_recording();
+            self.saved_head = None;
         }
     }
 
-    /// The request once more, if nothing of its body is lost.
-    pub fn sent(&mut self) -> Option<Request<Upload>> {
-        let mut request = *self.spare.take()?;
-        if let Some(loan) = self.loan.take() {
-            *request.body_mut() = loan.take_back()?;
+    /// The request, to be sent again, if its body can be replayed.
+    pub fn take_replay(&mut self) -> Option<Request<RequestBody>> {
+        let mut request = *self.saved_head.take()?;
+        if let Some(replay_body) = self.replay_body.take() {
+            *request.body_mut() = replay_body.rewind()?;
         }
         Some(request)
     }
@@ -290,35 +289,35 @@ impl Http2Stream {
 impl Drop for Http2Stream {
     fn drop(&mut self) {
         let connection = &self.connection;
-        connection.streams.set(connection.streams.get().saturating_sub(1));
-        if let Some(answered) = self.answered {
-            connection.idle_since.set(answered.max(connection.idle_since.get()));
+        connection.active_streams.set(connection.active_streams.get().saturating_sub(1));
+        if let Some(responded_at) = self.responded_at {
+            connection.idle_since.set(responded_at.max(connection.idle_since.get()));
         }
     }
 }
 
-/// Makes a handshake of HTTP/1.1 an extended CONNECT; returns the key, which there is no use for there.
-fn connect(request: &mut Request<Upload>) -> Option<Key> {
+/// Turns an HTTP/1.1 WebSocket handshake into an extended CONNECT. Returns the key, which HTTP/2 does not send.
+fn to_extended_connect(request: &mut Request<RequestBody>) -> Option<Key> {
     *request.method_mut() = Method::CONNECT;
     request.extensions_mut().insert(Protocol::from_static("websocket"));
-    // A request that comes back unsent is made one once more.
-    let known = request.extensions_mut().remove::<Key>();
-    let key = Key::taken_from(request.headers_mut()).or(known)?;
+    // For a request that is sent a second time.
+    let earlier = request.extensions_mut().remove::<Key>();
+    let key = Key::taken_from(request.headers_mut()).or(earlier)?;
     request.extensions_mut().insert(key.clone());
     Some(key)
 }
 
-fn again(request: &Request<Upload>) -> Request<Upload> {
-    let is_handshake = matches!(request.body(), Upload::Upgrade);
-    let mut again = Request::new(if is_handshake { Upload::Upgrade } else { Upload::Empty });
-    *again.method_mut() = request.method().clone();
-    *again.uri_mut() = request.uri().clone();
-    again.headers_mut().clone_from(request.headers());
-    again
+fn copy_head(request: &Request<RequestBody>) -> Request<RequestBody> {
+    let is_handshake = matches!(request.body(), RequestBody::Upgrade);
+    let mut copy = Request::new(if is_handshake { RequestBody::Upgrade } else { RequestBody::Empty });
+    *copy.method_mut() = request.method().clone();
+    *copy.uri_mut() = request.uri().clone();
+    copy.headers_mut().clone_from(request.headers());
+    copy
 }
 
-/// Moves Host to where HTTP/2 has it: `:scheme` and `:authority` are parts of the target.
-fn address(request: &mut Request<Upload>, scheme: &Scheme) {
+/// Moves Host to `:scheme` and `:authority`, which are parts of the target.
+fn to_http2_form(request: &mut Request<RequestBody>, scheme: &Scheme) {
     *request.version_mut() = Version::HTTP_2;
     if request.uri().authority().is_some() {
         return;
@@ -327,14 +326,14 @@ fn address(request: &mut Request<Upload>, scheme: &Scheme) {
     let authority = host.and_then(|host| Authority::from_maybe_shared(Bytes::copy_from_slice(host.as_bytes())).ok());
     let mut parts = std::mem::take(request.uri_mut()).into_parts();
     parts.scheme = Some(scheme.clone());
-    // A Host with escapes can be none. Nobody is called so (RFC 6761), and least of all a server that is trusted.
+    // A Host with escapes is no authority. `.invalid` names no server (RFC 6761).
     parts.authority = Some(authority.unwrap_or_else(|| Authority::from_static("invalid")));
-    // All three parts are there, so together they are a target.
+    // All three parts are present, so together they form a URI.
     *request.uri_mut() = Uri::from_parts(parts).unwrap_or_default();
 }
 
-/// Takes a request that was addressed for HTTP/2 back to what HTTP/1.1 sends.
-pub fn origin_form(request: &mut Request<Upload>) {
+/// Turns a request in HTTP/2 form back into HTTP/1.1 form.
+pub fn to_http1_form(request: &mut Request<RequestBody>) {
     let Some(authority) = request.uri().authority().cloned() else { return };
     *request.version_mut() = Version::HTTP_11;
     let mut parts = std::mem::take(request.uri_mut()).into_parts();
@@ -346,9 +345,9 @@ pub fn origin_form(request: &mut Request<Upload>) {
     }
 }
 
-/// Whether the server says that it has not looked at the request (RFC 9113, section 8.7).
+/// Whether the server states that it has not processed the request (RFC 9113, section 8.7).
 pub fn is_unprocessed(error: &hyper::Error) -> bool {
-    cause(error).is_some_and(|cause| {
+    h2_error(error).is_some_and(|cause| {
         let reason = cause.reason();
         cause.is_remote()
             && (cause.is_reset() && reason == Some(Reason::REFUSED_STREAM)
@@ -356,14 +355,93 @@ pub fn is_unprocessed(error: &hyper::Error) -> bool {
     })
 }
 
-/// Whether the connection was cut.
-pub fn is_cut(error: &hyper::Error) -> bool {
-    cause(error).is_some_and(h2::Error::is_io)
+/// Whether the connection was lost.
+pub fn is_connection_lost(error: &hyper::Error) -> bool {
+    h2_error(error).is_some_and(h2::Error::is_io)
 }
 
-fn cause(error: &hyper::Error) -> Option<&h2::Error> {
+fn h2_error(error: &hyper::Error) -> Option<&h2::Error> {
     use std::error::Error;
     error.source().and_then(|source| source.downcast_ref())
+}
+
+/// Notifies tasks that wait for SETTINGS. hyper knows the server's stream limit once it has read SETTINGS, and offers
+/// no event for it, so waiting tasks check the limit again after every read.
+#[derive(Debug, Default)]
+struct ReadEvents {
+    notify: Notify,
+    /// Why the connection ended; hyper only reports that it did.
+    failure: RefCell<Option<String>>,
+}
+
+impl ReadEvents {
+    /// Ready when something was read since this call, or when the connection has ended.
+    fn next_read(&self) -> Notified<'_> {
+        self.notify.notified()
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.failure.borrow().clone()
+    }
+
+    /// The connection has ended.
+    fn on_end(&self, why: impl FnOnce() -> String) {
+        self.failure.borrow_mut().get_or_insert_with(why);
+        self.notify.notify_waiters();
+    }
+
+    fn on_read(&self, read: &io::Result<()>) {
+        // Waiting tasks run after hyper has processed what was read: a worker runs one task at a time.
+        self.notify.notify_waiters();
+        if let Err(error) = read {
+            self.failure.replace(Some(error.to_string()));
+        }
+    }
+}
+
+struct NotifyingIo {
+    wire: IoStream,
+    events: Rc<ReadEvents>,
+}
+
+impl NotifyingIo {
+    fn new(wire: IoStream, read_events: Rc<ReadEvents>) -> NotifyingIo {
+        NotifyingIo { wire, events: read_events }
+    }
+}
+
+impl AsyncRead for NotifyingIo {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let read = ready!(Pin::new(&mut self.wire).poll_read(cx, buffer));
+        self.events.on_read(&read);
+        Poll::Ready(read)
+    }
+}
+
+impl AsyncWrite for NotifyingIo {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.wire).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.wire).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.wire.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.wire).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.wire).poll_shutdown(cx)
+    }
 }
 
 #[cfg(test)]
@@ -372,11 +450,11 @@ mod tests {
 
     #[test]
     fn host_becomes_authority_and_back() {
-        let mut request = Request::get("/a?b").header("host", "api.internal:8443").body(Upload::Empty).unwrap();
-        address(&mut request, &Scheme::HTTPS);
+        let mut request = Request::get("/a?b").header("host", "api.internal:8443").body(RequestBody::Empty).unwrap();
+        to_http2_form(&mut request, &Scheme::HTTPS);
         assert_eq!(request.uri(), "https://api.internal:8443/a?b");
         assert!(!request.headers().contains_key("host"));
-        origin_form(&mut request);
+        to_http1_form(&mut request);
         assert_eq!(request.uri(), "/a?b");
         assert_eq!(request.headers()["host"], "api.internal:8443");
     }

@@ -1,9 +1,10 @@
-//! Which of an upstream's servers gets a request, of those that can take one.
+//! Chooses the server of an upstream that gets a request.
 //!
-//! Every loop chooses by itself, from the same standings. An ordinary choice looks at one number, which
-//! says that no server has changed; only where one is away or growing, each is looked at, and the
-//! clock read. A server whose ejection is over gets one request, if it can be made again: nobody
-//! should pay for the trial. Ejected servers are also asked where no other is known to work.
+//! Every worker chooses by itself, from the same shared health state. An ordinary choice reads one number, which says
+//! that no server has changed; only while a server is ejected, failing or in slow start does a choice read the clock
+//! and each server's state. A server whose ejection time is over gets one request as a trial. That request must be
+//! repeatable, so that a failed trial costs the client nothing. Ejected servers also get requests where no other server
+//! is known to work.
 
 use std::cell::{Cell, RefCell};
 use std::num::NonZeroU64;
@@ -14,226 +15,431 @@ use std::time::Instant;
 use http::{Method, Request};
 use smallvec::SmallVec;
 
-use super::lb_algorithms;
-use super::request_upload::Upload;
-use super::server_health::{Chosen, State, UpstreamHealth};
-use super::server_pool::ServerPool;
+use super::pool::ServerPool;
+use super::request_body::RequestBody;
+use super::server_health::{ChoiceReason, ServerStatus, UpstreamHealth};
 use crate::clock::Clock;
 use crate::config::upstream_policy::Balance;
 use transom_limiter::key::Seed;
 
-/// Chooses servers, for one upstream in one loop.
-pub struct Balancer {
-    places: Vec<Rc<ServerPool>>,
-    /// Of the servers' names; equal on all gateways, so that they choose alike.
-    names: Vec<u64>,
-    view: RefCell<Sight>,
-    /// The standings' number of changes when they were looked at.
-    seen: Cell<u64>,
-    /// Whether they stay as they were seen until that number changes.
+/// Chooses servers of one upstream, for one worker.
+pub struct LoadBalancer {
+    servers: Vec<Rc<ServerPool>>,
+    /// Hashes of the servers' URLs; equal on all gateways, so that they choose alike.
+    name_hashes: Vec<u64>,
+    view: RefCell<ServersView>,
+    /// The number of changes when the view was refreshed.
+    seen_changes: Cell<u64>,
+    /// Whether the view is valid until that number changes.
     is_settled: Cell<bool>,
 }
 
-/// The servers as they were last seen.
-struct Sight {
+/// The servers when they were last looked at.
+struct ServersView {
     /// 0: not to be chosen.
     weights: Vec<u32>,
-    states: Vec<State>,
+    statuses: Vec<ServerStatus>,
     turns: Vec<i64>,
 }
 
-impl Sight {
+impl ServersView {
     fn choice(&self, server: usize) -> Choice {
-        let is_ejected = matches!(self.states[server], State::Out(_));
-        Choice { server, chosen: if is_ejected { Chosen::Ejected } else { Chosen::InUse } }
+        let is_ejected = matches!(self.statuses[server], ServerStatus::Ejected(_));
+        Choice { server, reason: if is_ejected { ChoiceReason::Ejected } else { ChoiceReason::Available } }
     }
 }
 
 /// Whether a server is in use and not failing.
-fn works(state: State) -> bool {
-    matches!(state, State::In(_) | State::Growing(_))
+fn is_working(state: ServerStatus) -> bool {
+    matches!(state, ServerStatus::InUse(_) | ServerStatus::SlowStart(_))
 }
 
-/// What is chosen.
+/// The chosen server.
 #[derive(Clone, Copy)]
 pub struct Choice {
     pub server: usize,
-    pub chosen: Chosen,
+    pub reason: ChoiceReason,
 }
 
-/// The servers that a request has been to.
-pub type Tried = SmallVec<[u32; 4]>;
+/// The servers that a request was already sent to.
+pub type TriedServers = SmallVec<[u32; 4]>;
 
-/// What a choice, of a server and of a connection to it, depends on beside these.
+/// The properties of a request that the choice of a server and a connection depends on.
 #[derive(Clone, Copy)]
-pub struct Asked {
-    /// What a hash is of; `None` where the request lacks it.
-    pub key: Option<NonZeroU64>,
-    /// Whether it can be sent again.
-    pub repeatable: bool,
-    /// It asks for another protocol.
-    pub handshake: bool,
+pub struct RequestTraits {
+    /// The hash of the key for `hash` balancing; `None` where the request lacks the key.
+    pub hash_key: Option<NonZeroU64>,
+    /// Whether the request can be sent again.
+    pub is_repeatable: bool,
+    /// The request asks for another protocol.
+    pub is_upgrade: bool,
 }
 
-impl Asked {
-    pub fn of(request: &Request<Upload>, key: Option<NonZeroU64>) -> Asked {
-        let handshake = matches!(request.body(), Upload::Upgrade);
-        let sends_nothing = handshake || matches!(request.body(), Upload::Empty);
-        Asked { key, repeatable: sends_nothing && is_idempotent(request.method()), handshake }
+impl RequestTraits {
+    pub fn of(request: &Request<RequestBody>, key: Option<NonZeroU64>) -> RequestTraits {
+        let handshake = matches!(request.body(), RequestBody::Upgrade);
+        let sends_nothing = handshake || matches!(request.body(), RequestBody::Empty);
+        RequestTraits {
+            hash_key: key,
+            is_repeatable: sends_nothing && is_idempotent(request.method()),
+            is_upgrade: handshake,
+        }
     }
 }
 
-/// Methods whose effect is the same when the request is made twice (RFC 9110, section 9.2.2).
+/// Idempotent methods (RFC 9110, section 9.2.2).
 fn is_idempotent(method: &Method) -> bool {
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::PUT, Method::DELETE].contains(method)
 }
 
-impl Balancer {
-    pub fn new(upstream_health: &UpstreamHealth, places: Vec<Rc<ServerPool>>) -> Balancer {
-        let count = places.len();
-        Balancer {
-            places,
-            names: upstream_health.servers.iter().map(|server| Seed::SHARED.hash(&[&server.url])).collect(),
-            view: RefCell::new(Sight {
+impl LoadBalancer {
+    pub fn new(upstream_health: &UpstreamHealth, servers: Vec<Rc<ServerPool>>) -> LoadBalancer {
+        let count = servers.len();
+        LoadBalancer {
+            servers,
+            name_hashes: upstream_health.servers.iter().map(|server| Seed::SHARED.hash(&[&server.url])).collect(),
+            view: RefCell::new(ServersView {
                 weights: vec![0; count],
-                states: vec![State::Down; count],
+                statuses: vec![ServerStatus::Unhealthy; count],
                 turns: vec![0; count],
             }),
-            seen: Cell::new(0),
+            seen_changes: Cell::new(0),
             is_settled: Cell::new(false),
         }
     }
 
-    pub fn places(&self) -> &[Rc<ServerPool>] {
-        &self.places
+    pub fn servers(&self) -> &[Rc<ServerPool>] {
+        &self.servers
     }
 
-    /// The server for a request that has been nowhere yet.
-    pub fn first(&self, upstream_health: &Arc<UpstreamHealth>, asked: Asked, clock: &Clock) -> Choice {
-        if self.places.len() == 1 {
-            return Choice { server: 0, chosen: Chosen::InUse };
+    /// The server for the first attempt.
+    pub fn choose_first(&self, upstream_health: &Arc<UpstreamHealth>, traits: RequestTraits, clock: &Clock) -> Choice {
+        if self.servers.len() == 1 {
+            return Choice { server: 0, reason: ChoiceReason::Available };
         }
-        let mut sight = self.view.borrow_mut();
-        if !(self.is_settled.get() && self.seen.get() == upstream_health.changes()) {
-            let now_ms = upstream_health.ms(clock.instant());
-            self.look(upstream_health, &mut sight, now_ms);
-            if let Some(server) = self.trial(upstream_health, &mut sight, asked, now_ms) {
-                return Choice { server, chosen: Chosen::Trial };
+        let mut view = self.view.borrow_mut();
+        if !(self.is_settled.get() && self.seen_changes.get() == upstream_health.changes()) {
+            let now_ms = upstream_health.elapsed_ms(clock.instant());
+            self.refresh(upstream_health, &mut view, now_ms);
+            if let Some(server) = self.claim_trial(upstream_health, &mut view, traits, now_ms) {
+                return Choice { server, reason: ChoiceReason::Trial };
             }
         }
-        let server = self.pick(upstream_health, &mut sight, asked.key).unwrap_or(0);
-        sight.choice(server)
+        let server = self.pick(upstream_health, &mut view, traits.hash_key).unwrap_or(0);
+        view.choice(server)
     }
 
-    /// The server for a further try. In this order: one that was not tried and works, those before that did not fail
-    /// last; one that was not tried and is ejected, which may be back; one that was not tried and is failing; one that
-    /// was tried and is in use; any.
-    pub fn next(&self, upstream_health: &Arc<UpstreamHealth>, asked: Asked, tried: &Tried, now: Instant) -> Choice {
-        let mut sight = self.view.borrow_mut();
-        self.look(upstream_health, &mut sight, upstream_health.ms(now));
-        let fresh = |server: usize| !tried.contains(&(server as u32));
-        let mut pick =
-            |may: &dyn Fn(usize, State) -> bool| self.pick_where(upstream_health, &mut sight, asked.key, may);
-        let server = pick(&|server, state| fresh(server) && works(state) && !upstream_health.failed_last(server))
-            .or_else(|| pick(&|server, state| fresh(server) && works(state)))
-            .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Out(_))))
-            .or_else(|| pick(&|server, state| fresh(server) && matches!(state, State::Failing(_))))
-            .or_else(|| pick(&|_, state| works(state) || matches!(state, State::Failing(_))))
-            .or_else(|| pick(&|server, _| fresh(server)))
-            .or_else(|| pick(&|_, _| true));
-        sight.choice(server.unwrap_or(0))
+    /// The server for a retry. In this order: one that was not tried and works, first those whose last request did not
+    /// fail; one that was not tried and is ejected, which may work again; one that was not tried and is failing; one
+    /// that was tried and is in use; any.
+    pub fn choose_next(
+        &self,
+        upstream_health: &Arc<UpstreamHealth>,
+        traits: RequestTraits,
+        tried: &TriedServers,
+        now: Instant,
+    ) -> Choice {
+        let mut view = self.view.borrow_mut();
+        self.refresh(upstream_health, &mut view, upstream_health.elapsed_ms(now));
+        let is_untried = |server: usize| !tried.contains(&(server as u32));
+        let mut pick = |may: &dyn Fn(usize, ServerStatus) -> bool| {
+            self.pick_where(upstream_health, &mut view, traits.hash_key, may)
+        };
+        let server =
+            pick(&|server, state| is_untried(server) && is_working(state) && !upstream_health.failed_last(server))
+                .or_else(|| pick(&|server, state| is_untried(server) && is_working(state)))
+                .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Ejected(_))))
+                .or_else(|| pick(&|server, state| is_untried(server) && matches!(state, ServerStatus::Failing(_))))
+                .or_else(|| pick(&|_, state| is_working(state) || matches!(state, ServerStatus::Failing(_))))
+                .or_else(|| pick(&|server, _| is_untried(server)))
+                .or_else(|| pick(&|_, _| true));
+        view.choice(server.unwrap_or(0))
     }
 
-    /// Whether there is a server that works, did not fail last, and is neither `server` nor one of those that were
-    /// tried.
-    pub fn has_other(&self, upstream_health: &UpstreamHealth, server: usize, tried: &Tried, now: Instant) -> bool {
-        let now_ms = upstream_health.ms(now);
+    /// Whether there is a server that works, whose last request did not fail, and that is neither `server` nor one of
+    /// `tried`.
+    pub fn has_other(
+        &self,
+        upstream_health: &UpstreamHealth,
+        server: usize,
+        tried: &TriedServers,
+        now: Instant,
+    ) -> bool {
+        let now_ms = upstream_health.elapsed_ms(now);
         let is_other = |other: &usize| *other != server && !tried.contains(&(*other as u32));
-        let mut others = (0..self.places.len()).filter(is_other);
-        others.any(|other| works(upstream_health.state(other, now_ms)) && !upstream_health.failed_last(other))
+        let mut others = (0..self.servers.len()).filter(is_other);
+        others.any(|other| is_working(upstream_health.status(other, now_ms)) && !upstream_health.failed_last(other))
     }
 
-    /// Looks at all servers anew.
-    fn look(&self, upstream_health: &UpstreamHealth, sight: &mut Sight, now_ms: u64) {
-        // Before the standings, so that a change between the two is looked at again.
-        self.seen.set(upstream_health.changes());
-        let mut settled = true;
-        for server in 0..self.places.len() {
-            let state = upstream_health.state(server, now_ms);
-            sight.states[server] = state;
-            settled &= matches!(state, State::In(_) | State::Down);
-            sight.weights[server] = match state {
-                State::In(weight) | State::Growing(weight) | State::Failing(weight) => weight,
-                State::Out(_) | State::Down => 0,
+    /// Reads the state of all servers.
+    fn refresh(&self, upstream_health: &UpstreamHealth, view: &mut ServersView, now_ms: u64) {
+        // Read before the states, so that a change between the two reads refreshes the view again.
+        self.seen_changes.set(upstream_health.changes());
+        let mut is_settled = true;
+        for server in 0..self.servers.len() {
+            let state = upstream_health.status(server, now_ms);
+            view.statuses[server] = state;
+            is_settled &= matches!(state, ServerStatus::InUse(_) | ServerStatus::Unhealthy);
+            view.weights[server] = match state {
+                ServerStatus::InUse(weight) | ServerStatus::SlowStart(weight) | ServerStatus::Failing(weight) => weight,
+                ServerStatus::Ejected(_) | ServerStatus::Unhealthy => 0,
             };
         }
-        if !sight.states.iter().any(|state| works(*state)) {
-            // None is known to work. Ejected servers may; where all are unhealthy, any of them may.
-            let all_down = sight.states.iter().all(|state| *state == State::Down);
-            for (server, state) in sight.states.iter().enumerate() {
-                if matches!(state, State::Out(_)) || all_down {
-                    sight.weights[server] = upstream_health.full_weight(server);
+        if !view.statuses.iter().any(|state| is_working(*state)) {
+            // No server is known to work. Ejected servers may work; if all are unhealthy, any may.
+            let all_down = view.statuses.iter().all(|state| *state == ServerStatus::Unhealthy);
+            for (server, state) in view.statuses.iter().enumerate() {
+                if matches!(state, ServerStatus::Ejected(_)) || all_down {
+                    view.weights[server] = upstream_health.full_weight(server);
                 }
             }
         }
-        self.is_settled.set(settled);
+        self.is_settled.set(is_settled);
     }
 
-    /// A server whose ejection is over, if this request is the one to try it.
-    fn trial(
+    /// A server whose ejection time is over, if this request is its trial.
+    fn claim_trial(
         &self,
         upstream_health: &Arc<UpstreamHealth>,
-        sight: &mut Sight,
-        asked: Asked,
+        view: &mut ServersView,
+        traits: RequestTraits,
         now_ms: u64,
     ) -> Option<usize> {
-        let patience_ms =
+        let ejection_ms =
             upstream_health.policy.ejection.as_ref().map_or(0, |ejection| ejection.time.as_millis() as u64);
-        let due = (0..self.places.len()).find(|server| sight.states[*server] == State::Out(0))?;
-        if !asked.repeatable && upstream_health.overdue_ms(due, now_ms) < patience_ms {
+        let due = (0..self.servers.len()).find(|server| view.statuses[*server] == ServerStatus::Ejected(0))?;
+        if !traits.is_repeatable && upstream_health.trial_overdue_ms(due, now_ms) < ejection_ms {
             return None;
         }
-        if let (Balance::Hash(_), Some(_)) = (&upstream_health.policy.balance, asked.key) {
-            // A key that belongs elsewhere stays there.
-            let may = |server, state| server == due || !matches!(state, State::Out(_) | State::Down);
-            if self.pick_where(upstream_health, sight, asked.key, may) != Some(due) {
+        if let (Balance::Hash(_), Some(_)) = (&upstream_health.policy.balance, traits.hash_key) {
+            // A key of another server stays with that server.
+            let may =
+                |server, state| server == due || !matches!(state, ServerStatus::Ejected(_) | ServerStatus::Unhealthy);
+            if self.pick_where(upstream_health, view, traits.hash_key, may) != Some(due) {
                 return None;
             }
         }
-        upstream_health.claim(due, now_ms).then_some(due)
+        upstream_health.claim_trial(due, now_ms).then_some(due)
     }
 
-    fn pick(&self, upstream_health: &UpstreamHealth, sight: &mut Sight, key: Option<NonZeroU64>) -> Option<usize> {
-        let Sight { weights, turns, .. } = sight;
-        self.by(&upstream_health.policy.balance, weights, turns, key)
+    fn pick(&self, upstream_health: &UpstreamHealth, view: &mut ServersView, key: Option<NonZeroU64>) -> Option<usize> {
+        let ServersView { weights, turns, .. } = view;
+        self.pick_by_policy(&upstream_health.policy.balance, weights, turns, key)
     }
 
-    /// Picks among the servers that may be chosen; those that are away with the weight they had.
+    /// Picks among the servers that `may` accepts; those out of use count with their full weight.
     fn pick_where(
         &self,
         upstream_health: &UpstreamHealth,
-        sight: &mut Sight,
+        view: &mut ServersView,
         key: Option<NonZeroU64>,
-        may: impl Fn(usize, State) -> bool,
+        may: impl Fn(usize, ServerStatus) -> bool,
     ) -> Option<usize> {
-        let weight = |server: usize| match sight.states[server] {
+        let weight = |server: usize| match view.statuses[server] {
             state if !may(server, state) => 0,
-            State::In(weight) | State::Growing(weight) | State::Failing(weight) => weight,
-            State::Out(_) | State::Down => upstream_health.full_weight(server),
+            ServerStatus::InUse(weight) | ServerStatus::SlowStart(weight) | ServerStatus::Failing(weight) => weight,
+            ServerStatus::Ejected(_) | ServerStatus::Unhealthy => upstream_health.full_weight(server),
         };
-        let weights: SmallVec<[u32; 16]> = (0..self.places.len()).map(weight).collect();
-        self.by(&upstream_health.policy.balance, &weights, &mut sight.turns, key)
+        let weights: SmallVec<[u32; 16]> = (0..self.servers.len()).map(weight).collect();
+        self.pick_by_policy(&upstream_health.policy.balance, &weights, &mut view.turns, key)
     }
 
-    fn by(&self, balance: &Balance, weights: &[u32], turns: &mut [i64], key: Option<NonZeroU64>) -> Option<usize> {
+    fn pick_by_policy(
+        &self,
+        balance: &Balance,
+        weights: &[u32],
+        turns: &mut [i64],
+        key: Option<NonZeroU64>,
+    ) -> Option<usize> {
         match (balance, key) {
-            (Balance::RoundRobin, _) => lb_algorithms::round_robin(weights, turns),
-            (Balance::Hash(_), Some(key)) => lb_algorithms::rendezvous(weights, &self.names, key.get()),
-            (Balance::LeastRequests | Balance::Hash(_), _) => lb_algorithms::least_requests(
-                weights,
-                |server| self.places[server].under_way(),
-                |below| fastrand::u64(..below),
-            ),
+            (Balance::RoundRobin, _) => round_robin(weights, turns),
+            (Balance::Hash(_), Some(key)) => rendezvous(weights, &self.name_hashes, key.get()),
+            (Balance::LeastRequests | Balance::Hash(_), _) => {
+                least_requests(weights, |server| self.servers[server].active_requests(), |below| fastrand::u64(..below))
+            }
         }
+    }
+}
+
+/// Power of two choices (Mitzenmacher 2001): draws two servers at random, by weight, and takes the one with fewer
+/// requests in flight for its weight. The second differs from the first, so that a server that hangs is avoided
+/// wherever there is another. `random` returns a number below its argument.
+fn least_requests(
+    weights: &[u32],
+    active_requests: impl Fn(usize) -> u32,
+    mut random: impl FnMut(u64) -> u64,
+) -> Option<usize> {
+    let total = total(weights);
+    if total == 0 {
+        return None;
+    }
+    let first = server_at(weights, random(total), None)?;
+    let rest = total - u64::from(weights[first]);
+    if rest == 0 {
+        return Some(first);
+    }
+    let second = server_at(weights, random(rest), Some(first))?;
+    // Compares the ratios without a division. The request itself is not counted: idle servers are equal, and then the
+    // weights by which the first was drawn decide.
+    let load = |of: usize, other: usize| u64::from(active_requests(of)) * u64::from(weights[other]);
+    Some(if load(second, first) < load(first, second) { second } else { first })
+}
+
+/// Smooth weighted round robin, as in nginx: every server gains its weight; the one with the highest value is chosen
+/// and loses the total. The turns of a heavy server are spread among those of the others.
+fn round_robin(weights: &[u32], turns: &mut [i64]) -> Option<usize> {
+    let mut best: Option<usize> = None;
+    for (server, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight > 0) {
+        turns[server] += i64::from(*weight);
+        if best.is_none_or(|best| turns[server] > turns[best]) {
+            best = Some(server);
+        }
+    }
+    let best = best?;
+    turns[best] -= i64::try_from(total(weights)).unwrap_or(i64::MAX);
+    Some(best)
+}
+
+/// Weighted rendezvous hashing (Thaler and Ravishankar 1998; weights after Schindelhauer and Schomaker 2005): every
+/// server draws a number from the key and its own name, and the best draw wins. When a server leaves, only its keys
+/// move, each to its second choice; when weights change, as few keys as possible move. No table has to be rebuilt.
+fn rendezvous(weights: &[u32], names: &[u64], key: u64) -> Option<usize> {
+    let draw = |server: usize| {
+        // In the open interval from 0 to 1, so that the logarithm is negative.
+        let chance = ((mix(key ^ names[server]) >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
+        -chance.ln() / f64::from(weights[server])
+    };
+    let candidates = (0..weights.len()).filter(|server| weights[*server] > 0);
+    candidates.map(|server| (draw(server), server)).min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, server)| server)
+}
+
+fn total(weights: &[u32]) -> u64 {
+    weights.iter().map(|weight| u64::from(*weight)).sum()
+}
+
+/// The server at a point on the line of all weights, leaving out `without`.
+fn server_at(weights: &[u32], mut point: u64, without: Option<usize>) -> Option<usize> {
+    for (server, weight) in weights.iter().enumerate().filter(|(server, _)| Some(*server) != without) {
+        match point.checked_sub(u64::from(*weight)) {
+            Some(rest) => point = rest,
+            None => return Some(server),
+        }
+    }
+    None
+}
+
+/// The finalizer of SplitMix64: every bit of the result depends on every bit of the input.
+fn mix(bits: u64) -> u64 {
+    let bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Random numbers with a fixed seed.
+    fn chance() -> impl FnMut(u64) -> u64 {
+        let mut random = fastrand::Rng::with_seed(7);
+        move |below| random.u64(..below)
+    }
+
+    fn shares(servers: usize, picks: usize, mut pick: impl FnMut() -> usize) -> Vec<f64> {
+        let mut counts = vec![0; servers];
+        (0..picks).for_each(|_| counts[pick()] += 1);
+        counts.into_iter().map(|count: usize| count as f64 / picks as f64).collect()
+    }
+
+    fn names(servers: u64) -> Vec<u64> {
+        (1..=servers).map(|n| mix(n << 32)).collect()
+    }
+
+    #[test]
+    fn idle_servers_are_chosen_by_weight() {
+        let mut random = chance();
+        let weights = [1, 3, 0, 6];
+        let shares = shares(4, 100_000, || least_requests(&weights, |_| 0, &mut random).unwrap());
+        for (share, wanted) in shares.iter().zip([0.1, 0.3, 0.0, 0.6]) {
+            assert!((share - wanted).abs() < 0.01, "{shares:?}");
+        }
+    }
+
+    #[test]
+    fn requests_in_flight_follow_the_weights() {
+        // Requests never end: the number in flight closely follows the weights.
+        let (mut random, mut active) = (chance(), [0_u32; 3]);
+        for _ in 0..6000 {
+            let server = least_requests(&[1, 2, 3], |server| active[server], &mut random).unwrap();
+            active[server] += 1;
+        }
+        for (active, wanted) in active.into_iter().zip([1000, 2000, 3000]) {
+            assert!(active.abs_diff(wanted) <= 5, "{active} of {wanted}");
+        }
+    }
+
+    #[test]
+    fn a_server_that_hangs_gets_no_requests() {
+        let mut random = chance();
+        let mut choose_ = |weights: &[u32]| least_requests(weights, |server| u32::from(server == 1) * 100, &mut random);
+        assert!((0..1000).all(|_| choose_(&[1, 1]) == Some(0)));
+        assert!((0..1000).all(|_| choose_(&[1, 5, 1]) != Some(1)));
+        assert_eq!(choose_(&[0, 1]), Some(1));
+        assert_eq!(choose_(&[0, 0]), None);
+    }
+
+    #[test]
+    fn round_robin_is_exact_and_smooth() {
+        let (weights, mut turns) = ([5, 1, 1], [0; 3]);
+        let order: Vec<usize> = (0..7).map(|_| round_robin(&weights, &mut turns).unwrap()).collect();
+        assert_eq!(order, [0, 0, 1, 0, 2, 0, 0]);
+        assert_eq!(turns, [0; 3]);
+        // A server with weight 0 gains nothing meanwhile.
+        let order: Vec<usize> = (0..4).map(|_| round_robin(&[1, 0, 1], &mut turns).unwrap()).collect();
+        assert_eq!(order, [0, 2, 0, 2]);
+        assert_eq!(round_robin(&[0, 0], &mut turns), None);
+    }
+
+    #[test]
+    fn keys_are_spread_by_weight() {
+        let names = names(4);
+        let mut key = 0;
+        let shares = shares(4, 100_000, || {
+            key += 1;
+            rendezvous(&[1, 2, 3, 4], &names, mix(key)).unwrap()
+        });
+        for (share, wanted) in shares.iter().zip([0.1, 0.2, 0.3, 0.4]) {
+            assert!((share - wanted).abs() < 0.01, "{shares:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_keys_of_a_removed_server_move() {
+        let names = names(5);
+        let (all, without) = ([1, 1, 2, 1, 1], [1, 1, 0, 1, 1]);
+        let mut moved = [0; 5];
+        for key in (0..50_000).map(mix) {
+            let (before, after) = (rendezvous(&all, &names, key).unwrap(), rendezvous(&without, &names, key).unwrap());
+            if before == 2 {
+                moved[after] += 1;
+            } else {
+                assert_eq!(before, after);
+            }
+        }
+        // The keys spread over all remaining servers.
+        assert!(moved.iter().enumerate().all(|(server, moved)| (server == 2) == (*moved == 0)), "{moved:?}");
+        let (least, most) = (moved.iter().filter(|n| **n > 0).min().unwrap(), moved.iter().max().unwrap());
+        assert!(most * 10 < least * 12, "{moved:?}");
+    }
+
+    #[test]
+    fn a_growing_weight_gains_keys_and_loses_none() {
+        let names = names(3);
+        for key in (0..10_000).map(mix) {
+            let (before, after) =
+                (rendezvous(&[10, 10, 1], &names, key).unwrap(), rendezvous(&[10, 10, 10], &names, key).unwrap());
+            assert!(after == before || after == 2);
+        }
+        assert_eq!(rendezvous(&[0, 0, 0], &names, 1), None);
     }
 }

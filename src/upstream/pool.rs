@@ -1,191 +1,205 @@
-//! The connections to one server, of one event loop: idle ones, and those that several requests share.
+//! The connections of one worker to one server. [`ConnectionPool`] keeps idle HTTP/1.1 connections and shared HTTP/2
+//! connections; [`ServerPool`] adds the number of requests in flight and, where connections are limited, the queue of
+//! waiters.
+//!
+//! A limit of the whole process is divided among the workers, so that none has to ask another; each gets at least one.
+//! Waiters are served in order of arrival, with a connection that became free, or with the permit of one that closed.
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::io;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 
 use http::header::{self, HeaderValue};
 use http::{Request, uri};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::timeout;
 
-use super::connect::{Dial, Spoken};
-use super::connection::{ResolvedTarget, UpstreamConnection};
-use super::http1::Connection;
-use super::http2::{Http2Connection, Http2Stream, State};
-use super::request_upload::Upload;
+use super::connect::{Connector, HttpVersion, ResolvedTarget};
+use super::connection::UpstreamConnection;
+use super::http1::Http1Connection;
+use super::http2::{self, Http2Connection, Http2Stream, StreamCapacity};
+use super::request_body::RequestBody;
+use super::request_limit::{ConnectionPermit, PermitIssuer};
 use crate::clock::Clock;
+use crate::config::upstream_policy::Circuit;
 use crate::config::{HostField, Scheme, Server, TransportSettings};
 use crate::http::error::RequestError;
+use crate::io_stream::descriptor_limit;
+use crate::metrics::upstream::ActiveGauge;
 
-/// Shared connections to one server; beyond, requests wait for each other.
-const SHARED_MAX: usize = 64;
-/// The least time in which a server is expected to say something.
-const QUIET_MIN: Duration = Duration::from_secs(1);
+/// HTTP/2 connections to one server. Beyond this number, requests wait for a stream.
+const HTTP2_CONNECTIONS_MAX: usize = 64;
+/// The shortest silence after which a PING checks a server.
+const PING_AFTER_MIN: Duration = Duration::from_secs(1);
 
-pub struct Pool {
+pub struct ConnectionPool {
     server: Server,
-    dial: Dial,
-    /// What Host says, where it is not what the client said.
+    connector: Connector,
+    /// The Host field, where it differs from the client's.
     host: Option<HeaderValue>,
-    /// The last one used is on top: it is the likeliest to be alive, and the rest can age.
+    /// The last one used is on top: it is the most likely to be open, and the others can expire.
     #[allow(clippy::vec_box, reason = "a connection is moved often, and large")]
-    idle: RefCell<Vec<Box<Connection>>>,
-    /// How many of them are kept. Set with the configuration.
+    idle: RefCell<Vec<Box<Http1Connection>>>,
+    /// How many are kept. Set with the configuration.
     pub idle_max: Cell<usize>,
-    shared: RefCell<Vec<Rc<Http2Connection>>>,
-    /// The server has chosen HTTP/2, and probably will again.
-    shares: Cell<bool>,
-    /// One opens a shared connection, and the others wait for it.
+    http2: RefCell<Vec<Rc<Http2Connection>>>,
+    /// The server has chosen HTTP/2, and will probably do so again.
+    prefers_http2: Cell<bool>,
+    /// One task opens an HTTP/2 connection while the others wait for it.
     opening: Semaphore,
     clock: Clock,
 }
 
-impl Pool {
-    pub fn new(server: Server, way: &TransportSettings, clock: Clock) -> Rc<Pool> {
-        let host = match &way.host {
+impl ConnectionPool {
+    pub fn new(server: Server, transport: &TransportSettings, clock: Clock) -> Rc<ConnectionPool> {
+        let host = match &transport.host {
             HostField::Keep => None,
             HostField::Server => Some(authority(&server)),
             HostField::Fixed(host) => HeaderValue::from_str(host).ok(),
         };
-        let dial = Dial::new(server.clone(), way, clock.clone());
-        Rc::new(Pool {
+        let connector = Connector::new(server.clone(), transport, clock.clone());
+        Rc::new(ConnectionPool {
             host,
             idle: RefCell::default(),
             idle_max: Cell::new(0),
-            shared: RefCell::default(),
-            shares: Cell::new(dial.is_http2()),
+            http2: RefCell::default(),
+            prefers_http2: Cell::new(connector.is_http2()),
             opening: Semaphore::new(1),
-            dial,
+            connector,
             server,
             clock,
         })
     }
 
-    /// Whether the server is spoken to in HTTP/2 only.
+    /// Whether the server is only sent HTTP/2.
     pub fn is_http2(&self) -> bool {
-        self.dial.is_http2()
+        self.connector.is_http2()
     }
 
-    /// What Host says to the server when the client said nothing.
+    /// The Host field for requests without one.
     pub fn authority(&self) -> HeaderValue {
         self.host.clone().unwrap_or_else(|| authority(&self.server))
     }
 
-    /// Says in Host, or in the target that another server was sent, what this server is to be told.
-    pub fn address(&self, request: &mut Request<Upload>) {
+    /// Sets Host as configured for this server; an earlier attempt may have set that of another server.
+    pub fn set_host(&self, request: &mut Request<RequestBody>) {
         if let Some(host) = &self.host {
-            super::http2::origin_form(request);
+            http2::to_http1_form(request);
             request.headers_mut().insert(header::HOST, host.clone());
         }
     }
 
-    /// A connection that takes a request right now. Whether it is still alive is found out when it is used.
-    pub fn take(&self) -> Option<UpstreamConnection> {
+    /// A connection that takes a request now. Whether it is still open shows when it is used.
+    pub fn take_ready(&self) -> Option<UpstreamConnection> {
         if let Some(connection) = self.idle.borrow_mut().pop() {
-            return Some(UpstreamConnection::Alone(connection));
+            return Some(UpstreamConnection::Http1(connection));
         }
-        self.share(usize::MAX)
+        self.open_stream(usize::MAX)
     }
 
-    /// A place on the shared connection with the fewest requests of those that have room. Where there are `enough` of them, a
-    /// request waits for others on a full one.
-    pub fn share(&self, enough: usize) -> Option<UpstreamConnection> {
+    /// A stream of the shared connection with the fewest requests that takes one. Where there are `enough` connections,
+    /// a full one will do, on which the request waits for others.
+    pub fn open_stream(&self, enough: usize) -> Option<UpstreamConnection> {
         let (mut free, mut full) = (None, None);
-        let mut shared = self.shared.borrow_mut();
+        let mut shared = self.http2.borrow_mut();
         shared.retain(|connection| {
-            let emptiest = match connection.state() {
-                // Nothing is sent on those that are left out; they end with the last answer.
-                State::Closed => return false,
-                State::Pending => return true,
-                State::Full => &mut full,
-                State::Free => &mut free,
+            let least_loaded = match connection.state() {
+                // A dropped connection gets no more requests, and ends with the last response.
+                StreamCapacity::Closed => return false,
+                StreamCapacity::Pending => return true,
+                StreamCapacity::Full => &mut full,
+                StreamCapacity::Free => &mut free,
             };
-            if emptiest.as_ref().is_none_or(|known: &Rc<Http2Connection>| connection.load() < known.load()) {
-                *emptiest = Some(Rc::clone(connection));
+            if least_loaded
+                .as_ref()
+                .is_none_or(|known: &Rc<Http2Connection>| connection.active_streams() < known.active_streams())
+            {
+                *least_loaded = Some(Rc::clone(connection));
             }
             true
         });
         let full = full.filter(|_| shared.len() >= enough);
-        free.or(full).map(|connection| UpstreamConnection::Shared(Http2Stream::of(connection)))
+        free.or(full).map(|connection| UpstreamConnection::Http2(Http2Stream::open(connection)))
     }
 
-    /// A connection that was opened less than `patience` ago, and on which the server has not allowed a stream yet. An older
-    /// one is given up.
-    fn pending(&self, patience: Duration) -> Option<Rc<Http2Connection>> {
+    /// A connection that was opened less than `patience` ago and waits for SETTINGS. Older ones are dropped.
+    fn pending_http2(&self, patience: Duration) -> Option<Rc<Http2Connection>> {
         let now = self.clock.instant();
-        let is_pending = |connection: &Rc<Http2Connection>| connection.state() == State::Pending;
-        let mut shared = self.shared.borrow_mut();
-        shared.retain(|connection| !is_pending(connection) || now.duration_since(connection.opened) < patience);
+        let is_pending = |connection: &Rc<Http2Connection>| connection.state() == StreamCapacity::Pending;
+        let mut shared = self.http2.borrow_mut();
+        shared.retain(|connection| !is_pending(connection) || now.duration_since(connection.opened_at) < patience);
         shared.iter().find(|connection| is_pending(connection)).map(Rc::clone)
     }
 
-    /// Closes the connection that has been idle for the longest, to make room for one of another kind.
-    pub fn close_one(&self) {
+    /// Closes the connection that has been idle longest, to free its permit.
+    pub fn close_oldest_idle(&self) {
         let mut idle = self.idle.borrow_mut();
         let oldest = (!idle.is_empty()).then(|| idle.remove(0));
         drop(idle);
         drop(oldest);
     }
 
-    /// Keeps a connection whose last answer has ended. Whether it takes another request is found out
-    /// when there is one; but one that still sends a body is not kept.
-    pub fn put(&self, mut connection: Box<Connection>) {
+    /// Keeps a connection whose last response has ended. Whether it takes another request shows when there is one; a
+    /// connection that still sends a body is not kept.
+    pub fn put_idle(&self, mut connection: Box<Http1Connection>) {
         let mut idle = self.idle.borrow_mut();
-        if idle.len() < self.idle_max.get() && self.is_known(&mut connection.bearing) && connection.is_done() {
+        if idle.len() < self.idle_max.get()
+            && self.is_current_target(&mut connection.target)
+            && connection.is_request_sent()
+        {
             connection.idle_since.get_or_insert_with(|| self.clock.instant());
             idle.push(connection);
         }
     }
 
-    /// Whether a connection leads to an address that the server still has.
-    fn is_known(&self, bearing: &mut ResolvedTarget) -> bool {
-        let names = &self.dial.names;
-        if bearing.era == names.era() {
+    /// Whether the server still has the address of a connection.
+    fn is_current_target(&self, target: &mut ResolvedTarget) -> bool {
+        let resolver = &self.connector.resolver;
+        if target.generation == resolver.generation() {
             return true;
         }
-        bearing.era = names.era();
-        bearing.address.is_none_or(|address| names.has(&address))
+        target.generation = resolver.generation();
+        target.address.is_none_or(|address| resolver.contains(&address))
     }
 
-    /// Closes what has been idle for longer than `limit`, was closed by the server, or leads to an address that
-    /// is the server's no more.
+    /// Closes connections that were idle for longer than `limit`, that the server closed, or whose address the server
+    /// no longer has.
     pub fn sweep(&self, limit: Duration) {
         let now = self.clock.instant();
-        let lasted = |since: Instant| now.duration_since(since);
+        let idle_for = |since: Instant| now.duration_since(since);
         self.idle.borrow_mut().retain_mut(|idle| {
-            let lasted = idle.idle_since.map_or(Duration::ZERO, lasted);
-            lasted < limit && self.is_known(&mut idle.bearing) && idle.is_ready()
+            let idle_for = idle.idle_since.map_or(Duration::ZERO, idle_for);
+            idle_for < limit && self.is_current_target(&mut idle.target) && idle.is_ready()
         });
-        self.shared.borrow_mut().retain(|shared| {
-            if shared.address.is_some_and(|address| !self.dial.names.has(&address)) {
+        self.http2.borrow_mut().retain(|shared| {
+            if shared.address.is_some_and(|address| !self.connector.resolver.contains(&address)) {
                 shared.retire();
             }
-            if shared.load() > 0 {
+            if shared.active_streams() > 0 {
                 shared.idle_since.set(now);
             }
-            lasted(shared.idle_since.get()) < limit && shared.state() != State::Closed
+            idle_for(shared.idle_since.get()) < limit && shared.state() != StreamCapacity::Closed
         });
-        let is_empty = self.idle.borrow().is_empty() && self.shared.borrow().is_empty();
-        if !is_empty && self.dial.names.is_due() {
-            self.dial.names.refresh();
+        let is_empty = self.idle.borrow().is_empty() && self.http2.borrow().is_empty();
+        if !is_empty && self.connector.resolver.is_stale() {
+            self.connector.resolver.refresh();
         }
     }
 
-    /// A connection that was not there before, or a place on one that has room, no later than `within`. It is seen
-    /// whether a server of HTTP/2 that was silent for as long as `quiet` is still there. `alone`: one that no other
-    /// request will ever use. `keeps`: one on which the server allows no stream in time is left for the next request that
-    /// opens one.
+    /// Opens a connection, or a stream of one that takes a request, within `within`. After `quiet` without input, a
+    /// PING checks an HTTP/2 server. `alone`: a connection that no other request will use. `keeps`: a new connection
+    /// whose SETTINGS do not arrive in time is left in the pool, for the next request that needs one.
     pub async fn connect(
         &self,
         within: Duration,
-        quiet: Duration,
-        alone: bool,
+        ping_after: Duration,
+        is_exclusive: bool,
         keeps: bool,
     ) -> Result<UpstreamConnection, RequestError> {
-        match timeout(within, self.open(within, quiet, alone, keeps)).await {
-            Ok(Ok(carrier)) => Ok(carrier),
+        match timeout(within, self.open(within, ping_after, is_exclusive, keeps)).await {
+            Ok(Ok(connection)) => Ok(connection),
             Ok(Err(error)) if error.kind() == io::ErrorKind::TimedOut => Err(RequestError::ConnectTimeout),
             Ok(Err(error)) => Err(RequestError::Connect(format!("{}: {error}", self.server.url))),
             Err(_elapsed) => Err(RequestError::ConnectTimeout),
@@ -195,78 +209,248 @@ impl Pool {
     async fn open(
         &self,
         within: Duration,
-        quiet: Duration,
-        alone: bool,
+        ping_after: Duration,
+        is_exclusive: bool,
         keeps: bool,
     ) -> io::Result<UpstreamConnection> {
-        let mut shares = self.shares.get() && !alone;
+        let mut shares = self.prefers_http2.get() && !is_exclusive;
         let start = self.clock.instant();
         let _turn = match shares {
             true => Some(self.opening.acquire().await.map_err(io::Error::other)?),
             false => None,
         };
         loop {
-            if shares && let Some(carrier) = self.share(SHARED_MAX) {
-                return Ok(carrier);
+            if shares && let Some(connection) = self.open_stream(HTTP2_CONNECTIONS_MAX) {
+                return Ok(connection);
             }
-            let pending = if shares { self.pending(within / 2) } else { None };
+            let pending = if shares { self.pending_http2(within / 2) } else { None };
             let is_new = pending.is_none();
             let connection = match pending {
                 Some(connection) => connection,
-                // It would hardly be there in time, and the requests that wait here would each open one.
+                // A new connection would hardly be ready in time, and every request that waits here would open one.
                 None if self.clock.instant().duration_since(start) > within * 3 / 4 => {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                None => match self.dial(quiet, alone).await? {
-                    Dialed::Alone(connection) => return Ok(UpstreamConnection::Alone(connection)),
-                    Dialed::Shared(connection) => connection,
+                None => match self.connect_new(ping_after, is_exclusive).await? {
+                    NewConnection::Http1(connection) => return Ok(UpstreamConnection::Http1(connection)),
+                    NewConnection::Http2(connection) => connection,
                 },
             };
-            let add = || self.shared.borrow_mut().push(Rc::clone(&connection));
+            let add = || self.http2.borrow_mut().push(Rc::clone(&connection));
             if is_new && keeps {
                 add();
             }
-            connection.allows_streams().await?;
+            connection.wait_for_stream_limit().await?;
             if is_new && !keeps {
                 add();
             }
-            // Other requests may have been faster.
-            if connection.state() == State::Free {
-                return Ok(UpstreamConnection::Shared(Http2Stream::of(connection)));
+            // Other requests may have taken the streams.
+            if connection.state() == StreamCapacity::Free {
+                return Ok(UpstreamConnection::Http2(Http2Stream::open(connection)));
             }
             shares = true;
         }
     }
 
-    async fn dial(&self, quiet: Duration, alone: bool) -> io::Result<Dialed> {
-        let era = self.dial.names.era();
-        let dialed = self.dial.open(alone).await?;
-        let bearing = ResolvedTarget { address: dialed.address, era };
-        match dialed.spoken {
-            Spoken::Http1 => {
-                self.shares.set(self.dial.is_http2());
-                let connection = Connection::new(dialed.wire, bearing).await.map_err(io::Error::other)?;
-                Ok(Dialed::Alone(Box::new(connection)))
+    async fn connect_new(&self, ping_after: Duration, is_exclusive: bool) -> io::Result<NewConnection> {
+        let generation = self.connector.resolver.generation();
+        let connected = self.connector.open(is_exclusive).await?;
+        let target = ResolvedTarget { address: connected.address, generation };
+        match connected.version {
+            HttpVersion::Http1 => {
+                self.prefers_http2.set(self.connector.is_http2());
+                let connection = Http1Connection::new(connected.wire, target).await.map_err(io::Error::other)?;
+                Ok(NewConnection::Http1(Box::new(connection)))
             }
-            Spoken::Http2 => {
-                self.shares.set(true);
+            HttpVersion::Http2 => {
+                self.prefers_http2.set(true);
                 let scheme = if self.server.scheme == Scheme::Https { uri::Scheme::HTTPS } else { uri::Scheme::HTTP };
-                let quiet = quiet.max(QUIET_MIN);
+                let ping_after = ping_after.max(PING_AFTER_MIN);
                 let now = self.clock.instant();
-                Http2Connection::new(dialed.wire, scheme, dialed.address, quiet, now).await.map(Dialed::Shared)
+                Http2Connection::new(connected.wire, scheme, connected.address, ping_after, now)
+                    .await
+                    .map(NewConnection::Http2)
             }
         }
     }
 }
 
 /// A new connection.
-enum Dialed {
-    Alone(Box<Connection>),
-    Shared(Rc<Http2Connection>),
+enum NewConnection {
+    Http1(Box<Http1Connection>),
+    Http2(Rc<Http2Connection>),
 }
 
 /// The host of a server's URL, with the port if it names one.
 fn authority(server: &Server) -> HeaderValue {
     let authority = server.url.split_once("://").map_or("localhost", |(_, authority)| authority);
     HeaderValue::from_str(authority).unwrap_or_else(|_| HeaderValue::from_static("localhost"))
+}
+
+/// Idle connections to all servers together use at most one in this many descriptors.
+const IDLE_DESCRIPTOR_DIVISOR: u64 = 4;
+
+/// One server of an upstream, as one worker uses it.
+pub struct ServerPool {
+    pub pool: Rc<ConnectionPool>,
+    active_requests: Cell<u32>,
+    meter: ActiveGauge,
+    /// Connections that this worker may have; `None`: no limit.
+    connection_max: Cell<Option<u32>>,
+    /// Connections that are open or being opened, where they are limited.
+    open_connections: Cell<u32>,
+    waiters: RefCell<VecDeque<Waiter>>,
+}
+
+/// What a waiter receives.
+pub enum Offer {
+    Connection(UpstreamConnection),
+    Permit(ConnectionPermit),
+}
+
+/// A request that waits for a connection.
+struct Waiter {
+    offer: oneshot::Sender<Offer>,
+    /// Whether a stream of a shared connection will do.
+    accepts_stream: bool,
+}
+
+/// One request at a server, until its response ends.
+pub struct ActiveRequest(Rc<ServerPool>);
+
+impl ServerPool {
+    pub fn new(pool: Rc<ConnectionPool>, meter: ActiveGauge) -> Rc<ServerPool> {
+        Rc::new(ServerPool {
+            pool,
+            active_requests: Cell::new(0),
+            meter,
+            connection_max: Cell::new(None),
+            open_connections: Cell::new(0),
+            waiters: RefCell::default(),
+        })
+    }
+
+    /// Sets this worker's share of the limits. `servers`: in all upstreams together.
+    pub fn set_limits(&self, circuit: &Circuit, worker: usize, workers: usize, servers: usize) {
+        self.connection_max.set(circuit.max_connections.map(|max| worker_share(max, worker, workers)));
+        // Idle connections to one server leave descriptors for clients and for connections to others.
+        let spare = descriptor_limit() / IDLE_DESCRIPTOR_DIVISOR / servers.max(1) as u64;
+        let idle = circuit.max_idle_connections.min(u32::try_from(spare).unwrap_or(u32::MAX));
+        self.pool.idle_max.set(worker_share(idle, worker, workers) as usize);
+    }
+
+    pub fn active_requests(&self) -> u32 {
+        self.active_requests.get()
+    }
+
+    pub fn begin_request(self: &Rc<ServerPool>) -> ActiveRequest {
+        self.active_requests.set(self.active_requests.get() + 1);
+        self.meter.started();
+        ActiveRequest(Rc::clone(self))
+    }
+
+    /// A permit for one more connection; `None` where connections are not limited.
+    pub fn acquire_permit(self: &Rc<ServerPool>) -> Result<Option<ConnectionPermit>, ConnectionLimitReached> {
+        match self.connection_max.get() {
+            None => Ok(None),
+            Some(max) if self.open_connections.get() < max => Ok(Some(self.new_permit())),
+            Some(_) => Err(ConnectionLimitReached),
+        }
+    }
+
+    fn new_permit(self: &Rc<ServerPool>) -> ConnectionPermit {
+        self.open_connections.set(self.open_connections.get() + 1);
+        // The coercion needs a variable of the concrete type.
+        let issuer: Weak<ServerPool> = Rc::downgrade(self);
+        ConnectionPermit::new(issuer)
+    }
+
+    /// Joins the queue of waiters. `accepts_stream`: also for a stream of a shared connection.
+    pub fn enqueue(&self, shares: bool) -> oneshot::Receiver<Offer> {
+        let (offer, offered) = oneshot::channel();
+        let mut waiters = self.waiters.borrow_mut();
+        waiters.retain(|waiters| !waiters.offer.is_closed());
+        waiters.push_back(Waiter { offer, accepts_stream: shares });
+        offered
+    }
+
+    /// Gives waiters the free streams of a shared connection that was just opened.
+    pub fn serve_stream_waiters(&self) {
+        let first = || self.waiters.borrow().iter().position(|waiters| waiters.accepts_stream);
+        while let Some(first) = first() {
+            let Some(connection) = self.pool.open_stream(1) else { return };
+            let next = self.waiters.borrow_mut().remove(first);
+            // A waiter that has given up drops its stream here.
+            drop(next.map(|next| next.offer.send(Offer::Connection(connection))));
+        }
+    }
+
+    /// Gives a connection to the first waiter, or back to the pool.
+    pub fn release(&self, connection: UpstreamConnection) {
+        // A stream of a shared connection has ended with its response.
+        let UpstreamConnection::Http1(mut connection) = connection else { return };
+        if self.connection_max.get().is_none() || self.waiters.borrow().is_empty() || !connection.is_ready() {
+            return self.pool.put_idle(connection);
+        }
+        loop {
+            let Some(next) = self.waiters.borrow_mut().pop_front() else { return self.pool.put_idle(connection) };
+            match next.offer.send(Offer::Connection(UpstreamConnection::Http1(connection))) {
+                Ok(()) => return,
+                // That waiter has given up.
+                Err(Offer::Connection(UpstreamConnection::Http1(back))) => connection = back,
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// The connection limit is reached.
+pub struct ConnectionLimitReached;
+
+impl ActiveRequest {
+    pub fn server(&self) -> &ServerPool {
+        &self.0
+    }
+}
+
+impl Drop for ActiveRequest {
+    fn drop(&mut self) {
+        self.0.active_requests.set(self.0.active_requests.get() - 1);
+        self.0.meter.ended();
+    }
+}
+
+impl PermitIssuer for ServerPool {
+    fn take_back(self: Rc<ServerPool>) {
+        self.open_connections.set(self.open_connections.get() - 1);
+        // After the limit was lowered, there may be no permit yet.
+        if self.connection_max.get().is_some_and(|max| self.open_connections.get() >= max) {
+            return;
+        }
+        let next = self.waiters.borrow_mut().pop_front();
+        if let Some(next) = next {
+            // If that waiter has given up, its permit is dropped, and goes to the next.
+            drop(next.offer.send(Offer::Permit(self.new_permit())));
+        }
+    }
+}
+
+/// One worker's share of a limit. The shares add up to the limit, or are 1 each if that is more; those of 0 are 0.
+fn worker_share(max: u32, worker: usize, workers: usize) -> u32 {
+    let (each, rest) = (max as usize / workers.max(1), max as usize % workers.max(1));
+    u32::try_from(each + usize::from(worker < rest)).unwrap_or(u32::MAX).max(max.min(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::worker_share;
+
+    #[test]
+    fn worker_shares_add_up() {
+        let sum = |max, workers| (0..workers).map(|worker| worker_share(max, worker, workers)).sum::<u32>();
+        for (max, workers) in [(1, 1), (4, 4), (10, 4), (7, 2), (1_000_000, 7)] {
+            assert_eq!(sum(max, workers), max);
+        }
+        assert_eq!((sum(2, 8), sum(0, 8)), (8, 0));
+    }
 }

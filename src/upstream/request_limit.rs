@@ -1,8 +1,11 @@
-//! What is under way at one upstream as a whole, where that is limited.
+//! Permits for what is limited at an upstream: requests in flight, requests that wait for a connection, and connections
+//! to a server.
 //!
-//! All event loops count together, in relaxed atomics: only where the configuration sets a limit, and
-//! then one addition when a request begins and one when it ends. Reloads keep the counts.
+//! All workers count requests together, in relaxed atomics; only where the configuration sets a limit, and then with
+//! one addition when a request begins and one when it ends. Reloads keep the counts. Connections are counted by each
+//! worker.
 
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
@@ -13,40 +16,63 @@ pub struct RequestLimit {
     pending: AtomicU32,
 }
 
-/// One of a limited number; gives itself back.
+/// Permits one request; its drop returns the permit.
 #[derive(Debug)]
 pub struct RequestPermit {
-    circuit: Arc<RequestLimit>,
-    of: fn(&RequestLimit) -> &AtomicU32,
+    limit: Arc<RequestLimit>,
+    counter: fn(&RequestLimit) -> &AtomicU32,
 }
 
 impl Drop for RequestPermit {
     fn drop(&mut self) {
-        (self.of)(&self.circuit).fetch_sub(1, Relaxed);
+        (self.counter)(&self.limit).fetch_sub(1, Relaxed);
     }
 }
 
 impl RequestLimit {
-    /// Room for one more request under way, if there is any.
-    pub fn request(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
-        self.ticket(|circuit| &circuit.requests, max)
+    /// A permit for one more request in flight; `None` at the limit.
+    pub fn acquire_request(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
+        self.acquire(|limit| &limit.requests, max)
     }
 
-    /// Room for one more request that waits for a connection.
-    pub fn pending(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
-        self.ticket(|circuit| &circuit.pending, max)
+    /// A permit for one more request that waits for a connection; `None` at the limit.
+    pub fn acquire_pending(self: &Arc<RequestLimit>, max: u32) -> Option<RequestPermit> {
+        self.acquire(|limit| &limit.pending, max)
     }
 
-    fn ticket(self: &Arc<RequestLimit>, of: fn(&RequestLimit) -> &AtomicU32, max: u32) -> Option<RequestPermit> {
-        let taken = of(self).fetch_add(1, Relaxed);
-        let ticket = RequestPermit { circuit: Arc::clone(self), of };
-        // One too many gives itself back.
-        (taken < max).then_some(ticket)
+    fn acquire(self: &Arc<RequestLimit>, counter: fn(&RequestLimit) -> &AtomicU32, max: u32) -> Option<RequestPermit> {
+        let taken = counter(self).fetch_add(1, Relaxed);
+        let permit = RequestPermit { limit: Arc::clone(self), counter };
+        // Above the limit, the drop of the permit takes the addition back.
+        (taken < max).then_some(permit)
     }
 
     /// Requests that wait for a connection.
-    pub fn waiting(&self) -> u32 {
+    pub fn pending(&self) -> u32 {
         self.pending.load(Relaxed)
+    }
+}
+
+/// What issues permits for connections: the pool of one server.
+pub trait PermitIssuer {
+    /// Takes a permit back, whose connection has closed.
+    fn take_back(self: Rc<Self>);
+}
+
+/// Permits one connection to a server; its drop returns the permit. Weak, because the issuer holds the connections.
+pub struct ConnectionPermit(Weak<dyn PermitIssuer>);
+
+impl ConnectionPermit {
+    pub fn new(issuer: Weak<dyn PermitIssuer>) -> ConnectionPermit {
+        ConnectionPermit(issuer)
+    }
+}
+
+impl Drop for ConnectionPermit {
+    fn drop(&mut self) {
+        if let Some(issuer) = self.0.upgrade() {
+            issuer.take_back();
+        }
     }
 }
 
@@ -55,12 +81,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tickets_are_given_back() {
-        let circuit = Arc::<RequestLimit>::default();
-        let held = (circuit.request(2), circuit.request(2));
-        assert!(held.0.is_some() && held.1.is_some() && circuit.request(2).is_none());
-        assert!(circuit.pending(1).is_some() && circuit.pending(0).is_none());
+    fn dropped_permits_are_returned() {
+        let limit = Arc::<RequestLimit>::default();
+        let held = (limit.acquire_request(2), limit.acquire_request(2));
+        assert!(held.0.is_some() && held.1.is_some() && limit.acquire_request(2).is_none());
+        assert!(limit.acquire_pending(1).is_some() && limit.acquire_pending(0).is_none());
         drop(held);
-        assert!(circuit.request(1).is_some());
+        assert!(limit.acquire_request(1).is_some());
     }
 }

@@ -1,5 +1,4 @@
-//! The body of an upstream's answer on its way back: nothing is collected, every piece moves when the
-//! client takes it.
+//! The body of an upstream response. Nothing is buffered: every frame moves when the client takes it.
 
 use std::fmt;
 use std::pin::Pin;
@@ -12,76 +11,79 @@ use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep_until};
 
 use super::connection::UpstreamConnection;
+use super::pool::ActiveRequest;
 use super::request_limit::RequestPermit;
-use super::server_pool::ActiveRequest;
 use super::tunnel::Tunnel;
 
-/// The body of an upstream's answer. It drives the connection it comes from, and gives it back to
-/// the pool at its end; dropped before, it takes the connection with it, which cancels the request.
-pub struct Download {
+/// The body of an upstream response. It drives the connection it comes from, and returns the connection to the pool at
+/// its end. If it is dropped earlier, the connection is dropped too, which cancels the request.
+pub struct UpstreamBody {
     body: Incoming,
     source: Option<ResponseSource>,
-    /// When it is broken off, come what may.
-    ends: Option<Pin<Box<Sleep>>>,
+    /// When the whole request times out.
+    deadline: Option<Pin<Box<Sleep>>>,
 }
 
-/// Where it comes from, and what is held until its end.
+/// The connection of a response, and what is held until the response ends.
 pub struct ResponseSource {
     pub connection: UpstreamConnection,
-    pub visit: ActiveRequest,
-    pub ticket: Option<RequestPermit>,
+    pub active: ActiveRequest,
+    pub request_permit: Option<RequestPermit>,
 }
 
-/// Why an answer ended before its end.
+/// Why a response ended early.
 #[derive(Debug)]
-pub enum Broken {
+pub enum UpstreamBodyError {
     Upstream(hyper::Error),
-    /// The upstream reset the stream before the end of the response, and named no error.
+    /// The upstream reset the stream with NO_ERROR before the end of the response.
     Reset,
     /// The whole request took too long.
-    Late,
+    TimedOut,
 }
 
-impl Download {
-    pub fn new(body: Incoming, source: ResponseSource, ends: Option<Instant>) -> Download {
-        let mut download = Download { body, source: Some(source), ends: None };
-        if download.body.is_end_stream() {
-            download.release();
-        } else if let Some(ends) = ends {
-            download.ends = Some(Box::pin(sleep_until(ends.into())));
+impl UpstreamBody {
+    pub fn new(body: Incoming, source: ResponseSource, deadline: Option<Instant>) -> UpstreamBody {
+        let mut upstream_body = UpstreamBody { body, source: Some(source), deadline: None };
+        if upstream_body.body.is_end_stream() {
+            upstream_body.release();
+        } else if let Some(deadline) = deadline {
+            upstream_body.deadline = Some(Box::pin(sleep_until(deadline.into())));
         }
-        download
+        upstream_body
     }
 
-    /// The answer that switched protocols: its connection is given to nobody else.
-    pub fn switched(body: Incoming, source: ResponseSource) -> Download {
-        Download { body, source: Some(source), ends: None }
+    /// A response that switched protocols: its connection is not used again.
+    pub fn upgraded(body: Incoming, source: ResponseSource) -> UpstreamBody {
+        UpstreamBody { body, source: Some(source), deadline: None }
     }
 
-    /// The stream behind an answer that switched protocols.
+    /// The byte stream, after a response that switched protocols.
     pub async fn into_tunnel(mut self) -> Option<Tunnel> {
-        let ResponseSource { connection, visit, ticket } = self.source.take()?;
-        Some(connection.into_tunnel().await?.held_by(visit, ticket))
+        let ResponseSource { connection, active, request_permit } = self.source.take()?;
+        Some(connection.into_tunnel().await?.holding(active, request_permit))
     }
 
     fn release(&mut self) {
-        if let Some(ResponseSource { connection, visit, ticket }) = self.source.take() {
-            visit.place().put(connection);
-            drop(ticket);
+        if let Some(ResponseSource { connection, active, request_permit }) = self.source.take() {
+            active.server().release(connection);
+            drop(request_permit);
         }
     }
 }
 
-impl Body for Download {
+impl Body for UpstreamBody {
     type Data = Bytes;
-    type Error = Broken;
+    type Error = UpstreamBodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, UpstreamBodyError>>> {
         let this = &mut *self;
-        // Whether or not there is more: an answer that never pauses ends as well.
-        if this.ends.as_mut().is_some_and(|ends| ends.as_mut().poll(cx).is_ready()) {
-            (this.source, this.ends) = (None, None);
-            return Poll::Ready(Some(Err(Broken::Late)));
+        // Checked even if a frame is available: a response that never pauses has to end too.
+        if this.deadline.as_mut().is_some_and(|deadline| deadline.as_mut().poll(cx).is_ready()) {
+            (this.source, this.deadline) = (None, None);
+            return Poll::Ready(Some(Err(UpstreamBodyError::TimedOut)));
         }
         let frame = match &mut this.source {
             Some(source) => source.connection.poll_body(&mut this.body, cx),
@@ -90,11 +92,11 @@ impl Body for Download {
         if let Poll::Ready(None) = frame {
             if this.source.as_ref().is_some_and(|source| !source.connection.is_complete(&this.body)) {
                 this.source = None;
-                return Poll::Ready(Some(Err(Broken::Reset)));
+                return Poll::Ready(Some(Err(UpstreamBodyError::Reset)));
             }
             this.release();
         }
-        frame.map_err(Broken::Upstream)
+        frame.map_err(UpstreamBodyError::Upstream)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -106,7 +108,7 @@ impl Body for Download {
     }
 }
 
-impl Drop for Download {
+impl Drop for UpstreamBody {
     /// A body of known length is often not polled beyond its last byte.
     fn drop(&mut self) {
         if self.body.is_end_stream() {
@@ -115,21 +117,21 @@ impl Drop for Download {
     }
 }
 
-impl fmt::Display for Broken {
+impl fmt::Display for UpstreamBodyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Broken::Upstream(error) => write!(f, "{error}"),
-            Broken::Reset => f.write_str("the stream was reset with NO_ERROR before END_STREAM"),
-            Broken::Late => f.write_str("the whole request took longer than `timeouts.request`"),
+            UpstreamBodyError::Upstream(error) => write!(f, "{error}"),
+            UpstreamBodyError::Reset => f.write_str("the stream was reset with NO_ERROR before END_STREAM"),
+            UpstreamBodyError::TimedOut => f.write_str("the whole request took longer than `timeouts.request`"),
         }
     }
 }
 
-impl std::error::Error for Broken {
+impl std::error::Error for UpstreamBodyError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Broken::Upstream(error) => Some(error),
-            Broken::Reset | Broken::Late => None,
+            UpstreamBodyError::Upstream(error) => Some(error),
+            UpstreamBodyError::Reset | UpstreamBodyError::TimedOut => None,
         }
     }
 }

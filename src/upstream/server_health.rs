@@ -1,387 +1,424 @@
-//! The servers of one upstream, as all event loops know them: who is healthy, who is ejected, how much
-//! is under way.
+//! Health of the servers of one upstream, shared by all workers: active checks, ejection, weights.
 //!
-//! Loops choose by themselves, from what they all read here: relaxed atomics, of which an ordinary
-//! request reads one and writes none. What changes them is rare, and made under a lock, so that every change is told
-//! once, whichever loop saw it first. State belongs to a server of an upstream, and outlives reloads that leave
-//! both in place. Ejection follows Envoy's outlier detection: failures in a row, twice as long each
-//! time, and never more than a share of the servers.
+//! Workers choose by themselves, from the relaxed atomics here; an ordinary request reads one and writes none. Changes
+//! are rare and made under a lock, so that each is logged once, whichever worker saw it first. The state of a server
+//! outlives reloads that keep both the server and its upstream. Ejection follows Envoy's outlier detection: after
+//! failures in a row, twice as long each time, and never of more than a share of the servers.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::request_limit::RequestLimit;
-use super::server_state::ServerState;
 use crate::config::upstream_policy::{Ejection, Policy};
 use crate::config::{Config, Server, Target, TransportSettings, Upstream};
 use crate::metrics::Registry;
 use crate::metrics::upstream::ServerMetrics;
 
-/// A server of full weight that is just back begins with a tenth of it.
-const RAMP_FROM: f64 = 0.1;
-/// An answer ends the ejections of a server no more often than once in this part of the ejection time.
-const BACK_AGAIN_PART: u64 = 10;
-/// Effective weights are multiples of this for each configured one, so that they can grow smoothly.
+/// Slow start begins with this fraction of the full weight.
+const SLOW_START_FROM: f64 = 0.1;
+/// A success ends the ejections of a server at most once in this fraction of the ejection time.
+const RETURN_PAUSE_DIVISOR: u64 = 10;
+/// Effective weights are multiples of this for each configured one, so that slow start can be gradual.
 const WEIGHT_UNIT: u32 = 1024;
 
-/// One upstream's servers, under one configuration.
+/// The servers of one upstream, under one configuration.
 #[derive(Debug)]
 pub struct UpstreamHealth {
     pub name: String,
-    /// How its servers are spoken to.
-    pub way: TransportSettings,
+    /// How connections to its servers are made.
+    pub transport: TransportSettings,
     pub policy: Policy,
-    /// Between which limits of the whole process are divided.
-    pub loops: usize,
+    /// Workers that limits of the whole process are divided among.
+    pub workers: usize,
     pub servers: Vec<Server>,
-    standings: Vec<Arc<ServerState>>,
-    /// What the fleets of this upstream have in common over reloads.
-    tally: Arc<Tally>,
-    pub circuit: Arc<RequestLimit>,
+    states: Vec<Arc<ServerState>>,
+    /// Shared by all configurations of this upstream.
+    shared: Arc<SharedState>,
+    pub request_limit: Arc<RequestLimit>,
 }
 
-/// What the servers of an upstream share.
+/// State that an upstream keeps over reloads.
 #[derive(Debug)]
-struct Tally {
+struct SharedState {
     origin: Instant,
-    /// Goes up with every change of a server's standing.
+    /// Incremented with every change of a server's state.
     changes: AtomicU64,
-    /// Held by whoever changes a standing. All that are in use, by their servers' URLs: a server that
-    /// is taken out and put back while old requests still run is the same one.
-    known: Mutex<Known>,
+    /// The states in use, by server URL: a server that is removed and added again while old requests still run is the
+    /// same server. The lock is held during every change of a state.
+    states_by_url: Mutex<StatesByUrl>,
 }
 
-type Known = HashMap<String, Weak<ServerState>>;
+type StatesByUrl = HashMap<String, Weak<ServerState>>;
 
 /// How a server can be used at a moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum State {
+pub enum ServerStatus {
     /// With this weight.
-    In(u32),
-    /// As `In`, but growing.
-    Growing(u32),
-    /// As `In`, but with so many failures in a row that only `max_ejected` protects it from ejection.
+    InUse(u32),
+    /// In use with this weight, which is growing.
+    SlowStart(u32),
+    /// In use with this weight, with enough failures in a row for an ejection: only `max_ejected` prevents it.
     Failing(u32),
-    /// For so many milliseconds more; 0: somebody should try it.
-    Out(u64),
+    /// For this many more milliseconds; 0: a trial request is due.
+    Ejected(u64),
     /// Unhealthy by the active checks.
-    Down,
+    Unhealthy,
 }
 
 /// Why a server was chosen for a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Chosen {
+pub enum ChoiceReason {
     /// It was in use.
-    InUse,
+    Available,
     /// It was ejected, but no better server was left.
     Ejected,
     /// Its ejection time was over: this request decides whether it is ejected again.
     Trial,
 }
 
-/// What a request met with at a server.
+/// The result of a request to a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AttemptResult {
-    Good,
-    Bad,
-    /// Nothing is to be learnt from it.
-    None,
+    Success,
+    Failure,
+    /// The request says nothing about the server.
+    Unknown,
 }
 
-/// The fleets of a configuration, one for each of its upstreams; those that are built in have no
-/// servers. What is known from the fleets before is kept.
-pub fn upstream_health(
+/// The health of every upstream of a configuration; built-in upstreams have no servers. State in `former` is kept.
+pub fn build_upstream_health(
     config: &Config,
     former: &[Arc<UpstreamHealth>],
     registry: &Registry,
-    loops: usize,
+    workers: usize,
     now: Instant,
 ) -> Vec<Arc<UpstreamHealth>> {
-    let upstream_health = |upstream: &crate::config::Upstream| {
+    let health_of = |upstream: &crate::config::Upstream| {
         let servers = match &upstream.target {
             Target::Servers(servers) => servers.clone(),
             Target::Echo => Vec::new(),
         };
-        let before = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
-        Arc::new(UpstreamHealth::new(upstream, servers, before, registry, loops, now))
+        let previous = former.iter().find(|upstream_health| upstream_health.name == upstream.name);
+        Arc::new(UpstreamHealth::new(upstream, servers, previous, registry, workers, now))
     };
-    config.upstreams.iter().map(upstream_health).collect()
+    config.upstreams.iter().map(health_of).collect()
 }
 
 impl UpstreamHealth {
     pub fn new(
         upstream: &Upstream,
         servers: Vec<Server>,
-        before: Option<&Arc<UpstreamHealth>>,
+        previous: Option<&Arc<UpstreamHealth>>,
         registry: &Registry,
-        loops: usize,
+        workers: usize,
         now: Instant,
     ) -> UpstreamHealth {
-        let tally = before.map_or_else(|| Arc::new(Tally::new(now)), |before| Arc::clone(&before.tally));
-        let circuit = before.map_or_else(Arc::default, |before| Arc::clone(&before.circuit));
-        let mut known = tally.lock();
-        known.retain(|_, standing| standing.strong_count() > 0);
-        let standing = |server: &Server| {
-            known.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
-                let standing = Arc::new(ServerState::new(ServerMetrics::new(registry, &upstream.name, &server.url)));
-                known.insert(server.url.clone(), Arc::downgrade(&standing));
-                standing
+        let shared = previous.map_or_else(|| Arc::new(SharedState::new(now)), |previous| Arc::clone(&previous.shared));
+        let request_limit = previous.map_or_else(Arc::default, |previous| Arc::clone(&previous.request_limit));
+        let mut states_by_url = shared.lock();
+        states_by_url.retain(|_, state| state.strong_count() > 0);
+        let state = |server: &Server| {
+            states_by_url.get(&server.url).and_then(Weak::upgrade).unwrap_or_else(|| {
+                let state = Arc::new(ServerState::new(ServerMetrics::new(registry, &upstream.name, &server.url)));
+                states_by_url.insert(server.url.clone(), Arc::downgrade(&state));
+                state
             })
         };
-        let standings: Vec<_> = servers.iter().map(standing).collect();
-        drop(known);
+        let states: Vec<_> = servers.iter().map(state).collect();
+        drop(states_by_url);
         let upstream_health = UpstreamHealth {
             name: upstream.name.clone(),
-            way: upstream.way.clone(),
+            transport: upstream.way.clone(),
             policy: upstream.policy.clone(),
-            loops,
+            workers,
             servers,
-            standings,
-            tally,
-            circuit,
+            states,
+            shared,
+            request_limit,
         };
-        upstream_health.forgive();
-        upstream_health.tally.changes.fetch_add(1, Relaxed);
+        upstream_health.clear_disabled_checks();
+        upstream_health.shared.changes.fetch_add(1, Relaxed);
         upstream_health
     }
 
-    /// What a new configuration no longer asks for ends at once.
-    fn forgive(&self) {
-        let _held = self.tally.lock();
-        for standing in &self.standings {
-            if self.policy.health.is_none() && !standing.up.swap(true, Relaxed) {
-                standing.meter.set_up(true);
+    /// Ends at once what the new configuration no longer asks for.
+    fn clear_disabled_checks(&self) {
+        let _held = self.shared.lock();
+        for state in &self.states {
+            if self.policy.health.is_none() && !state.is_healthy.swap(true, Relaxed) {
+                state.meter.set_up(true);
             }
-            if self.ejection().is_none() && standing.out_until_ms.swap(0, Relaxed) != 0 {
-                standing.meter.set_ejected(false);
+            if self.ejection().is_none() && state.ejected_until_ms.swap(0, Relaxed) != 0 {
+                state.meter.set_ejected(false);
             }
         }
     }
 
-    /// A lone server is never ejected: there is nobody else to ask.
+    /// A single server is never ejected: there is no other to use.
     fn ejection(&self) -> Option<&Ejection> {
         self.policy.ejection.as_ref().filter(|ejection| self.servers.len() > 1 && ejection.max_ejected > 0)
     }
 
-    /// A number that changes with every change of a server's standing.
+    /// A number that changes with every change of a server's state.
     pub fn changes(&self) -> u64 {
-        self.tally.changes.load(Relaxed)
+        self.shared.changes.load(Relaxed)
     }
 
-    pub fn ms(&self, now: Instant) -> u64 {
-        // From 1, for 0 is no time.
-        now.saturating_duration_since(self.tally.origin).as_millis() as u64 + 1
+    pub fn elapsed_ms(&self, now: Instant) -> u64 {
+        // From 1, because 0 means no time.
+        now.saturating_duration_since(self.shared.origin).as_millis() as u64 + 1
     }
 
-    pub fn state(&self, server: usize, now_ms: u64) -> State {
-        let standing = &self.standings[server];
-        if !standing.up.load(Relaxed) {
-            return State::Down;
+    pub fn status(&self, server: usize, now_ms: u64) -> ServerStatus {
+        let state = &self.states[server];
+        if !state.is_healthy.load(Relaxed) {
+            return ServerStatus::Unhealthy;
         }
-        match standing.out_until_ms.load(Relaxed) {
+        match state.ejected_until_ms.load(Relaxed) {
             0 => {}
-            until_ms => return State::Out(until_ms.saturating_sub(now_ms)),
+            until_ms => return ServerStatus::Ejected(until_ms.saturating_sub(now_ms)),
         }
         let full = self.full_weight(server);
-        if self.ejection().is_some_and(|ejection| standing.failures.load(Relaxed) >= ejection.failures) {
-            return State::Failing(full);
+        if self.ejection().is_some_and(|ejection| state.failures_in_a_row.load(Relaxed) >= ejection.failures) {
+            return ServerStatus::Failing(full);
         }
-        let (back_ms, ramp_ms) = (standing.back_ms.load(Relaxed), self.policy.slow_start.as_millis() as u64);
-        let passed_ms = now_ms.saturating_sub(back_ms);
-        if back_ms == 0 || passed_ms >= ramp_ms {
-            return State::In(full);
+        let (returned_ms, slow_start_ms) = (state.returned_ms.load(Relaxed), self.policy.slow_start.as_millis() as u64);
+        let passed_ms = now_ms.saturating_sub(returned_ms);
+        if returned_ms == 0 || passed_ms >= slow_start_ms {
+            return ServerStatus::InUse(full);
         }
-        let part = RAMP_FROM + (1.0 - RAMP_FROM) * passed_ms as f64 / ramp_ms as f64;
-        State::Growing((f64::from(full) * part) as u32)
+        let fraction = SLOW_START_FROM + (1.0 - SLOW_START_FROM) * passed_ms as f64 / slow_start_ms as f64;
+        ServerStatus::SlowStart((f64::from(full) * fraction) as u32)
     }
 
-    /// Whether the last answer of a server was a failure.
+    /// Whether the last request to a server failed.
     pub fn failed_last(&self, server: usize) -> bool {
-        self.standings[server].failures.load(Relaxed) != 0
+        self.states[server].failures_in_a_row.load(Relaxed) != 0
     }
 
     pub fn full_weight(&self, server: usize) -> u32 {
         self.servers[server].weight * WEIGHT_UNIT
     }
 
-    /// How long a server has been due to be tried again.
-    pub fn overdue_ms(&self, server: usize, now_ms: u64) -> u64 {
-        now_ms.saturating_sub(self.standings[server].out_until_ms.load(Relaxed))
+    /// How long a trial of a server has been due.
+    pub fn trial_overdue_ms(&self, server: usize, now_ms: u64) -> u64 {
+        now_ms.saturating_sub(self.states[server].ejected_until_ms.load(Relaxed))
     }
 
-    /// Takes it on to try a server whose ejection is over; nobody else does, until that is done or as
-    /// much time has passed again.
-    pub fn claim(&self, server: usize, now_ms: u64) -> bool {
-        let (Some(ejection), standing) = (self.ejection(), &self.standings[server]) else { return false };
-        let until_ms = standing.out_until_ms.load(Relaxed);
-        // Ordering: relaxed; one number, and whoever changes it first has it.
+    /// Claims the trial of a server whose ejection time is over. No other request gets it until the trial ends, or the
+    /// ejection time has passed once more.
+    pub fn claim_trial(&self, server: usize, now_ms: u64) -> bool {
+        let (Some(ejection), state) = (self.ejection(), &self.states[server]) else { return false };
+        let until_ms = state.ejected_until_ms.load(Relaxed);
+        // Ordering: relaxed; a single number, and the first to change it has the trial.
         until_ms != 0
             && until_ms <= now_ms
-            && standing
-                .out_until_ms
-                .compare_exchange(until_ms, now_ms + whole_ms(ejection.time), Relaxed, Relaxed)
+            && state
+                .ejected_until_ms
+                .compare_exchange(until_ms, now_ms + saturating_ms(ejection.time), Relaxed, Relaxed)
                 .is_ok()
     }
 
-    /// What became of a request at a server. A good answer ends an ejection, unless the request was sent before it.
-    pub fn report(&self, server: usize, sign: AttemptResult, chosen: Chosen, now: impl FnOnce() -> Instant) {
-        let standing = &self.standings[server];
-        let is_trial = chosen == Chosen::Trial;
-        match sign {
-            AttemptResult::Good => {
-                if standing.failures.load(Relaxed) != 0 {
-                    standing.failures.store(0, Relaxed);
+    /// Reports the result of a request. A success ends an ejection, unless the request was sent before the ejection.
+    pub fn report(&self, server: usize, result: AttemptResult, chosen: ChoiceReason, now: impl FnOnce() -> Instant) {
+        let state = &self.states[server];
+        let is_trial = chosen == ChoiceReason::Trial;
+        match result {
+            AttemptResult::Success => {
+                if state.failures_in_a_row.load(Relaxed) != 0 {
+                    state.failures_in_a_row.store(0, Relaxed);
                 }
-                if chosen != Chosen::InUse {
+                if chosen != ChoiceReason::Available {
                     let now = now();
-                    if is_trial || !self.was_just_back(standing, self.ms(now)) {
+                    if is_trial || !self.returned_recently(state, self.elapsed_ms(now)) {
                         self.end_ejection(server, now, "a request succeeded");
                     }
                 }
             }
-            AttemptResult::Bad => {
-                let failures = standing.failures.fetch_add(1, Relaxed) + 1;
+            AttemptResult::Failure => {
+                let failures = state.failures_in_a_row.fetch_add(1, Relaxed) + 1;
                 if let Some(ejection) = self.ejection()
                     && (is_trial || failures >= ejection.failures)
                 {
-                    self.eject(server, ejection, self.ms(now()), failures, is_trial);
+                    self.eject(server, ejection, self.elapsed_ms(now()), failures, is_trial);
                 }
             }
-            // It is for somebody else to try.
-            AttemptResult::None if is_trial => {
-                let now_ms = self.ms(now());
+            // Another request should try the server.
+            AttemptResult::Unknown if is_trial => {
+                let now_ms = self.elapsed_ms(now());
                 // Unless the ejection has ended meanwhile.
                 let again = |until_ms| (until_ms != 0).then_some(now_ms);
-                let _ = standing.out_until_ms.fetch_update(Relaxed, Relaxed, again);
+                let _ = state.ejected_until_ms.fetch_update(Relaxed, Relaxed, again);
             }
-            AttemptResult::None => {}
+            AttemptResult::Unknown => {}
         }
     }
 
     fn eject(&self, server: usize, ejection: &Ejection, now_ms: u64, failures: u32, is_trial: bool) {
-        let _held = self.tally.lock();
-        let standing = &self.standings[server];
-        let was_out = standing.out_until_ms.load(Relaxed) != 0;
-        let others = self.standings.iter().filter(|other| other.out_until_ms.load(Relaxed) != 0).count();
-        let most = (self.standings.len() * usize::from(ejection.max_ejected) / 100).max(1);
-        // While a server is ejected, only its trial says something new. A trial says nothing special once the ejection has
-        // ended otherwise.
-        let is_ejected = if was_out { is_trial } else { failures >= ejection.failures && others < most };
+        let _held = self.shared.lock();
+        let state = &self.states[server];
+        let was_ejected = state.ejected_until_ms.load(Relaxed) != 0;
+        let ejected = self.states.iter().filter(|other| other.ejected_until_ms.load(Relaxed) != 0).count();
+        let ejected_max = (self.states.len() * usize::from(ejection.max_ejected) / 100).max(1);
+        // While a server is ejected, only the result of its trial counts. After the ejection has ended otherwise, a
+        // trial counts as any other request.
+        let is_ejected = if was_ejected { is_trial } else { failures >= ejection.failures && ejected < ejected_max };
         if !is_ejected {
             return;
         }
-        // Whoever stayed for as long as the longest ejection begins anew.
-        let stayed_ms = now_ms.saturating_sub(standing.back_ms.load(Relaxed));
-        if !was_out && stayed_ms > whole_ms(ejection.max_time) {
-            standing.ejections.store(0, Relaxed);
+        // After a time in use that exceeds the longest ejection, ejection times start from the shortest again.
+        let in_use_ms = now_ms.saturating_sub(state.returned_ms.load(Relaxed));
+        if !was_ejected && in_use_ms > saturating_ms(ejection.max_time) {
+            state.ejections_in_a_row.store(0, Relaxed);
         }
-        let before = standing.ejections.fetch_add(1, Relaxed);
-        let time = ejection.time.saturating_mul(1 << before.min(20)).min(ejection.max_time.max(ejection.time));
-        standing.out_until_ms.store(now_ms + whole_ms(time), Relaxed);
-        standing.failures.store(0, Relaxed);
-        standing.meter.set_ejected(true);
-        self.tally.changes.fetch_add(1, Relaxed);
-        let (upstream, url, for_ms) = (&self.name, &self.servers[server].url, whole_ms(time));
-        if was_out {
+        let previous = state.ejections_in_a_row.fetch_add(1, Relaxed);
+        let time = ejection.time.saturating_mul(1 << previous.min(20)).min(ejection.max_time.max(ejection.time));
+        state.ejected_until_ms.store(now_ms + saturating_ms(time), Relaxed);
+        state.failures_in_a_row.store(0, Relaxed);
+        state.meter.set_ejected(true);
+        self.shared.changes.fetch_add(1, Relaxed);
+        let (upstream, url, for_ms) = (&self.name, &self.servers[server].url, saturating_ms(time));
+        if was_ejected {
             tracing::debug!(upstream, server = url, for_ms, "the server is still failing");
         } else {
-            tracing::warn!(upstream, server = url, failures, for_ms, "the server is ejected: it failed in a row");
+            tracing::warn!(upstream, server = url, failures, for_ms, "the server is ejected after failures in a row");
         }
     }
 
-    /// Whether the last ejection of a server has ended only just now. An answer does not end the next one so soon:
-    /// servers that fail most requests, but not all, would be ejected and back with every few of them.
-    fn was_just_back(&self, standing: &ServerState, now_ms: u64) -> bool {
-        let back_ms = standing.back_ms.load(Relaxed);
-        let pause_ms = self.ejection().map_or(0, |ejection| whole_ms(ejection.time) / BACK_AGAIN_PART);
-        back_ms != 0 && now_ms.saturating_sub(back_ms) < pause_ms
+    /// Whether the last ejection ended only recently. A success does not end the next one so soon: servers that fail
+    /// most requests, but not all, would be ejected and returned again and again.
+    fn returned_recently(&self, state: &ServerState, now_ms: u64) -> bool {
+        let returned_ms = state.returned_ms.load(Relaxed);
+        let pause_ms = self.ejection().map_or(0, |ejection| saturating_ms(ejection.time) / RETURN_PAUSE_DIVISOR);
+        returned_ms != 0 && now_ms.saturating_sub(returned_ms) < pause_ms
     }
 
     /// Ends the ejection of a server, if it is ejected.
     pub fn end_ejection(&self, server: usize, now: Instant, why: &str) {
-        let _held = self.tally.lock();
-        let standing = &self.standings[server];
-        if standing.out_until_ms.swap(0, Relaxed) != 0 {
-            standing.back_ms.store(self.ms(now), Relaxed);
-            standing.failures.store(0, Relaxed);
-            standing.meter.set_ejected(false);
-            self.tally.changes.fetch_add(1, Relaxed);
+        let _held = self.shared.lock();
+        let state = &self.states[server];
+        if state.ejected_until_ms.swap(0, Relaxed) != 0 {
+            state.returned_ms.store(self.elapsed_ms(now), Relaxed);
+            state.failures_in_a_row.store(0, Relaxed);
+            state.meter.set_ejected(false);
+            self.shared.changes.fetch_add(1, Relaxed);
             tracing::info!(upstream = self.name, server = self.servers[server].url, "the server is back: {why}");
         }
     }
 
-    /// What the active checks say of a server, when that changes.
-    pub fn set_up(&self, server: usize, up: bool, now: Instant, why: &str) {
-        let _held = self.tally.lock();
-        let standing = &self.standings[server];
-        if standing.up.swap(up, Relaxed) == up {
+    /// Sets the result of the active checks; logs it if it changes.
+    pub fn set_healthy(&self, server: usize, up: bool, now: Instant, why: &str) {
+        let _held = self.shared.lock();
+        let state = &self.states[server];
+        if state.is_healthy.swap(up, Relaxed) == up {
             return;
         }
-        standing.meter.set_up(up);
+        state.meter.set_up(up);
         let (upstream, url) = (&self.name, &self.servers[server].url);
         if up {
-            standing.back_ms.store(self.ms(now), Relaxed);
+            state.returned_ms.store(self.elapsed_ms(now), Relaxed);
             tracing::info!(upstream, server = url, "the server is healthy");
         } else {
             tracing::warn!(upstream, server = url, "the server is unhealthy: {why}");
         }
-        self.tally.changes.fetch_add(1, Relaxed);
+        self.shared.changes.fetch_add(1, Relaxed);
     }
 
-    pub fn is_up(&self, server: usize) -> bool {
-        self.standings[server].up.load(Relaxed)
+    pub fn is_healthy(&self, server: usize) -> bool {
+        self.states[server].is_healthy.load(Relaxed)
     }
 
-    /// Counts an active check. Returns whether it was the first one of the server.
-    pub fn checked(&self, server: usize, passed: bool) -> bool {
-        self.standings[server].meter.checked(passed);
-        !self.standings[server].checked.swap(true, Relaxed)
+    /// Counts an active check. Returns whether it was the server's first.
+    pub fn record_check(&self, server: usize, passed: bool) -> bool {
+        self.states[server].meter.checked(passed);
+        !self.states[server].was_checked.swap(true, Relaxed)
     }
 
-    /// What the operator is told on the admin address.
-    pub fn describe(&self, now: Instant) -> Value {
-        let now_ms = self.ms(now);
+    /// The upstream's state as the admin API shows it.
+    pub fn to_json(&self, now: Instant) -> Value {
+        let now_ms = self.elapsed_ms(now);
         let server = |(position, server): (usize, &Server)| {
-            let (state, weight) = match self.state(position, now_ms) {
-                State::In(weight) => ("in", weight),
-                State::Growing(weight) => ("slow-start", weight),
-                State::Failing(weight) => ("failing", weight),
-                State::Out(_) => ("ejected", 0),
-                State::Down => ("unhealthy", 0),
+            let (state, weight) = match self.status(position, now_ms) {
+                ServerStatus::InUse(weight) => ("in", weight),
+                ServerStatus::SlowStart(weight) => ("slow-start", weight),
+                ServerStatus::Failing(weight) => ("failing", weight),
+                ServerStatus::Ejected(_) => ("ejected", 0),
+                ServerStatus::Unhealthy => ("unhealthy", 0),
             };
-            let standing = &self.standings[position];
             json!({
                 "url": server.url,
                 "weight": server.weight,
                 "effective_weight": f64::from(weight) / f64::from(WEIGHT_UNIT),
                 "state": state,
-                "failures_in_a_row": standing.failures.load(Relaxed),
+                "failures_in_a_row": self.states[position].failures_in_a_row.load(Relaxed),
             })
         };
         json!({
             "name": self.name,
-            "pending": self.circuit.waiting(),
+            "pending": self.request_limit.pending(),
             "servers": self.servers.iter().enumerate().map(server).collect::<Vec<_>>(),
         })
     }
 }
 
-impl Tally {
-    fn new(now: Instant) -> Tally {
-        Tally { origin: now, changes: AtomicU64::new(0), known: Mutex::default() }
+impl SharedState {
+    fn new(now: Instant) -> SharedState {
+        SharedState { origin: now, changes: AtomicU64::new(0), states_by_url: Mutex::default() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, StatesByUrl> {
+        self.states_by_url.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn whole_ms(duration: Duration) -> u64 {
+fn saturating_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The state of one server, shared by all workers.
+#[derive(Debug)]
+struct ServerState {
+    /// By the active checks; true until they fail.
+    is_healthy: AtomicBool,
+    /// Whether there was an active check.
+    was_checked: AtomicBool,
+    /// Failed requests in a row.
+    failures_in_a_row: AtomicU32,
+    /// The end of the ejection, in milliseconds since the origin, when one request tries the server. 0: not ejected.
+    ejected_until_ms: AtomicU64,
+    /// When the last ejection or outage ended, in milliseconds since the origin; 0: there was none.
+    returned_ms: AtomicU64,
+    /// Ejections in a row, which lengthen the next one.
+    ejections_in_a_row: AtomicU32,
+    meter: ServerMetrics,
+}
+
+impl ServerState {
+    /// The state of a server without any results.
+    fn new(meter: ServerMetrics) -> ServerState {
+        meter.set_up(true);
+        ServerState {
+            is_healthy: AtomicBool::new(true),
+            was_checked: AtomicBool::new(false),
+            failures_in_a_row: AtomicU32::new(0),
+            ejected_until_ms: AtomicU64::new(0),
+            returned_ms: AtomicU64::new(0),
+            ejections_in_a_row: AtomicU32::new(0),
+            meter,
+        }
+    }
+}
+
+impl Drop for ServerState {
+    /// The gauges of a server that is no longer configured show neither healthy nor ejected.
+    fn drop(&mut self) {
+        self.meter.set_up(false);
+        self.meter.set_ejected(false);
+    }
 }
 
 #[cfg(test)]
@@ -395,7 +432,7 @@ mod tests {
     fn upstream_health(
         count: u16,
         ejection: Ejection,
-        before: Option<&Arc<UpstreamHealth>>,
+        previous: Option<&Arc<UpstreamHealth>>,
         now: Instant,
     ) -> Arc<UpstreamHealth> {
         let server = |port| Server {
@@ -409,7 +446,7 @@ mod tests {
         let servers: Vec<Server> = (1..=count).map(server).collect();
         let way = TransportSettings { protocol: Protocol::Http1, host: HostField::Keep, tls: None, resolve: MS };
         let upstream = Upstream { name: "u".to_owned(), target: Target::Servers(servers.clone()), way, policy };
-        Arc::new(UpstreamHealth::new(&upstream, servers, before, &Registry::default(), 1, now))
+        Arc::new(UpstreamHealth::new(&upstream, servers, previous, &Registry::default(), 1, now))
     }
 
     fn ejection(max_ejected: u8) -> Ejection {
@@ -417,11 +454,12 @@ mod tests {
     }
 
     fn fail(upstream_health: &UpstreamHealth, server: usize, times: u32, now: Instant) {
-        (0..times).for_each(|_| upstream_health.report(server, AttemptResult::Bad, Chosen::InUse, || now));
+        (0..times)
+            .for_each(|_| upstream_health.report(server, AttemptResult::Failure, ChoiceReason::Available, || now));
     }
 
     fn is_out(upstream_health: &UpstreamHealth, server: usize, now: Instant) -> bool {
-        matches!(upstream_health.state(server, upstream_health.ms(now)), State::Out(_))
+        matches!(upstream_health.status(server, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(_))
     }
 
     #[test]
@@ -430,19 +468,19 @@ mod tests {
         let upstream_health = upstream_health(2, ejection(50), None, now);
         for _ in 0..5 {
             fail(&upstream_health, 0, 2, now);
-            upstream_health.report(0, AttemptResult::Good, Chosen::InUse, || now);
+            upstream_health.report(0, AttemptResult::Success, ChoiceReason::Available, || now);
         }
         assert!(!is_out(&upstream_health, 0, now));
         let changes = upstream_health.changes();
         fail(&upstream_health, 0, 3, now);
         assert!(is_out(&upstream_health, 0, now) && upstream_health.changes() > changes);
-        // What was under way then says nothing new.
+        // Results of requests that were in flight then are ignored.
         fail(&upstream_health, 0, 9, now);
-        assert_eq!(upstream_health.state(0, upstream_health.ms(now)), State::Out(100));
+        assert_eq!(upstream_health.status(0, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
     }
 
     #[test]
-    fn never_more_than_the_share_and_never_a_lone_server() {
+    fn at_most_max_ejected_and_never_a_single_server_is_ejected() {
         let now = Clock::manual(0).instant();
         for (count, share, wanted) in [(1, 100, 0), (2, 10, 1), (3, 50, 1), (4, 50, 2), (5, 100, 5), (5, 0, 0)] {
             let upstream_health = upstream_health(count, ejection(share), None, now);
@@ -453,55 +491,57 @@ mod tests {
     }
 
     #[test]
-    fn one_tries_and_every_failure_takes_twice_as_long() {
+    fn one_request_is_the_trial_and_each_failure_doubles_the_ejection() {
         let start = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, start);
         fail(&upstream_health, 1, 3, start);
         let mut now = start;
         for (lasts, next) in [(100, 200), (200, 350), (350, 350)] {
-            assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(lasts));
-            assert!(!upstream_health.claim(1, upstream_health.ms(now + (lasts as u32 - 1) * MS)));
+            assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(lasts));
+            assert!(!upstream_health.claim_trial(1, upstream_health.elapsed_ms(now + (lasts as u32 - 1) * MS)));
             now += lasts as u32 * MS;
             assert!(
-                upstream_health.claim(1, upstream_health.ms(now)) && !upstream_health.claim(1, upstream_health.ms(now)),
+                upstream_health.claim_trial(1, upstream_health.elapsed_ms(now))
+                    && !upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)),
                 "one only"
             );
-            upstream_health.report(1, AttemptResult::Bad, Chosen::Trial, || now);
-            assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(next));
+            upstream_health.report(1, AttemptResult::Failure, ChoiceReason::Trial, || now);
+            assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(next));
         }
-        // A trial that was given up is for the next.
+        // A canceled trial leaves the trial to the next request.
         now += 350 * MS;
-        assert!(upstream_health.claim(1, upstream_health.ms(now)));
-        upstream_health.report(1, AttemptResult::None, Chosen::Trial, || now);
-        assert!(upstream_health.claim(1, upstream_health.ms(now)));
-        upstream_health.report(1, AttemptResult::Good, Chosen::Trial, || now);
-        // Who gives up a trial of it now says nothing.
-        upstream_health.report(1, AttemptResult::None, Chosen::Trial, || now);
-        // It is back, and grows from a tenth of its weight.
-        let weight = |after: u32| upstream_health.state(1, upstream_health.ms(now + after * MS));
-        assert_eq!((weight(0), weight(50)), (State::Growing(204), State::Growing(1126)));
-        assert_eq!(weight(100), State::In(2048));
-        // Soon after, it is the same trouble; long after, another.
+        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
+        upstream_health.report(1, AttemptResult::Unknown, ChoiceReason::Trial, || now);
+        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
+        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Trial, || now);
+        // The cancellation of a trial has no effect now.
+        upstream_health.report(1, AttemptResult::Unknown, ChoiceReason::Trial, || now);
+        // The server is back, and starts with a tenth of its weight.
+        let weight = |after: u32| upstream_health.status(1, upstream_health.elapsed_ms(now + after * MS));
+        assert_eq!((weight(0), weight(50)), (ServerStatus::SlowStart(204), ServerStatus::SlowStart(1126)));
+        assert_eq!(weight(100), ServerStatus::InUse(2048));
+        // A failure soon after lengthens the ejection; one much later does not.
         fail(&upstream_health, 1, 3, now + 10 * MS);
-        assert_eq!(upstream_health.state(1, upstream_health.ms(now + 10 * MS)), State::Out(350));
+        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now + 10 * MS)), ServerStatus::Ejected(350));
         now += 360 * MS;
-        assert!(upstream_health.claim(1, upstream_health.ms(now)));
-        upstream_health.report(1, AttemptResult::Good, Chosen::Trial, || now);
+        assert!(upstream_health.claim_trial(1, upstream_health.elapsed_ms(now)));
+        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Trial, || now);
         now += 351 * MS;
         fail(&upstream_health, 1, 3, now);
-        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Out(100));
+        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
     }
 
     #[test]
-    fn an_answer_or_a_passed_check_ends_an_ejection() {
+    fn a_success_or_a_passed_check_ends_an_ejection() {
         let now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
         fail(&upstream_health, 0, 3, now);
-        // An answer to a request that was sent before says nothing, and a failure of one sent since does not prolong it.
-        upstream_health.report(0, AttemptResult::Good, Chosen::InUse, || now);
-        upstream_health.report(0, AttemptResult::Bad, Chosen::Ejected, || now + 50 * MS);
-        assert_eq!(upstream_health.state(0, upstream_health.ms(now)), State::Out(100));
-        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        // A success of a request sent before the ejection has no effect; a failure of a later request does not prolong
+        // it.
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Available, || now);
+        upstream_health.report(0, AttemptResult::Failure, ChoiceReason::Ejected, || now + 50 * MS);
+        assert_eq!(upstream_health.status(0, upstream_health.elapsed_ms(now)), ServerStatus::Ejected(100));
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
         assert!(!is_out(&upstream_health, 0, now) && !upstream_health.failed_last(0));
         fail(&upstream_health, 0, 3, now);
         assert!(is_out(&upstream_health, 0, now));
@@ -510,17 +550,17 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_does_not_end_one_ejection_right_after_another() {
+    fn a_success_does_not_end_one_ejection_right_after_another() {
         let mut now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
         fail(&upstream_health, 0, 3, now);
-        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
         fail(&upstream_health, 0, 3, now);
-        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now + 9 * MS);
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now + 9 * MS);
         assert!(is_out(&upstream_health, 0, now));
         // A tenth of the ejection time later.
         now += 10 * MS;
-        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
         assert!(!is_out(&upstream_health, 0, now));
     }
 
@@ -530,39 +570,39 @@ mod tests {
         let upstream_health = upstream_health(2, ejection(50), None, now);
         fail(&upstream_health, 0, 3, now);
         now += 100 * MS;
-        assert!(upstream_health.claim(0, upstream_health.ms(now)));
+        assert!(upstream_health.claim_trial(0, upstream_health.elapsed_ms(now)));
         upstream_health.end_ejection(0, now, "");
-        upstream_health.report(0, AttemptResult::Bad, Chosen::Trial, || now);
+        upstream_health.report(0, AttemptResult::Failure, ChoiceReason::Trial, || now);
         assert!(!is_out(&upstream_health, 0, now), "one failure");
         fail(&upstream_health, 0, 2, now);
         assert!(is_out(&upstream_health, 0, now));
     }
 
     #[test]
-    fn a_server_that_max_ejected_protects_is_failing_until_it_answers() {
+    fn a_server_that_max_ejected_protects_is_failing_until_it_succeeds() {
         let now = Clock::manual(0).instant();
         let upstream_health = upstream_health(2, ejection(50), None, now);
         fail(&upstream_health, 0, 3, now);
         fail(&upstream_health, 1, 3, now);
-        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::Failing(2048));
-        upstream_health.report(1, AttemptResult::Good, Chosen::InUse, || now);
-        assert_eq!(upstream_health.state(1, upstream_health.ms(now)), State::In(2048));
+        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::Failing(2048));
+        upstream_health.report(1, AttemptResult::Success, ChoiceReason::Available, || now);
+        assert_eq!(upstream_health.status(1, upstream_health.elapsed_ms(now)), ServerStatus::InUse(2048));
         // It is ejected at its next failure once the other is back.
         fail(&upstream_health, 1, 3, now);
-        upstream_health.report(0, AttemptResult::Good, Chosen::Ejected, || now);
+        upstream_health.report(0, AttemptResult::Success, ChoiceReason::Ejected, || now);
         assert!(!is_out(&upstream_health, 1, now));
         fail(&upstream_health, 1, 1, now);
         assert!(is_out(&upstream_health, 1, now));
     }
 
     #[test]
-    fn standings_outlive_reloads_and_what_is_switched_off_ends() {
+    fn server_states_survive_reloads_and_disabled_checks_are_cleared() {
         let now = Clock::manual(0).instant();
         let first = upstream_health(3, ejection(50), None, now);
         fail(&first, 1, 3, now);
         let second = upstream_health(2, ejection(50), Some(&first), now);
         assert!(is_out(&second, 1, now));
-        // Out and in again while somebody still remembers it.
+        // Removed and added again while an old configuration still holds the state.
         let third = upstream_health(1, ejection(50), Some(&second), now);
         let fourth = upstream_health(3, ejection(50), Some(&third), now);
         assert!(is_out(&fourth, 1, now));

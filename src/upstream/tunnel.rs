@@ -1,8 +1,7 @@
-//! Bytes in both directions, after an upstream has switched protocols: nothing is understood of them.
+//! Relays bytes in both directions after an upstream has switched protocols.
 //!
-//! Each direction ends by itself, so that either side may stop sending and still be answered. What can
-//! not be passed on waits in a buffer, and nothing more is read meanwhile; a tunnel that is silent has
-//! no buffers.
+//! Each direction ends by itself, so that a side that has stopped sending still receives. Bytes that cannot be written
+//! are buffered, and nothing more is read meanwhile; an idle tunnel has no buffers.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -13,28 +12,31 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::request_limit::RequestPermit;
-use super::server_pool::ActiveRequest;
-use super::tunnel_io::FarEnd;
+use super::http2::Http2Stream;
+use super::pool::ActiveRequest;
+use super::request_limit::{ConnectionPermit, RequestPermit};
+use crate::io_stream::IoStream;
 use crate::timer::Timer;
 
-/// Bytes that are read at a time.
-const PIECE_BYTES: usize = 16 * 1024;
-/// Pieces that one direction may move before others have a turn.
-const PIECES_AT_ONCE: usize = 32;
+/// The most bytes of one read.
+const READ_BYTES: usize = 16 * 1024;
+/// Reads of one direction before other tasks get a turn.
+const READS_PER_POLL: usize = 32;
 
-/// The upstream's end.
+/// The upstream's end of a tunnel.
 pub struct Tunnel {
-    far: FarEnd,
-    /// What came behind the head of the answer.
-    early: Bytes,
-    /// What a request has at its server until it ends; given back with the tunnel.
+    upstream: UpstreamIo,
+    /// Bytes read after the head of the response.
+    early_bytes: Bytes,
+    /// The permits of the request, held until the tunnel ends.
     _held: Option<(ActiveRequest, Option<RequestPermit>)>,
 }
 
-/// How many bytes have passed.
+/// Bytes relayed so far.
 #[derive(Debug, Default)]
 pub struct ByteCounts {
     pub to_client: Cell<u64>,
@@ -43,56 +45,56 @@ pub struct ByteCounts {
 
 /// How a tunnel ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum End {
-    /// Both sides had nothing more to say.
+pub enum TunnelEnd {
+    /// Both sides have ended.
     Finished,
-    /// Nobody said anything for too long.
-    Silent,
+    /// Neither side sent anything for too long.
+    Idle,
     BrokenByClient,
     BrokenByUpstream,
 }
 
 impl Tunnel {
-    pub fn new(far: FarEnd, early: Bytes) -> Tunnel {
-        Tunnel { far, early, _held: None }
+    pub fn new(upstream: UpstreamIo, early_bytes: Bytes) -> Tunnel {
+        Tunnel { upstream, early_bytes, _held: None }
     }
 
-    /// The same, as the rest of this visit.
-    pub fn held_by(self, visit: ActiveRequest, ticket: Option<RequestPermit>) -> Tunnel {
-        Tunnel { _held: Some((visit, ticket)), ..self }
+    /// Holds the permits of the request until the tunnel ends.
+    pub fn holding(self, active: ActiveRequest, request_permit: Option<RequestPermit>) -> Tunnel {
+        Tunnel { _held: Some((active, request_permit)), ..self }
     }
 
-    /// Passes bytes until both sides have ended, one is gone, or both have been silent for `limit`. `early`
-    /// is what the client sent before it could know that there is a tunnel.
+    /// Relays bytes until both sides have ended, one fails, or both have been idle for `limit`. `early`: bytes that the
+    /// client sent before the response.
     pub async fn run(
         mut self,
         mut client: impl AsyncRead + AsyncWrite + Unpin,
-        early: Bytes,
+        early_bytes: Bytes,
         limit: Duration,
         timer: &Timer,
-        toll: &ByteCounts,
-    ) -> End {
-        let mut up = Direction { waiting: early, ..Direction::default() };
-        let mut down = Direction { waiting: self.early, ..Direction::default() };
+        counts: &ByteCounts,
+    ) -> TunnelEnd {
+        let mut up = Direction { buffered: early_bytes, ..Direction::default() };
+        let mut down = Direction { buffered: self.early_bytes, ..Direction::default() };
         timer.arm(limit);
         let end = poll_fn(|cx| {
-            let passed = toll.to_client.get() + toll.to_upstream.get();
-            let upwards = up.poll(&mut client, &mut self.far, &toll.to_upstream, cx);
-            let downwards = down.poll(&mut self.far, &mut client, &toll.to_client, cx);
+            let before = counts.to_client.get() + counts.to_upstream.get();
+            let upwards = up.poll_transfer(&mut client, &mut self.upstream, &counts.to_upstream, cx);
+            let downwards = down.poll_transfer(&mut self.upstream, &mut client, &counts.to_client, cx);
             match (upwards, downwards) {
-                (Poll::Ready(Err(Broken::Reading)), _) | (_, Poll::Ready(Err(Broken::Writing))) => {
-                    return Poll::Ready(End::BrokenByClient);
+                (Poll::Ready(Err(FailedSide::Reading)), _) | (_, Poll::Ready(Err(FailedSide::Writing))) => {
+                    return Poll::Ready(TunnelEnd::BrokenByClient);
                 }
-                (Poll::Ready(Err(Broken::Writing)), _) | (_, Poll::Ready(Err(Broken::Reading))) => {
-                    return Poll::Ready(End::BrokenByUpstream);
+                (Poll::Ready(Err(FailedSide::Writing)), _) | (_, Poll::Ready(Err(FailedSide::Reading))) => {
+                    return Poll::Ready(TunnelEnd::BrokenByUpstream);
                 }
-                (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => return Poll::Ready(End::Finished),
+                (Poll::Ready(Ok(())), Poll::Ready(Ok(()))) => return Poll::Ready(TunnelEnd::Finished),
                 _ => {}
             }
-            if toll.to_client.get() + toll.to_upstream.get() > passed {
+            if counts.to_client.get() + counts.to_upstream.get() > before {
                 timer.arm(limit);
             }
-            if timer.poll_expired(cx) { Poll::Ready(End::Silent) } else { Poll::Pending }
+            if timer.poll_expired(cx) { Poll::Ready(TunnelEnd::Idle) } else { Poll::Pending }
         });
         let end = end.await;
         timer.disarm();
@@ -100,8 +102,8 @@ impl Tunnel {
     }
 }
 
-/// Which side of a direction failed.
-enum Broken {
+/// The side of a direction that failed.
+enum FailedSide {
     Reading,
     Writing,
 }
@@ -109,46 +111,46 @@ enum Broken {
 /// One direction of a tunnel.
 #[derive(Default)]
 struct Direction {
-    /// What was read and could not be passed on yet.
-    waiting: Bytes,
-    unflushed: bool,
-    /// No more will be read.
+    /// Bytes that were read and not yet written.
+    buffered: Bytes,
+    needs_flush: bool,
+    /// The reading side has ended.
     at_end: bool,
-    /// And the other side knows.
-    shut: bool,
+    /// The writing side was shut down.
+    is_shut_down: bool,
 }
 
 impl Direction {
-    fn poll(
+    fn poll_transfer(
         &mut self,
         from: &mut (impl AsyncRead + Unpin),
         to: &mut (impl AsyncWrite + Unpin),
-        toll: &Cell<u64>,
+        counts: &Cell<u64>,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), Broken>> {
-        for _ in 0..PIECES_AT_ONCE {
-            ready!(self.poll_pass_on(to, toll, cx)).map_err(|_gone| Broken::Writing)?;
+    ) -> Poll<Result<(), FailedSide>> {
+        for _ in 0..READS_PER_POLL {
+            ready!(self.poll_write_buffered(to, counts, cx)).map_err(|_gone| FailedSide::Writing)?;
             if self.at_end {
-                if !self.shut {
-                    // Whoever has gone away altogether needs not be told.
+                if !self.is_shut_down {
+                    // A peer that has closed the connection needs no shutdown.
                     let _ = ready!(Pin::new(&mut *to).poll_shutdown(cx));
-                    self.shut = true;
+                    self.is_shut_down = true;
                 }
                 return Poll::Ready(Ok(()));
             }
-            let mut piece = [MaybeUninit::uninit(); PIECE_BYTES];
+            let mut piece = [MaybeUninit::uninit(); READ_BYTES];
             let mut piece = ReadBuf::uninit(&mut piece);
             match Pin::new(&mut *from).poll_read(cx, &mut piece) {
                 Poll::Ready(Ok(())) if piece.filled().is_empty() => self.at_end = true,
                 Poll::Ready(Ok(())) => {
-                    let sent = self.write_at_once(piece.filled(), to, toll, cx).map_err(|_gone| Broken::Writing)?;
-                    self.waiting = Bytes::copy_from_slice(&piece.filled()[sent..]);
+                    let sent = self.try_write(piece.filled(), to, counts, cx).map_err(|_gone| FailedSide::Writing)?;
+                    self.buffered = Bytes::copy_from_slice(&piece.filled()[sent..]);
                 }
-                Poll::Ready(Err(_gone)) => return Poll::Ready(Err(Broken::Reading)),
+                Poll::Ready(Err(_gone)) => return Poll::Ready(Err(FailedSide::Reading)),
                 Poll::Pending => {
-                    // Under TLS what was written may not have left.
-                    if self.unflushed && Pin::new(&mut *to).poll_flush(cx).is_ready() {
-                        self.unflushed = false;
+                    // TLS may still hold bytes that were written.
+                    if self.needs_flush && Pin::new(&mut *to).poll_flush(cx).is_ready() {
+                        self.needs_flush = false;
                     }
                     return Poll::Pending;
                 }
@@ -158,18 +160,18 @@ impl Direction {
         Poll::Pending
     }
 
-    /// Writes what the other side takes right now, without a copy; says how much that was.
-    fn write_at_once(
+    /// Writes as much as possible without waiting and without a copy. Returns the bytes written.
+    fn try_write(
         &mut self,
         bytes: &[u8],
         to: &mut (impl AsyncWrite + Unpin),
-        toll: &Cell<u64>,
+        counts: &Cell<u64>,
         cx: &mut Context<'_>,
     ) -> io::Result<usize> {
         match Pin::new(to).poll_write(cx, bytes) {
             Poll::Ready(Ok(sent)) => {
-                self.unflushed = true;
-                toll.set(toll.get() + sent as u64);
+                self.needs_flush = true;
+                counts.set(counts.get() + sent as u64);
                 Ok(sent)
             }
             Poll::Ready(Err(error)) => Err(error),
@@ -177,22 +179,62 @@ impl Direction {
         }
     }
 
-    fn poll_pass_on(
+    fn poll_write_buffered(
         &mut self,
         to: &mut (impl AsyncWrite + Unpin),
-        toll: &Cell<u64>,
+        counts: &Cell<u64>,
         cx: &mut Context<'_>,
     ) -> Poll<io::Result<()>> {
-        while !self.waiting.is_empty() {
-            let sent = ready!(Pin::new(&mut *to).poll_write(cx, &self.waiting))?;
+        while !self.buffered.is_empty() {
+            let sent = ready!(Pin::new(&mut *to).poll_write(cx, &self.buffered))?;
             if sent == 0 {
                 return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
             }
-            self.unflushed = true;
-            toll.set(toll.get() + sent as u64);
-            self.waiting.advance(sent);
+            self.needs_flush = true;
+            counts.set(counts.get() + sent as u64);
+            self.buffered.advance(sent);
         }
-        self.waiting = Bytes::new();
+        self.buffered = Bytes::new();
         Poll::Ready(Ok(()))
+    }
+}
+
+/// The byte stream of a tunnel: an HTTP/1.1 connection that switched protocols, or an HTTP/2 stream.
+pub enum UpstreamIo {
+    /// With its permit among the connections to the server, where these are limited.
+    Http1(IoStream, Option<ConnectionPermit>),
+    /// With its stream's count on the connection.
+    Http2(TokioIo<Upgraded>, Http2Stream),
+}
+
+impl AsyncRead for UpstreamIo {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            UpstreamIo::Http1(stream, _) => Pin::new(stream).poll_read(cx, buffer),
+            UpstreamIo::Http2(stream, _) => Pin::new(stream).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for UpstreamIo {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            UpstreamIo::Http1(stream, _) => Pin::new(stream).poll_write(cx, bytes),
+            UpstreamIo::Http2(stream, _) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            UpstreamIo::Http1(stream, _) => Pin::new(stream).poll_flush(cx),
+            UpstreamIo::Http2(stream, _) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            UpstreamIo::Http1(stream, _) => Pin::new(stream).poll_shutdown(cx),
+            UpstreamIo::Http2(stream, _) => Pin::new(stream).poll_shutdown(cx),
+        }
     }
 }

@@ -210,7 +210,7 @@ fn a_gateway_serves_while_its_counters_file_is_overwritten() {
     std::os::unix::fs::FileExt::read_exact_at(&file, &mut page, 0).unwrap();
     let header = Header::decode(&page, file.metadata().unwrap().len()).unwrap_or_else(|why| panic!("{why}"));
     let memory = Memory::mapped(file.as_fd(), header.file_bytes()).unwrap();
-    let table: Table = Table::in_memory(header.plan, &memory, header.table_at()).unwrap();
+    let table: Table = Table::in_memory(header.layout, &memory, header.table_at()).unwrap();
     let mut client = gateway.client();
     let mut ask_all = |keys: u64| {
         for (name, _) in &RULES[..RULES.len() - 1] {

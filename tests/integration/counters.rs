@@ -194,7 +194,7 @@ fn the_next_version_finds_the_counters_of_this_one() {
     let scratch = Scratch::new();
     let path = scratch.path().join("counters");
     let boot = fs::read("/proc/sys/kernel/random/boot_id").unwrap()[..36].try_into().unwrap();
-    let header = Header { plan: Table::layout(64), layers: 8, seed: Seed(1, 2), boot };
+    let header = Header { layout: Table::layout(64), layers_max: 8, seed: Seed(1, 2), boot };
     let file = File::create_new(&path).unwrap();
     file.set_permissions(fs::Permissions::from_mode(0o600)).unwrap();
     file.set_len(header.file_bytes() as u64).unwrap();

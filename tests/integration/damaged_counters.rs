@@ -1,4 +1,4 @@
-//! A counters file that is not as it should be: counting begins anew and the gateway says so, or it says why it does
+//! A counters file that is not as it should be: counting starts from zero and the gateway says so, or it says why it does
 //! not start. It never ends in a crash, and nothing of such a file is believed.
 
 use std::fs;
@@ -10,8 +10,9 @@ use std::time::Duration;
 use fastrand::Rng;
 use transom::clock::Clock;
 use transom::config;
-use transom::persistence::file_header::{Boot, Header};
-use transom::persistence::{Counters, OpenError};
+use transom::persistence::counters::Counters;
+use transom::persistence::file_header::{BootId, Header};
+use transom::persistence::open::OpenError;
 use transom_limiter::memory::LINE_BYTES;
 
 use crate::support::gateway::with_listen;
@@ -74,7 +75,7 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
     put(&file, &good, 0o600);
     assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 5, "the file as it was is used");
     let header = header_of(&good);
-    let other_boot: Boot = [b'0'; 36];
+    let other_boot: BootId = [b'0'; 36];
     let far_ms = now_ms() + 3_600_000;
     let (table_at, time_at) = (header.table_at(), Header::TIME_AT);
     let longer = [&good[..], &[0; 4096]].concat();
@@ -88,7 +89,7 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
         ("a horizon in the future", with_number(&good, table_at + LINE_BYTES, far_ms), 0o600, "it is damaged"),
         ("half a header", good[..2000].to_vec(), 0o600, "it is damaged"),
         ("a header alone", good[..Header::BYTES].to_vec(), 0o600, "it is damaged"),
-        ("half a ledger", good[..Header::LEDGER_AT + 99].to_vec(), 0o600, "it is damaged"),
+        ("half a ledger", good[..Header::FORMATS_AT + 99].to_vec(), 0o600, "it is damaged"),
         ("half a table", good[..good.len() - 4096].to_vec(), 0o600, "it is damaged"),
         ("all but a byte", good[..good.len() - 1].to_vec(), 0o600, "it is damaged"),
         ("more than was made", longer, 0o600, "it is damaged"),
@@ -98,8 +99,8 @@ fn an_incompatible_file_is_renamed_with_a_warning() {
         put(&file, &bytes, mode);
         let process = Process::spawn(&toml(&file, CAPACITY));
         assert_eq!([left(&process), left(&process)], [8, 7], "{name}");
-        let said = process.says("counting begins anew");
-        let of_it: Vec<&str> = said.lines().filter(|line| line.contains("counting begins anew")).collect();
+        let said = process.says("counting starts from zero");
+        let of_it: Vec<&str> = said.lines().filter(|line| line.contains("counting starts from zero")).collect();
         assert!(of_it.len() == 1 && of_it[0].contains(&file.display().to_string()), "{name}: {said}");
         assert!(of_it[0].contains(says) && of_it[0].contains("WARN"), "{name}: {said}");
         assert!(fs::read(beside(&file, "old")).unwrap() == bytes, "{name} was not kept");
@@ -152,7 +153,7 @@ fn a_path_that_is_not_a_file_is_refused_by_name() {
     fs::copy("/bin/sleep", &program).unwrap();
     let mut running = Owned::spawn(Command::new(&program).arg("600"));
     for (file, says) in [
-        (at("folder"), "it is a directory: name a file"),
+        (at("folder"), "it is a directory: use the path of a file"),
         (at("link"), "it is a symbolic link"),
         (at("pipe"), "it is a device, a pipe or a socket: name a regular file"),
         (at("socket"), "it is a device, a pipe or a socket: name a regular file"),
@@ -179,7 +180,7 @@ fn a_file_of_another_user_is_refused() {
     if own == 0 {
         std::os::unix::fs::chown(&file, Some(65_534), None).unwrap();
         let said = refused(&scratch, &file, CAPACITY);
-        assert!(said.contains("it belongs to user 65534, and this process to user 0"), "{said}");
+        assert!(said.contains("it belongs to user 65534, and this process runs as user 0"), "{said}");
     } else {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o400)).unwrap();
         assert!(refused(&scratch, &file, CAPACITY).contains("Permission denied"));
@@ -216,7 +217,7 @@ fn a_full_file_system_fails_the_start() {
     let output = mounted.args([BINARY, "--config"]).arg(&config).output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("there is no room for") && said.contains("No space left"), "{said}");
+    assert!(said.contains("not enough space for") && said.contains("No space left"), "{said}");
     assert!(said.contains("enlarge that file system, or lower `counters.capacity`"), "{said}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "", "nothing is left behind but the lock");
     // A limit on the size of files is another error.
@@ -237,7 +238,7 @@ fn a_file_that_is_not_a_counters_file_is_not_touched() {
     let file = scratch.path().join("letters");
     put(&file, b"Dear reader,\n", 0o600);
     let said = refused(&scratch, &file, CAPACITY);
-    assert!(said.contains("is no file of counters: name another"), "{said}");
+    assert!(said.contains("is not a counters file: set `counters.file`"), "{said}");
     assert!(fs::read(&file).unwrap() == b"Dear reader,\n" && !beside(&file, "old").exists());
 }
 
@@ -311,7 +312,7 @@ fn every_changed_bit_of_the_header_is_detected() {
         assert!(!kept_with(bit), "bit {bit}, of the time");
     }
     // Behind the time the page is empty, and stays so whatever is in it.
-    for bit in (time_bits.end..8 * Header::LEDGER_AT).step_by(4099) {
+    for bit in (time_bits.end..8 * Header::FORMATS_AT).step_by(4099) {
         assert!(kept_with(bit), "bit {bit}");
     }
 }
@@ -327,7 +328,7 @@ fn a_damaged_or_truncated_table_is_opened() {
     for round in 0..1000 {
         let mut bytes = good.clone();
         for _ in 0..1 << rng.u32(..12) {
-            let bit = rng.usize(8 * Header::LEDGER_AT..8 * bytes.len());
+            let bit = rng.usize(8 * Header::FORMATS_AT..8 * bytes.len());
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
         let cut = round % 4 == 0;

@@ -122,7 +122,7 @@ fn connections_to_a_removed_address_are_not_reused() {
 fn an_unresolvable_name_is_502_until_it_resolves() {
     let gateway = gateway(two(), &[]);
     gateway.get("/a").expect(502).problem();
-    eventually("the operator is told", || gateway.stderr().contains("`api.test` can not be resolved"));
+    eventually("the operator is told", || gateway.stderr().contains("`api.test` cannot be resolved"));
     write(&gateway.scratch.path().join("hosts"), &["127.0.0.1"], 2000);
     gateway.get("/a").expect(200);
 }

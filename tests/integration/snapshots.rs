@@ -14,8 +14,8 @@ use transom::clock::Clock;
 use transom::config;
 use transom::metrics::Registry;
 use transom::metrics::events::SnapshotMetrics;
-use transom::persistence::Counters;
 use transom::persistence::background::BackgroundWriter;
+use transom::persistence::counters::Counters;
 use transom::persistence::file_header::Header;
 use transom::persistence::snapshot::{self, Written};
 use transom_limiter::counter::CounterWord;
@@ -118,7 +118,7 @@ fn a_snapshot_replaces_a_missing_or_stale_file() {
     fs::remove_file(place.file()).unwrap();
     let second = Process::spawn(&place.toml(64));
     assert_eq!(left(&second), [6, 5, 4]);
-    second.says("counting goes on from the snapshot");
+    second.says("restored the counters from the snapshot");
     end(second);
     let mut bytes = fs::read(place.file()).unwrap();
     let header = Header::decode(&bytes, bytes.len() as u64).unwrap_or_else(|why| panic!("{why}"));
@@ -167,8 +167,8 @@ impl Counted {
     fn new(counters: Counters) -> Counted {
         let rules = config::read(&with_listen(TWO)).unwrap().rules;
         let mut rule_set = RuleSet::new(&rules, counters.seed, None);
-        counters.ledger.join(&rule_set.counter_formats()).unwrap();
-        rule_set.adopt_formats(&counters.ledger.formats());
+        counters.formats.join(&rule_set.counter_formats()).unwrap();
+        rule_set.adopt_formats(&counters.formats.formats());
         let charge_plans = (0..rules.len()).map(|rule| rule_set.charge_plan(&[rule])).collect();
         Counted { rule_set, charge_plans, counters }
     }
@@ -205,7 +205,7 @@ fn rolling_windows_and_watermarks_are_restored() {
     let after = Counted::new(in_memory(64, Some(&place.snapshot()), &behind));
     assert_eq!(behind.now().unix_ms, NOW_MS);
     assert_eq!(after.counters.table.watermarks(), marks);
-    assert_eq!(after.counters.ledger.formats(), before.counters.ledger.formats());
+    assert_eq!(after.counters.formats.formats(), before.counters.formats.formats());
     assert_eq!(words(&after.counters), words(&before.counters));
     let last = |counted: &Counted, rule| (0..20).take_while(|_| counted.takes(rule, 1, NOW_MS)).count();
     for rule in 0..3 {
@@ -247,7 +247,7 @@ fn a_damaged_snapshot_is_ignored_as_a_whole() {
         let clock = Clock::manual(NOW_MS - 1000);
         let counters = in_memory(64, Some(&place.snapshot()), &clock);
         let is_whole = words(&counters) == words(&before.counters);
-        let ledger = counters.ledger.formats();
+        let ledger = counters.formats.formats();
         let is_fresh = words(&counters).is_empty() && ledger == CounterFormats::default();
         let time_ms = clock.now().unix_ms;
         assert!(
@@ -278,7 +278,7 @@ fn a_snapshot_from_the_future_is_ignored() {
             overflow_end_ms: 0,
         });
         assert_eq!(write(&counters, &place, &clock), Written::Counters(0));
-        snapshot::find(&place.snapshot(), Table::layout(64)).is_some()
+        snapshot::load(&place.snapshot(), Table::layout(64)).is_some()
     };
     // Processes do not read the clock at the same moment.
     let most_ms = NOW_MS + 60_000;
@@ -351,7 +351,7 @@ fn a_kill_while_writing_keeps_the_former_snapshot() {
         thread::sleep(Duration::from_micros(rng.u64(..200_000)));
         drop(process);
         within += u64::from(new.exists());
-        let saved = snapshot::find(&place.snapshot(), Table::layout(capacity)).expect("there is always a whole one");
+        let saved = snapshot::load(&place.snapshot(), Table::layout(capacity)).expect("there is always a whole one");
         assert!(saved.time_ms >= latest_ms);
         latest_ms = saved.time_ms;
         let restored = in_memory(capacity, Some(&place.snapshot()), &clock);
@@ -374,8 +374,8 @@ fn a_failed_write_is_reported_once_and_retried() {
     eventually("nobody writes", || fs::create_dir(&obstacle).is_ok());
     eventually("it fails more than once", || told(&process, "failed") >= 2);
     assert_eq!(left(&process), [8, 7, 6]);
-    let said = process.says("can not be written");
-    assert_eq!(said.lines().filter(|line| line.contains("can not be written")).count(), 1);
+    let said = process.says("cannot be written");
+    assert_eq!(said.lines().filter(|line| line.contains("cannot be written")).count(), 1);
     let written = told(&process, "written");
     fs::remove_dir(&obstacle).unwrap();
     eventually("it is written again", || told(&process, "written") > written);
@@ -385,8 +385,8 @@ fn a_failed_write_is_reported_once_and_retried() {
 #[test]
 fn an_unwritable_or_foreign_path_is_refused_at_start() {
     for (name, says) in [
-        ("letters", "it is no snapshot of counters"),
-        ("folder", "it is no regular file"),
+        ("letters", "it is not a snapshot of counters"),
+        ("folder", "it is not a regular file"),
         ("no/where", "No such file"),
     ] {
         let scratch = Scratch::new();
@@ -425,7 +425,7 @@ fn a_full_file_system_keeps_the_former_snapshot() {
     let process = Process::spawn_by(command, &toml, Scratch::new());
     eventually("it fails", || told(&process, "failed") >= 1);
     process.get("/a").expect(200);
-    process.says("can not be written: File too large");
+    process.says("cannot be written: File too large");
     drop(process);
     assert!(fs::read(place.snapshot()).unwrap() == former);
 }

@@ -473,7 +473,7 @@ fn the_pid_file_exists_while_the_gateway_serves() {
     dynasty.first.signal("TERM");
     dynasty.first.wait();
     assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
-    // One that can not be written is a failure to start.
+    // One that cannot be written is a failure to start.
     let file = scratch.write(
         "gateway.toml",
         format!("pid_file = \"nowhere/pid\"\n{}", crate::support::gateway::with_listen(&echo())),

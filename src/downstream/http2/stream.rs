@@ -288,7 +288,7 @@ impl StreamTask {
             return Poll::Pending;
         }
         // It waits for as long as the request's body moves.
-        if !unwanted.as_ref().is_some_and(|unwanted| unwanted.has_moved()) {
+        if !unwanted.as_ref().is_some_and(|unwanted| unwanted.take_progress()) {
             return Poll::Ready(());
         }
         timer.arm(body_limit.get());
@@ -307,9 +307,11 @@ fn send_informational(heads: &[u8], hinted: &mut usize, respond: &mut Respond) {
 }
 
 fn poll_request_drain(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
-    let Some(unwanted) = peer.body_drain.as_ref().filter(|unwanted| unwanted.is_left()) else { return Poll::Ready(()) };
+    let Some(unwanted) = peer.body_drain.as_ref().filter(|unwanted| unwanted.has_body()) else {
+        return Poll::Ready(());
+    };
     while *read < DRAIN_MAX_BYTES {
-        match unwanted.poll_piece(cx) {
+        match unwanted.poll_chunk(cx) {
             Poll::Ready(Some(bytes)) => *read += bytes,
             Poll::Ready(None) => return Poll::Ready(()),
             Poll::Pending => break,
