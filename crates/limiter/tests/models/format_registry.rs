@@ -1,4 +1,4 @@
-//! Models of the ledger: of those who change at once how counters are written, none is forgotten.
+//! Models of the format registry: concurrent changes of counter formats are all recorded.
 
 use std::sync::Arc;
 

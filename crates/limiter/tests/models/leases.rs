@@ -1,4 +1,4 @@
-//! Models of purses: what was fetched is spent once, or withdrawn once, in its window and in no other.
+//! Models of leases: leased tokens are spent once, or withdrawn once, in their window and in no other.
 
 use std::sync::Arc;
 

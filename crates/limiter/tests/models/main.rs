@@ -1,11 +1,10 @@
-//! Models of the counting room: every interleaving of two or three threads over a table of one to
-//! four slots, up to a number of preemptions that each model names.
+//! Loom models of the limiter: every interleaving of two or three threads over a table of one to four slots, up to the number
+//! of preemptions that each model names.
 //!
-//! `region` proves that a key has one counter, `table` what a charge, a refund and a full table
-//! promise, `spill` what a key that did not fit keeps to, `charge` what a request on several counters
-//! promises. `rolling` adds windows that hang together, `floating` those that a request opens, `places`
-//! requests that wait, `shards` counters that are split, `leases` tokens that were fetched to be spent here,
-//! `ledger` how counters are written. Every model also names outcomes that must have occurred, so that none proves nothing.
+//! `bucket`: a key has one counter. `table`: acquire, refund and a full table. `overflow`: keys without a slot. `acquire`:
+//! requests on several counters. `rolling_over`: windows with rollover. `first_request`: windows that a request opens.
+//! `waiters`: reservations. `shards`: sharded counters. `leases`: leased tokens. `format_registry`: formats of counters.
+//! Every model also names outcomes that must occur, so that no model passes without testing anything.
 
 mod acquire;
 mod bucket;

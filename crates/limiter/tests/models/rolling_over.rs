@@ -1,4 +1,4 @@
-//! Models of windows from which tokens roll over: what is granted is granted once, whoever's clock is ahead.
+//! Models of windows with rollover: tokens are granted once, whichever clock is ahead.
 
 use std::sync::Arc;
 

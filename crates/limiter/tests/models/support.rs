@@ -1,6 +1,4 @@
-//! The small language that the models are written in: keys, threads, and what they got.
-//!
-//! It does not assert anything; a scene is set here, the promise is stated in the model.
+//! The vocabulary of the models: keys, threads, and their results. The models make the assertions.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};

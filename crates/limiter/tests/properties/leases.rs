@@ -1,4 +1,4 @@
-//! Properties of purses, compared with a map of what was deposited and not spent.
+//! Properties of leases, compared with a map of the deposited and unspent tokens.
 
 use std::collections::HashMap;
 

@@ -1,9 +1,9 @@
-//! The protocol by which gateways share counters, in every order in which its steps may happen: two gateways, two counters, a
-//! few tokens, the end of a window, lost calls, kills, failovers and servers that start again without their data.
+//! A model of the protocol by which gateways share counters, in every order of its steps: two gateways, two counters, a few
+//! tokens, the end of a window, lost calls, kills, failovers and servers that restart without their data.
 //!
-//! What a gateway decides by itself is decided by its own rooms (`house`); the store does what its scripts do (`state`);
-//! what lies in between (`gateway`, `steps`) is written down here once more, without waiting. `explore` goes through all that
-//! can come of it. Each property is a sentence; each mistake that is made on purpose breaks the property that is about it.
+//! A gateway's own decisions use the limiter (`gateway_counters`); the store follows the Lua scripts (`state`); the code
+//! between them (`gateway`, `steps`) is written here again, without waiting. `explore` visits every reachable state. Each
+//! property is a sentence; each deliberate mistake violates its property.
 
 mod explore;
 mod gateway;
@@ -17,13 +17,13 @@ use scenario::{Mistake, Scene};
 
 /// As long as the store forgets nothing: never over the limit. After a failover, a restart without data or a reset: over by
 /// no more than the store has forgotten and was not told again.
-pub const NEVER_OVER: &str = "nobody is let through beyond the limit and what the store forgot";
-pub const HANDED_OUT_ONCE: &str = "what is handed out is handed out once";
-pub const ALL_ACCOUNTED_FOR: &str = "what the store counts was admitted, is outstanding, or was lost";
-pub const EXECUTED_ONCE: &str = "a call whose fate is unknown is not sent again";
-pub const REMEMBERED: &str = "what a gateway was told is not handed out to it again by the next server";
-pub const NEEDLESS: &str = "refused early is bounded by what is outstanding";
-pub const NOT_FOR_EVER: &str = "once all is given back, nobody is refused who has room";
+pub const NEVER_OVER: &str = "admitted requests never exceed the limit plus the usage that the store lost";
+pub const HANDED_OUT_ONCE: &str = "every token is granted once";
+pub const ALL_ACCOUNTED_FOR: &str = "tokens counted by the store were admitted, are outstanding, or were lost";
+pub const EXECUTED_ONCE: &str = "a call with an unknown result is not resent";
+pub const REMEMBERED: &str = "usage known to a gateway is not granted to it again by the next server";
+pub const NEEDLESS: &str = "early refusals are bounded by outstanding tokens";
+pub const NOT_FOR_EVER: &str = "after all refunds, no request with remaining tokens is refused";
 
 /// All orders of a scene, and no property is broken.
 fn holds(scene: Scene) {

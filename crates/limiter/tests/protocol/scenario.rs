@@ -1,4 +1,4 @@
-//! What is played: limits, where the counters lie, how rules count, what may happen how often, and what is done wrong.
+//! Scenarios: limits, locations of counters, modes of rules, the number of allowed events, and deliberate mistakes.
 
 use transom_limiter::rule::Sharing;
 

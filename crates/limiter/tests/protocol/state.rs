@@ -1,6 +1,6 @@
-//! All there is between two gateways and a store, small enough to be compared, and what is remembered beside it to judge by.
+//! The whole state of two gateways and a store, small enough to be compared, and the records that properties are judged by.
 //!
-//! It changes nothing by itself, but for the store, which does what its two scripts do.
+//! Only the store changes its state here, as its two scripts do.
 
 /// A counter of one client, and one of all.
 pub const NARROW: usize = 0;

@@ -1,4 +1,4 @@
-//! Everything that may happen next: each request, call, answer, loss, kill, failover and end of a window, in every order.
+//! Every possible next step: request, call, reply, loss, kill, failover, and end of a window.
 
 use crate::gateway::{Told, World};
 use crate::scenario::Mistake;

@@ -1,5 +1,5 @@
-//! What nothing may exceed: not a table that is too small, not clocks that disagree, not requests that wait
-//! and give up. Of any windows in a row, the first grants the capacity at most, and each other its limit.
+//! Bounds that hold with small tables, differing clocks, and abandoned waits: of consecutive windows, the first grants at most
+//! the capacity, and each later one its limit.
 
 use std::collections::{BTreeMap, HashMap};
 

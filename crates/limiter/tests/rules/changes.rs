@@ -1,7 +1,7 @@
-//! Limits that change while requests come: what was used of a window that is open stays used.
+//! Limits that change while requests arrive: the usage of an open window stays.
 //!
-//! Of windows that each stand for themselves, split or not, and of those that requests open. What windows that
-//! hang together owe is read by the new limit, see docs/explanation/windows.md.
+//! This holds for separate windows, sharded or not, and for windows opened by requests. Debts of windows with rollover are
+//! read by the new limit, as ARCHITECTURE.md describes.
 
 use std::collections::HashMap;
 

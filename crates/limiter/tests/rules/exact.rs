@@ -1,4 +1,4 @@
-//! One gateway, one clock that does not go back, a table with room: the plain limiter exactly.
+//! One gateway, one monotonic clock, a large table: decisions equal those of the reference limiter.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,10 +1,9 @@
-//! Properties of the rule book: random rules and random clocks, compared with a limiter that is plainly
-//! right, and what users were promised, row by row.
+//! Properties of rule sets: random rules and random clocks, compared with a simple reference limiter, and timelines of
+//! documented behaviour.
 //!
-//! `exact` holds that one gateway whose table has room is that limiter exactly; `bounds` what no table, clock or order of
-//! events may exceed; `promises` the timelines that users know from other limiters; `waiting` what requests that wait and
-//! refusals that count do; `late` what becomes of those that were held up; `changes` limits that change meanwhile;
-//! `extremes` the largest and smallest numbers.
+//! `exact`: a gateway with a large table equals the reference. `bounds`: bounds that no table, clock or order of events
+//! exceeds. `timelines`: behaviour known from other limiters. `delay`: delayed requests and counted refusals.
+//! `late_threads`: threads whose clock is behind. `changes`: limits that change. `extremes`: extreme numbers.
 
 mod bounds;
 mod changes;

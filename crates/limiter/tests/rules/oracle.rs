@@ -1,7 +1,6 @@
-//! A limiter that is plainly right: one map from keys to what is left, one thread, nothing forgotten.
+//! The reference limiter: one map from keys to remaining tokens, one thread, no eviction.
 //!
-//! It speaks of tokens that are left, as users do, where the room counts what is used. It knows the
-//! windows of a rule, and nothing of words, slots, spilling or shards.
+//! It counts remaining tokens, where the table counts used ones, and knows nothing of words, slots, overflow or shards.
 
 use std::collections::HashMap;
 

@@ -1,6 +1,4 @@
-//! What these properties are made of: random rules, a gateway that obeys them, and random events.
-//!
-//! It asserts nothing; it plays an event and says what came of it.
+//! Random rules, a gateway that applies them, and random events, for the properties. It makes no assertions.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What users know from other fixed-window limiters, as timelines: each row is one request or one look.
+//! Behaviour known from other fixed-window limiters, as timelines: each row is one request or one peek.
 
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::key::KeyPart;

@@ -1,4 +1,4 @@
-//! Purses under real threads: what passes is what was fetched.
+//! Leases under real threads: the admitted tokens are the leased ones.
 
 use std::collections::HashMap;
 use std::sync::Barrier;

@@ -1,8 +1,7 @@
-//! The counting room under real threads on real atomics: what no model of three threads is large
-//! enough to show, and what loom's atomics of 64 bits can not.
+//! Stress tests with real threads and real atomics: they cover more threads than a model can, and words of 128 bits.
 //!
-//! Threads share a clock that moves on with the requests, and each reads it only now and then, so
-//! that late ones are the rule. Nothing sleeps, nothing depends on how long anything takes.
+//! Threads share a clock that advances with the requests, and each reads it only now and then, so that late threads are
+//! common. Nothing sleeps, and nothing depends on durations.
 
 mod leases;
 mod reports;
