@@ -105,7 +105,7 @@ impl RequestError {
     /// Others may not take it for the end of a line.
     pub const BARE_LINE_FEED: RequestError = RequestError::Framing("a line ends in a line feed alone");
 
-    /// What faults are called in metrics, by [`Fault::kind`].
+    /// What faults are called in metrics, by [`RequestError::kind`].
     pub const KINDS: [&str; 33] = [
         "target",
         "host",
@@ -142,7 +142,7 @@ impl RequestError {
         "route_field",
     ];
 
-    /// The position of its name among [`Fault::KINDS`].
+    /// The position of its name among [`RequestError::KINDS`].
     pub fn kind(&self) -> usize {
         match self {
             RequestError::Target(_) => 0,

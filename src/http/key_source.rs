@@ -134,7 +134,7 @@ pub fn address(address: IpAddr, v4_prefix: u8, v6_prefix: u8, take: &mut impl Fn
     }
 }
 
-/// The kind of a part, as [`Source::feed`] tells it; addresses are of two, and tell it themselves.
+/// The kind of a part, as [`KeySource::feed`] tells it; addresses are of two, and tell it themselves.
 pub fn kind(part: &KeyPart) -> u8 {
     match part {
         KeyPart::Ip { .. } => 1,

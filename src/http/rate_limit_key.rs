@@ -196,7 +196,7 @@ impl RuleKey {
         }
     }
 
-    /// Adds the text of the key that [`Identity::of`] finds, `RULE|PART|PART`: what other gateways know it by. Returns
+    /// Adds the text of the key that [`RuleKey::of`] finds, `RULE|PART|PART`: what other gateways know it by. Returns
     /// whether there is a key; if not, nothing is added.
     pub fn text(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> bool {
         match (self.key.spell(caller, digester, out), &self.on_missing) {
@@ -253,7 +253,7 @@ impl KeySpec {
         self.spelling.name(unknown.position)
     }
 
-    /// Adds the text of the key, or nothing. What is wrong goes before what is missing, as in [`Recipe::hash_from`].
+    /// Adds the text of the key, or nothing. What is wrong goes before what is missing, as in [`KeySpec::hash_from`].
     fn spell(&self, caller: &Caller<'_>, digester: &Digester, out: &mut String) -> Result<(), KeyError> {
         let start = out.len();
         self.spelling.begin(out);

@@ -100,7 +100,7 @@ impl RateLimitTemplate {
         list(&text)
     }
 
-    /// Renders the fields for one decision. `policy` is what [`Sheet::policy`] gave; `text` is a
+    /// Renders the fields for one decision. `policy` is what [`RateLimitTemplate::policy`] gave; `text` is a
     /// buffer to work in.
     pub fn render(
         &self,

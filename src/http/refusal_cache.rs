@@ -53,7 +53,7 @@ impl RefusalCache {
         self.renew(slate, now_ms, context, work_out).0.clone()
     }
 
-    /// As [`Last::refusal`], as it is sent over HTTP/1.1; and its status.
+    /// As [`RefusalCache::refusal`], as it is sent over HTTP/1.1; and its status.
     pub fn written(
         &mut self,
         slate: usize,

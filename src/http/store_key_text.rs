@@ -54,7 +54,7 @@ impl Spelling {
         out.push_str(&self.lead);
     }
 
-    /// Adds the part at a position, as [`super::part::Source::feed`] hands it on.
+    /// Adds the part at a position, as [`super::key_source::KeySource::feed`] hands it on.
     pub fn part(&self, position: usize, kind: u8, bytes: &[u8], digester: &Digester, out: &mut String) {
         let (Some(part), Some(secret)) = (self.parts.get(position), self.secret.get(position)) else { return };
         out.push('|');

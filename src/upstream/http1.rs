@@ -2,7 +2,7 @@
 //!
 //! hyper divides a connection into a sender of requests and a driver that does the I/O. The driver is not a task of its
 //! own: the task that waits for the response, or for the next frame of a body, polls it. That saves two task switches a
-//! request, and an idle connection costs nothing until it is used again. [`GatedWaker`] drops the wakes that this would
+//! request, and an idle connection costs nothing until it is used again. `GatedWaker` drops the wakes that this would
 //! cause in vain.
 
 use std::future::poll_fn;

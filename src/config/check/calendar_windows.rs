@@ -114,7 +114,7 @@ fn offset_fix(offset: &str) -> String {
     }
 }
 
-/// The moments at which windows end, Unix milliseconds, from 1970 to beyond [`LAST_MS`].
+/// The moments at which windows end, Unix milliseconds, from 1970 to beyond the year 2110.
 fn ends(period: &str, zone: &str) -> Arc<[u64]> {
     let Some(zone) = find(zone) else { return Arc::default() };
     let mut ends = Vec::new();
