@@ -29,9 +29,9 @@ pub struct RetryBudget {
 }
 
 impl RetryBudget {
-    /// Allows `percent` of the requests, and `minimum` retries a second, which are divided among `loops` workers.
-    pub fn new(percent: u32, minimum: u32, loops: usize) -> RetryBudget {
-        let per_second = u64::from(minimum) * RETRY_COST / loops.max(1) as u64;
+    /// Allows `percent` of the requests, and `minimum` retries a second, which are divided among `workers`.
+    pub fn new(percent: u32, minimum: u32, workers: usize) -> RetryBudget {
+        let per_second = u64::from(minimum) * RETRY_COST / workers.max(1) as u64;
         RetryBudget {
             credit_per_request: u64::from(percent) * RETRY_COST / 100,
             min_per_second: per_second,

@@ -155,8 +155,8 @@ fn a_path_that_is_not_a_file_is_refused_by_name() {
     for (file, says) in [
         (at("folder"), "it is a directory: use the path of a file"),
         (at("link"), "it is a symbolic link"),
-        (at("pipe"), "it is a device, a pipe or a socket: name a regular file"),
-        (at("socket"), "it is a device, a pipe or a socket: name a regular file"),
+        (at("pipe"), "it is a device, a pipe or a socket: use the path of a regular file"),
+        (at("socket"), "it is a device, a pipe or a socket: use the path of a regular file"),
         (at("nowhere/counters"), "No such file or directory"),
         (at("text/counters"), "Not a directory"),
         (program.clone(), "Text file busy"),
@@ -197,7 +197,7 @@ fn a_file_in_use_by_another_version_is_refused_with_the_fix() {
     user.lock_shared().unwrap();
     let said = refused(&scratch, &file, CAPACITY);
     assert!(said.contains("in use by another process, and its layout is version 2"), "{said}");
-    assert!(said.contains("stop that one first"), "{said}");
+    assert!(said.contains("stop that process first"), "{said}");
     assert!(fs::read(&file).unwrap() == bytes && !beside(&file, "old").exists());
     drop(user);
     assert_eq!(left(&Process::spawn(&toml(&file, CAPACITY))), 8);
@@ -218,7 +218,7 @@ fn a_full_file_system_fails_the_start() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("not enough space for") && said.contains("No space left"), "{said}");
-    assert!(said.contains("enlarge that file system, or lower `counters.capacity`"), "{said}");
+    assert!(said.contains("enlarge the file system, or lower `counters.capacity`"), "{said}");
     assert_eq!(String::from_utf8_lossy(&output.stdout), "", "nothing is left behind but the lock");
     // A limit on the size of files is another error.
     let file = scratch.path().join("counters");

@@ -153,7 +153,7 @@ fn missing_http2_support_is_502() {
     let toml = toml(&upstream, &format!("protocol = \"http2\"\n{}", trusting(&notary, "")));
     let process = Process::spawn(&toml);
     process.get("/a").expect(502).problem();
-    eventually("the operator is told", || process.stderr().contains("did not choose `h2`"));
+    eventually("the operator is told", || process.stderr().contains("did not select `h2`"));
 }
 
 #[test]
