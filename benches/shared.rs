@@ -16,7 +16,9 @@ use tokio::runtime::{Builder, LocalOptions};
 use transom::clock::Clock;
 use transom::config::redis::{Node, Nodes, Shared};
 use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{self, AcquireCall, Answer, At, By, CounterRequest, Decision, Scripts};
+use transom::redis_store::scripts::{
+    self, AcquireCall, AcquireReply, AcquireResult, CounterRequest, ScriptRef, Scripts, WindowRef,
+};
 
 /// The gateway's allocator, for both sides.
 #[global_allocator]
@@ -58,13 +60,15 @@ fn waiting(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
     let client = redis::Client::open(("127.0.0.1", port)).expect("an address");
     let mut connection = client.get_connection().expect("redis-server listens");
     let scripts = Scripts::default();
-    scripts::take(&scripts.take, By::Text, asks(keys).iter().take(1)).exec(&mut connection).expect("is executed");
+    scripts::acquire_command(&scripts.acquire, ScriptRef::Text, asks(keys).iter().take(1))
+        .exec(&mut connection)
+        .expect("is executed");
     let asks = asks(keys);
     let (start, mut decided) = (Clock::system().instant(), 0);
     while start.elapsed() < ROUND {
         let ask = [&asks[decided % KEYS]];
-        let said = scripts::take(&scripts.take, By::Sha, ask.into_iter()).query(&mut connection);
-        check(scripts::taken(&said.expect("is executed"), ask.into_iter()));
+        let said = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, ask.into_iter()).query(&mut connection);
+        check(scripts::parse_acquire_reply(&said.expect("is executed"), ask.into_iter()));
         decided += 1;
     }
     decided as f64 / start.elapsed().as_secs_f64()
@@ -81,9 +85,9 @@ fn one_by_one(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
         let (start, mut decided) = (Clock::system().instant(), 0);
         while start.elapsed() < ROUND {
             let ask = [&asks[decided % KEYS]];
-            let call = scripts::take(&scripts.take, By::Sha, ask.into_iter());
+            let call = scripts::acquire_command(&scripts.acquire, ScriptRef::Sha, ask.into_iter());
             let said = call.query_async(&mut connection).await.expect("is executed");
-            check(scripts::taken(&said, ask.into_iter()));
+            check(scripts::parse_acquire_reply(&said, ask.into_iter()));
             decided += 1;
         }
         decided as f64 / start.elapsed().as_secs_f64()
@@ -105,8 +109,8 @@ fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
                 tokio::task::spawn_local(async move {
                     let mut decided = 0;
                     while start.elapsed() < ROUND {
-                        let answer = store.take(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
-                        assert!(matches!(answer, Ok(Answer::Granted { .. })), "{answer:?}");
+                        let answer = store.acquire(&keys[(first + decided * TOGETHER) % KEYS], now_ms).await;
+                        assert!(matches!(answer, Ok(AcquireReply::Granted { .. })), "{answer:?}");
                         decided += 1;
                     }
                     decided
@@ -123,28 +127,28 @@ fn one_event_loop(port: u16, keys: &[[CounterRequest; 3]]) -> f64 {
 
 fn asks(keys: &[[CounterRequest; 3]]) -> Vec<AcquireCall> {
     let now_ms = now_ms();
-    keys.iter().map(|wants| AcquireCall { wants: wants.to_vec(), floor_ms: now_ms, at_ms: now_ms }).collect()
+    keys.iter().map(|wants| AcquireCall { requests: wants.to_vec(), gateway_ms: now_ms, window_ms: now_ms }).collect()
 }
 
-fn check(decisions: Option<Vec<Decision>>) {
-    assert!(matches!(decisions.as_deref(), Some([Ok(Answer::Granted { .. })])));
+fn check(decisions: Option<Vec<AcquireResult>>) {
+    assert!(matches!(decisions.as_deref(), Some([Ok(AcquireReply::Granted { .. })])));
 }
 
 fn wants(key: usize) -> [CounterRequest; 3] {
     let now_ms = now_ms();
     let window = |period_ms: u64, name: &str| {
         let number = now_ms / period_ms;
-        let at = At::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
+        let at = WindowRef::Plain { number, end_ms: (number + 1) * period_ms, next_end_ms: (number + 2) * period_ms };
         let base = format!("transom:{{bench|{key}}}:{name}").into();
         CounterRequest {
             base,
-            at,
+            window: at,
             limit: u32::MAX,
             ceiling: u64::from(u32::MAX),
             need: 1,
             want: 1,
-            least: 0,
-            asked_ms: 0,
+            used_min: 0,
+            computed_ms: 0,
         }
     };
     // Long periods, which rarely end during the benchmark.

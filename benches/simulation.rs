@@ -14,13 +14,13 @@ use transom::redis_store::{SWEEP, lease_sizing};
 
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;
-const BRISK_US: u64 = us(lease_sizing::BRISK);
-const BUSY_US: u64 = us(lease_sizing::BUSY);
-const SLOW_US: u64 = us(lease_sizing::SLOW);
-const MEMORY_US: u64 = us(lease_sizing::MEMORY);
-const RECHECK_US: u64 = us(lease_sizing::RECHECK.0);
-/// Interval of the check for idle tokens.
-const IDLE_US: u64 = us(lease_sizing::IDLE) + us(SWEEP) / 2;
+const BRISK_US: u64 = us(lease_sizing::FOURFOLD_BELOW);
+const BUSY_US: u64 = us(lease_sizing::TWOFOLD_BELOW);
+const SLOW_US: u64 = us(lease_sizing::HALF_ABOVE);
+const MEMORY_US: u64 = us(lease_sizing::RECORD_LIFETIME);
+const RECHECK_US: u64 = us(lease_sizing::RECHECK_PERIOD.0);
+/// It is looked at now and then whether something lies idle.
+const IDLE_US: u64 = us(lease_sizing::IDLE_AFTER) + us(SWEEP) / 2;
 
 /// From a call of Redis to its reply, microseconds; Redis decides in the middle of that time.
 const WAY_US: u64 = 1_000;

@@ -1,4 +1,4 @@
-//! Arguments, command, exit code.
+//! Command line arguments, logging setup, exit codes.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use transom::cli::{self, Exit};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// A reverse-proxy gateway that holds every client to layered fixed-window limits, exactly.
+/// A reverse-proxy gateway with exact, layered rate limits
 #[derive(Parser)]
 #[command(version, args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -25,13 +25,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve (the default)
+    /// Serve (default command)
     Run(File),
-    /// Say whether a configuration is good, or everything that is wrong with it
+    /// Check a configuration file and list all problems
     Check(Check),
-    /// Have the running gateway replaced by this version, without a gap
+    /// Replace the running gateway with this version, without a gap
     Upgrade(cli::upgrade::Arguments),
-    /// Say who is known by name, and on which plan
+    /// Add, change, remove and list the clients of the clients file
     Clients(cli::clients::Arguments),
 }
 
@@ -39,17 +39,17 @@ enum Command {
 struct Check {
     #[command(flatten)]
     file: File,
-    /// Reach out to the servers that counters are shared through, and say whether they are fit for it
+    /// Also check the Redis servers that hold shared counters
     #[arg(long)]
     connect: bool,
-    /// Take notes for errors: exit 2 if there is one
+    /// Treat notes as errors: exit 2 if there are any
     #[arg(long)]
     strict: bool,
 }
 
 #[derive(clap::Args)]
 struct File {
-    /// The configuration
+    /// Configuration file
     #[arg(long, value_name = "FILE", default_value = "gateway.toml")]
     config: PathBuf,
 }
@@ -64,9 +64,9 @@ fn main() -> ExitCode {
         );
         return ExitCode::from(2);
     };
-    // An event loop never waits for whoever reads the messages: those that do not fit are lost.
+    // Workers never wait for the log: lines that do not fit into the buffer are dropped.
     let (writer, _flushed_at_the_end) = tracing_appender::non_blocking(std::io::stderr());
-    // What clients do wrong on HTTP/2 is counted; its library would warn of each, as often as they like.
+    // Protocol errors of clients are counted. The h2 library would log a warning for each, which clients could flood.
     let targets = Targets::new().with_default(level).with_target("h2", level.min(LevelFilter::ERROR));
     tracing_subscriber::fmt().with_max_level(level).with_writer(writer).with_ansi(false).finish().with(targets).init();
     let exit = match arguments.command.unwrap_or(Command::Run(arguments.file)) {

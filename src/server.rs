@@ -1,9 +1,6 @@
-//! Wiring: from a configuration to a running gateway, and its handle.
-//!
-//! One thread for each event loop, each with a runtime, listeners and connections of its own; the
-//! loops share the counter table and the snapshot. The handle tells them to take over a new
-//! configuration or to drain; signals and files are other rooms' business. `event_loop` is the life of one,
-//! `error` why there is none.
+//! A running gateway: starts the worker threads, the admin thread and the background threads, and passes reloads and
+//! the drain on to them. Each worker thread has its own runtime, listeners and connections; workers share the counter
+//! table and the compiled configuration. Signals and file changes are handled in `cli::run`.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
@@ -36,7 +33,7 @@ use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::WorkerState;
-use crate::redis_store::Shared;
+use crate::redis_store::SharedCounters;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError, TooManyLayers};
@@ -44,23 +41,23 @@ use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::rule::Rule;
 use transom_limiter::rule_set::RuleSet;
 use transom_limiter::window::{END_MAX_MS, PERIOD_MAX_MS};
-use worker::{DrainTimes, Order};
+use worker::{DrainTimes, WorkerCommand};
 
 pub mod error;
 mod worker;
 
-/// How long a gateway that stops waits for requests that are on their way on connections that lie idle. Nobody is let
-/// in meanwhile.
-const LAST_ORDERS: Duration = Duration::from_secs(1);
-/// How long before the end of its time a gateway that has a successor closes the connections that lie idle: enough to
-/// part from them in good order. Half of its time where that is less: requests may be on their way on them.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// How long a stopping gateway keeps idle connections open for requests that are on their way. It accepts no new
+/// connections meanwhile.
+const IDLE_DRAIN: Duration = Duration::from_secs(1);
+/// After an upgrade, idle connections are closed this long before the drain limit, or at half of the limit if that is
+/// later: clients may be about to send requests on them.
+const IDLE_CLOSE_MARGIN: Duration = Duration::from_secs(2);
 
-/// A larger difference between the time of windows and the wall clock is worth a warning.
+/// Clock difference that is warned of.
 const CLOCK_OFFSET_MAX_S: u64 = 5;
 
-/// How long the end waits for the last lines of the access log.
-const LAST_LINES: Duration = Duration::from_secs(1);
+/// Limit for writing the last access log lines.
+const LOG_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A running gateway.
 pub struct Gateway {
@@ -68,54 +65,54 @@ pub struct Gateway {
     https: Vec<SocketAddr>,
     admin: Option<SocketAddr>,
     counters: Arc<Counters>,
-    /// Some rules can not do yet what they are to do, because others count in the same memory.
-    is_held: bool,
-    keeper: Option<BackgroundWriter>,
+    /// Whether some rules have plain windows for now, because other processes use the same counters.
+    has_restricted_rules: bool,
+    snapshot_writer: Option<BackgroundWriter>,
     config: Config,
     pub registry: Arc<Registry>,
     expiries: ExpiryGauges,
-    /// What requests that went away left charged.
-    abandoned: Arc<DeferredRefunds>,
+    /// Refunds of reservations of requests that were dropped.
+    deferred_refunds: Arc<DeferredRefunds>,
     ready: Arc<AtomicBool>,
-    orders: Vec<UnboundedSender<Order>>,
-    /// All sockets that it listens on, with the addresses as configured: a successor gets them.
+    worker_commands: Vec<UnboundedSender<WorkerCommand>>,
+    /// The listening sockets with their configured addresses; passed on in an upgrade.
     sockets: Vec<(SocketAddr, StdListener)>,
-    doorway: watch::Sender<AcceptState>,
-    loops: Vec<JoinHandle<()>>,
-    office: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
-    /// What holds for new connections.
-    terms: Arc<ListenerConfig>,
-    capacity: Arc<ConnectionLimit>,
-    /// Who answers the decision API, by the configuration that is in force.
-    counsel: watch::Sender<Option<Arc<DecisionService>>>,
-    /// The rules that are in force.
+    accept_state: watch::Sender<AcceptState>,
+    worker_threads: Vec<JoinHandle<()>>,
+    admin_thread: Option<(oneshot::Sender<()>, JoinHandle<()>)>,
+    /// The settings for new connections.
+    listener_config: Arc<ListenerConfig>,
+    connection_limit: Arc<ConnectionLimit>,
+    /// The decision service of the current configuration.
+    decision_service: watch::Sender<Option<Arc<DecisionService>>>,
+    /// The current rules.
     rule_set: Option<Arc<RuleSet>>,
-    /// The upstream servers, as all loops know them.
+    /// The upstream servers, as all workers know them.
     upstream_health: watch::Sender<Vec<Arc<UpstreamHealth>>>,
-    /// By which names the admin address may be asked.
+    /// The host names that the admin address accepts.
     admin_hosts: watch::Sender<Vec<String>>,
-    /// Who asks the servers how they are, once somebody should.
-    prober: Option<JoinHandle<()>>,
+    /// The thread of the active health checks, if any are configured.
+    health_thread: Option<JoinHandle<()>>,
     clock: Clock,
-    /// Whether the time of windows was last found to differ from the wall clock.
+    /// Whether the last check found that window time and wall clock differ.
     is_clock_off: bool,
-    /// How many event loops there are.
+    /// Number of workers.
     workers: usize,
-    access: Option<LogSender>,
-    writers: Vec<WriterThread>,
+    access_sink: Option<LogSender>,
+    log_writers: Vec<WriterThread>,
 }
 
 impl Gateway {
-    /// Opens the addresses and starts the loops. It serves when this returns.
+    /// Starts a gateway and accepts connections at once.
     pub fn start(config: Config, clock: Clock) -> Result<Gateway, StartError> {
         let gateway = Gateway::start_with(config, clock, InheritedSockets::default(), None)?;
-        gateway.open();
+        gateway.start_accepting();
         Ok(gateway)
     }
 
-    /// Starts on the sockets that were opened for it, and opens the others. Nothing that can fail is left
-    /// then, and it accepts nothing before it is told to open.
-    /// `counters` are those of the process that it takes over from.
+    /// Starts a gateway on inherited sockets, and opens the other addresses. It accepts no connection before
+    /// [`Gateway::start_accepting`]; nothing can fail after this returns. `counters` is the counter memory of the
+    /// process that is replaced.
     pub fn start_with(
         config: Config,
         clock: Clock,
@@ -139,114 +136,129 @@ impl Gateway {
             http: opened.http,
             https: opened.https,
             admin: None,
-            terms,
-            capacity: ConnectionLimit::new(&config.listen),
+            listener_config: terms,
+            connection_limit: ConnectionLimit::new(&config.listen),
             counters: Arc::clone(&counters),
-            is_held: false,
-            keeper: None,
+            has_restricted_rules: false,
+            snapshot_writer: None,
             registry,
             expiries: ExpiryGauges::default(),
-            abandoned: Arc::default(),
+            deferred_refunds: Arc::default(),
             ready: Arc::new(AtomicBool::new(true)),
-            orders: Vec::new(),
+            worker_commands: Vec::new(),
             sockets: opened.sockets,
-            doorway: watch::Sender::new(AcceptState::NotStarted),
-            loops: Vec::new(),
-            office: None,
-            counsel: watch::Sender::default(),
+            accept_state: watch::Sender::new(AcceptState::NotStarted),
+            worker_threads: Vec::new(),
+            admin_thread: None,
+            decision_service: watch::Sender::default(),
             rule_set: None,
             upstream_health: watch::Sender::default(),
             admin_hosts: watch::Sender::new(config.admin.hosts.clone()),
-            prober: None,
+            health_thread: None,
             clock: clock.clone(),
             is_clock_off: false,
             workers,
-            access: None,
-            writers: Vec::new(),
+            access_sink: None,
+            log_writers: Vec::new(),
             config: config.clone(),
         };
         gateway.expiries = expiries(&gateway.registry, &config);
         if let Some(log) = &config.access_log {
             gateway.open_access_log(log).map_err(StartError::AccessLog)?;
         }
-        let upstream_health = gateway.fleets_of(&config);
-        gateway.start_prober(&upstream_health)?;
-        let rule_set = gateway.ready_book(&config, !counters.in_use_by_others).map_err(StartError::Layers)?;
+        let upstream_health = gateway.update_upstream_health(&config);
+        gateway.start_health_checks(&upstream_health)?;
+        let rule_set = gateway.compile_rules(&config, !counters.in_use_by_others).map_err(StartError::Layers)?;
         drop(alone);
         let snapshot = CompiledConfig::new(config, counters.seed, rule_set, upstream_health);
         gateway.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        gateway.counsel.send_replace(Some(Arc::clone(&snapshot.decision_service)));
+        gateway.decision_service.send_replace(Some(Arc::clone(&snapshot.decision_service)));
         if let Some(address) = gateway.config.listen.admin {
-            gateway.start_office(address, &mut inherited)?;
+            gateway.start_admin(address, &mut inherited)?;
         }
         if let Some(address) = inherited.unused_address() {
             return Err(StartError::Inherited(address));
         }
-        gateway.start_loops(opened.by_worker, &snapshot)?;
-        // Last: what does not come to serve leaves the snapshot alone.
+        gateway.start_workers(opened.by_worker, &snapshot)?;
+        // Started last, so that a failed start leaves the snapshot unchanged.
         let meter = SnapshotMetrics::new(&gateway.registry);
-        let keeper = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
-        gateway.keeper = Some(keeper.map_err(StartError::Thread)?);
+        let snapshot_writer = BackgroundWriter::start(counters, clock, &gateway.config.counters, meter);
+        gateway.snapshot_writer = Some(snapshot_writer.map_err(StartError::Thread)?);
         Ok(gateway)
     }
 
-    /// Starts a loop for each list of doors. None accepts anything yet.
-    fn start_loops(
+    /// Starts a worker for each list of listeners. They do not accept yet.
+    fn start_workers(
         &mut self,
         by_loop: Vec<Vec<WorkerListener>>,
         snapshot: &Arc<CompiledConfig>,
     ) -> Result<(), StartError> {
-        for (id, doors) in by_loop.into_iter().enumerate() {
-            let (orders, inbox) = unbounded_channel();
+        for (id, worker_listeners) in by_loop.into_iter().enumerate() {
+            let (commands, inbox) = unbounded_channel();
             let (table, clock) = (Arc::clone(&self.counters.table), self.clock.clone());
-            let (snapshot, access) = (Arc::clone(snapshot), self.access.clone());
-            let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.terms));
-            let (capacity, abandoned) = (Arc::clone(&self.capacity), Arc::clone(&self.abandoned));
+            let (snapshot, access) = (Arc::clone(snapshot), self.access_sink.clone());
+            let (registry, terms) = (Arc::clone(&self.registry), Arc::clone(&self.listener_config));
+            let (capacity, deferred_refunds) = (Arc::clone(&self.connection_limit), Arc::clone(&self.deferred_refunds));
             let run = move || {
-                let worker =
-                    Rc::new(WorkerState::new(id, table, clock, abandoned, Arc::clone(&registry), snapshot, access));
+                let worker = Rc::new(WorkerState::new(
+                    id,
+                    table,
+                    clock,
+                    deferred_refunds,
+                    Arc::clone(&registry),
+                    snapshot,
+                    access,
+                ));
                 let listener_context = Rc::new(ListenerContext::new(worker, capacity, terms));
-                let listeners = doors.into_iter().map(|door| {
-                    let meter = ListenerMetrics::new(&registry, id, &door.address.to_string(), door.https.is_some());
-                    (door.socket, Rc::new(Listener::new(Rc::clone(&listener_context), meter, door.https)))
+                let listeners = worker_listeners.into_iter().map(|worker_listener| {
+                    let meter = ListenerMetrics::new(
+                        &registry,
+                        id,
+                        &worker_listener.address.to_string(),
+                        worker_listener.https.is_some(),
+                    );
+                    (
+                        worker_listener.socket,
+                        Rc::new(Listener::new(Rc::clone(&listener_context), meter, worker_listener.https)),
+                    )
                 });
                 worker::run(Rc::clone(&listener_context), listeners.collect(), inbox)
             };
-            self.loops.push(spawn(format!("loop-{id}"), run)?);
-            self.orders.push(orders);
+            self.worker_threads.push(spawn(format!("loop-{id}"), run)?);
+            self.worker_commands.push(commands);
         }
         Ok(())
     }
 
-    /// Lets connections in.
-    pub fn open(&self) {
-        self.tell(|| Order::Open);
-        self.doorway.send_replace(AcceptState::Accepting);
+    /// Accepts connections from now on.
+    pub fn start_accepting(&self) {
+        self.send_to_workers(|| WorkerCommand::Accept);
+        self.accept_state.send_replace(AcceptState::Accepting);
     }
 
-    /// The sockets that it listens on, with the addresses as configured.
+    /// The listening sockets with their configured addresses.
     pub fn sockets(&self) -> &[(SocketAddr, StdListener)] {
         &self.sockets
     }
 
-    /// What the counters lie in, for the process that takes its place.
+    /// The descriptor of the counter memory, for an upgrade.
     pub fn counters(&self) -> BorrowedFd<'_> {
         self.counters.descriptor()
     }
 
-    fn tell(&self, order: impl Fn() -> Order) {
-        for orders in &self.orders {
-            // A loop that is gone has panicked, which was reported then.
-            let _ = orders.send(order());
+    fn send_to_workers(&self, order: impl Fn() -> WorkerCommand) {
+        for commands in &self.worker_commands {
+            // A worker that is gone has panicked, which is logged when joined.
+            let _ = commands.send(order());
         }
     }
 
-    /// The addresses it serves, with the ports that were chosen for port 0.
+    /// The HTTP addresses, with the actual port where 0 is configured.
     pub fn http(&self) -> &[SocketAddr] {
         &self.http
     }
 
-    /// As [`Gateway::http`], those that speak TLS.
+    /// As [`Gateway::http`], for HTTPS.
     pub fn https(&self) -> &[SocketAddr] {
         &self.https
     }
@@ -255,13 +267,13 @@ impl Gateway {
         self.admin
     }
 
-    /// The configuration that is in force.
+    /// The current configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Takes over a configuration without dropping a connection or a count. Requests that are under
-    /// way finish on the old one.
+    /// Applies a new configuration. Connections and counts are kept; requests in flight finish under the old
+    /// configuration.
     pub fn reload(&mut self, config: Config) -> Result<(), ReloadError> {
         for (name, same) in [
             ("the addresses in `listen`", config.listen.has_addresses_of(&self.config.listen)),
@@ -272,46 +284,49 @@ impl Gateway {
                 return Err(ReloadError::NeedsRestart(name));
             }
         }
-        let terms =
-            ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.terms))).map_err(ReloadError::Tls)?;
+        let terms = ListenerConfig::new(&config.listen, Some((&self.config.listen, &self.listener_config)))
+            .map_err(ReloadError::Tls)?;
         match &config.access_log {
-            None => self.access = None,
+            None => self.access_sink = None,
             log if *log == self.config.access_log => {}
             Some(log) => self.open_access_log(log).map_err(ReloadError::AccessLog)?,
         }
-        // Last of what can fail: others may write by what it makes known, so this process has to read by it.
-        let rule_set = self.ready_book(&config, false).map_err(ReloadError::Layers)?;
-        self.terms = terms;
-        // What the reload before took away may have ended meanwhile.
+        // The last step that can fail: it registers counter formats that other processes may use from then on, so this
+        // process has to use them too.
+        let rule_set = self.compile_rules(&config, false).map_err(ReloadError::Layers)?;
+        self.listener_config = terms;
+        // Metrics that the previous reload removed may be unused by now.
         self.registry.remove_unused();
         self.expiries = expiries(&self.registry, &config);
-        self.capacity.apply(&config.listen);
+        self.connection_limit.apply(&config.listen);
         self.config = config.clone();
         self.admin_hosts.send_replace(config.admin.hosts.clone());
-        let upstream_health = self.fleets_of(&config);
-        if let Err(error) = self.start_prober(&upstream_health) {
-            tracing::error!(%error, "servers are not checked");
+        let upstream_health = self.update_upstream_health(&config);
+        if let Err(error) = self.start_health_checks(&upstream_health) {
+            tracing::error!(%error, "upstream servers are not checked");
         }
         let snapshot = CompiledConfig::new(config, self.counters.seed, rule_set, upstream_health);
         self.rule_set = Some(Arc::clone(&snapshot.rule_set));
-        self.counsel.send_replace(Some(Arc::clone(&snapshot.decision_service)));
-        self.tell(|| Order::Adopt(Arc::clone(&snapshot), Arc::clone(&self.terms), self.access.clone()));
+        self.decision_service.send_replace(Some(Arc::clone(&snapshot.decision_service)));
+        self.send_to_workers(|| {
+            WorkerCommand::Reload(Arc::clone(&snapshot), Arc::clone(&self.listener_config), self.access_sink.clone())
+        });
         Ok(())
     }
 
-    /// Lets rules do what they could not while others counted in the same memory, once no other does, and compares the
-    /// clocks.
-    pub fn catch_up(&mut self) {
+    /// Lifts the restriction of rules once no other process uses the same counters, and compares the clocks. Call about
+    /// once a second.
+    pub fn run_periodic_checks(&mut self) {
         self.compare_clocks();
-        if self.is_held
+        if self.has_restricted_rules
             && self.counters.with_exclusive_use(|| ()).is_some()
             && let Err(error) = self.reload(self.config.clone())
         {
-            tracing::error!("rules do not roll over, wait, reserve or split as they should: {error}");
+            tracing::error!("some rules still have plain windows: {error}");
         }
     }
 
-    /// Warns once when the time of windows begins to differ from the wall clock, and tells when it no longer does.
+    /// Logs when window time begins or ceases to differ from the wall clock.
     fn compare_clocks(&mut self) {
         let offset_s = self.clock.offset_s();
         let is_off = offset_s.unsigned_abs() > CLOCK_OFFSET_MAX_S;
@@ -320,7 +335,7 @@ impl Gateway {
                 let side = if offset_s < 0 { "behind" } else { "ahead of" };
                 let seconds = offset_s.unsigned_abs();
                 tracing::warn!(
-                    "windows follow a clock that is {seconds} s {side} this machine's: the machine's clock was stepped, or the \
+                    "windows follow a clock that is {seconds} s {side} this machine's clock: the machine's clock was stepped, or the \
                      clock of the store is another; tokens and certificates are checked by the machine's"
                 );
             }
@@ -329,90 +344,89 @@ impl Gateway {
         }
     }
 
-    /// The rules made ready to read and write counters as is known to all who count in the same memory. What is new can
-    /// only be made known while nobody else counts there: `alone`, if that is certain already.
-    fn ready_book(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
-        let ledger = &self.counters.formats;
+    /// Compiles the rules, with counter formats that all processes sharing the memory agree on. A new format can only
+    /// be registered while no other process uses the memory; `alone`: this is known already.
+    fn compile_rules(&mut self, config: &Config, alone: bool) -> Result<RuleSet, TooManyLayers> {
+        let registry = &self.counters.formats;
         let mut rule_set = RuleSet::new(&config.rules, self.counters.seed, self.rule_set.as_deref());
         let wanted = rule_set.counter_formats();
-        if !ledger.formats().covers(&wanted) {
-            let join = || ledger.join(&wanted);
+        if !registry.formats().covers(&wanted) {
+            let join = || registry.join(&wanted);
             let joined = if alone { Some(join()) } else { self.counters.with_exclusive_use(join) };
             joined.transpose().map_err(|_full| TooManyLayers)?;
         }
-        let ways = ledger.formats();
+        let ways = registry.formats();
         rule_set.adopt_formats(&ways);
         let is_held = rule_set.restrict_to_formats(&ways);
-        if is_held && !self.is_held {
+        if is_held && !self.has_restricted_rules {
             tracing::warn!(
-                "rules that are to roll over, wait, reserve or split otherwise than before have plain windows until no \
+                "rules whose rollover, delay, reservation or shards are new have plain windows until no \
                  other process counts in the same memory"
             );
         }
-        self.is_held = is_held;
+        self.has_restricted_rules = is_held;
         Ok(rule_set)
     }
 
-    /// Opens the access log again, which may have been moved away to be rotated.
+    /// Reopens the access log after rotation.
     pub fn reopen_access_log(&self) {
-        self.access.iter().for_each(LogSender::reopen);
+        self.access_sink.iter().for_each(LogSender::reopen);
     }
 
-    /// Stops accepting, lets requests finish for as long as the configuration says, and returns when
-    /// the last loop has ended. Readiness goes down first.
+    /// Stops accepting, lets requests finish within the configured limit, and returns when all threads have ended.
+    /// Readiness fails first.
     pub fn drain(self) {
         self.ready.store(false, Ordering::Release);
         let limit = self.config.timeouts.drain;
-        self.end(DrainTimes { patience: LAST_ORDERS, limit });
+        self.shut_down(DrainTimes { idle: IDLE_DRAIN, limit });
     }
 
-    /// As [`Gateway::drain`], where another process serves on the same sockets already. So nobody misses this one,
-    /// and connections that lie idle are kept for as long as there is time: whoever asks for something on one is
-    /// answered, and comes to the other the next time.
+    /// As [`Gateway::drain`], after an upgrade: another process accepts on the same sockets, so idle connections stay
+    /// open almost until the limit. A request on one of them is served, and the client reconnects to the new process.
     pub fn drain_for_successor(self) {
-        self.doorway.send_replace(AcceptState::HandedOver);
+        self.accept_state.send_replace(AcceptState::HandedOver);
         let limit = self.config.timeouts.drain;
-        self.end(DrainTimes { patience: limit - FAREWELL.min(limit / 2), limit });
+        self.shut_down(DrainTimes { idle: limit - IDLE_CLOSE_MARGIN.min(limit / 2), limit });
     }
 
-    /// What makes a drain that has begun let go of connections that lie idle.
-    pub fn release(&self) -> impl Fn() + use<> {
-        let loops = self.orders.clone();
-        move || loops.iter().for_each(|orders| drop(orders.send(Order::Release)))
+    /// Returns a function that makes a running drain close idle connections at once.
+    pub fn idle_closer(&self) -> impl Fn() + use<> {
+        let commands = self.worker_commands.clone();
+        move || commands.iter().for_each(|commands| drop(commands.send(WorkerCommand::CloseIdle)))
     }
 
-    fn end(mut self, pace: DrainTimes) {
-        // As long as one descriptor of a socket is there, clients can connect to it.
+    fn shut_down(mut self, times: DrainTimes) {
+        // Clients can connect to a socket as long as one of its descriptors is open.
         self.sockets.clear();
-        self.tell(|| Order::Drain(pace));
-        for thread in self.loops.drain(..) {
+        self.send_to_workers(|| WorkerCommand::Drain(times));
+        for thread in self.worker_threads.drain(..) {
             join(thread);
         }
-        // The prober runs for as long as it could be told of other servers.
+        // The health checks end when their sender is dropped.
         drop(self.upstream_health);
-        self.prober.into_iter().for_each(join);
-        if let Some((stop, thread)) = self.office.take() {
+        self.health_thread.into_iter().for_each(join);
+        if let Some((stop, thread)) = self.admin_thread.take() {
             let _ = stop.send(());
             join(thread);
         }
-        // Nothing is counted any more.
-        self.keeper.take().into_iter().for_each(BackgroundWriter::finish);
-        self.access = None;
-        for writer in self.writers.drain(..) {
-            writer.finish(LAST_LINES);
+        // Nothing is counted from here on.
+        self.snapshot_writer.take().into_iter().for_each(BackgroundWriter::finish);
+        self.access_sink = None;
+        for writer in self.log_writers.drain(..) {
+            writer.finish(LOG_FLUSH_TIMEOUT);
         }
     }
 
     fn open_access_log(&mut self, log: &AccessLog) -> io::Result<()> {
-        let meter = AccessLogMetrics::new(&self.registry, self.writers.len());
+        let meter = AccessLogMetrics::new(&self.registry, self.log_writers.len());
         let (sink, writer) = LogSender::open(log, meter)?;
-        self.access = Some(sink);
-        self.writers.push(writer);
+        self.access_sink = Some(sink);
+        self.log_writers.push(writer);
         Ok(())
     }
 
-    /// The servers of a configuration, with what is known of them, told to whoever watches.
-    fn fleets_of(&self, config: &Config) -> Vec<Arc<UpstreamHealth>> {
+    /// The upstream servers of a configuration with their known health; also published to the other threads.
+    fn update_upstream_health(&self, config: &Config) -> Vec<Arc<UpstreamHealth>> {
         let former = self.upstream_health.borrow().clone();
         let upstream_health =
             server_health::build_upstream_health(config, &former, &self.registry, self.workers, self.clock.instant());
@@ -420,22 +434,22 @@ impl Gateway {
         upstream_health
     }
 
-    /// Starts the checks of servers, if there are any and they do not run yet.
-    fn start_prober(&mut self, upstream_health: &[Arc<UpstreamHealth>]) -> Result<(), StartError> {
-        if self.prober.is_none() && health_check::is_enabled(upstream_health) {
+    /// Starts the active health checks, if configured and not running.
+    fn start_health_checks(&mut self, upstream_health: &[Arc<UpstreamHealth>]) -> Result<(), StartError> {
+        if self.health_thread.is_none() && health_check::is_enabled(upstream_health) {
             let (upstream_health, clock) = (self.upstream_health.subscribe(), self.clock.clone());
-            self.prober = Some(spawn("health".to_owned(), move || health_check::run(upstream_health, clock))?);
+            self.health_thread = Some(spawn("health".to_owned(), move || health_check::run(upstream_health, clock))?);
         }
         Ok(())
     }
 
-    fn start_office(&mut self, address: SocketAddr, inherited: &mut InheritedSockets) -> Result<(), StartError> {
+    fn start_admin(&mut self, address: SocketAddr, inherited: &mut InheritedSockets) -> Result<(), StartError> {
         let (registry, counters, clock) = (Arc::clone(&self.registry), Arc::clone(&self.counters), self.clock.clone());
-        let (ready, doorway) = (Arc::clone(&self.ready), self.doorway.subscribe());
-        let (counsel, upstream_health) = (self.counsel.subscribe(), self.upstream_health.subscribe());
+        let (ready, accept_state) = (Arc::clone(&self.ready), self.accept_state.subscribe());
+        let (decision_service, upstream_health) = (self.decision_service.subscribe(), self.upstream_health.subscribe());
         let hosts = self.admin_hosts.subscribe();
         let (settings, owner) = (self.config.counters.shared.clone(), self.workers);
-        let abandoned = Arc::clone(&self.abandoned);
+        let deferred_refunds = Arc::clone(&self.deferred_refunds);
         let failed = |source| StartError::Listen { address, source };
         let handed = inherited.take(address).into_iter().next();
         let listener = handed.map_or_else(|| StdListener::bind(address), Ok).map_err(failed)?;
@@ -445,36 +459,37 @@ impl Gateway {
         let (stop, stopped) = oneshot::channel();
         let run = move || async move {
             let meter = || StoreMetrics::new(&registry, owner);
-            let shared = settings
-                .map(|settings| Shared::new(&settings, Arc::clone(&counters.table), clock.clone(), abandoned, meter()));
+            let shared = settings.map(|settings| {
+                SharedCounters::new(&settings, Arc::clone(&counters.table), clock.clone(), deferred_refunds, meter())
+            });
             shared.iter().for_each(|shared| drop(spawn_local(Rc::clone(shared).run())));
-            let office = AdminState {
+            let admin_state = AdminState {
                 registry,
                 counters,
                 clock,
                 ready,
-                accept_state: doorway,
+                accept_state,
                 hosts,
-                decision_service: counsel,
+                decision_service,
                 upstream_health,
                 shared,
             };
             tokio::select! {
-                served = admin::serve(listener, Rc::new(office)) => {
+                served = admin::serve(listener, Rc::new(admin_state)) => {
                     if let Err(error) = served {
-                        tracing::error!(%error, "the admin address is not served");
+                        tracing::error!(%error, "the admin address is no longer served");
                     }
                 }
-                // Told to stop, or the handle is gone.
+                // Stopped, or the handle was dropped.
                 _ = stopped => {}
             }
         };
-        self.office = Some((stop, spawn("admin".to_owned(), run)?));
+        self.admin_thread = Some((stop, spawn("admin".to_owned(), run)?));
         Ok(())
     }
 }
 
-/// When certificates end, and revocation lists.
+/// The expiry metrics of certificates and revocation lists.
 fn expiries(registry: &Registry, config: &Config) -> ExpiryGauges {
     let certificates = config.listen.https.iter().flat_map(|https| &https.tls.certificates);
     let certificates = certificates.map(|certificate| (certificate.file.as_str(), certificate.not_after_s));
@@ -482,27 +497,27 @@ fn expiries(registry: &Registry, config: &Config) -> ExpiryGauges {
     ExpiryGauges::new(registry, certificates, lists)
 }
 
-/// Starts a thread with a runtime of its own, and returns when that runtime stands.
+/// Starts a thread with its own runtime; returns once the runtime is built.
 fn spawn<F, R>(name: String, run: F) -> Result<JoinHandle<()>, StartError>
 where
     F: FnOnce() -> R + Send + 'static,
     R: Future<Output = ()>,
 {
-    let (stands, waits) = mpsc::sync_channel(1);
+    let (started, start_result) = mpsc::sync_channel(1);
     let body = move || match Builder::new_current_thread().enable_all().build_local(LocalOptions::default()) {
         Ok(runtime) => {
-            // Whoever started the thread waits below.
-            let _ = stands.send(Ok(()));
-            // Within the future, so that what it makes finds the runtime.
+            // The starting thread waits below.
+            let _ = started.send(Ok(()));
+            // Called within the future, so that it runs inside the runtime.
             runtime.block_on(async { run().await });
-            // A name that is being looked up is not waited for.
+            // A pending name lookup is not waited for.
             runtime.shutdown_background();
         }
-        Err(error) => drop(stands.send(Err(error))),
+        Err(error) => drop(started.send(Err(error))),
     };
     let thread = thread::Builder::new().name(name).spawn(body).map_err(StartError::Thread)?;
-    let stood = waits.recv().unwrap_or_else(|_gone| Err(io::Error::other("the thread ended at once")));
-    stood.map(|()| thread).map_err(StartError::Thread)
+    let result = start_result.recv().unwrap_or_else(|_gone| Err(io::Error::other("the thread ended at once")));
+    result.map(|()| thread).map_err(StartError::Thread)
 }
 
 fn join(thread: JoinHandle<()>) {

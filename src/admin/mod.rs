@@ -33,8 +33,8 @@ use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
 use crate::persistence::counters::Counters;
-use crate::redis_store::Shared;
-use crate::redis_store::admin_queries::{KeyState, Subject};
+use crate::redis_store::SharedCounters;
+use crate::redis_store::admin_queries::{KeyQuery, KeyState};
 use crate::redis_store::decision::Unavailable;
 use crate::upstream::server_health::UpstreamHealth;
 
@@ -75,7 +75,7 @@ pub struct AdminState {
     pub decision_service: watch::Receiver<Option<Arc<DecisionService>>>,
     pub upstream_health: watch::Receiver<Vec<Arc<UpstreamHealth>>>,
     /// `None` where counters are not shared between gateways.
-    pub shared: Option<Rc<Shared>>,
+    pub shared: Option<Rc<SharedCounters>>,
 }
 
 /// Serves the admin pages until the task is dropped.
@@ -187,18 +187,18 @@ async fn execute(
         return Ok(service.decide_locally(operation, &query, &state.counters.table, &now_ms));
     };
     let (rule_set, charge_plan) = service.charge_plan(&query);
-    let subject = Subject {
+    let subject = KeyQuery {
         rule_set,
         charge_plan,
         keyed_request: query.keyed_request,
         reserve: query.reserve,
-        text: text.into(),
+        key_text: text.into(),
     };
     let unavailable = |Unavailable| DecisionError::StoreUnavailable;
     let (context, allowed, again_ms) = match operation {
         Operation::Limit => {
             let outcome = shared.limit(&subject).await.map_err(unavailable)?;
-            let (allowed, again_ms) = service.outcome(&query, &outcome.judgement, &outcome.context, now_ms());
+            let (allowed, again_ms) = service.outcome(&query, &outcome.decision, &outcome.context, now_ms());
             (outcome.context, allowed, again_ms)
         }
         // Whether tokens can be reserved in a later window is found out by taking them, and refunding them.
@@ -208,12 +208,12 @@ async fn execute(
             (standing.context, allowed, again_ms)
         }
         Operation::Check | Operation::Value => {
-            let KeyState { context, room } = shared.value(&subject).await.map_err(unavailable)?;
+            let KeyState { context, admits: room } = shared.value(&subject).await.map_err(unavailable)?;
             let again_ms = service.retry_at_ms(&query, &context, now_ms());
             (context, room, again_ms)
         }
         Operation::Reset => {
-            let KeyState { context, room } = shared.reset(&subject).await.map_err(unavailable)?;
+            let KeyState { context, admits: room } = shared.reset(&subject).await.map_err(unavailable)?;
             (context, room, Some(now_ms()))
         }
     };

@@ -1,22 +1,21 @@
-//! `transom check`: says whether a configuration is good and what its rules amount to, or everything
-//! that is wrong with it. With `--connect`, the servers that counters are shared through are asked as well; with `--strict`,
-//! remarks are errors.
+//! `transom check`: prints what a configuration amounts to, or all its problems. `--connect` also checks the Redis
+//! servers; `--strict` treats notes as errors.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 
-use super::check_redis::connect;
-use super::{Exit, located, read};
+use super::check_redis::check_redis;
+use super::{Exit, read_config, resolve_path};
 use crate::clock::Clock;
 use crate::config::lint::{self, LintMessage};
 use crate::config::{AccessLog, Config};
 use crate::downstream::tls;
-use crate::file_watch::Watch;
+use crate::file_watch::FileWatch;
 
 pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
-    let config = match read(path, &mut Watch::default()) {
+    let config = match read_config(path, &mut FileWatch::default()) {
         Ok(config) => config,
         Err(problems) => {
             tell!("{}", problems.trim_end());
@@ -33,17 +32,17 @@ pub fn check(path: &Path, reach_out: bool, is_strict: bool) -> Exit {
     for line in lines {
         show!("  {line}");
     }
-    let connected = if reach_out { connect(config.counters.shared.as_ref()) } else { Exit::Fine };
+    let connected = if reach_out { check_redis(config.counters.shared.as_ref()) } else { Exit::Fine };
     if refused > 0 {
         let notes = if refused == 1 { "note" } else { "notes" };
-        tell!("{}: {refused} {notes}, and `--strict` is given", path.display());
+        tell!("{}: {refused} {notes} with `--strict`", path.display());
         return Exit::BadConfig;
     }
     connected
 }
 
-/// Why a start on this machine would fail. A folder may be made, and an address given, by whatever starts the gateway, so
-/// these are no errors of the configuration.
+/// Problems that a start on this machine would have. They are notes: folders and addresses may be created by what
+/// starts the gateway.
 fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     let log = match &config.access_log {
         Some(AccessLog::File(log)) => Some(log.clone()),
@@ -52,21 +51,22 @@ fn start_failures(path: &Path, config: &Config) -> Vec<String> {
     let counters = &config.counters;
     let files: [(&str, Option<PathBuf>); 4] = [
         ("`access_log.file`", log),
-        ("`pid_file`", config.pid_file.as_ref().map(|file| located(path, file))),
+        ("`pid_file`", config.pid_file.as_ref().map(|file| resolve_path(path, file))),
         ("`counters.file`", counters.file.clone()),
         ("`counters.snapshot`", counters.snapshot.clone()),
     ];
-    let files = files.iter().filter_map(|(name, file)| Some(format!("{name} {}", unwritable(file.as_deref()?)?)));
+    let files = files.iter().filter_map(|(name, file)| Some(format!("{name} {}", unwritable_file(file.as_deref()?)?)));
     let listen = &config.listen;
     let https = listen.https.iter().flat_map(|https| &https.addresses);
-    let addresses = listen.http.iter().chain(https).chain(&listen.admin).filter_map(|address| unbound(*address));
+    let addresses =
+        listen.http.iter().chain(https).chain(&listen.admin).filter_map(|address| unusable_address(*address));
     let tls = listen.https.iter().filter_map(|https| tls::server_config(&https.tls).err());
-    let tls = tls.map(|error| format!("TLS can not be set up: {error}"));
-    files.chain(addresses).chain(tls).map(|text| format!("a start fails here: {text}")).collect()
+    let tls = tls.map(|error| format!("TLS cannot be set up: {error}"));
+    files.chain(addresses).chain(tls).map(|text| format!("the gateway would not start here: {text}")).collect()
 }
 
-/// Why a file can not be written where it should be, as far as that can be told without writing to it.
-fn unwritable(file: &Path) -> Option<String> {
+/// Why a file cannot be written, as far as can be found out without writing.
+fn unwritable_file(file: &Path) -> Option<String> {
     let shown = file.display();
     if file.is_dir() {
         return Some(format!("is `{shown}`, which is a folder: name a file"));
@@ -74,16 +74,16 @@ fn unwritable(file: &Path) -> Option<String> {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let is_folder = match fs::metadata(folder) {
         Ok(found) => found.is_dir(),
-        // What can not be looked at may be there for the user that the gateway runs as.
+        // The gateway's user may have access to a folder that this user cannot examine.
         Err(error) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
     };
     (!is_folder).then(|| format!("is `{shown}`, and there is no folder `{}`: make it", folder.display()))
 }
 
-/// Why nothing can listen on an address, whatever the port.
-fn unbound(address: SocketAddr) -> Option<String> {
+/// Why an address cannot be bound, whatever the port.
+fn unusable_address(address: SocketAddr) -> Option<String> {
     let mut probe = address;
-    // The port may be taken, by the gateway that is checked for.
+    // The port may be in use by the running gateway.
     probe.set_port(0);
     let error = TcpListener::bind(probe).err()?;
     Some(format!("nothing can listen on `{address}`, an address that this machine may not have: {error}"))

@@ -1,4 +1,4 @@
-//! `transom check --connect`: whether the servers through which counters are shared are there, and fit for it.
+//! `transom check --connect`: checks the Redis servers that hold shared counters.
 
 use std::io;
 
@@ -7,30 +7,30 @@ use tokio::runtime::{Builder, LocalOptions};
 use super::Exit;
 use crate::clock::Clock;
 use crate::config::redis::Shared;
-use crate::redis_store::diagnose::{Report, survey};
-use crate::redis_store::diagnose_rules::Weight;
+use crate::redis_store::diagnose::{Report, diagnose};
+use crate::redis_store::diagnose_rules::Severity;
 
-/// Asks all servers that the configuration names, and shows what they are.
-pub fn connect(shared: Option<&Shared>) -> Exit {
+/// Diagnoses all configured servers and prints the findings.
+pub fn check_redis(shared: Option<&Shared>) -> Exit {
     let Some(shared) = shared else {
         show!("  nothing to connect to: there is no `[counters.shared]`");
         return Exit::Fine;
     };
-    let reports = match asked(shared) {
+    let reports = match ask_servers(shared) {
         Ok(reports) => reports,
         Err(error) => {
-            tell!("can not ask servers: {error}");
+            tell!("cannot check the servers: {error}");
             return Exit::Failed;
         }
     };
     let exit = if reports.iter().any(Report::has_problem) { Exit::Failed } else { Exit::Fine };
-    for Report { of, findings } in reports {
+    for Report { subject: of, findings } in reports {
         show!("{of}{}", if findings.is_empty() { ": fine" } else { "" });
         for finding in findings {
-            let word = match finding.weight {
-                Weight::Problem => "problem",
-                Weight::Warning => "warning",
-                Weight::Note => "note",
+            let word = match finding.severity {
+                Severity::Problem => "problem",
+                Severity::Warning => "warning",
+                Severity::Note => "note",
             };
             show!("  {word}: {}", finding.text);
             show!("    fix: {}", finding.fix);
@@ -42,8 +42,8 @@ pub fn connect(shared: Option<&Shared>) -> Exit {
     exit
 }
 
-fn asked(shared: &Shared) -> io::Result<Vec<Report>> {
+fn ask_servers(shared: &Shared) -> io::Result<Vec<Report>> {
     let clock = Clock::system();
     let runtime = Builder::new_current_thread().enable_all().build_local(LocalOptions::default())?;
-    Ok(runtime.block_on(survey(shared, &|| clock.now().unix_ms)))
+    Ok(runtime.block_on(diagnose(shared, &|| clock.now().unix_ms)))
 }

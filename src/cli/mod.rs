@@ -1,16 +1,13 @@
-//! The commands: `run`, `check`, `upgrade` and `clients`.
-//!
-//! `succession` is the upgrade of a running gateway: `successor` the process that takes its place, `handover` what passes
-//! between the two, `pid_file` says which of them serves.
+//! The commands `run`, `check`, `upgrade` and `clients`, and how they read configuration files.
 
-/// Writes a line to standard output. Where that can not be written to, there is nobody to tell.
+/// Prints a line to standard output; write errors are ignored.
 macro_rules! show {
     ($($text:tt)*) => {{
         let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", format_args!($($text)*)));
     }};
 }
 
-/// As `show`, to standard error.
+/// Prints a line to standard error; write errors are ignored.
 macro_rules! tell {
     ($($text:tt)*) => {{
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("{}\n", format_args!($($text)*)));
@@ -31,9 +28,9 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use crate::config::{self, Config, diagnostics};
-use crate::file_watch::Watch;
+use crate::file_watch::FileWatch;
 
-/// What a command ends with.
+/// The result of a command.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
     Fine,
@@ -43,45 +40,44 @@ pub enum Exit {
     BadConfig,
 }
 
-/// No file that a configuration names is larger; what is, is another.
+/// Largest file that a configuration may name.
 const FILE_MAX_BYTES: u64 = 16 * 1024 * 1024;
 
-/// Reads a configuration file and those that it names; what is wrong with them comes as text for the
-/// operator. All of them are watched from then on.
-pub fn read(path: &Path, watch: &mut Watch) -> Result<Config, String> {
+/// Reads a configuration and the files it names, and watches them. Returns the rendered diagnostics if there are
+/// problems.
+pub fn read_config(path: &Path, watch: &mut FileWatch) -> Result<Config, String> {
     let watch = RefCell::new(watch);
-    read_by(path, &|path| {
-        watch.borrow_mut().note(path);
+    read_config_with(path, &|path| {
+        watch.borrow_mut().watch(path);
         read_file(path)
     })
 }
 
-/// Reads a configuration from files that `files` reads.
-fn read_by(path: &Path, files: config::Files) -> Result<Config, String> {
+/// Reads a configuration through `files`.
+fn read_config_with(path: &Path, files: config::Files) -> Result<Config, String> {
     let name = path.display().to_string();
     let bytes = files(path).map_err(|error| {
-        format!("{name}:1:1: can not read the file: {error}\n  fix: name a file with `--config FILE`\n")
+        format!("{name}:1:1: cannot read the file: {error}\n  fix: name a file with `--config FILE`\n")
     })?;
     let text = match std::str::from_utf8(&bytes) {
         Ok(text) => text,
         Err(error) => return Err(not_utf8(&name, &bytes, error.valid_up_to())),
     };
     let variables = |name: &str| std::env::var_os(name).map(|value| value.into_encoded_bytes());
-    let config = config::read_in(text, &|file| files(&located(path, file)), &variables);
+    let config = config::read_in(text, &|file| files(&resolve_path(path, file)), &variables);
     config.map_err(|problems| diagnostics::render(&problems, &name, text))
 }
 
-/// Where a file lies that a configuration names: wherever the gateway is started from, the same one
-/// is meant.
-fn located(config: &Path, file: &Path) -> PathBuf {
+/// Resolves a path in a configuration relative to the configuration file.
+fn resolve_path(config: &Path, file: &Path) -> PathBuf {
     config.parent().unwrap_or(Path::new("")).join(file)
 }
 
 fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    // A pipe would be waited for, and never end.
+    // Reading a pipe could block forever.
     if !std::fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }
     File::open(path)?.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > FILE_MAX_BYTES {

@@ -1,5 +1,5 @@
-//! `transom run`: serves until it is told to stop, or another process serves in its place; reads the configuration
-//! again when told to, or when a file of it changes.
+//! `transom run`: serves until stopped or replaced; reloads on SIGHUP and on changes of the configuration files,
+//! upgrades on SIGUSR2.
 
 use std::error::Error;
 use std::io;
@@ -11,19 +11,19 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 use super::pid_file::PidFile;
-use super::{Exit, located, read, systemd};
+use super::{Exit, read_config, resolve_path, systemd};
 use crate::cli::upgrade::child::Program;
 use crate::cli::upgrade::protocol::{Handover, SuccessorChannel};
 use crate::cli::upgrade::state;
-use crate::cli::upgrade::state::Succession;
+use crate::cli::upgrade::state::Upgrade;
 use crate::clock::Clock;
 use crate::config::{Config, lint};
-use crate::file_watch::Watch;
+use crate::file_watch::FileWatch;
 use crate::metrics::events::ReloadMetrics;
 use crate::server::Gateway;
 
-/// How often the files of the configuration are looked at.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often the configuration files are checked for changes.
+const WATCH_PERIOD: Duration = Duration::from_secs(1);
 
 pub fn run(path: &Path) -> Exit {
     match serve(path) {
@@ -33,15 +33,15 @@ pub fn run(path: &Path) -> Exit {
             Exit::BadConfig
         }
         Err(Failure::Start(error)) => {
-            say(error.as_ref());
+            print_error(error.as_ref());
             Exit::Failed
         }
     }
 }
 
-/// Why it does not serve, or not any more.
+/// Why the gateway cannot serve.
 enum Failure {
-    /// Text for the operator.
+    /// Rendered diagnostics.
     Config(String),
     Start(Box<dyn Error>),
 }
@@ -54,41 +54,42 @@ impl<E: Error + 'static> From<E> for Failure {
 
 fn serve(path: &Path) -> Result<(), Failure> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
-    // First of all: without somebody who listens they would end the process.
-    let orders = runtime.block_on(async { Orders::new() })?;
-    // Before anything can change that it depends on.
+    // First, because unhandled signals would end the process.
+    let signals = runtime.block_on(async { Signals::new() })?;
+    // Early, before the program file can be replaced.
     let program = Program::of_this_process()?;
-    let handover = Handover::receive().map_err(|error| told("can not take over from the process before", &error))?;
-    let mut watch = Watch::default();
-    let config = read(path, &mut watch).map_err(Failure::Config)?;
+    let handover =
+        Handover::receive().map_err(|error| with_context("cannot take over from the former process", &error))?;
+    let mut watch = FileWatch::default();
+    let config = read_config(path, &mut watch).map_err(Failure::Config)?;
     let clock = Clock::system();
     warn_of_certificates(&config, &clock);
-    if let Some(line) = lint::open_admin(&config) {
-        tracing::warn!("{line}");
+    if let Some(channel) = lint::open_admin(&config) {
+        tracing::warn!("{channel}");
     }
-    let (sockets, counters, place) = match handover {
-        Some(Handover { from, sockets, counters, line }) => (sockets, counters, Some((from, line))),
+    let (sockets, counters, former) = match handover {
+        Some(Handover { from, sockets, counters, channel }) => (sockets, counters, Some((from, channel))),
         None => {
             let sockets = systemd::sockets();
-            (sockets.map_err(|error| told("can not use the sockets that were handed over", &error))?, None, None)
+            (sockets.map_err(|error| with_context("cannot use the inherited sockets", &error))?, None, None)
         }
     };
-    let pid_file = config.pid_file.as_ref().map(|file| located(path, file));
+    let pid_file = config.pid_file.as_ref().map(|file| resolve_path(path, file));
     let gateway = Gateway::start_with(config, clock.clone(), sockets, counters)?;
-    let pid_file = PidFile::prepare(pid_file).map_err(|error| told("can not write `pid_file`", &error))?;
-    let attendant = Attendant { succession: Succession::new(program, &gateway), gateway, clock, path, watch, pid_file };
-    let ended = runtime.block_on(attendant.attend(place, orders));
-    // A drain that was cut short is not waited for.
+    let pid_file = PidFile::prepare(pid_file).map_err(|error| with_context("cannot write `pid_file`", &error))?;
+    let supervisor = Supervisor { upgrade: Upgrade::new(program, &gateway), gateway, clock, path, watch, pid_file };
+    let ended = runtime.block_on(supervisor.supervise(former, signals));
+    // An interrupted drain is not waited for.
     runtime.shutdown_background();
     Ok(ended?)
 }
 
-fn told(what: &str, error: &io::Error) -> io::Error {
+fn with_context(what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
-/// An error and what it came from, in one line.
-fn say(error: &dyn Error) {
+/// Prints an error and its sources in one line.
+fn print_error(error: &dyn Error) {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -98,37 +99,37 @@ fn say(error: &dyn Error) {
     tell!("transom: {text}");
 }
 
-/// Whoever looks after a running gateway.
-struct Attendant<'a> {
+/// Supervises a running gateway.
+struct Supervisor<'a> {
     gateway: Gateway,
     clock: Clock,
     path: &'a Path,
-    watch: Watch,
+    watch: FileWatch,
     pid_file: PidFile,
-    succession: Succession,
+    upgrade: Upgrade,
 }
 
-/// The signals that a gateway changes by.
-struct Orders {
+/// The signals for reload and upgrade.
+struct Signals {
     hangup: Signal,
     upgrade: Signal,
 }
 
-/// Those that it stops by.
-struct Stop {
+/// The signals that stop the gateway.
+struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
 }
 
-impl Orders {
-    fn new() -> io::Result<Orders> {
-        Ok(Orders { hangup: signal(SignalKind::hangup())?, upgrade: signal(SignalKind::user_defined2())? })
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals { hangup: signal(SignalKind::hangup())?, upgrade: signal(SignalKind::user_defined2())? })
     }
 }
 
-impl Stop {
-    fn new() -> io::Result<Stop> {
-        Ok(Stop { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+impl StopSignals {
+    fn new() -> io::Result<StopSignals> {
+        Ok(StopSignals { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
 
     async fn recv(&mut self) {
@@ -139,71 +140,71 @@ impl Stop {
     }
 }
 
-impl Attendant<'_> {
-    /// Lets connections in, waits for signals and for changes of the files, and drains. `place`: that of the process
-    /// before, which is to be taken.
-    async fn attend(mut self, place: Option<(u32, SuccessorChannel)>, mut orders: Orders) -> io::Result<()> {
-        let mut stop = Stop::new()?;
-        self.open(place, &mut stop).await?;
+impl Supervisor<'_> {
+    /// Accepts connections, handles signals and file changes, and drains. `place`: the channel to the process that this
+    /// one replaces.
+    async fn supervise(mut self, former: Option<(u32, SuccessorChannel)>, mut signals: Signals) -> io::Result<()> {
+        let mut stop = StopSignals::new()?;
+        self.open(former, &mut stop).await?;
         let meter = ReloadMetrics::new(&self.gateway.registry);
-        // However often signals come, it looks in between.
-        let mut look = tokio::time::interval(LOOK);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // The first look would be at once, and the files were just read.
-        look.reset();
+        // The interval survives the loop, so that frequent signals do not postpone the checks.
+        let mut watch_timer = tokio::time::interval(WATCH_PERIOD);
+        watch_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // The first tick would be immediate, and the files were just read.
+        watch_timer.reset();
         let successor = loop {
             tokio::select! {
                 () = stop.recv() => break None,
-                _ = orders.hangup.recv() => {
-                    // What is read now need not be read again for having changed.
-                    self.watch.changed();
+                _ = signals.hangup.recv() => {
+                    // The reload covers earlier changes.
+                    self.watch.has_changed();
                     self.gateway.reopen_access_log();
                     self.reload(&meter);
                 }
-                _ = orders.upgrade.recv() => self.succession.begin(&self.gateway),
-                outcome = self.succession.outcome() => match outcome {
+                _ = signals.upgrade.recv() => self.upgrade.start(&self.gateway),
+                outcome = self.upgrade.outcome() => match outcome {
                     Some(pid) => break Some(pid),
                     None => self.pid_file.renew(),
                 },
-                _ = look.tick() => {
-                    if self.watch.changed() {
+                _ = watch_timer.tick() => {
+                    if self.watch.has_changed() {
                         self.reload(&meter);
                     }
-                    self.gateway.catch_up();
+                    self.gateway.run_periodic_checks();
                 }
             }
         };
         match successor {
-            Some(pid) => self.make_way(pid, stop, orders).await,
-            None => self.stop(stop, orders).await,
+            Some(pid) => self.drain_for_successor(pid, stop, signals).await,
+            None => self.stop(stop, signals).await,
         }
     }
 
-    /// From here on it serves. It can be told to stop while it waits for its place.
-    async fn open(&mut self, place: Option<(u32, SuccessorChannel)>, stop: &mut Stop) -> io::Result<()> {
-        let Some((from, line)) = place else {
-            self.gateway.open();
-            self.pid_file.publish().map_err(|error| told("can not write `pid_file`", &error))?;
-            self.greet();
+    /// Begins to accept. Can be stopped while waiting for the former process.
+    async fn open(&mut self, former: Option<(u32, SuccessorChannel)>, stop: &mut StopSignals) -> io::Result<()> {
+        let Some((from, channel)) = former else {
+            self.gateway.start_accepting();
+            self.pid_file.publish().map_err(|error| with_context("cannot write `pid_file`", &error))?;
+            self.report_listening();
             return Ok(());
         };
-        let place = tokio::select! {
-            place = line.ready() => place.map_err(|error| told("the process before has not given up its place", &error))?,
-            () = stop.recv() => return Err(io::Error::other("told to stop before the place was given to it")),
+        let former = tokio::select! {
+            former = channel.ready() => former.map_err(|error| with_context("the former process did not hand over", &error))?,
+            () = stop.recv() => return Err(io::Error::other("stopped before the former process handed over")),
         };
-        self.gateway.open();
+        self.gateway.start_accepting();
         if let Err(error) = self.pid_file.publish() {
-            tracing::error!(%error, "`pid_file` can not be written");
+            tracing::error!(%error, "cannot write `pid_file`");
         }
-        self.succession.begun_with();
-        place.serving().await;
+        self.upgrade.record_takeover();
+        former.serving().await;
         tracing::info!("took over from process {from}");
-        self.greet();
+        self.report_listening();
         Ok(())
     }
 
-    /// Says what it listens on: only once whoever reads it may send a signal at once.
-    fn greet(&self) {
+    /// Prints the addresses, once signals are handled.
+    fn report_listening(&self) {
         for address in self.gateway.http() {
             show!("listening on http://{address}");
         }
@@ -219,40 +220,40 @@ impl Attendant<'_> {
         systemd::notify(systemd::READY);
     }
 
-    /// Takes over the files as they are now; a bad one leaves everything as it was.
+    /// Reloads the configuration; a bad one changes nothing.
     fn reload(&mut self, meter: &ReloadMetrics) {
         systemd::notify(systemd::RELOADING);
-        // Logged before it is counted: the message is there when the metric changes.
-        match read(self.path, &mut self.watch) {
+        match read_config(self.path, &mut self.watch) {
             Ok(config) => match self.gateway.reload(config) {
                 Ok(()) => {
                     let config = self.gateway.config();
                     warn_of_certificates(config, &self.clock);
-                    self.pid_file.adopt(config.pid_file.as_ref().map(|file| located(self.path, file)));
-                    tracing::info!("the configuration was taken over");
+                    self.pid_file.move_to(config.pid_file.as_ref().map(|file| resolve_path(self.path, file)));
+                    // Logged before it is counted: the message is there when the metric changes.
+                    tracing::info!("configuration reloaded");
                     meter.applied();
                 }
                 Err(error) => {
-                    tracing::error!("the running configuration goes on: {error}");
+                    tracing::error!("reload failed, the running configuration is kept: {error}");
                     meter.refused();
                 }
             },
             Err(problems) => {
-                tracing::error!("the running configuration goes on, because the new one is bad:\n{problems}");
+                tracing::error!("reload failed, the running configuration is kept:\n{problems}");
                 meter.refused();
             }
         }
         systemd::notify(systemd::READY);
     }
 
-    async fn stop(mut self, mut stop: Stop, mut orders: Orders) -> io::Result<()> {
-        let breaks_off = self.succession.is_under_way();
+    async fn stop(mut self, mut stop: StopSignals, mut signals: Signals) -> io::Result<()> {
+        let breaks_off = self.upgrade.is_running();
         let successor = tokio::select! {
-            successor = self.succession.end() => successor,
+            successor = self.upgrade.cancel() => successor,
             () = stop.recv() => return Err(stopped_twice()),
         };
         if let Some(pid) = successor {
-            return self.make_way(pid, stop, orders).await;
+            return self.drain_for_successor(pid, stop, signals).await;
         }
         if breaks_off {
             self.pid_file.renew();
@@ -265,43 +266,43 @@ impl Attendant<'_> {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
                 () = stop.recv() => return Err(stopped_twice()),
-                _ = orders.upgrade.recv() => state::decline("it is stopping"),
+                _ = signals.upgrade.recv() => state::report_failure("it is stopping"),
             }
         }
     }
 
-    /// Drains while another process serves. To be told to stop concerns that one as well, so it only means that this
-    /// one should be quick about it.
-    async fn make_way(self, pid: u32, mut stop: Stop, mut orders: Orders) -> io::Result<()> {
+    /// Drains after another process took over. The first stop signal only closes idle connections, because it concerns
+    /// both processes; the second one stops at once.
+    async fn drain_for_successor(self, pid: u32, mut stop: StopSignals, mut signals: Signals) -> io::Result<()> {
         tracing::info!("process {pid} took over, draining");
         systemd::notify(&systemd::main_pid(pid));
-        state::report(pid);
+        state::report_success(pid);
         let gateway = self.gateway;
-        let release = gateway.release();
+        let release = gateway.idle_closer();
         let mut draining = tokio::task::spawn_blocking(move || gateway.drain_for_successor());
-        let mut told = false;
+        let mut is_stopping = false;
         loop {
             tokio::select! {
                 drained = &mut draining => return drained.map_err(io::Error::other),
                 () = stop.recv() => {
-                    if std::mem::replace(&mut told, true) {
+                    if std::mem::replace(&mut is_stopping, true) {
                         return Err(stopped_twice());
                     }
                     release();
                 }
-                _ = orders.upgrade.recv() => state::decline("another process has taken its place"),
+                _ = signals.upgrade.recv() => state::report_failure("another process has taken its place"),
             }
         }
     }
 }
 
 fn stopped_twice() -> io::Error {
-    io::Error::other("told a second time to stop, and did")
+    io::Error::other("stopped at once by a second signal")
 }
 
-/// Certificates that clients refuse, or soon will, are served all the same: it may be the clock that is wrong.
+/// Expired or expiring certificates are served with a warning: the clock may be wrong.
 fn warn_of_certificates(config: &Config, clock: &Clock) {
-    for line in lint::certificates(config, clock.wall_ms()) {
-        tracing::warn!("{line}");
+    for channel in lint::certificates(config, clock.wall_ms()) {
+        tracing::warn!("{channel}");
     }
 }

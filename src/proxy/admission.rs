@@ -15,7 +15,7 @@ use super::worker_state::WorkerState;
 use crate::http::error::RequestError;
 use crate::http::rate_limit_key::Caller;
 use crate::http::ratelimit_headers::RateLimitFields;
-use crate::redis_store::decision::{Begun, SharedDecision, SharedOutcome, Unavailable};
+use crate::redis_store::decision::{BeginResult, SharedDecision, SharedOutcome, Unavailable};
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
@@ -84,9 +84,9 @@ pub fn evaluate(
     };
     let store_key = |position| compiled.store_key(rules, position, caller);
     match shared.begin(&compiled.rule_set, charge_plan, context, store_key) {
-        Begun::Decided(decision) => Ok(Evaluation::Decided(decision)),
-        Begun::Waits(decision) => Ok(Evaluation::Pending(Box::new(PendingAdmission { decision, rules_index }))),
-        Begun::Unavailable => Err(RequestError::StoreUnavailable),
+        BeginResult::Decided(decision) => Ok(Evaluation::Decided(decision)),
+        BeginResult::Pending(decision) => Ok(Evaluation::Pending(Box::new(PendingAdmission { decision, rules_index }))),
+        BeginResult::Unavailable => Err(RequestError::StoreUnavailable),
     }
 }
 
@@ -104,16 +104,16 @@ impl PendingAdmission {
         let outcome = decision.decide(&rules.charge_plan).await;
         let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
         let now_ms = worker.clock.now().unix_ms;
-        record.record_decision(rules_index, &outcome.context, &outcome.judgement);
+        record.record_decision(rules_index, &outcome.context, &outcome.decision);
         let mut text = Vec::new();
-        if let Decision::Refused = outcome.judgement {
+        if let Decision::Refused = outcome.decision {
             let headers = HeaderMap::new();
             let refused = config.refusal(rules_index, &outcome.context, now_ms, worker.date(), &mut text, headers);
             return Err(Rejection::Refused(refused.reply));
         }
         let policy = config.policy_fields[rules_index].as_ref();
         let fields = rules.rate_limit_template.render(&outcome.context, policy, now_ms, &mut text);
-        let SharedOutcome { judgement, context, gifts, texts } = outcome;
+        let SharedOutcome { decision: judgement, context, refunds: gifts, key_texts: texts } = outcome;
         let pending_cost = PendingCost::new(rules, rules_index, &context, &gifts, || texts.clone());
         let charges = StoreCharges { refunds: gifts, keys: texts };
         let delay = DelayedRequest::new(judgement, worker, config, peer, rules_index, &context, charges);

@@ -145,7 +145,7 @@ impl DelayedRequest {
                 (rule_set.recharge(&rules.charge_plan, &to_recharge, &self.worker.table, now, &mut context), Vec::new())
             }
             Some(shared) => {
-                let pending = shared.charge_again(
+                let pending = shared.recharge(
                     rule_set,
                     &rules.charge_plan,
                     to_recharge,
@@ -155,7 +155,7 @@ impl DelayedRequest {
                 let outcome = pending.decide(&rules.charge_plan).await;
                 let outcome = outcome.map_err(|Unavailable| Rejection::Error(RequestError::StoreUnavailable))?;
                 context = outcome.context;
-                (outcome.judgement, outcome.gifts)
+                (outcome.decision, outcome.refunds)
             }
         };
         let now = DecisionTime::read(&clock);
@@ -209,7 +209,7 @@ impl Drop for DelayedRequest {
             worker.deferred_refunds.refund(self.receipts.drain(..), self.until_ms, rule_set, &worker.table, now_ms);
         }
         if let Some(shared) = self.worker.shared.as_ref().filter(|_| !self.store_charges.refunds.is_empty()) {
-            shared.give_later(self.store_charges.refunds.drain(..).map(|(_, refund)| refund).collect());
+            shared.refund_later(self.store_charges.refunds.drain(..).map(|(_, refund)| refund).collect());
         }
     }
 }

@@ -100,7 +100,7 @@ impl PendingCost {
                     tokens: refund.tokens.min(u64::from(excess)),
                     ..refund.clone()
                 };
-                worker.shared.iter().for_each(|shared| shared.give_later(of_rule.clone().map(limited).collect()));
+                worker.shared.iter().for_each(|shared| shared.refund_later(of_rule.clone().map(limited).collect()));
             }
         }
         is_settled.then(|| {

@@ -17,7 +17,7 @@ use crate::http::error::RequestError;
 use crate::metrics::events::WorkerMetrics;
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{Registry, WorkerId};
-use crate::redis_store::Shared;
+use crate::redis_store::SharedCounters;
 use crate::timer::Timers;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;
@@ -32,7 +32,7 @@ pub struct WorkerState {
     /// End time of the requests that end in one batch, so that the clock is read once for all of them.
     batch_end: Cell<Option<Instant>>,
     /// `None` where counters are not shared between gateways.
-    pub shared: Option<Rc<Shared>>,
+    pub shared: Option<Rc<SharedCounters>>,
     worker_id: WorkerId,
     registry: Arc<Registry>,
     /// The `Date` of responses, and the timer tick at which it was last computed.
@@ -53,7 +53,7 @@ impl WorkerState {
         let settings = compiled.config.counters.shared.as_ref();
         let shared = settings.map(|settings| {
             let metrics = StoreMetrics::new(&registry, worker_id);
-            Shared::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&deferred_refunds), metrics)
+            SharedCounters::new(settings, Arc::clone(&table), clock.clone(), Arc::clone(&deferred_refunds), metrics)
         });
         let config = WorkerConfig::new(worker_id, &registry, &clock, compiled, access_log, None);
         WorkerState {

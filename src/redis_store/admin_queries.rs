@@ -1,5 +1,5 @@
-//! Decisions for those who ask without a request. They are few, and want to know what all gateways together have counted: so
-//! the store is asked each time, and nothing is fetched for later.
+//! Decisions asked for without a request: admin API, Envoy RLS, forward-auth. They are few and need the counts of all
+//! gateways, so the store is asked each time and nothing is leased.
 
 use std::mem::take;
 use std::rc::Rc;
@@ -7,131 +7,134 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
-use super::Shared;
-use super::decision::{DecisionProgress, SharedDecision, SharedOutcome, Unavailable};
-use super::exact_mode::Sent;
-use super::scripts::{Answer, CounterRequest, Refund, TOKENS_MAX};
+use super::decision::{DecisionProgress, SendResult, SharedDecision, SharedOutcome, Unavailable};
+use super::scripts::{AcquireReply, CounterRequest, Refund, TOKENS_MAX};
+use super::shared_counters::SharedCounters;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
 use transom_limiter::decision_time::DecisionTime;
 use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, LayerRef, RuleSet};
 
-/// A question about one key under one rule, which is the only one of its roster.
-pub struct Subject<'a> {
+/// A query about one key under one rule, the only rule of its charge plan.
+pub struct KeyQuery<'a> {
     pub rule_set: &'a Arc<RuleSet>,
     pub charge_plan: &'a ChargePlan,
     pub keyed_request: KeyedRequest,
-    /// Whether tokens may be taken from windows to come.
+    /// Whether tokens may be reserved in later windows.
     pub reserve: bool,
-    /// What the key is in the store.
-    pub text: Rc<str>,
+    /// The key in the store.
+    pub key_text: Rc<str>,
 }
 
-/// What is used.
+/// The usage of a key.
 pub struct KeyState {
     pub context: DecisionContext,
-    /// Whether what the question costs would be admitted.
-    pub room: bool,
+    /// Whether a request of the query's cost would be admitted.
+    pub admits: bool,
 }
 
-impl Shared {
-    fn inquire(self: &Rc<Self>, subject: &Subject<'_>) -> Box<SharedDecision> {
+impl SharedCounters {
+    fn new_decision(self: &Rc<Self>, query: &KeyQuery<'_>) -> Box<SharedDecision> {
         let mut context = DecisionContext::for_worker(self.own_shard);
-        context.inputs.reserve = subject.reserve;
-        context.inputs.keyed_requests.push(Some(subject.keyed_request));
+        context.inputs.reserve = query.reserve;
+        context.inputs.keyed_requests.push(Some(query.keyed_request));
         let mut progress = DecisionProgress::new(1);
-        progress.asks = true;
+        progress.always_asks = true;
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
-        let texts = vec![Some(Rc::clone(&subject.text))];
-        let (shared, rule_set) = (Rc::clone(self), Arc::clone(subject.rule_set));
-        Box::new(SharedDecision { shared, rule_set, context, texts, progress, next: None, deadline })
+        let texts = vec![Some(Rc::clone(&query.key_text))];
+        let (shared, rule_set) = (Rc::clone(self), Arc::clone(query.rule_set));
+        Box::new(SharedDecision { shared, rule_set, context, key_texts: texts, progress, next: None, deadline })
     }
 
-    /// Decides and consumes.
-    pub async fn limit(self: &Rc<Self>, subject: &Subject<'_>) -> Result<SharedOutcome, Unavailable> {
-        self.inquire(subject).decide(subject.charge_plan).await
+    /// Decides and charges.
+    pub async fn limit(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<SharedOutcome, Unavailable> {
+        self.new_decision(query).decide(query.charge_plan).await
     }
 
-    /// Decides whether there is room, also in windows to come, and when; nothing is consumed by it.
-    pub async fn check(self: &Rc<Self>, subject: &Subject<'_>) -> Result<(Decision, KeyState), Unavailable> {
-        let SharedOutcome { judgement, context, gifts, .. } = self.limit(subject).await?;
-        if let Decision::Refused = judgement {
-            return Ok((judgement, KeyState { context, room: false }));
+    /// Decides without charging: whether a request is admitted now or in a later window, and when.
+    pub async fn check(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<(Decision, KeyState), Unavailable> {
+        let SharedOutcome { decision, context, refunds, .. } = self.limit(query).await?;
+        if let Decision::Refused = decision {
+            return Ok((decision, KeyState { context, admits: false }));
         }
         let shares: Vec<_> = context.all_receipts().collect();
-        subject.rule_set.refund(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
-        self.give(gifts.into_iter().map(|(_, gift)| gift).collect()).await;
-        let standing = self.value(subject).await?;
-        Ok((judgement, standing))
+        query.rule_set.refund(&shares, u32::MAX, &self.table, self.clock.now().unix_ms);
+        self.refund(refunds.into_iter().map(|(_, refund)| refund).collect()).await;
+        let state = self.value(query).await?;
+        Ok((decision, state))
     }
 
-    /// Reads only.
-    pub async fn value(self: &Rc<Self>, subject: &Subject<'_>) -> Result<KeyState, Unavailable> {
-        let (mut inquiry, _) = self.read(subject).await;
-        if inquiry.progress.beyond.contains(&true) {
-            let Subject { rule_set, charge_plan, .. } = subject;
-            let context = &mut inquiry.context;
+    /// Reads the usage.
+    pub async fn value(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        let (mut pending, _) = self.read_usage(query).await;
+        if pending.progress.without_store.contains(&true) {
+            let KeyQuery { rule_set, charge_plan, .. } = query;
+            let context = &mut pending.context;
             let clock = || self.clock.now().unix_ms;
             rule_set.peek(charge_plan, &self.table, DecisionTime::read(&clock), context);
-            // What is known of the others, and beside it what was counted here.
+            // What is known of other gateways, plus what was counted here.
             let lines = context.result.layers.clone();
             rule_set.set_counting_modes(charge_plan, |_beyond| true, &mut context.sharing.counting_modes);
             if context.sharing.counting_modes.contains(&CountingMode::Remote) {
                 return Err(Unavailable);
             }
-            let room =
+            let admits =
                 rule_set.peek_local_fallback(charge_plan, &lines, &self.table, DecisionTime::read(&clock), context);
-            return Ok(KeyState { context: take(&mut inquiry.context), room });
+            return Ok(KeyState { context: take(&mut pending.context), admits });
         }
-        let room = inquiry.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
-        Ok(KeyState { context: take(&mut inquiry.context), room })
+        let admits = pending.context.result.charges.iter().all(|charge| charge.usage.admits(charge.request));
+        Ok(KeyState { context: take(&mut pending.context), admits })
     }
 
-    /// Forgets what was counted: in the store, and here. What other gateways have fetched before is theirs to spend.
-    pub async fn reset(self: &Rc<Self>, subject: &Subject<'_>) -> Result<KeyState, Unavailable> {
-        let Subject { rule_set, charge_plan, keyed_request, .. } = subject;
-        let (inquiry, found) = self.read(subject).await;
-        // What is forgotten here alone comes back with the store.
-        if inquiry.progress.beyond.contains(&true) {
+    /// Resets a key, in the store and here. Tokens that other gateways have leased can still be spent.
+    pub async fn reset(self: &Rc<Self>, query: &KeyQuery<'_>) -> Result<KeyState, Unavailable> {
+        let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
+        let (pending, found) = self.read_usage(query).await;
+        // A reset made only here would be undone when the store returns.
+        if pending.progress.without_store.contains(&true) {
             return Err(Unavailable);
         }
-        let mut gifts = found;
-        gifts.iter_mut().for_each(|gift| gift.forgets = true);
-        self.give(gifts).await;
+        let mut refunds = found;
+        refunds.iter_mut().for_each(|refund| refund.deletes = true);
+        self.refund(refunds).await;
         let now_ms = self.clock.now().unix_ms;
-        rule_set.reset(&self.table, now_ms, &inquiry.context);
-        for line in &inquiry.context.result.layers {
+        rule_set.reset(&self.table, now_ms, &pending.context);
+        for line in &pending.context.result.layers {
             let counter = rule_set.layer_of(charge_plan, *line).counter(*keyed_request);
             if let Some((end_ms, _)) = self.table.known_usage(counter, now_ms) {
                 self.table.withdraw(counter, end_ms, u32::MAX);
                 self.table.set_known_usage(counter, end_ms, 0, now_ms);
             }
         }
-        self.value(subject).await
+        self.value(query).await
     }
 
-    /// Adds what is used of all shards but the first to what is known of split counters, and leaves out what is fetched here and not
-    /// spent.
-    async fn add_shards(self: &Rc<Self>, subject: &Subject<'_>, inquiry: &mut SharedDecision, gifts: &mut Vec<Refund>) {
-        let Subject { rule_set, charge_plan, keyed_request, text, .. } = subject;
+    /// Adds the usage of all shards but the first of a split counter, and subtracts tokens leased here and not spent.
+    async fn add_shards(
+        self: &Rc<Self>,
+        query: &KeyQuery<'_>,
+        pending: &mut SharedDecision,
+        refunds: &mut Vec<Refund>,
+    ) {
+        let KeyQuery { rule_set, charge_plan, keyed_request, key_text: text, .. } = query;
         let now_ms = self.clock.now().unix_ms;
-        for (charge, line) in inquiry.context.result.charges.iter_mut().zip(&inquiry.context.result.layers) {
+        for (charge, line) in pending.context.result.charges.iter_mut().zip(&pending.context.result.layers) {
             let layer = rule_set.layer_of(charge_plan, *line);
             let suffix = rule_set.rules[charge_plan.rules[line.rule]].suffix(line.layer);
-            if layer.store_shards == 1 || inquiry.progress.beyond.contains(&true) {
+            if layer.store_shards == 1 || pending.progress.without_store.contains(&true) {
                 continue;
             }
             for shard in 1..layer.store_shards {
-                let blank = self.want(rule_set, charge_plan, *line, *keyed_request, text, now_ms);
-                let want = CounterRequest { base: self.base(text, suffix, shard), least: 0, ..blank };
-                match self.take(std::slice::from_ref(&want)).await {
-                    Ok(Answer::Granted { took, .. }) => {
+                let blank = self.counter_request(rule_set, charge_plan, *line, *keyed_request, text, now_ms);
+                let want = CounterRequest { base: self.base(text, suffix, shard), used_min: 0, ..blank };
+                match self.acquire(std::slice::from_ref(&want)).await {
+                    Ok(AcquireReply::Granted { counters: took, .. }) => {
                         let used = took.iter().fold(0, |sum: u64, took| sum.saturating_add(took.used));
                         charge.usage.used = charge.usage.used.saturating_add(used);
-                        gifts.extend(took.iter().map(|took| want.origin(*took).gift(TOKENS_MAX)));
+                        refunds.extend(took.iter().map(|took| want.refund_target(*took).refund(TOKENS_MAX)));
                     }
-                    Ok(Answer::Refused { .. } | Answer::OtherWindow { .. }) | Err(_) => {
-                        inquiry.progress.beyond.fill(true)
+                    Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(_) => {
+                        pending.progress.without_store.fill(true)
                     }
                 }
             }
@@ -140,23 +143,25 @@ impl Shared {
         }
     }
 
-    /// Asks what is used of each layer, and what would give all of it back.
-    async fn read(self: &Rc<Self>, subject: &Subject<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
-        let Subject { rule_set, charge_plan, keyed_request, .. } = subject;
-        let mut inquiry = self.inquire(subject);
-        let lines: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut inquiry.context);
-        rule_set.add_prepared_charges(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut inquiry.context);
+    /// Reads the usage of each layer; also returns the refunds that would give back all of it.
+    async fn read_usage(self: &Rc<Self>, query: &KeyQuery<'_>) -> (Box<SharedDecision>, Vec<Refund>) {
+        let KeyQuery { rule_set, charge_plan, keyed_request, .. } = query;
+        let mut pending = self.new_decision(query);
+        let lines: Vec<LayerRef> = rule_set.enforced_layers(charge_plan, &mut pending.context);
+        rule_set.add_prepared_charges(charge_plan, &lines, &self.table, self.clock.now().unix_ms, &mut pending.context);
         let cost = keyed_request.cost;
-        inquiry.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = 0);
-        let mut gifts: Vec<Refund> = match inquiry.send(rule_set, charge_plan, 0).await {
-            Sent::Granted(gifts) => gifts.into_iter().map(|(_, gift)| Refund { tokens: TOKENS_MAX, ..gift }).collect(),
-            Sent::Refused | Sent::OtherWindow | Sent::Failed => {
-                inquiry.progress.beyond.fill(true);
+        pending.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = 0);
+        let mut refunds: Vec<Refund> = match pending.send_lines(rule_set, charge_plan, 0).await {
+            SendResult::Granted(refunds) => {
+                refunds.into_iter().map(|(_, refund)| Refund { tokens: TOKENS_MAX, ..refund }).collect()
+            }
+            SendResult::Refused | SendResult::OtherWindow | SendResult::Failed => {
+                pending.progress.without_store.fill(true);
                 Vec::new()
             }
         };
-        inquiry.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = cost);
-        self.add_shards(subject, &mut inquiry, &mut gifts).await;
-        (inquiry, gifts)
+        pending.context.result.charges.iter_mut().for_each(|charge| charge.request.cost = cost);
+        self.add_shards(query, &mut pending, &mut refunds).await;
+        (pending, refunds)
     }
 }

@@ -1,9 +1,9 @@
-//! The servers that counters are shared through, as one event loop sees them: connections of its own, which are opened
+//! The Redis client of one worker: one server, the master that sentinels name, or a cluster. Connections are opened
 //! when they are first needed.
 //!
-//! Calls of many tasks go out on one connection per server, together where they come together, and none waits for a turn. A
-//! call that was sent is never sent again, unless the server says that it did not do it: because it does not know
-//! the script, or the slot is elsewhere. Who asks decides how long he waits; whoever goes away leaves nothing behind.
+//! Calls of many tasks share one connection per server and are batched. A call is sent at most once, unless the server
+//! says that it did not execute the call (`NOSCRIPT`, `MOVED`, `ASK`, `TRYAGAIN`): a call that is repeated after a
+//! broken connection might count twice. The caller decides how long it waits, and may be dropped at any time.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -13,29 +13,28 @@ use redis::ServerError;
 use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
-use super::batch::{self, Together, strange};
-use super::cluster::{Cluster, redirected};
-use super::connect::Dial;
-use super::connection::{Connection, Failure, ServerErrorText, Which};
+use super::cluster::{Cluster, parse_redirect};
+use super::connect::Connector;
+use super::connection::{self, Batching, CallError, Connection, ScriptKind, ServerErrorText, unexpected_reply};
 use super::hash_slot::slot;
-use super::reconnecting::{Endpoint, Link, Server};
-use super::scripts::{self, AcquireCall, Answer, At, CounterRequest, Refund, Scripts, TOKENS_MAX};
+use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
+use super::scripts::{self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef};
 use super::sentinel::Sentinels;
 use crate::config::redis::{Node, Nodes, Shared};
 
-/// How often a call is sent after a slot that moves.
-const HOPS_MAX: u32 = 8;
-/// While some keys of a slot are here and some there, one waits.
-const BETWEEN: Duration = Duration::from_millis(5);
-/// Until a probe is given up.
-const PATIENCE: Duration = Duration::from_millis(1000);
+/// Redirects that one call follows.
+const REDIRECTS_MAX: u32 = 8;
+/// Pause after `TRYAGAIN`, which a server sends while a slot moves.
+const MOVING_SLOT_PAUSE: Duration = Duration::from_millis(5);
+/// Half of the time limit of a probe.
+const PROBE_STEP_TIMEOUT: Duration = Duration::from_millis(1000);
 const PROBE_PERIOD_MS: u64 = 1000;
 
 /// Cheap to clone.
 #[derive(Clone)]
-pub struct RedisClient(Rc<Inner>);
+pub struct RedisClient(Rc<ClientState>);
 
-struct Inner {
+struct ClientState {
     servers: Servers,
     scripts: Rc<Scripts>,
     prefix: String,
@@ -43,26 +42,28 @@ struct Inner {
 }
 
 enum Servers {
-    /// Also the master that sentinels know.
-    One(Rc<Link>),
+    /// One server, or the master that sentinels name.
+    Single(Rc<ReconnectingConnection>),
     Cluster(Rc<Cluster>),
 }
 
-/// Why there is no answer; texts for an operator.
+/// Why a call has no reply. The texts are for the operator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum StoreError {
-    /// No server that can serve now. Whether the call was done is not known.
+    /// No server can be reached. Whether the call was executed is unknown.
     Unreachable(String),
-    /// This counter only: what lies under its key is none.
+    /// This counter only: its key holds another type of value.
     Key(String),
 }
 
 impl RedisClient {
-    /// Connects nowhere yet.
+    /// Opens no connection yet.
     pub fn new(settings: &Shared) -> RedisClient {
-        let dial = Rc::new(Dial::new(settings));
+        let dial = Rc::new(Connector::new(settings));
         let opened = Rc::new(Cell::new(0));
-        let link = |way| Servers::One(Link::new(Server::ONLY, way, Rc::clone(&dial), Rc::clone(&opened)));
+        let link = |way| {
+            Servers::Single(ReconnectingConnection::new(ServerId::ONLY, way, Rc::clone(&dial), Rc::clone(&opened)))
+        };
         let servers = match &settings.nodes {
             Nodes::Single(node) => link(Endpoint::Fixed(node.clone())),
             Nodes::Sentinel { nodes, master } => {
@@ -72,7 +73,7 @@ impl RedisClient {
                 Servers::Cluster(Cluster::new(seeds.clone(), Rc::clone(&dial), Rc::clone(&opened)))
             }
         };
-        RedisClient(Rc::new(Inner {
+        RedisClient(Rc::new(ClientState {
             servers,
             scripts: Rc::new(Scripts::default()),
             prefix: settings.prefix.clone(),
@@ -80,75 +81,77 @@ impl RedisClient {
         }))
     }
 
-    /// Takes tokens of all counters or of none. All must be different ones, of one call: see
-    /// [`Store::is_one_call`]. `floor_ms` is the gateway's time.
-    pub async fn take(&self, wants: &[CounterRequest], floor_ms: u64) -> Result<Answer, StoreError> {
-        let base = wants.first().map_or("", |want| &*want.base);
-        let floor_ms = wants.iter().map(|want| want.asked_ms).fold(floor_ms, u64::max);
+    /// Acquires tokens in all counters or in none. The counters must be distinct and fit in one call: see
+    /// [`RedisClient::is_one_call`]. `gateway_ms` is the gateway's time.
+    pub async fn acquire(&self, requests: &[CounterRequest], floor_ms: u64) -> Result<AcquireReply, StoreError> {
+        let base = requests.first().map_or("", |want| &*want.base);
+        let floor_ms = requests.iter().map(|want| want.computed_ms).fold(floor_ms, u64::max);
         let mut at_ms = floor_ms;
         for _ in 0..2 {
-            let ask = AcquireCall { wants: wants.to_vec(), floor_ms, at_ms };
-            let take = async |line: &Rc<Connection>, importing| {
+            let call_data = AcquireCall { requests: requests.to_vec(), gateway_ms: floor_ms, window_ms: at_ms };
+            let take = async |connection: &Rc<Connection>, importing| {
                 let in_cluster = matches!(self.0.servers, Servers::Cluster(_));
                 let way = if importing {
-                    Together::Never
+                    Batching::Never
                 } else if in_cluster {
-                    Together::SameBase
+                    Batching::SameBase
                 } else {
-                    Together::Any
+                    Batching::Any
                 };
-                batch::take(line, &self.0.scripts, ask.clone(), way).await
+                connection::acquire(connection, &self.0.scripts, call_data.clone(), way).await
             };
             let (decision, node) = self.run(base, &take).await?;
-            let holds = |key| StoreError::Key(format!("{node}: `{key}` holds something else than a counter"));
+            let holds =
+                |key| StoreError::Key(format!("{node}: key `{key}` holds another type of value than a counter"));
             let answer = decision.map_err(holds)?;
-            let Answer::OtherWindow { time_ms } = answer else { return Ok(answer) };
-            // Nothing was taken, because the first of the windows is over.
+            let AcquireReply::OtherWindow { time_ms } = answer else { return Ok(answer) };
+            // Nothing was acquired: the first of the two windows has ended.
             at_ms = scripts::effective_ms(time_ms, floor_ms);
-            if !scripts::is_known_at(wants, at_ms) {
+            if !scripts::are_windows_known(requests, at_ms) {
                 return Ok(answer);
             }
         }
-        Ok(Answer::OtherWindow { time_ms: at_ms })
+        Ok(AcquireReply::OtherWindow { time_ms: at_ms })
     }
 
-    /// Gives tokens back, and tells how many that were.
-    pub async fn give(&self, gifts: &[Refund]) -> Result<u64, StoreError> {
+    /// Refunds tokens; returns how many the servers accepted.
+    pub async fn refund(&self, refunds: &[Refund]) -> Result<u64, StoreError> {
         let mut given = 0;
-        for gifts in gifts.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
-            let call = |by| scripts::give(&self.0.scripts.give, by, gifts);
-            let give = async |line: &Rc<Connection>, importing| {
-                let said = line.run(Which::Give, importing, &call).await?;
-                scripts::given(&said).ok_or_else(|| strange(&said))
+        for refunds in refunds.chunk_by(|a, b| self.is_one_call(&a.base, &b.base)) {
+            let call = |by| scripts::refund_command(&self.0.scripts.refund, by, refunds);
+            let give = async |connection: &Rc<Connection>, importing| {
+                let reply = connection.run_script(ScriptKind::Refund, importing, &call).await?;
+                scripts::parse_refund_reply(&reply).ok_or_else(|| unexpected_reply(&reply))
             };
-            let base = gifts.first().map_or("", |gift| &*gift.base);
+            let base = refunds.first().map_or("", |refund| &*refund.base);
             given += self.run(base, &give).await?.0;
         }
         Ok(given)
     }
 
-    /// Connects to every server that is needed, and really counts there, under a key of its own that is soon gone.
+    /// Connects to every server and acquires from a short-lived probe key. Returns the server's time, Unix
+    /// milliseconds.
     pub async fn probe(&self) -> Result<u64, StoreError> {
-        self.in_time(Server::ONLY, self.probe_all()).await
+        self.with_probe_timeout(ServerId::ONLY, self.probe_all()).await
     }
 
-    async fn in_time(
+    async fn with_probe_timeout(
         &self,
-        server: Server,
+        server: ServerId,
         probe: impl Future<Output = Result<u64, StoreError>>,
     ) -> Result<u64, StoreError> {
-        let why = |_elapsed| StoreError::Unreachable(format!("{}: no answer to a probe", self.name_of(server)));
-        timeout(2 * PATIENCE, probe).await.map_err(why)?
+        let why = |_elapsed| StoreError::Unreachable(format!("{}: no reply to a probe", self.name_of(server)));
+        timeout(2 * PROBE_STEP_TIMEOUT, probe).await.map_err(why)?
     }
 
-    /// Sees to it that there is a connection for a call with this base, or tells why there is none.
-    pub async fn ready(&self, base: &str) -> Result<(), StoreError> {
+    /// Opens the connection for calls with this key base if there is none.
+    pub async fn ensure_connected(&self, base: &str) -> Result<(), StoreError> {
         let nothing = async |_line: &Rc<Connection>, _importing: bool| Ok(());
         self.run(base, &nothing).await.map(drop)
     }
 
-    /// As [`Store::probe`], for one server; a server of a cluster that has no slots any more need not be there.
-    pub async fn probe_server(&self, server: Server) -> Result<u64, StoreError> {
+    /// As [`RedisClient::probe`], for one server. A cluster node without slots need not be reachable.
+    pub async fn probe_server(&self, server: ServerId) -> Result<u64, StoreError> {
         let Servers::Cluster(cluster) = &self.0.servers else { return self.probe().await };
         let probe = async {
             cluster.refresh().await.map_err(StoreError::Unreachable)?;
@@ -159,50 +162,50 @@ impl RedisClient {
                 None => Ok(0),
             }
         };
-        self.in_time(server, probe).await
+        self.with_probe_timeout(server, probe).await
     }
 
-    /// Which server has the counters with this base, as far as it is known.
-    pub fn server_of(&self, base: &str) -> Server {
+    /// The server that has the counters with this key base, as far as is known.
+    pub fn server_of(&self, base: &str) -> ServerId {
         match &self.0.servers {
-            Servers::One(_) => Server::ONLY,
-            Servers::Cluster(cluster) => cluster.owner(slot(base)).unwrap_or(Server::ONLY),
+            Servers::Single(_) => ServerId::ONLY,
+            Servers::Cluster(cluster) => cluster.owner(slot(base)).unwrap_or(ServerId::ONLY),
         }
     }
 
-    /// What a server is called, for the log.
-    pub fn name_of(&self, server: Server) -> String {
+    /// The server's name for the log.
+    pub fn name_of(&self, server: ServerId) -> String {
         match &self.0.servers {
-            Servers::One(link) => link.name(),
+            Servers::Single(link) => link.name(),
             Servers::Cluster(cluster) => cluster.name_of(server).unwrap_or_else(|| "the cluster".to_owned()),
         }
     }
 
-    /// Whether counters with these bases can be asked for in one call.
+    /// Whether one call can cover counters with both key bases.
     pub fn is_one_call(&self, a: &str, b: &str) -> bool {
         match &self.0.servers {
-            Servers::One(_) => true,
+            Servers::Single(_) => true,
             Servers::Cluster(_) => slot(a) == slot(b),
         }
     }
 
-    /// Grows with every new connection to a server: what it counted may have been lost in between.
+    /// Number of connections opened so far. A new connection may lead to a server that lost counts.
     pub fn generation(&self) -> u64 {
         self.0.opened.get()
     }
 
-    /// The connections that stand.
-    pub fn standing(&self) -> Vec<Rc<Connection>> {
+    /// The open connections.
+    pub fn connections(&self) -> Vec<Rc<Connection>> {
         match &self.0.servers {
-            Servers::One(link) => link.standing().into_iter().collect(),
-            Servers::Cluster(cluster) => cluster.standing(),
+            Servers::Single(link) => link.current().into_iter().collect(),
+            Servers::Cluster(cluster) => cluster.connections(),
         }
     }
 
     async fn probe_all(&self) -> Result<u64, StoreError> {
         let stem = format!("{}:{{#probe|", self.0.prefix);
         let bases = match &self.0.servers {
-            Servers::One(link) => {
+            Servers::Single(link) => {
                 link.check_master().await;
                 vec![format!("{stem}0}}")]
             }
@@ -219,53 +222,62 @@ impl RedisClient {
             })
             .collect();
         let mut time_ms = 0;
-        for said in asked {
-            let said = said.await.unwrap_or_else(|_| Err(StoreError::Unreachable("the gateway ends".to_owned())));
-            time_ms = said?.max(time_ms);
+        for reply in asked {
+            let reply = reply.await.unwrap_or_else(|_| Err(StoreError::Unreachable("the gateway ends".to_owned())));
+            time_ms = reply?.max(time_ms);
         }
         Ok(time_ms)
     }
 
     async fn probe_one(&self, base: String) -> Result<u64, StoreError> {
-        let at = At::Floating { period_ms: PROBE_PERIOD_MS };
+        let at = WindowRef::Floating { period_ms: PROBE_PERIOD_MS };
         let (limit, ceiling) = (u32::MAX, TOKENS_MAX);
-        let want = CounterRequest { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
-        match self.take(&[want], 0).await? {
-            Answer::Granted { time_ms, .. } | Answer::Refused { time_ms, .. } | Answer::OtherWindow { time_ms } => {
-                Ok(time_ms)
-            }
+        let want = CounterRequest {
+            base: base.into(),
+            window: at,
+            limit,
+            ceiling,
+            need: 1,
+            want: 1,
+            used_min: 0,
+            computed_ms: 0,
+        };
+        match self.acquire(&[want], 0).await? {
+            AcquireReply::Granted { time_ms, .. }
+            | AcquireReply::Refused { time_ms, .. }
+            | AcquireReply::OtherWindow { time_ms } => Ok(time_ms),
         }
     }
 
-    /// Does something on the connection to the server that has a counter; also tells which that was.
+    /// Runs `call` on the connection to the server that has the key; also returns that server.
     async fn run<T>(&self, base: &str, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
         match &self.0.servers {
-            Servers::One(link) => {
-                let line = link.line().await.map_err(StoreError::Unreachable)?;
-                match call(&line, false).await {
-                    Ok(said) => Ok((said, line.node.clone())),
-                    Err(failure) => Err(fallen(link, &line, failure)),
+            Servers::Single(link) => {
+                let connection = link.get().await.map_err(StoreError::Unreachable)?;
+                match call(&connection, false).await {
+                    Ok(reply) => Ok((reply, connection.node.clone())),
+                    Err(failure) => Err(to_store_error(link, &connection, failure)),
                 }
             }
-            Servers::Cluster(cluster) => run_in(cluster, slot(base), call).await,
+            Servers::Cluster(cluster) => run_in_cluster(cluster, slot(base), call).await,
         }
     }
 }
 
-/// What is done on a connection; whether the server only takes the slot over yet.
-trait Call<T>: AsyncFn(&Rc<Connection>, bool) -> Result<T, Failure> {}
-impl<T, C: AsyncFn(&Rc<Connection>, bool) -> Result<T, Failure>> Call<T> for C {}
+/// A call on a connection; the flag says that the server is still importing the slot (`ASKING`).
+trait Call<T>: AsyncFn(&Rc<Connection>, bool) -> Result<T, CallError> {}
+impl<T, C: AsyncFn(&Rc<Connection>, bool) -> Result<T, CallError>> Call<T> for C {}
 
-/// Runs a call at the master of a slot, wherever that is by now.
-async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
+/// Runs a call at the master of a slot and follows redirects.
+async fn run_in_cluster<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Result<(T, Node), StoreError> {
     let mut link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
     let mut importing = false;
     let mut why = String::new();
-    for _ in 0..HOPS_MAX {
-        let line = match link.line().await {
-            Ok(line) => line,
+    for _ in 0..REDIRECTS_MAX {
+        let connection = match link.get().await {
+            Ok(connection) => connection,
             Err(error) => {
-                // It was not sent: if the slot has another master by now, that one is asked.
+                // The call was not sent. Another master of the slot, if there is one by now, can be asked.
                 cluster.refresh().await.map_err(StoreError::Unreachable)?;
                 let other = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
                 if Rc::ptr_eq(&other, &link) {
@@ -275,47 +287,47 @@ async fn run_in<T>(cluster: &Rc<Cluster>, slot: u16, call: &impl Call<T>) -> Res
                 continue;
             }
         };
-        let error = match call(&line, importing).await {
-            Ok(said) => return Ok((said, line.node.clone())),
-            Err(Failure::Said(error)) => error,
+        let error = match call(&connection, importing).await {
+            Ok(reply) => return Ok((reply, connection.node.clone())),
+            Err(CallError::Rejected(error)) => error,
             Err(failure) => {
-                cluster.doubt();
-                return Err(fallen(&link, &line, failure));
+                cluster.refresh_in_background();
+                return Err(to_store_error(&link, &connection, failure));
             }
         };
-        let to = redirected(error.details().unwrap_or_default(), &line.node);
-        why = format!("{}: {}", line.node, ServerErrorText(&error));
+        let to = parse_redirect(error.details().unwrap_or_default(), &connection.node);
+        why = format!("{}: {}", connection.node, ServerErrorText(&error));
         match (error.code(), to) {
             ("MOVED", Some((_, node))) => (link, importing) = (cluster.moved(slot, node), false),
             ("ASK", Some((_, node))) => (link, importing) = (cluster.importing(node), true),
             ("TRYAGAIN", _) => {
-                sleep(BETWEEN).await;
+                sleep(MOVING_SLOT_PAUSE).await;
                 link = cluster.master(slot).await.map_err(StoreError::Unreachable)?;
                 importing = false;
             }
             _ => {
-                cluster.doubt();
-                return Err(fallen(&link, &line, Failure::Said(error)));
+                cluster.refresh_in_background();
+                return Err(to_store_error(&link, &connection, CallError::Rejected(error)));
             }
         }
     }
     Err(StoreError::Unreachable(why))
 }
 
-/// What a failure means for who asked, and for the connection.
-fn fallen(link: &Link, line: &Rc<Connection>, failure: Failure) -> StoreError {
-    let told = line.blame(&failure);
-    if let Failure::Said(error) = &failure
-        && !leads_elsewhere(error)
+/// Turns a failed call into an error, and discards the connection where another one may help.
+fn to_store_error(link: &ReconnectingConnection, connection: &Rc<Connection>, failure: CallError) -> StoreError {
+    let result = connection.describe(&failure);
+    if let CallError::Rejected(error) = &failure
+        && !is_wrong_server(error)
     {
-        return StoreError::Unreachable(told);
+        return StoreError::Unreachable(result);
     }
-    link.drop_line(line, &told);
-    StoreError::Unreachable(told)
+    link.discard(connection, &result);
+    StoreError::Unreachable(result)
 }
 
-/// Whether another connection may lead to a server that serves.
-fn leads_elsewhere(error: &ServerError) -> bool {
+/// Whether the error says that another server serves.
+fn is_wrong_server(error: &ServerError) -> bool {
     let details = error.details().unwrap_or_default();
     ["READONLY", "MASTERDOWN", "NOAUTH", "MOVED"].iter().any(|code| error.code() == *code || details.contains(code))
 }

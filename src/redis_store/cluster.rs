@@ -1,9 +1,8 @@
-//! Which server of a cluster has a slot, and the connections to all that have one.
+//! The slot map of a Redis Cluster, and the connections to its masters.
 //!
-//! redis-rs has connections to clusters of its own; they send a command again when the connection broke under it, which
-//! would count twice what was counted. So the way is found here: the map is what a node tells, a slot that moved
-//! is corrected by the answer that says so, and everything that is not as expected has the map told anew. Only
-//! masters are asked.
+//! The cluster client of redis-rs is not used: it sends a command again after the connection broke, which would count
+//! twice. Here the map comes from `CLUSTER SLOTS`, is corrected by `MOVED`, and is fetched again after an unexpected
+//! reply. Only masters are asked.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,53 +12,59 @@ use redis::Value;
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 
-use super::connect::{Dial, in_time};
+use super::connect::{Connector, with_timeout};
 use super::connection::Connection;
 use super::hash_slot::{SLOTS, slot};
-use super::reconnecting::{Endpoint, Link, Server};
-use super::sentinel::text;
+use super::reconnecting::{Endpoint, ReconnectingConnection, ServerId};
+use super::sentinel::reply_text;
 use crate::config::redis::Node;
 
-/// Until a node that does not tell the map is given up.
-const PATIENCE: Duration = Duration::from_millis(500);
-/// Nobody has the slot.
-const NOBODY: u16 = u16::MAX;
-/// Keys among which there is one for every slot.
-const KEYS_MAX: u32 = 1_000_000;
+/// Limit for fetching the map from one node.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
+/// Marks a slot without a master.
+const NO_OWNER: u16 = u16::MAX;
+/// Candidate keys tried to find one for each master; among so many, every slot has one.
+const CANDIDATE_KEYS_MAX: u32 = 1_000_000;
 
 pub struct Cluster {
     seeds: Vec<Node>,
-    dial: Rc<Dial>,
-    opened: Rc<Cell<u64>>,
+    connector: Rc<Connector>,
+    connections_opened: Rc<Cell<u64>>,
     map: RefCell<Map>,
-    /// Who waits for the map, while it is asked for.
-    asking: RefCell<Option<Vec<Tell>>>,
+    /// The callers that wait while the map is fetched.
+    map_waiters: RefCell<Option<Vec<MapWaiter>>>,
 }
 
-type Tell = oneshot::Sender<Result<(), String>>;
+type MapWaiter = oneshot::Sender<Result<(), String>>;
 
 #[derive(Default)]
 struct Map {
-    /// By slot, the position of its master; empty before the map was told.
+    /// For each slot, the index of its master; empty before the map is fetched.
     owners: Vec<u16>,
-    masters: Vec<(Node, Rc<Link>)>,
+    masters: Vec<(Node, Rc<ReconnectingConnection>)>,
 }
 
-/// A part of the map: from the first slot to the last, and whose they are.
+/// A range of slots, first to last inclusive, and its master.
 #[derive(PartialEq, Eq, Debug)]
-struct Range {
+struct SlotRange {
     first: u16,
     last: u16,
     master: Node,
 }
 
 impl Cluster {
-    pub fn new(seeds: Vec<Node>, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Cluster> {
-        Rc::new(Cluster { seeds, dial, opened, map: RefCell::default(), asking: RefCell::new(None) })
+    pub fn new(seeds: Vec<Node>, dial: Rc<Connector>, opened: Rc<Cell<u64>>) -> Rc<Cluster> {
+        Rc::new(Cluster {
+            seeds,
+            connector: dial,
+            connections_opened: opened,
+            map: RefCell::default(),
+            map_waiters: RefCell::new(None),
+        })
     }
 
-    /// The master of a slot.
-    pub async fn master(self: &Rc<Self>, slot: u16) -> Result<Rc<Link>, String> {
+    /// The master of a slot. Fetches the map if the slot is unknown.
+    pub async fn master(self: &Rc<Self>, slot: u16) -> Result<Rc<ReconnectingConnection>, String> {
         if let Some(link) = self.map.borrow().master(slot) {
             return Ok(link);
         }
@@ -68,33 +73,33 @@ impl Cluster {
         link.ok_or_else(|| format!("no node of the cluster has slot {slot}"))
     }
 
-    /// Who the master of a slot is, as far as it is known.
-    pub fn owner(&self, slot: u16) -> Option<Server> {
+    /// The master of a slot, as far as is known.
+    pub fn owner(&self, slot: u16) -> Option<ServerId> {
         self.map.borrow().master(slot).map(|link| link.server)
     }
 
-    /// What a master is called, if it is one.
-    pub fn name_of(&self, server: Server) -> Option<String> {
+    /// The name of a master.
+    pub fn name_of(&self, server: ServerId) -> Option<String> {
         let map = self.map.borrow();
         map.masters.iter().find(|(_, link)| link.server == server).map(|(node, _)| node.to_string())
     }
 
-    /// The connections to masters that stand.
-    pub fn standing(&self) -> Vec<Rc<Connection>> {
-        self.map.borrow().masters.iter().filter_map(|(_, link)| link.standing()).collect()
+    /// The open connections to masters.
+    pub fn connections(&self) -> Vec<Rc<Connection>> {
+        self.map.borrow().masters.iter().filter_map(|(_, link)| link.current()).collect()
     }
 
-    /// Every master that has slots, and a key in one of them that begins with `stem`.
-    pub fn masters(&self, stem: &str) -> Vec<(Rc<Link>, String)> {
+    /// Every master that has slots, with a key in one of its slots that begins with `stem`.
+    pub fn masters(&self, stem: &str) -> Vec<(Rc<ReconnectingConnection>, String)> {
         let map = self.map.borrow();
         let mut found: Vec<Option<String>> = vec![None; map.masters.len()];
         let mut missing = found.iter().enumerate().filter(|(at, _)| map.has_slots(*at)).count();
-        for n in 0..KEYS_MAX {
+        for n in 0..CANDIDATE_KEYS_MAX {
             if missing == 0 {
                 break;
             }
             let key = format!("{stem}{n}}}");
-            let owner = map.owners.get(usize::from(slot(&key))).copied().unwrap_or(NOBODY);
+            let owner = map.owners.get(usize::from(slot(&key))).copied().unwrap_or(NO_OWNER);
             if let Some(place @ None) = found.get_mut(usize::from(owner)) {
                 *place = Some(key);
                 missing -= 1;
@@ -104,73 +109,75 @@ impl Cluster {
         masters.filter_map(|((_, link), key)| Some((Rc::clone(link), key?))).collect()
     }
 
-    /// A slot has moved to another node, for good.
-    pub fn moved(self: &Rc<Self>, slot: u16, node: Node) -> Rc<Link> {
+    /// Records that a slot has moved to another node for good.
+    pub fn moved(self: &Rc<Self>, slot: u16, node: Node) -> Rc<ReconnectingConnection> {
         let link = {
             let mut map = self.map.borrow_mut();
-            let at = self.place(&mut map, node);
+            let at = self.master_index(&mut map, node);
             if let Some(owner) = map.owners.get_mut(usize::from(slot)) {
                 *owner = at;
             }
             Rc::clone(&map.masters[usize::from(at)].1)
         };
-        self.doubt();
+        self.refresh_in_background();
         link
     }
 
     /// The node that a slot is moving to.
-    pub fn importing(&self, node: Node) -> Rc<Link> {
+    pub fn importing(&self, node: Node) -> Rc<ReconnectingConnection> {
         let mut map = self.map.borrow_mut();
-        let at = self.place(&mut map, node);
+        let at = self.master_index(&mut map, node);
         Rc::clone(&map.masters[usize::from(at)].1)
     }
 
-    /// Has the map told anew; nobody waits for it.
-    pub fn doubt(self: &Rc<Self>) {
-        if self.asking.borrow().is_none() {
+    /// Fetches the map in the background.
+    pub fn refresh_in_background(self: &Rc<Self>) {
+        if self.map_waiters.borrow().is_none() {
             let cluster = Rc::clone(self);
             spawn_local(async move { drop(cluster.refresh().await) });
         }
     }
 
-    /// Has the map told anew, once for all who ask at a time.
+    /// Fetches the map, once for all concurrent callers.
     pub async fn refresh(self: &Rc<Self>) -> Result<(), String> {
-        let (tell, told) = oneshot::channel();
+        let (sender, result) = oneshot::channel();
         let begins = {
-            let mut asking = self.asking.borrow_mut();
+            let mut asking = self.map_waiters.borrow_mut();
             let begins = asking.is_none();
-            asking.get_or_insert_default().push(tell);
+            asking.get_or_insert_default().push(sender);
             begins
         };
         if begins {
             let cluster = Rc::clone(self);
             spawn_local(async move {
-                let found = cluster.find().await;
-                for tell in cluster.asking.take().unwrap_or_default() {
-                    // Who went away needs no map.
-                    drop(tell.send(found.clone()));
+                let found = cluster.fetch_map().await;
+                for sender in cluster.map_waiters.take().unwrap_or_default() {
+                    // A dropped caller needs no map.
+                    drop(sender.send(found.clone()));
                 }
             });
         }
-        told.await.unwrap_or_else(|_closed| Err("the gateway ends".to_owned()))
+        result.await.unwrap_or_else(|_closed| Err("the gateway ends".to_owned()))
     }
 
-    /// Asks the masters that are connected, then the nodes that are configured, until one tells.
-    async fn find(&self) -> Result<(), String> {
+    /// Fetches the map from a connected master, otherwise from a configured node.
+    async fn fetch_map(&self) -> Result<(), String> {
         let mut why = "no node of the cluster is known".to_owned();
-        for line in self.standing() {
-            match in_time(&line.node, PATIENCE, ask(&line)).await {
+        for connection in self.connections() {
+            match with_timeout(&connection.node, REPLY_TIMEOUT, fetch_slots(&connection)).await {
                 Ok(ranges) => {
-                    self.adopt(ranges);
+                    self.apply_map(ranges);
                     return Ok(());
                 }
                 Err(error) => why = error,
             }
         }
         for node in &self.seeds {
-            match in_time(node, PATIENCE, async { ask(&*self.dial.open(node).await?).await }).await {
+            match with_timeout(node, REPLY_TIMEOUT, async { fetch_slots(&*self.connector.open(node).await?).await })
+                .await
+            {
                 Ok(ranges) => {
-                    self.adopt(ranges);
+                    self.apply_map(ranges);
                     return Ok(());
                 }
                 Err(error) => why = error,
@@ -179,17 +186,17 @@ impl Cluster {
         Err(why)
     }
 
-    /// Connections to nodes that have no slot any more end when what is asked on them is answered.
-    fn adopt(&self, ranges: Vec<Range>) {
+    /// Replaces the map. Connections to nodes without slots close when their calls have ended.
+    fn apply_map(&self, ranges: Vec<SlotRange>) {
         let old = self.map.take();
-        let mut map = Map { owners: vec![NOBODY; usize::from(SLOTS)], masters: Vec::new() };
-        for Range { first, last, master } in ranges {
+        let mut map = Map { owners: vec![NO_OWNER; usize::from(SLOTS)], masters: Vec::new() };
+        for SlotRange { first, last, master } in ranges {
             if !map.masters.iter().any(|(node, _)| *node == master)
                 && let Some(known) = old.masters.iter().find(|(node, _)| *node == master)
             {
                 map.masters.push(known.clone());
             }
-            let at = self.place(&mut map, master);
+            let at = self.master_index(&mut map, master);
             for owner in map.owners.iter_mut().take(usize::from(last) + 1).skip(usize::from(first)) {
                 *owner = at;
             }
@@ -197,26 +204,26 @@ impl Cluster {
         self.map.replace(map);
     }
 
-    /// The position of a node among the masters.
-    fn place(&self, map: &mut Map, node: Node) -> u16 {
+    /// The index of a node among the masters, added if new.
+    fn master_index(&self, map: &mut Map, node: Node) -> u16 {
         let known = map.masters.iter().position(|(known, _)| *known == node);
         let at = known.unwrap_or_else(|| {
-            let link = Link::new(
-                Server::of(&node),
+            let link = ReconnectingConnection::new(
+                ServerId::of(&node),
                 Endpoint::Fixed(node.clone()),
-                Rc::clone(&self.dial),
-                Rc::clone(&self.opened),
+                Rc::clone(&self.connector),
+                Rc::clone(&self.connections_opened),
             );
             map.masters.push((node, link));
             map.masters.len() - 1
         });
-        // There are no more masters than slots.
-        u16::try_from(at).unwrap_or(NOBODY - 1)
+        // There are at most as many masters as slots.
+        u16::try_from(at).unwrap_or(NO_OWNER - 1)
     }
 }
 
 impl Map {
-    fn master(&self, slot: u16) -> Option<Rc<Link>> {
+    fn master(&self, slot: u16) -> Option<Rc<ReconnectingConnection>> {
         let owner = self.owners.get(usize::from(slot))?;
         self.masters.get(usize::from(*owner)).map(|(_, link)| Rc::clone(link))
     }
@@ -226,32 +233,33 @@ impl Map {
     }
 }
 
-async fn ask(line: &Connection) -> Result<Vec<Range>, String> {
+async fn fetch_slots(connection: &Connection) -> Result<Vec<SlotRange>, String> {
     let mut question = redis::cmd("CLUSTER");
     question.arg("SLOTS");
-    let said = line.ask(question).await.map_err(|failure| line.blame(&failure))?;
-    let ranges = ranges(&said, &line.node).ok_or_else(|| format!("{}: no map of slots", line.node))?;
-    if ranges.is_empty() { Err(format!("{}: it knows of no slots", line.node)) } else { Ok(ranges) }
+    let reply = connection.call(question).await.map_err(|failure| connection.describe(&failure))?;
+    let ranges = parse_slots(&reply, &connection.node)
+        .ok_or_else(|| format!("{}: unexpected reply to CLUSTER SLOTS", connection.node))?;
+    if ranges.is_empty() { Err(format!("{}: the node knows no slots", connection.node)) } else { Ok(ranges) }
 }
 
-fn ranges(said: &Value, asked: &Node) -> Option<Vec<Range>> {
-    let Value::Array(said) = said else { return None };
-    let range = |said: &Value| {
-        let Value::Array(said) = said else { return None };
-        let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = said.as_slice() else { return None };
+fn parse_slots(reply: &Value, asked_node: &Node) -> Option<Vec<SlotRange>> {
+    let Value::Array(reply) = reply else { return None };
+    let range = |reply: &Value| {
+        let Value::Array(reply) = reply else { return None };
+        let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = reply.as_slice() else { return None };
         let [host, Value::Int(port), ..] = master.as_slice() else { return None };
-        let master = named(text(host).unwrap_or_default(), u16::try_from(*port).ok()?, asked)?;
-        Some(Range { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
+        let master = resolve_node(reply_text(host).unwrap_or_default(), u16::try_from(*port).ok()?, asked_node)?;
+        Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
     };
-    let ranges: Vec<Range> = said.iter().map(range).collect::<Option<_>>()?;
-    // Each slot has one master.
+    let ranges: Vec<SlotRange> = reply.iter().map(range).collect::<Option<_>>()?;
+    // A slot may occur only once.
     let slots: usize = ranges.iter().map(|range| usize::from(range.last.saturating_sub(range.first)) + 1).sum();
     (slots <= usize::from(SLOTS)).then_some(ranges)
 }
 
-/// A node as others name it. One that does not know its own name is where it was asked.
-fn named(host: &str, port: u16, asked: &Node) -> Option<Node> {
-    let host = match (host, asked) {
+/// A node by the address that others report. A node that does not know its own host has the host that was asked.
+fn resolve_node(host: &str, port: u16, asked_node: &Node) -> Option<Node> {
+    let host = match (host, asked_node) {
         ("" | "?", Node::Tcp { host, .. }) => host,
         ("" | "?", Node::Unix(_)) => return None,
         (host, _) => host,
@@ -259,11 +267,11 @@ fn named(host: &str, port: u16, asked: &Node) -> Option<Node> {
     Some(Node::Tcp { host: host.to_owned(), port })
 }
 
-/// Where a slot is, or is moving to, as `MOVED` and `ASK` say it: `SLOT HOST:PORT`.
-pub fn redirected(details: &str, asked: &Node) -> Option<(u16, Node)> {
+/// Parses the details of `MOVED` and `ASK`: `SLOT HOST:PORT`.
+pub fn parse_redirect(details: &str, asked_node: &Node) -> Option<(u16, Node)> {
     let (slot, address) = details.split_once(' ')?;
     let (host, port) = address.rsplit_once(':')?;
-    Some((slot.parse().ok()?, named(host, port.parse().ok()?, asked)?))
+    Some((slot.parse().ok()?, resolve_node(host, port.parse().ok()?, asked_node)?))
 }
 
 #[cfg(test)]
@@ -275,33 +283,33 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_does_not_know_its_name_is_where_it_was_asked() {
-        let asked = node("10.0.0.1", 6379);
-        assert_eq!(redirected("3999 10.0.0.2:6381", &asked), Some((3999, node("10.0.0.2", 6381))));
-        assert_eq!(redirected("3999 fe80::1:6381", &asked), Some((3999, node("fe80::1", 6381))));
-        assert_eq!(redirected("3999 :6381", &asked), Some((3999, node("10.0.0.1", 6381))));
+    fn a_node_without_a_host_name_has_the_address_that_was_asked() {
+        let asked_node = node("10.0.0.1", 6379);
+        assert_eq!(parse_redirect("3999 10.0.0.2:6381", &asked_node), Some((3999, node("10.0.0.2", 6381))));
+        assert_eq!(parse_redirect("3999 fe80::1:6381", &asked_node), Some((3999, node("fe80::1", 6381))));
+        assert_eq!(parse_redirect("3999 :6381", &asked_node), Some((3999, node("10.0.0.1", 6381))));
         for strange in ["", "3999", "3999 a", "x a:1", "3999 a:99999"] {
-            assert_eq!(redirected(strange, &asked), None, "{strange}");
+            assert_eq!(parse_redirect(strange, &asked_node), None, "{strange}");
         }
     }
 
     #[test]
-    fn a_map_names_masters_first() {
+    fn the_first_node_of_a_slot_range_is_its_master() {
         let text = |text: &str| Value::BulkString(text.as_bytes().to_vec());
         let server = |host: &str, port| Value::Array(vec![text(host), Value::Int(port), text("id")]);
         let range =
             |first, last, servers: &[Value]| Value::Array([&[Value::Int(first), Value::Int(last)], servers].concat());
-        let said = Value::Array(vec![
+        let reply = Value::Array(vec![
             range(0, 5460, &[server("a", 1), server("b", 2)]),
             range(5461, 16383, &[Value::Array(vec![Value::Nil, Value::Int(3)])]),
         ]);
         let expected = [
-            Range { first: 0, last: 5460, master: node("a", 1) },
-            Range { first: 5461, last: 16383, master: node("asked", 3) },
+            SlotRange { first: 0, last: 5460, master: node("a", 1) },
+            SlotRange { first: 5461, last: 16383, master: node("asked", 3) },
         ];
-        assert_eq!(ranges(&said, &node("asked", 9)).as_deref(), Some(&expected[..]));
-        assert_eq!(ranges(&Value::Array(vec![range(0, 1, &[])]), &node("asked", 9)), None);
+        assert_eq!(parse_slots(&reply, &node("asked", 9)).as_deref(), Some(&expected[..]));
+        assert_eq!(parse_slots(&Value::Array(vec![range(0, 1, &[])]), &node("asked", 9)), None);
         let all = range(0, 16383, &[server("a", 1)]);
-        assert_eq!(ranges(&Value::Array(vec![all, range(5, 5, &[server("b", 2)])]), &node("asked", 9)), None);
+        assert_eq!(parse_slots(&Value::Array(vec![all, range(5, 5, &[server("b", 2)])]), &node("asked", 9)), None);
     }
 }

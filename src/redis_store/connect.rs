@@ -1,46 +1,52 @@
-//! The way to one server until it answers: name, address, TLS, password, database.
+//! Opens connections to servers: name lookup, TCP or Unix socket, TLS, login, database. Also limits how much a server
+//! may send.
 
 use std::io;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, ErrorKind, RedisConnectionInfo, RedisError};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use super::connection::{Connection, Failure};
-use super::read_limit::LimitedReader;
+use super::connection::{CallError, Connection, Transport};
 use crate::config::redis::{Node, Shared};
 
-/// Until a server that is connected to answers its first question.
-const PATIENCE: Duration = Duration::from_millis(1000);
-/// Until one address of several is given up.
-const ADDRESS_PATIENCE: Duration = Duration::from_millis(400);
-/// Bytes of calls that are written at once.
+/// Limit for opening a connection, up to the reply to PING.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1000);
+/// Limit for each address of a name.
+const ADDRESS_TIMEOUT: Duration = Duration::from_millis(400);
+/// Bytes of calls written at once.
 const WRITE_BYTES: usize = 64 * 1024;
-/// Calls that may wait for their turn to be written.
-const QUEUE: usize = 1024;
+/// Calls that may wait to be written.
+const QUEUED_CALLS_MAX: usize = 1024;
+/// Longest reply that is read, bytes. The slot map of a cluster with thousands of nodes fits.
+const REPLY_MAX_BYTES: usize = 4 << 20;
+/// Bytes that may arrive for each byte sent. Replies about counters are shorter than their requests.
+const REPLY_BYTES_PER_BYTE_SENT: usize = 8;
 
-/// How all servers are connected to.
-pub struct Dial {
+/// How to connect to the configured servers.
+pub struct Connector {
     tls: Option<Tls>,
     login: RedisConnectionInfo,
 }
 
 struct Tls {
     client: Arc<ClientConfig>,
-    /// Who the server must be, where it is not the host.
+    /// The name that the server's certificate must be for, if it is not the host.
     server_name: Option<ServerName<'static>>,
 }
 
-impl Dial {
-    pub fn new(settings: &Shared) -> Dial {
+impl Connector {
+    pub fn new(settings: &Shared) -> Connector {
         let mut login = RedisConnectionInfo::default().set_db(settings.database).set_skip_set_lib_name();
         if let Some(username) = &settings.username {
             login = login.set_username(username);
@@ -50,15 +56,16 @@ impl Dial {
         }
         let tls =
             settings.tls.as_ref().map(|tls| Tls { client: tls.offering(&[]), server_name: tls.server_name.clone() });
-        Dial { tls, login }
+        Connector { tls, login }
     }
 
-    /// A connection to a server that answers there.
+    /// Opens a connection and waits until the server replies to PING.
     pub async fn open(&self, node: &Node) -> Result<Rc<Connection>, String> {
         self.open_as(node, &self.login).await
     }
 
-    /// The same to a sentinel, which has no databases. One that asks for no password refuses to be told one.
+    /// As [`Connector::open`], to a sentinel: without a database. A sentinel without a password rejects a login, so a
+    /// rejected login is retried without one.
     pub async fn open_sentinel(&self, node: &Node) -> Result<Rc<Connection>, String> {
         let opened = self.open_as(node, &self.login.clone().set_db(0)).await;
         if opened.is_ok() || self.login.password().is_none() {
@@ -69,58 +76,52 @@ impl Dial {
     }
 
     async fn open_as(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Rc<Connection>, String> {
-        let line = async {
+        let connection = async {
             let sender = self.connect(node, login).await.map_err(|why| format!("{node}: {why}"))?;
-            let line = Connection::new(sender, node.clone());
-            match line.ask(redis::cmd("PING")).await {
-                Ok(_) => Ok(line),
-                // It answers, and says that it may not say so.
-                Err(Failure::Said(error)) if error.code() == "NOPERM" => Ok(line),
-                Err(failure) => Err(line.blame(&failure)),
+            let connection = Connection::new(sender, node.clone());
+            match connection.call(redis::cmd("PING")).await {
+                Ok(_) => Ok(connection),
+                // The server replies, and does not permit PING.
+                Err(CallError::Rejected(error)) if error.code() == "NOPERM" => Ok(connection),
+                Err(failure) => Err(connection.describe(&failure)),
             }
         };
-        in_time(node, PATIENCE, line).await
+        with_timeout(node, CONNECT_TIMEOUT, connection).await
     }
 
-    async fn connect(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Sender, String> {
-        let told = |error: io::Error| error.to_string();
+    async fn connect(&self, node: &Node, login: &RedisConnectionInfo) -> Result<Transport, String> {
+        let result = |error: io::Error| error.to_string();
         match (node, &self.tls) {
-            (Node::Unix(path), _) => greeted(UnixStream::connect(path).await.map_err(told)?, login).await,
-            (Node::Tcp { host, port }, None) => greeted(tcp(host, *port).await.map_err(told)?, login).await,
+            (Node::Unix(path), _) => log_in(UnixStream::connect(path).await.map_err(result)?, login).await,
+            (Node::Tcp { host, port }, None) => log_in(connect_tcp(host, *port).await.map_err(result)?, login).await,
             (Node::Tcp { host, port }, Some(tls)) => {
                 let name = match &tls.server_name {
                     Some(name) => name.clone(),
                     None => ServerName::try_from(host.clone())
-                        .map_err(|_invalid| format!("no certificate can be for `{host}`"))?,
+                        .map_err(|_invalid| format!("`{host}` is not a valid server name for TLS"))?,
                 };
-                let stream = tcp(host, *port).await.map_err(told)?;
+                let stream = connect_tcp(host, *port).await.map_err(result)?;
                 let shaken = TlsConnector::from(Arc::clone(&tls.client)).connect(name, stream).await;
-                greeted(shaken.map_err(|error| format!("TLS: {error}"))?, login).await
+                log_in(shaken.map_err(|error| format!("TLS: {error}"))?, login).await
             }
         }
     }
 }
 
-/// What comes of asking a server, or that it did not answer by then.
-pub async fn in_time<T>(
+/// Awaits a reply for at most `limit`.
+pub async fn with_timeout<T>(
     node: &Node,
     limit: Duration,
     answer: impl Future<Output = Result<T, String>>,
 ) -> Result<T, String> {
-    timeout(limit, answer).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no answer within {limit:?}")))
+    timeout(limit, answer).await.unwrap_or_else(|_elapsed| Err(format!("{node}: no reply within {limit:?}")))
 }
 
-/// What calls are given to, and what carries them.
-pub struct Sender {
-    pub calls: MultiplexedConnection,
-    pub driver: tokio::task::JoinHandle<()>,
-}
-
-/// Tries the addresses of a host one after the other.
-async fn tcp(host: &str, port: u16) -> io::Result<TcpStream> {
+/// Tries the addresses of a host in turn.
+async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     let mut failed = io::Error::other("the name has no address");
     for address in lookup_host((host, port)).await? {
-        match timeout(ADDRESS_PATIENCE, TcpStream::connect(address)).await {
+        match timeout(ADDRESS_TIMEOUT, TcpStream::connect(address)).await {
             Ok(Ok(stream)) => {
                 stream.set_nodelay(true)?;
                 return Ok(stream);
@@ -132,25 +133,88 @@ async fn tcp(host: &str, port: u16) -> io::Result<TcpStream> {
     Err(failed)
 }
 
-/// Says who the gateway is, and which database it means.
-async fn greeted<S>(stream: S, login: &RedisConnectionInfo) -> Result<Sender, String>
+/// Logs in and selects the database.
+async fn log_in<S>(stream: S, login: &RedisConnectionInfo) -> Result<Transport, String>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    // How long is waited for is decided by who asks: `Line` sees to it that nobody waits for ever.
+    // Callers set their own time limits, and `Connection` detects a silent server.
     let settings = AsyncConnectionConfig::new()
         .set_response_timeout(None)
         .set_connection_timeout(None)
-        .set_pipeline_buffer_size(QUEUE)
+        .set_pipeline_buffer_size(QUEUED_CALLS_MAX)
         .set_write_backpressure_boundary(WRITE_BYTES);
     let opened = MultiplexedConnection::new_with_config(login, LimitedReader::new(stream), settings).await;
-    let (calls, driver) = opened.map_err(|error| refused(&error))?;
-    Ok(Sender { calls, driver: tokio::task::spawn_local(driver) })
+    let (calls, driver) = opened.map_err(|error| login_error(&error))?;
+    Ok(Transport { calls, driver: tokio::task::spawn_local(driver) })
 }
 
-fn refused(error: &RedisError) -> String {
+fn login_error(error: &RedisError) -> String {
     match error.kind() {
-        ErrorKind::AuthenticationFailed => "it does not accept the user and password".to_owned(),
+        ErrorKind::AuthenticationFailed => "the server does not accept the user and password".to_owned(),
         _ => error.to_string(),
+    }
+}
+
+/// Limits the bytes read from a server. A reply is kept in memory until it is complete, and a broken server, or one
+/// that is not Redis, might never complete it.
+pub struct LimitedReader<S> {
+    stream: S,
+    bytes_left: usize,
+}
+
+impl<S> LimitedReader<S> {
+    pub fn new(stream: S) -> LimitedReader<S> {
+        LimitedReader { stream, bytes_left: REPLY_MAX_BYTES }
+    }
+
+    fn allow_for(&mut self, bytes: usize) {
+        self.bytes_left =
+            self.bytes_left.saturating_add(bytes.saturating_mul(REPLY_BYTES_PER_BYTE_SENT)).min(REPLY_MAX_BYTES);
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for LimitedReader<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = into.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, into))?;
+        let more = into.filled().len().saturating_sub(before);
+        Poll::Ready(match self.bytes_left.checked_sub(more) {
+            Some(left) => {
+                self.bytes_left = left;
+                Ok(())
+            }
+            None => Err(io::Error::other("the server sent far more than was requested")),
+        })
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for LimitedReader<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write(cx, bytes))?;
+        self.allow_for(written);
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, bytes))?;
+        self.allow_for(written);
+        Poll::Ready(Ok(written))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }

@@ -1,169 +1,190 @@
-//! One connection to a server: calls of many tasks go out on it one behind the other, and are answered in that order.
+//! One connection to a server, and the batching of calls on it.
 //!
-//! A call is sent once. When the connection breaks, all calls on it fail, and whether they were executed is not
-//! known. Who no longer wants an answer may go away at any time; the answer is dropped when it comes.
+//! Calls of many tasks are pipelined and answered in order. A call is sent once: when the connection breaks, all calls
+//! in flight fail, and whether they were executed is unknown. A caller may be dropped at any time; its reply is then
+//! discarded.
 //!
-//! A connection from which nothing comes for a while although it was asked is asked PING, and broken off if that is not
-//! answered either: so it is noticed even when nobody waits that long for his own answer.
+//! Acquire calls are batched, because a server spends more on receiving a command than on deciding it. The first call
+//! is sent at once; calls that arrive while batches are in flight are sent in the next. One run of the script decides
+//! them in order.
+//!
+//! A connection on which nothing arrives for a while although calls are in flight is sent PING, and closed without a
+//! reply. So a dead server is detected even when no caller waits that long.
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::fmt;
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, ServerError, Value};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::{AbortHandle, spawn_local};
 use tokio::time::{sleep, timeout};
 
-use super::batch::Queue;
-use super::connect::Sender;
-use super::eviction::Eviction;
-use super::scripts::By;
+use super::scripts::{self, AcquireCall, AcquireResult, ScriptRef, Scripts};
 use crate::config::redis::Node;
 
-/// How long a connection may be silent while it is asked; then for how long an answer to PING is waited for.
-const SILENCE: Duration = Duration::from_millis(500);
+/// How long a connection may be silent while calls are in flight; then the limit for the reply to PING.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
 
-/// How often a script may be forgotten under a call before it is sent in full whoever else does.
-const FORGOTTEN_MAX: u32 = 8;
+/// Replies `NOSCRIPT` to one call before it sends the script in full.
+const NOSCRIPT_MAX: u32 = 8;
+/// Batches in flight: the server decides one while others are on the network.
+const BATCHES_MAX: usize = 3;
+/// Calls and counters in one batch. A server does nothing else meanwhile, and a script can unpack 8000 values at most.
+const CALLS_MAX: usize = 64;
+const COUNTERS_MAX: usize = 1024;
+/// Characters of a server's message that are logged.
+const EXCERPT_MAX_CHARS: usize = 300;
 
-/// Why there is no answer to a call.
+/// A redis-rs connection and the task that drives it.
+pub struct Transport {
+    pub calls: MultiplexedConnection,
+    pub driver: tokio::task::JoinHandle<()>,
+}
+
+/// Why a call has no reply.
 #[derive(Clone, Debug)]
-pub enum Failure {
-    /// The connection broke; nobody knows whether it was executed.
+pub enum CallError {
+    /// The connection broke. Whether the call was executed is unknown.
     Lost(String),
-    /// The server says that it did not do it.
-    Said(ServerError),
+    /// The server replied with an error and did not execute the call.
+    Rejected(ServerError),
 }
 
 pub struct Connection {
     pub node: Node,
     calls: MultiplexedConnection,
     driver: AbortHandle,
-    guard: RefCell<Option<AbortHandle>>,
-    /// Why it is broken, if it is.
-    broken: RefCell<Option<String>>,
-    /// Calls sent, and the latest that was answered.
+    watchdog: RefCell<Option<AbortHandle>>,
+    /// Set when the connection is closed.
+    close_reason: RefCell<Option<String>>,
+    /// Number of calls sent, and of the latest answered call.
     sent: Cell<u64>,
     answered: Cell<u64>,
-    /// Whether the guard is looking already.
-    guarded: Cell<bool>,
+    /// Whether the watchdog is timing calls already.
+    is_watched: Cell<bool>,
     wake: Rc<Notify>,
     /// How often each script was sent in full.
-    taught: [Cell<u32>; 2],
-    /// Calls that wait to be sent together.
-    pub queue: Queue,
+    full_sends: [Cell<u32>; 2],
+    /// Acquire calls that wait for the next batch.
+    pub queue: CallQueue,
     pub eviction: Eviction,
 }
 
-/// Which of the scripts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Which {
-    Take = 0,
-    Give = 1,
+pub enum ScriptKind {
+    Acquire = 0,
+    Refund = 1,
 }
 
 impl Connection {
-    /// Needs a runtime.
-    pub fn new(sender: Sender, node: Node) -> Rc<Connection> {
+    /// Must be called within a `LocalSet` or local runtime.
+    pub fn new(sender: Transport, node: Node) -> Rc<Connection> {
         let wake = Rc::new(Notify::new());
-        let line = Rc::new(Connection {
+        let connection = Rc::new(Connection {
             node,
             calls: sender.calls,
             driver: sender.driver.abort_handle(),
-            guard: RefCell::new(None),
-            broken: RefCell::new(None),
+            watchdog: RefCell::new(None),
+            close_reason: RefCell::new(None),
             sent: Cell::new(0),
             answered: Cell::new(0),
-            guarded: Cell::new(false),
+            is_watched: Cell::new(false),
             wake: Rc::clone(&wake),
-            taught: [Cell::new(0), Cell::new(0)],
-            queue: Queue::default(),
+            full_sends: [Cell::new(0), Cell::new(0)],
+            queue: CallQueue::default(),
             eviction: Eviction::default(),
         });
-        let guard = spawn_local(guard(Rc::downgrade(&line), wake));
-        line.guard.replace(Some(guard.abort_handle()));
-        line
+        let guard = spawn_local(watch(Rc::downgrade(&connection), wake));
+        connection.watchdog.replace(Some(guard.abort_handle()));
+        connection
     }
 
-    /// Whether calls may be sent on it.
-    pub fn is_sound(&self) -> bool {
-        self.broken.borrow().is_none() && !self.driver.is_finished()
+    /// Whether calls may be sent.
+    pub fn is_usable(&self) -> bool {
+        self.close_reason.borrow().is_none() && !self.driver.is_finished()
     }
 
-    /// All who wait on it are told that their fate is unknown, and nobody else is sent on it.
-    pub fn break_off(&self, why: &str) {
-        self.broken.borrow_mut().get_or_insert_with(|| why.to_owned());
+    /// Closes the connection. All calls in flight fail with [`CallError::Lost`].
+    pub fn close(&self, why: &str) {
+        self.close_reason.borrow_mut().get_or_insert_with(|| why.to_owned());
         self.driver.abort();
     }
 
-    pub async fn ask(&self, cmd: Cmd) -> Result<Value, Failure> {
-        let number = self.begin();
+    pub async fn call(&self, cmd: Cmd) -> Result<Value, CallError> {
+        let number = self.begin_call();
         let mut calls = self.calls.clone();
-        let said = calls.send_packed_command(&cmd).await;
-        self.end(number, said)
+        let reply = calls.send_packed_command(&cmd).await;
+        self.end_call(number, reply)
     }
 
-    /// Asks a server that takes over a slot to answer for it already.
-    pub async fn ask_importing(&self, cmd: Cmd) -> Result<Value, Failure> {
+    /// Sends a command behind `ASKING`, to a server that is importing the slot.
+    pub async fn call_asking(&self, cmd: Cmd) -> Result<Value, CallError> {
         let mut both = Pipeline::with_capacity(2);
         both.cmd("ASKING");
         both.add_command(cmd);
-        let number = self.begin();
+        let number = self.begin_call();
         let mut calls = self.calls.clone();
-        let said = calls.send_packed_commands(&both, 0, 2).await;
-        self.end(number, said.map(|mut said| said.pop().unwrap_or(Value::Nil)))
+        let reply = calls.send_packed_commands(&both, 0, 2).await;
+        self.end_call(number, reply.map(|mut reply| reply.pop().unwrap_or(Value::Nil)))
     }
 
-    /// Runs a script, which the server is sent in full if it does not know it: once, however many calls find that out
-    /// at the same time. What is sent behind it finds it known.
-    pub async fn run(&self, which: Which, importing: bool, call: &dyn Fn(By) -> Cmd) -> Result<Value, Failure> {
-        let ask = async |by: By| if importing { self.ask_importing(call(by)).await } else { self.ask(call(by)).await };
-        let taught = &self.taught[which as usize];
-        for _ in 0..FORGOTTEN_MAX {
+    /// Runs a script by its digest. If the server does not know the script, one of the concurrent calls sends it in
+    /// full; the others repeat and find it known.
+    pub async fn run_script(
+        &self,
+        which: ScriptKind,
+        importing: bool,
+        call: &dyn Fn(ScriptRef) -> Cmd,
+    ) -> Result<Value, CallError> {
+        let call_once =
+            async |by: ScriptRef| if importing { self.call_asking(call(by)).await } else { self.call(call(by)).await };
+        let taught = &self.full_sends[which as usize];
+        for _ in 0..NOSCRIPT_MAX {
             let before = taught.get();
-            match ask(By::Sha).await {
-                Err(Failure::Said(error)) if error.code() == "NOSCRIPT" => {
+            match call_once(ScriptRef::Sha).await {
+                Err(CallError::Rejected(error)) if error.code() == "NOSCRIPT" => {
                     if taught.get() == before {
                         taught.set(before.wrapping_add(1));
-                        return ask(By::Text).await;
+                        return call_once(ScriptRef::Text).await;
                     }
                 }
-                said => return said,
+                reply => return reply,
             }
         }
-        ask(By::Text).await
+        call_once(ScriptRef::Text).await
     }
 
-    /// What an operator is told about a failure.
-    pub fn blame(&self, failure: &Failure) -> String {
+    /// Describes a failed call for the operator.
+    pub fn describe(&self, failure: &CallError) -> String {
         match failure {
-            Failure::Lost(why) => format!("{}: {why}", self.node),
-            Failure::Said(error) => format!("{}: {}", self.node, ServerErrorText(error)),
+            CallError::Lost(why) => format!("{}: {why}", self.node),
+            CallError::Rejected(error) => format!("{}: {}", self.node, ServerErrorText(error)),
         }
     }
 
-    fn begin(&self) -> u64 {
+    fn begin_call(&self) -> u64 {
         let number = self.sent.get() + 1;
         self.sent.set(number);
-        if !self.guarded.replace(true) {
+        if !self.is_watched.replace(true) {
             self.wake.notify_one();
         }
         number
     }
 
-    fn end(&self, number: u64, said: Result<Value, RedisError>) -> Result<Value, Failure> {
+    fn end_call(&self, number: u64, reply: Result<Value, RedisError>) -> Result<Value, CallError> {
         if self.answered.get() < number {
             self.answered.set(number);
         }
-        match said {
-            Ok(Value::ServerError(error)) => Err(Failure::Said(error)),
-            Ok(said) => Ok(said),
+        match reply {
+            Ok(Value::ServerError(error)) => Err(CallError::Rejected(error)),
+            Ok(reply) => Ok(reply),
             Err(error) => {
-                self.break_off(&error.to_string());
-                Err(Failure::Lost(self.broken.borrow().clone().unwrap_or_default()))
+                self.close(&error.to_string());
+                Err(CallError::Lost(self.close_reason.borrow().clone().unwrap_or_default()))
             }
         }
     }
@@ -172,7 +193,7 @@ impl Connection {
         let number = self.sent.get();
         let mut calls = self.calls.clone();
         let ping = redis::cmd("PING");
-        let alive = matches!(timeout(SILENCE, calls.send_packed_command(&ping)).await, Ok(Ok(_)));
+        let alive = matches!(timeout(SILENCE_MAX, calls.send_packed_command(&ping)).await, Ok(Ok(_)));
         if alive {
             self.answered.set(self.answered.get().max(number));
         }
@@ -183,33 +204,33 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.driver.abort();
-        if let Some(guard) = self.guard.take() {
+        if let Some(guard) = self.watchdog.take() {
             guard.abort();
         }
     }
 }
 
-/// Watches a connection as long as something is asked on it.
-async fn guard(line: Weak<Connection>, wake: Rc<Notify>) {
+/// Closes the connection when calls are in flight and the server is silent.
+async fn watch(connection: Weak<Connection>, wake: Rc<Notify>) {
     loop {
         wake.notified().await;
         loop {
-            let Some(answered) = line.upgrade().map(|line| line.answered.get()) else { return };
-            sleep(SILENCE).await;
-            let Some(line) = line.upgrade() else { return };
-            if line.answered.get() == answered && !line.is_alive().await {
-                line.break_off("no answer");
+            let Some(answered) = connection.upgrade().map(|connection| connection.answered.get()) else { return };
+            sleep(SILENCE_MAX).await;
+            let Some(connection) = connection.upgrade() else { return };
+            if connection.answered.get() == answered && !connection.is_alive().await {
+                connection.close("no reply");
                 return;
             }
-            if line.answered.get() == line.sent.get() {
-                line.guarded.set(false);
+            if connection.answered.get() == connection.sent.get() {
+                connection.is_watched.set(false);
                 break;
             }
         }
     }
 }
 
-/// An error as the server said it.
+/// A server error as the server wrote it.
 pub struct ServerErrorText<'e>(pub &'e ServerError);
 
 impl fmt::Display for ServerErrorText<'_> {
@@ -217,4 +238,131 @@ impl fmt::Display for ServerErrorText<'_> {
         f.write_str(self.0.code())?;
         self.0.details().map_or(Ok(()), |details| write!(f, " {details}"))
     }
+}
+
+/// Whether the server of a connection was checked for eviction, and evicts. An evicting `maxmemory-policy` gives keys
+/// their whole limit again, and no reply shows it.
+#[derive(Default)]
+pub struct Eviction {
+    pub is_asked: Cell<bool>,
+    pub is_found: Cell<bool>,
+}
+
+/// Which calls may share a batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Batching {
+    Any,
+    /// Calls with the same key base: in a cluster, other counters may be on other servers.
+    SameBase,
+    /// None: the slot is moving between servers.
+    Never,
+}
+
+#[derive(Default)]
+pub struct CallQueue {
+    waiting: RefCell<VecDeque<QueuedCall>>,
+    batches_in_flight: Cell<usize>,
+}
+
+struct QueuedCall {
+    call: AcquireCall,
+    reply_to: oneshot::Sender<Result<AcquireResult, CallError>>,
+}
+
+/// Acquires in a batch with other calls on the connection.
+pub async fn acquire(
+    connection: &Rc<Connection>,
+    scripts: &Rc<Scripts>,
+    call: AcquireCall,
+    together: Batching,
+) -> Result<AcquireResult, CallError> {
+    if together == Batching::Never {
+        let decided = run_batch(connection, scripts, std::slice::from_ref(&call), true).await;
+        return decided.and_then(|mut decided| decided.pop().ok_or_else(|| unexpected_reply(&Value::Nil)));
+    }
+    let (sender, result) = oneshot::channel();
+    connection.queue.waiting.borrow_mut().push_back(QueuedCall { call, reply_to: sender });
+    let runs = &connection.queue.batches_in_flight;
+    if runs.get() < BATCHES_MAX {
+        runs.set(runs.get() + 1);
+        spawn_local(send_batches(Rc::clone(connection), Rc::clone(scripts), together));
+    }
+    result.await.unwrap_or_else(|_closed| Err(CallError::Lost("the gateway ends".to_owned())))
+}
+
+/// Sends batches until no call waits.
+async fn send_batches(connection: Rc<Connection>, scripts: Rc<Scripts>, together: Batching) {
+    loop {
+        let (calls, senders) = connection.queue.next_batch(together);
+        if calls.is_empty() {
+            break;
+        }
+        let mut decided = run_batch(&connection, &scripts, &calls, false).await.map(Vec::into_iter);
+        for sender in senders {
+            let decision = match &mut decided {
+                Ok(decided) => decided.next().ok_or_else(|| unexpected_reply(&Value::Nil)),
+                Err(failure) => Err(failure.clone()),
+            };
+            // A dropped caller needs no reply.
+            drop(sender.send(decision));
+        }
+    }
+    connection.queue.batches_in_flight.set(connection.queue.batches_in_flight.get() - 1);
+}
+
+async fn run_batch(
+    connection: &Connection,
+    scripts: &Scripts,
+    calls: &[AcquireCall],
+    importing: bool,
+) -> Result<Vec<AcquireResult>, CallError> {
+    let reply = connection
+        .run_script(ScriptKind::Acquire, importing, &|by| scripts::acquire_command(&scripts.acquire, by, calls.iter()))
+        .await?;
+    scripts::parse_acquire_reply(&reply, calls.iter()).ok_or_else(|| unexpected_reply(&reply))
+}
+
+/// Where the result of a call goes.
+type ReplySender = oneshot::Sender<Result<AcquireResult, CallError>>;
+
+impl CallQueue {
+    /// The next calls in the queue that can share a batch. Skips calls whose callers were dropped.
+    fn next_batch(&self, together: Batching) -> (Vec<AcquireCall>, Vec<ReplySender>) {
+        let mut waiting = self.waiting.borrow_mut();
+        let most = waiting.len().min(CALLS_MAX);
+        let (mut calls, mut senders): (Vec<AcquireCall>, Vec<ReplySender>) =
+            (Vec::with_capacity(most), Vec::with_capacity(most));
+        let mut counters = 0;
+        while calls.len() < CALLS_MAX {
+            let Some(next) = waiting.front() else { break };
+            let is_near = |first: &AcquireCall| together == Batching::Any || base(first) == base(&next.call);
+            let has_room = counters + next.call.requests.len() <= COUNTERS_MAX;
+            let joins = calls.first().is_none_or(|first| has_room && is_near(first));
+            if !joins && !next.reply_to.is_closed() {
+                break;
+            }
+            let Some(QueuedCall { call, reply_to: sender }) = waiting.pop_front() else { break };
+            if !sender.is_closed() {
+                counters += call.requests.len();
+                calls.push(call);
+                senders.push(sender);
+            }
+        }
+        (calls, senders)
+    }
+}
+
+fn base(call: &AcquireCall) -> &str {
+    call.requests.first().map_or("", |want| &*want.base)
+}
+
+/// The error for a reply of unexpected form.
+pub fn unexpected_reply(reply: &Value) -> CallError {
+    let reply: String = format!("{reply:?}").chars().take(100).collect();
+    CallError::Lost(format!("unexpected reply to a script: {reply}"))
+}
+
+/// A server's message for the log: its beginning, in one line.
+pub fn log_excerpt(why: &str) -> String {
+    why.chars().take(EXCERPT_MAX_CHARS).map(|char| if char.is_control() { ' ' } else { char }).collect()
 }

@@ -1,8 +1,8 @@
-//! The decision about one request by counters that are shared, as far as something has to be fetched or asked for it.
+//! The decision about one request by shared counters, as far as it has to wait for the store.
 //!
-//! First everything is charged that lies in the table, tokens that were fetched among it: all or nothing, and without waiting where
-//! enough was fetched. What the store decides itself comes last, in one call, so that it is the only one to be undone if
-//! it refuses. Who has waited for as long as a request may wait goes on as rules do in an outage.
+//! First all layers are charged that the table can decide, leased tokens included: all or nothing, and without waiting
+//! where enough tokens are leased. Layers that the store decides are charged last, in one call, so that a refusal by
+//! the store leaves nothing to undo there. After the timeout, the rules continue as in an outage.
 
 use std::mem::take;
 use std::rc::Rc;
@@ -13,9 +13,8 @@ use std::time::Duration;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
-use super::Shared;
-use super::exact_mode::Sent;
 use super::scripts::Refund;
+use super::shared_counters::SharedCounters;
 use crate::metrics::redis::OutageDecision;
 use transom_limiter::decision::Decision;
 use transom_limiter::decision_context::DecisionContext;
@@ -24,129 +23,154 @@ use transom_limiter::rule::{OnOutage, Sharing};
 use transom_limiter::rule_set::{ChargePlan, CountingMode, LayerRef, RuleSet};
 use transom_limiter::shared_counting::LocalDecision;
 
-/// So often a request asks in vain, as when others take the tokens that it fetches before it can.
+/// Most attempts of one request, for example when other requests take the tokens that it fetches.
 pub(super) const ROUNDS_MAX: u32 = 64;
-/// From this round on it gives up as soon as its time is over. Those before may be late because the loop was.
-const ROUNDS_FREE: u32 = 4;
+/// In the first rounds the deadline is not checked: they may be late because the worker was.
+const ROUNDS_WITHOUT_DEADLINE: u32 = 4;
 
-/// What the rules of a request say, if nothing has to be waited for.
-pub enum Begun {
+/// The result of a decision, if it does not have to wait.
+pub enum BeginResult {
     Decided(Decision),
-    Waits(Box<SharedDecision>),
-    /// A rule refuses whatever it can not count.
+    Pending(Box<SharedDecision>),
+    /// A rule with `on_outage = "refuse"` cannot be counted.
     Unavailable,
 }
 
 /// A request that waits for the store.
 pub struct SharedDecision {
-    pub(super) shared: Rc<Shared>,
+    pub(super) shared: Rc<SharedCounters>,
     pub(super) rule_set: Arc<RuleSet>,
     pub(super) context: DecisionContext,
-    /// What the keys of the roster's rules are in the store; of those that are shared and apply.
-    pub(super) texts: Vec<Option<Rc<str>>>,
+    /// The store keys of the charge plan's rules; `None` for rules that are not shared or do not apply.
+    pub(super) key_texts: Vec<Option<Rc<str>>>,
     pub(super) progress: DecisionProgress,
-    pub(super) next: Option<Next>,
+    pub(super) next: Option<NextStep>,
     pub(super) deadline: Instant,
 }
 
-/// What was decided after all.
+/// The result of a [`SharedDecision`].
 pub struct SharedOutcome {
-    pub judgement: Decision,
-    /// What it was decided on, as after any decision.
+    pub decision: Decision,
+    /// The context of the decision, as after any decision.
     pub context: DecisionContext,
-    /// What gives back what the store has charged, for rules by their position.
-    pub gifts: Vec<(usize, Refund)>,
-    /// What the keys are in the store, of the rules that are shared.
-    pub texts: Vec<Option<Rc<str>>>,
+    /// Refunds of what the store has charged, each with the position of its rule.
+    pub refunds: Vec<(usize, Refund)>,
+    /// The store keys of the shared rules.
+    pub key_texts: Vec<Option<Rc<str>>>,
 }
 
-/// A rule refuses whatever it can not count.
+/// A rule with `on_outage = "refuse"` cannot be counted.
 #[derive(Debug)]
 pub struct Unavailable;
 
-/// Something of each rule of a roster; seldom of more than a few.
-type Positions = SmallVec<[bool; 8]>;
+/// A flag for each rule of a charge plan; seldom more than a few.
+type RuleFlags = SmallVec<[bool; 8]>;
 
-/// How far a decision has come.
+/// The progress of a decision.
 pub(super) struct DecisionProgress {
-    /// 0: the enforced rules; then each shadow rule.
+    /// 0: the enforced rules; then one group for each shadow rule.
     pub(super) group: usize,
-    pub(super) judgement: Option<Decision>,
-    /// The rules that do without the store, by their position.
-    pub(super) beyond: Positions,
-    pub(super) gifts: Vec<(usize, Refund)>,
+    pub(super) decision: Option<Decision>,
+    /// For each rule, whether it is counted without the store.
+    pub(super) without_store: RuleFlags,
+    pub(super) refunds: Vec<(usize, Refund)>,
     pub(super) rounds: u32,
-    /// Lines that are charged again; then nothing else is.
-    again: Option<Vec<LayerRef>>,
-    /// The store is asked, also where tokens could be fetched.
-    pub(super) asks: bool,
+    /// Layers that are charged again; then nothing else is charged.
+    recharged: Option<Vec<LayerRef>>,
+    /// The store decides even where tokens could be leased.
+    pub(super) always_asks: bool,
 }
 
-/// What a decision waits for.
-pub(super) enum Next {
+/// What a decision needs next.
+pub(super) enum NextStep {
     Done(Decision),
     Unavailable,
-    /// Tokens for the counters that lack them; the desk is as it was before from here on.
+    /// Tokens for the counters that lack some; charges from `first` on are undone.
     Fetch {
         first: usize,
     },
-    /// The store is to decide these lines.
+    /// The store has to decide these layers.
     Ask {
         first: usize,
         lines: Vec<LayerRef>,
     },
-    /// Places in windows to come, for the rules that are full.
-    Place {
+    /// Reservations in later windows, for full rules.
+    Reserve {
         first: usize,
         lines: Vec<LayerRef>,
     },
+}
+
+/// The store's reply to the layers sent.
+pub(super) enum SendResult {
+    /// With the refunds.
+    Granted(Vec<(usize, Refund)>),
+    Refused,
+    /// The named windows are not open at the server.
+    OtherWindow,
+    /// No reply, or the store was not asked. The rules of that server continue without it.
+    Failed,
 }
 
 impl DecisionProgress {
     pub(super) fn new(rules: usize) -> DecisionProgress {
         let beyond = SmallVec::from_elem(false, rules);
-        DecisionProgress { group: 0, judgement: None, beyond, gifts: Vec::new(), rounds: 0, again: None, asks: false }
+        DecisionProgress {
+            group: 0,
+            decision: None,
+            without_store: beyond,
+            refunds: Vec::new(),
+            rounds: 0,
+            recharged: None,
+            always_asks: false,
+        }
     }
 
-    /// Puts down how each rule of the roster is counted in the next step.
-    fn settle_stands(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, context: &mut DecisionContext) {
-        rule_set.set_counting_modes(charge_plan, |position| self.beyond[position], &mut context.sharing.counting_modes);
-        for (stand, rule) in context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.asks) {
-            if *stand == CountingMode::Leased && !rule_set.rules[*rule].is_sharded() {
-                *stand = CountingMode::Remote;
+    /// Sets how each rule is counted in the next step.
+    fn set_counting_modes(&self, rule_set: &RuleSet, charge_plan: &ChargePlan, context: &mut DecisionContext) {
+        rule_set.set_counting_modes(
+            charge_plan,
+            |position| self.without_store[position],
+            &mut context.sharing.counting_modes,
+        );
+        for (mode, rule) in
+            context.sharing.counting_modes.iter_mut().zip(&charge_plan.rules).filter(|_| self.always_asks)
+        {
+            if *mode == CountingMode::Leased && !rule_set.rules[*rule].is_sharded() {
+                *mode = CountingMode::Remote;
             }
         }
     }
 }
 
-impl Shared {
-    /// Decides a request whose askers lie on the desk. `text` tells what the key of a rule is in the store.
+impl SharedCounters {
+    /// Decides a request by the keys in `context`. `text` returns the store key of a rule.
     pub fn begin(
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
         text: impl Fn(usize) -> Option<Rc<str>>,
-    ) -> Begun {
+    ) -> BeginResult {
         context.clear();
         let mut progress = DecisionProgress::new(charge_plan.rules.len());
         match self.advance(rule_set, charge_plan, context, &[], &mut progress) {
-            Next::Done(judgement) => {
-                if let Decision::Refused = judgement {
-                    self.count_refusal(rule_set, charge_plan, context, &progress, &text);
+            NextStep::Done(decision) => {
+                if let Decision::Refused = decision {
+                    self.charge_refused_request(rule_set, charge_plan, context, &progress, &text);
                     self.recheck(rule_set, charge_plan, context, text);
                 }
-                Begun::Decided(judgement)
+                BeginResult::Decided(decision)
             }
-            Next::Unavailable => Begun::Unavailable,
+            NextStep::Unavailable => BeginResult::Unavailable,
             next => {
                 let is_shared = |position: usize| {
                     rule_set.rules[charge_plan.rules[position]].rule.sharing != Sharing::Local
                         && context.inputs.keyed_requests[position].is_some()
                 };
                 let text = |position| if is_shared(position) { text(position) } else { None };
-                Begun::Waits(Box::new(SharedDecision {
-                    texts: (0..charge_plan.rules.len()).map(text).collect(),
+                BeginResult::Pending(Box::new(SharedDecision {
+                    key_texts: (0..charge_plan.rules.len()).map(text).collect(),
                     shared: Rc::clone(self),
                     rule_set: Arc::clone(rule_set),
                     context: context.clone(),
@@ -158,48 +182,48 @@ impl Shared {
         }
     }
 
-    /// Charges lines of a request again, whose windows are over since it was charged.
-    pub fn charge_again(
+    /// Charges layers of a delayed request again whose windows have ended since.
+    pub fn recharge(
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         again: Vec<LayerRef>,
         mut context: DecisionContext,
-        texts: Vec<Option<Rc<str>>>,
+        key_texts: Vec<Option<Rc<str>>>,
     ) -> Box<SharedDecision> {
         context.clear();
-        let progress = DecisionProgress { again: Some(again), ..DecisionProgress::new(charge_plan.rules.len()) };
+        let progress = DecisionProgress { recharged: Some(again), ..DecisionProgress::new(charge_plan.rules.len()) };
         let deadline = Instant::from_std(self.clock.instant()) + self.timeout;
         let (shared, rule_set) = (Rc::clone(self), Arc::clone(rule_set));
-        Box::new(SharedDecision { shared, rule_set, context, texts, progress, next: None, deadline })
+        Box::new(SharedDecision { shared, rule_set, context, key_texts, progress, next: None, deadline })
     }
 
-    /// Goes on with a decision until it is made, or something has to be waited for.
+    /// Continues until the request is decided or has to wait.
     pub(super) fn advance(
         self: &Rc<Self>,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         context: &mut DecisionContext,
-        texts: &[Option<Rc<str>>],
+        key_texts: &[Option<Rc<str>>],
         progress: &mut DecisionProgress,
-    ) -> Next {
+    ) -> NextStep {
         loop {
             let shadow = progress.group.checked_sub(1).map(|nth| charge_plan.shadow_rules().get(nth).copied());
             let lines = match shadow {
-                None => progress.again.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, context)),
-                Some(_) if progress.again.is_some() => {
-                    return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused));
+                None => progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, context)),
+                Some(_) if progress.recharged.is_some() => {
+                    return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused));
                 }
-                Some(None) => return Next::Done(progress.judgement.take().unwrap_or(Decision::Refused)),
+                Some(None) => return NextStep::Done(progress.decision.take().unwrap_or(Decision::Refused)),
                 Some(Some(position)) => match context.inputs.keyed_requests[position] {
                     Some(keyed_request) => rule_set.shadow_layers(charge_plan, position, keyed_request),
                     None => Vec::new(),
                 },
             };
-            progress.settle_stands(rule_set, charge_plan, context);
+            progress.set_counting_modes(rule_set, charge_plan, context);
             if shadow.is_none() && self.is_unavailable(rule_set, charge_plan, &lines, context, progress) {
                 self.meter.decided_in_outage(OutageDecision::Refused);
-                return Next::Unavailable;
+                return NextStep::Unavailable;
             }
             let first = context.result.charges.len();
             context.sharing.first_shard_receipt = context.result.shard_receipts.len();
@@ -212,37 +236,37 @@ impl Shared {
                 context,
                 shadow.is_none(),
             );
-            let judgement = match step {
+            let decision = match step {
                 LocalDecision::MissingTokens => {
                     context.return_layer_buffer(lines);
-                    return Next::Fetch { first };
+                    return NextStep::Fetch { first };
                 }
-                LocalDecision::Decided(judgement) => judgement,
+                LocalDecision::Decided(decision) => decision,
             };
             if shadow.is_none() {
-                self.count_without(rule_set, charge_plan, context, progress);
+                self.count_outage_decisions(rule_set, charge_plan, context, progress);
             }
-            match (judgement, shadow.flatten()) {
+            match (decision, shadow.flatten()) {
                 (Decision::Refused, Some(position)) => context.result.shadowed.push(position),
                 (Decision::Refused, None)
                     if rule_set.may_be_delayed(charge_plan, context)
                         && context.sharing.counting_modes.contains(&CountingMode::Leased) =>
                 {
-                    return Next::Place { first, lines };
+                    return NextStep::Reserve { first, lines };
                 }
                 (Decision::Refused, None) => {
                     context.return_layer_buffer(lines);
-                    return Next::Done(Decision::Refused);
+                    return NextStep::Done(Decision::Refused);
                 }
                 (passes, shadow) => {
                     self.prefetch(rule_set, charge_plan, context);
-                    self.owe(rule_set, charge_plan, context, first, texts);
+                    self.record_unreported(rule_set, charge_plan, context, first, key_texts);
                     if shadow.is_none() {
-                        progress.judgement = Some(passes);
+                        progress.decision = Some(passes);
                     }
-                    let asked = self.to_ask(&lines, context, progress);
+                    let asked = self.lines_to_ask(&lines, context, progress);
                     if !asked.is_empty() {
-                        return Next::Ask { first, lines: asked };
+                        return NextStep::Ask { first, lines: asked };
                     }
                 }
             }
@@ -251,7 +275,7 @@ impl Shared {
         }
     }
 
-    /// Whether a rule that refuses what it can not count would have to.
+    /// Whether a rule with `on_outage = "refuse"` cannot be counted.
     fn is_unavailable(
         &self,
         rule_set: &RuleSet,
@@ -260,7 +284,7 @@ impl Shared {
         context: &DecisionContext,
         progress: &DecisionProgress,
     ) -> bool {
-        lines.iter().filter(|line| progress.beyond[line.rule]).any(|line| {
+        lines.iter().filter(|line| progress.without_store[line.rule]).any(|line| {
             let rule = &rule_set.rules[charge_plan.rules[line.rule]].rule;
             rule.on_outage == OnOutage::Refuse
                 && rule.sharing != Sharing::Local
@@ -268,15 +292,16 @@ impl Shared {
         })
     }
 
-    /// Counts what rules do that do without the store.
-    fn count_without(
+    /// Counts decisions made without the store in the metrics.
+    fn count_outage_decisions(
         &self,
         rule_set: &RuleSet,
         charge_plan: &ChargePlan,
         context: &DecisionContext,
         progress: &DecisionProgress,
     ) {
-        for (position, rule) in charge_plan.rules.iter().enumerate().filter(|(position, _)| progress.beyond[*position])
+        for (position, rule) in
+            charge_plan.rules.iter().enumerate().filter(|(position, _)| progress.without_store[*position])
         {
             let rule = &rule_set.rules[*rule].rule;
             if rule.sharing != Sharing::Local && context.inputs.keyed_requests[position].is_some() {
@@ -289,58 +314,64 @@ impl Shared {
         }
     }
 
-    /// The lines that the store decides itself.
-    fn to_ask(&self, lines: &[LayerRef], context: &DecisionContext, progress: &DecisionProgress) -> Vec<LayerRef> {
+    /// The layers that the store decides.
+    fn lines_to_ask(
+        &self,
+        lines: &[LayerRef],
+        context: &DecisionContext,
+        progress: &DecisionProgress,
+    ) -> Vec<LayerRef> {
         let is_asked = |line: &&LayerRef| {
             let is_aside = context.sharing.counting_modes[line.rule] == CountingMode::Remote;
-            is_aside && !progress.beyond[line.rule] && context.inputs.keyed_requests[line.rule].is_some()
+            is_aside && !progress.without_store[line.rule] && context.inputs.keyed_requests[line.rule].is_some()
         };
         lines.iter().filter(is_asked).copied().collect()
     }
 }
 
 impl SharedDecision {
-    /// Waits for what it takes, and decides.
+    /// Waits as needed, and decides.
     pub async fn decide(mut self: Box<Self>, charge_plan: &ChargePlan) -> Result<SharedOutcome, Unavailable> {
         let (shared, rule_set) = (Rc::clone(&self.shared), &Arc::clone(&self.rule_set));
         loop {
             let next = match self.next.take() {
                 Some(next) => next,
                 None => {
-                    let SharedDecision { context, texts, progress, .. } = &mut *self;
-                    shared.advance(rule_set, charge_plan, context, texts, progress)
+                    let SharedDecision { context, key_texts, progress, .. } = &mut *self;
+                    shared.advance(rule_set, charge_plan, context, key_texts, progress)
                 }
             };
             match next {
-                Next::Done(judgement) => {
-                    if let Decision::Refused = judgement {
-                        shared.count_refusal(rule_set, charge_plan, &self.context, &self.progress, |rule| {
-                            self.text(rule)
+                NextStep::Done(decision) => {
+                    if let Decision::Refused = decision {
+                        shared.charge_refused_request(rule_set, charge_plan, &self.context, &self.progress, |rule| {
+                            self.key_text(rule)
                         });
-                        shared.recheck(rule_set, charge_plan, &self.context, |rule| self.text(rule));
-                        shared.give_later(self.progress.gifts.drain(..).map(|(_, gift)| gift).collect());
+                        shared.recheck(rule_set, charge_plan, &self.context, |rule| self.key_text(rule));
+                        shared.refund_later(self.progress.refunds.drain(..).map(|(_, refund)| refund).collect());
                     }
-                    let SharedDecision { context, texts, progress, .. } = &mut *self;
-                    let (context, texts, gifts) = (take(context), take(texts), take(&mut progress.gifts));
-                    return Ok(SharedOutcome { judgement, context, gifts, texts });
+                    let SharedDecision { context, key_texts, progress, .. } = &mut *self;
+                    let (context, key_texts, refunds) = (take(context), take(key_texts), take(&mut progress.refunds));
+                    return Ok(SharedOutcome { decision, context, refunds, key_texts });
                 }
-                // What was charged is given back as the inquiry goes.
-                Next::Unavailable => return Err(Unavailable),
-                Next::Fetch { first } => self.next = self.fetch(rule_set, charge_plan, first).await,
-                Next::Ask { first, lines } => {
-                    if let Some(refused) = self.ask(rule_set, charge_plan, first, &lines).await {
+                // Dropping the decision refunds what was charged.
+                NextStep::Unavailable => return Err(Unavailable),
+                NextStep::Fetch { first } => self.next = self.fetch_lacking(rule_set, charge_plan, first).await,
+                NextStep::Ask { first, lines } => {
+                    if let Some(refused) = self.ask_store(rule_set, charge_plan, first, &lines).await {
                         self.next = refused;
                     }
                 }
-                Next::Place { first, lines } => {
-                    self.next = Some(self.place(rule_set, charge_plan, first, &lines).await)
+                NextStep::Reserve { first, lines } => {
+                    self.next = Some(self.reserve(rule_set, charge_plan, first, &lines).await)
                 }
             }
         }
     }
 
-    /// Refuses what lies on the desk behind `first`, of which nothing is charged any more. `None`: it was only tried out.
-    pub(super) fn refuse(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) -> Option<Next> {
+    /// Refuses the charges from `first` on, which are undone already. `None`: a shadow rule, which only records the
+    /// refusal.
+    pub(super) fn refuse(&mut self, rule_set: &RuleSet, charge_plan: &ChargePlan, first: usize) -> Option<NextStep> {
         let shadow = self.progress.group.checked_sub(1).and_then(|nth| charge_plan.shadow_rules().get(nth).copied());
         if let Some(position) = shadow {
             self.context.result.shadowed.push(position);
@@ -348,90 +379,91 @@ impl SharedDecision {
             return None;
         }
         if !rule_set.may_be_delayed(charge_plan, &self.context) {
-            return Some(Next::Done(Decision::Refused));
+            return Some(NextStep::Done(Decision::Refused));
         }
         let lines =
-            self.progress.again.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
+            self.progress.recharged.clone().unwrap_or_else(|| rule_set.enforced_layers(charge_plan, &mut self.context));
         self.context.result.decided_ms = self.shared.clock.now().unix_ms;
-        Some(Next::Place { first, lines })
+        Some(NextStep::Reserve { first, lines })
     }
 
-    /// What the key of a rule is in the store; `None` if it is not shared or does not apply.
-    pub(super) fn text(&self, rule: usize) -> Option<Rc<str>> {
-        self.texts.get(rule).cloned().flatten()
+    /// The store key of a rule; `None` if the rule is not shared or does not apply.
+    pub(super) fn key_text(&self, rule: usize) -> Option<Rc<str>> {
+        self.key_texts.get(rule).cloned().flatten()
     }
 
-    /// Begins another round of asking the store about rules; `true` if it is not asked, because there were too many, or
-    /// because it is known that it does not answer for some of them, which do without.
-    pub(super) fn gives_up_on(&mut self, rules: &[usize]) -> bool {
+    /// Starts another round for these rules. `true`: the store is not asked, because there were too many rounds, or
+    /// because a server is unreachable; the rules then continue without the store.
+    pub(super) fn gives_up(&mut self, rules: &[usize]) -> bool {
         self.progress.rounds += 1;
-        if self.progress.rounds > ROUNDS_MAX || self.is_late() {
-            self.do_without(rules);
+        if self.progress.rounds > ROUNDS_MAX || self.is_past_deadline() {
+            self.skip_store(rules);
             return true;
         }
-        self.go_beyond(rules)
+        self.skip_unreachable(rules)
     }
 
-    /// Whether it has asked for long enough.
-    pub(super) fn is_late(&self) -> bool {
-        self.progress.rounds > ROUNDS_FREE && Instant::from_std(self.shared.clock.instant()) >= self.deadline
+    /// Whether the deadline has passed.
+    pub(super) fn is_past_deadline(&self) -> bool {
+        self.progress.rounds > ROUNDS_WITHOUT_DEADLINE
+            && Instant::from_std(self.shared.clock.instant()) >= self.deadline
     }
 
-    /// Lets rules do without the store if it is known that their server can not be asked; `true` if there are some.
-    pub(super) fn go_beyond(&mut self, rules: &[usize]) -> bool {
+    /// Lets rules whose server is unreachable continue without the store; `true` if there are some.
+    pub(super) fn skip_unreachable(&mut self, rules: &[usize]) -> bool {
         if !self.shared.breaker.is_any_open() {
             return false;
         }
-        let mut goes = false;
+        let mut is_skipped = false;
         for rule in rules {
-            let Some(text) = self.text(*rule) else { continue };
-            if self.shared.is_beyond(&self.shared.base(&text, "", 0)) {
-                self.progress.beyond[*rule] = true;
-                goes = true;
+            let Some(text) = self.key_text(*rule) else { continue };
+            if self.shared.is_unreachable(&self.shared.base(&text, "", 0)) {
+                self.progress.without_store[*rule] = true;
+                is_skipped = true;
             }
         }
-        goes
+        is_skipped
     }
 
-    pub(super) fn do_without(&mut self, rules: &[usize]) {
-        rules.iter().for_each(|rule| self.progress.beyond[*rule] = true);
+    pub(super) fn skip_store(&mut self, rules: &[usize]) {
+        rules.iter().for_each(|rule| self.progress.without_store[*rule] = true);
     }
 
-    /// The rules that wait for one server go on without it; `began` is when they began to.
-    pub(super) fn lose_patience(&mut self, rules: &[usize], began: Instant) {
-        self.do_without(rules);
-        // A server that has answered until just now is not away.
+    /// Lets rules continue without the server that they have waited for since `began`.
+    pub(super) fn time_out(&mut self, rules: &[usize], began: Instant) {
+        self.skip_store(rules);
+        // A server that has replied until just now is reachable.
         if Instant::from_std(self.shared.clock.instant()) < began + self.shared.timeout / 2 {
             return;
         }
-        if let Some(text) = rules.first().and_then(|rule| self.text(*rule)) {
+        if let Some(text) = rules.first().and_then(|rule| self.key_text(*rule)) {
             let server = self.shared.store.server_of(&self.shared.base(&text, "", 0));
-            self.shared.timed_out(server);
+            self.shared.record_timeout(server);
         }
     }
 
-    /// Lets the store decide lines, after all others were charged. `Some`: what was charged is given back, and the decision goes on
-    /// with that, or from the beginning.
-    async fn ask(
+    /// Lets the store decide these layers, after all others were charged. `Some`: the charges are undone, and the
+    /// decision continues with that step, or from the beginning.
+    async fn ask_store(
         &mut self,
         rule_set: &Arc<RuleSet>,
         charge_plan: &ChargePlan,
         first: usize,
         lines: &[LayerRef],
-    ) -> Option<Option<Next>> {
+    ) -> Option<Option<NextStep>> {
         let now_ms = self.shared.clock.now().unix_ms;
         let behind = rule_set.add_prepared_charges(charge_plan, lines, &self.shared.table, now_ms, &mut self.context);
-        let refuses = match self.send(rule_set, charge_plan, behind).await {
-            Sent::Granted(gifts) => {
-                self.progress.gifts.extend(gifts);
+        let refuses = match self.send_lines(rule_set, charge_plan, behind).await {
+            SendResult::Granted(refunds) => {
+                self.progress.refunds.extend(refunds);
                 if self.progress.group == 0 {
-                    self.charge_again_what_ends(behind, |_line| true);
+                    self.recharge_ended_windows(behind, |_line| true);
                 }
                 self.progress.group += 1;
                 return None;
             }
-            Sent::Refused => true,
-            Sent::OtherWindow | Sent::Failed => false,
+            SendResult::Refused => true,
+            SendResult::OtherWindow | SendResult::Failed => false,
         };
         let shared = Rc::clone(&self.shared);
         shared.undo(rule_set, &mut self.context, first, Vec::new());
@@ -445,22 +477,22 @@ impl SharedDecision {
 }
 
 impl Drop for SharedDecision {
-    /// Who goes away before it is decided has charged nothing.
+    /// A decision that is dropped before its end refunds all its charges.
     fn drop(&mut self) {
-        let gifts = self.progress.gifts.drain(..).map(|(_, gift)| gift).collect();
-        self.shared.undo(&self.rule_set, &mut self.context, 0, gifts);
+        let refunds = self.progress.refunds.drain(..).map(|(_, refund)| refund).collect();
+        self.shared.undo(&self.rule_set, &mut self.context, 0, refunds);
     }
 }
 
-/// Waits until then, and no longer than it takes to see what has arrived by then.
-pub(super) async fn within<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
+/// Awaits `future` until `deadline`, and reads what has arrived by then.
+pub(super) async fn before_deadline<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
     let mut future = std::pin::pin!(future);
     tokio::select! {
         biased;
         done = &mut future => return Some(done),
         () = tokio::time::sleep_until(deadline) => {}
     }
-    // The loop itself may have been late: what lies in the socket is read before it is said that nothing came.
+    // The worker itself may have been late: data that is already in the socket is read before the timeout is declared.
     for _ in 0..4 {
         tokio::time::sleep(Duration::ZERO).await;
         let arrived = std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await;

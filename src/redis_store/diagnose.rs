@@ -1,7 +1,7 @@
-//! Asks servers what they are, and really counts there, before gateways rely on them.
+//! Diagnoses the configured servers, for `transom check --connect`: asks all of them, including sentinels and cluster
+//! nodes, and counts on them.
 //!
-//! Every server of the configuration is asked: sentinels for the master, nodes of a cluster for their slots. What is
-//! counted lies under keys of its own, `PREFIX:{transom-check|…}`, which end by themselves a few seconds later.
+//! Test counts use keys of their own, `PREFIX:{transom-check|…}`, which expire after a few seconds.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -10,122 +10,124 @@ use std::time::Duration;
 use redis::{Cmd, Value};
 
 use super::cluster::Cluster;
-use super::connect::{Dial, in_time};
-use super::connection::{Connection, Which};
-use super::diagnose_rules::{Finding, Info, Weight, clock, refusal};
-use super::scripts::{self, AcquireCall, Answer, At, CounterRequest, Refund, Scripts, TOKENS_MAX, gifts};
-use super::sentinel::{self, text};
+use super::connect::{Connector, with_timeout};
+use super::connection::{Connection, ScriptKind};
+use super::diagnose_rules::{Finding, Info, Severity, clock_finding, error_finding};
+use super::scripts::{
+    self, AcquireCall, AcquireReply, CounterRequest, Refund, Scripts, TOKENS_MAX, WindowRef, refunds_of,
+};
+use super::sentinel::{self, reply_text};
 use crate::config::redis::{Node, Nodes, Shared};
 
-/// Until one answer is given up.
-const PATIENCE: Duration = Duration::from_millis(2000);
-/// How long the window lasts that is counted in.
+/// Limit for one reply.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(2000);
+/// Length of the test window.
 const WINDOW_MS: u64 = 10_000;
-const SENTINELS_LEAST: usize = 3;
+const SENTINELS_MIN: usize = 3;
 
-/// What was found out about one server, or about all of them together.
+/// The findings about one server, or about all together.
 #[derive(Debug)]
 pub struct Report {
-    /// Whom it is about.
-    pub of: String,
+    /// What the findings are about.
+    pub subject: String,
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    fn of(of: impl Into<String>, findings: Vec<Finding>) -> Report {
-        Report { of: of.into(), findings }
+    fn new(of: impl Into<String>, findings: Vec<Finding>) -> Report {
+        Report { subject: of.into(), findings }
     }
 
     pub fn has_problem(&self) -> bool {
-        self.findings.iter().any(|finding| finding.weight == Weight::Problem)
+        self.findings.iter().any(|finding| finding.severity == Severity::Problem)
     }
 }
 
-/// Asks all servers of the configuration; `now_ms` is this machine's time.
-pub async fn survey(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
-    let survey = Survey {
-        dial: Rc::new(Dial::new(settings)),
+/// Diagnoses all servers of the configuration; `now_ms` is this machine's time.
+pub async fn diagnose(settings: &Shared, now_ms: &dyn Fn() -> u64) -> Vec<Report> {
+    let diagnosis = Diagnosis {
+        dial: Rc::new(Connector::new(settings)),
         prefix: &settings.prefix,
-        by_tls: settings.tls.is_some(),
+        uses_tls: settings.tls.is_some(),
         scripts: Scripts::default(),
         now_ms,
     };
     match &settings.nodes {
-        Nodes::Single(node) => vec![survey.single(node).await],
-        Nodes::Sentinel { nodes, master } => survey.sentinels(nodes, master).await,
-        Nodes::Cluster(seeds) => survey.cluster(seeds).await,
+        Nodes::Single(node) => vec![diagnosis.diagnose_single(node).await],
+        Nodes::Sentinel { nodes, master } => diagnosis.diagnose_sentinels(nodes, master).await,
+        Nodes::Cluster(seeds) => diagnosis.diagnose_cluster(seeds).await,
     }
 }
 
-/// What a master says of those that follow it.
+/// A master's replicas.
 #[derive(Clone, Copy)]
 struct Replicas {
-    of: u64,
-    /// Whether it only takes counts while some are there.
-    are_needed: bool,
+    count: u64,
+    /// Whether the master requires replicas (`min-replicas-to-write`).
+    are_required: bool,
 }
 
-struct Survey<'s> {
-    dial: Rc<Dial>,
+struct Diagnosis<'s> {
+    dial: Rc<Connector>,
     prefix: &'s str,
-    by_tls: bool,
+    uses_tls: bool,
     scripts: Scripts,
     now_ms: &'s dyn Fn() -> u64,
 }
 
-impl Survey<'_> {
-    async fn single(&self, node: &Node) -> Report {
+impl Diagnosis<'_> {
+    async fn diagnose_single(&self, node: &Node) -> Report {
         match self.dial.open(node).await {
-            Ok(line) => self.examine(&line, None).await.0,
-            Err(why) => Report::of(node.to_string(), vec![self.refusal(&why)]),
+            Ok(connection) => self.diagnose_server(&connection, None).await.0,
+            Err(why) => Report::new(node.to_string(), vec![self.error_finding(&why)]),
         }
     }
 
-    async fn sentinels(&self, nodes: &[Node], master: &str) -> Vec<Report> {
+    async fn diagnose_sentinels(&self, nodes: &[Node], master: &str) -> Vec<Report> {
         let mut reports = Vec::new();
         for node in nodes {
             let findings = match self.dial.open_sentinel(node).await {
-                Ok(line) => self.sentinel(&line, master).await,
-                Err(why) => vec![self.refusal(&why)],
+                Ok(connection) => self.diagnose_sentinel(&connection, master).await,
+                Err(why) => vec![self.error_finding(&why)],
             };
-            reports.push(Report::of(format!("sentinel {node}"), findings));
+            reports.push(Report::new(format!("sentinel {node}"), findings));
         }
         if reports.iter().all(Report::has_problem) {
             return reports;
         }
-        if nodes.len() < SENTINELS_LEAST {
-            let text = format!("{} of the sentinels can be asked", nodes.len());
+        if nodes.len() < SENTINELS_MIN {
+            let text = format!("only {} sentinels are configured", nodes.len());
             let fix = "name all of them in `redis`, and have three at least: with fewer, none can replace a master";
-            reports.push(Report::of("sentinels", vec![Finding::note(text, fix)]));
+            reports.push(Report::new("sentinels", vec![Finding::note(text, fix)]));
         }
         let sentinels = sentinel::Sentinels::new(nodes.to_vec(), master.to_owned());
         match sentinels.open_master(&self.dial).await {
-            Ok(line) => {
-                let (mut report, replicas) = self.examine(&line, None).await;
-                if replicas.is_some_and(|replicas| replicas.of == 0) {
-                    let text = "it has no replica: nobody can take its place";
+            Ok(connection) => {
+                let (mut report, replicas) = self.diagnose_server(&connection, None).await;
+                if replicas.is_some_and(|replicas| replicas.count == 0) {
+                    let text = "it has no replica that could replace it";
                     report.findings.push(Finding::warning(text, "add one: `REPLICAOF HOST PORT` there"));
                 }
-                if replicas.is_some_and(|replicas| replicas.of > 0 && !replicas.are_needed) {
-                    let text = "cut off from its replicas it goes on counting, for as long as gateways reach it, although \
+                if replicas.is_some_and(|replicas| replicas.count > 0 && !replicas.are_required) {
+                    let text = "cut off from its replicas it keeps counting, for as long as gateways reach it, although \
                                 another has taken its place, and so it does for seconds after `SENTINEL FAILOVER`: limits \
                                 may be used twice then";
                     let fix = "`min-replicas-to-write` with the number of replicas, and `min-replicas-max-lag 10`, in its \
                                configuration";
                     report.findings.push(Finding::note(text, fix));
                 }
-                report.of = format!("master {}", report.of);
+                report.subject = format!("master {}", report.subject);
                 reports.push(report);
             }
-            Err(why) => reports.push(Report::of(format!("master `{master}`"), vec![self.refusal(&why)])),
+            Err(why) => reports.push(Report::new(format!("master `{master}`"), vec![self.error_finding(&why)])),
         }
         reports
     }
 
     /// What a sentinel knows of the master.
-    async fn sentinel(&self, line: &Connection, master: &str) -> Vec<Finding> {
-        let said = match self.ask(line, redis::cmd("SENTINEL").arg("master").arg(master)).await {
-            Ok(said) => pairs(&said),
+    async fn diagnose_sentinel(&self, line: &Connection, master: &str) -> Vec<Finding> {
+        let reply = match self.ask(line, redis::cmd("SENTINEL").arg("master").arg(master)).await {
+            Ok(reply) => pairs(&reply),
             Err(why) if why.contains("No such master") => {
                 let fix = "write the name of its `sentinel monitor NAME …` as `sentinel_master`";
                 return vec![Finding::problem(format!("it knows no master called `{master}`"), fix)];
@@ -134,34 +136,34 @@ impl Survey<'_> {
                 let fix = "name sentinels in `redis`, which listen at port 26379, or remove `sentinel_master`";
                 return vec![Finding::problem("it is no sentinel", fix)];
             }
-            Err(why) => return vec![self.refusal(&why)],
+            Err(why) => return vec![self.error_finding(&why)],
         };
         let number = |name: &str| -> u64 {
-            let found = said.iter().find(|(key, _)| key == name);
+            let found = reply.iter().find(|(key, _)| key == name);
             found.and_then(|(_, value)| value.parse().ok()).unwrap_or(0)
         };
-        let flags = said.iter().find(|(key, _)| key == "flags").map_or("", |(_, value)| value.as_str());
+        let flags = reply.iter().find(|(key, _)| key == "flags").map_or("", |(_, value)| value.as_str());
         let mut found = Vec::new();
         if flags.contains("down") {
-            let fix = "see to the master, or wait until a replica has taken its place";
-            found.push(Finding::problem(format!("it says that the master is down (`{flags}`)"), fix));
+            let fix = "repair the master, or wait until a replica has replaced it";
+            found.push(Finding::problem(format!("it reports that the master is down (`{flags}`)"), fix));
         }
         if number("quorum") > number("num-other-sentinels") + 1 {
             let text = "it knows fewer sentinels than have to agree on a new master";
-            found.push(Finding::warning(text, "see to the other sentinels, or lower the quorum of `sentinel monitor`"));
+            found.push(Finding::warning(text, "start the other sentinels, or lower the quorum of `sentinel monitor`"));
         }
         found
     }
 
-    async fn cluster(&self, seeds: &[Node]) -> Vec<Report> {
+    async fn diagnose_cluster(&self, seeds: &[Node]) -> Vec<Report> {
         let mut reports = Vec::new();
         for node in seeds {
             let findings = match self.dial.open(node).await {
-                Ok(line) => self.seed(&line).await,
-                Err(why) => vec![self.refusal(&why)],
+                Ok(line) => self.diagnose_seed(&line).await,
+                Err(why) => vec![self.error_finding(&why)],
             };
             if !findings.is_empty() {
-                reports.push(Report::of(node.to_string(), findings));
+                reports.push(Report::new(node.to_string(), findings));
             }
         }
         if reports.len() == seeds.len() && reports.iter().all(Report::has_problem) {
@@ -169,132 +171,142 @@ impl Survey<'_> {
         }
         let cluster = Cluster::new(seeds.to_vec(), Rc::clone(&self.dial), Rc::new(Cell::new(0)));
         if let Err(why) = cluster.refresh().await {
-            reports.push(Report::of("cluster", vec![self.refusal(&why)]));
+            reports.push(Report::new("cluster", vec![self.error_finding(&why)]));
             return reports;
         }
         for (link, base) in cluster.masters(&format!("{}:{{transom-check|", self.prefix)) {
-            match link.line().await {
-                Ok(line) => reports.push(self.examine(&line, Some(base)).await.0),
-                Err(why) => reports.push(Report::of("a master", vec![self.refusal(&why)])),
+            match link.get().await {
+                Ok(line) => reports.push(self.diagnose_server(&line, Some(base)).await.0),
+                Err(why) => reports.push(Report::new("a master", vec![self.error_finding(&why)])),
             }
         }
         reports
     }
 
-    /// What a node of a cluster knows of the whole.
-    async fn seed(&self, line: &Connection) -> Vec<Finding> {
-        let said = match self.ask(line, redis::cmd("CLUSTER").arg("INFO")).await {
-            Ok(said) => said,
+    /// The state of the cluster as one node sees it.
+    async fn diagnose_seed(&self, line: &Connection) -> Vec<Finding> {
+        let reply = match self.ask(line, redis::cmd("CLUSTER").arg("INFO")).await {
+            Ok(reply) => reply,
             Err(why) if why.contains("cluster support disabled") => {
                 let fix = "write it without brackets: `redis = \"redis://HOST:PORT\"`";
                 return vec![Finding::problem("it is no node of a cluster", fix)];
             }
-            Err(why) if may_not(&why) => return Vec::new(),
-            Err(why) => return vec![self.refusal(&why)],
+            Err(why) if is_not_permitted(&why) => return Vec::new(),
+            Err(why) => return vec![self.error_finding(&why)],
         };
-        let info = Info::new(text(&said).unwrap_or_default());
+        let info = Info::new(reply_text(&reply).unwrap_or_default());
         let (state, slots) = (info.get("cluster_state").unwrap_or("unknown"), info.number("cluster_slots_ok"));
         if state == "ok" && slots == u64::from(super::hash_slot::SLOTS) {
             return Vec::new();
         }
-        let text = format!("it says that the cluster is `{state}`, and that {slots} of 16384 slots are served");
-        vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and mend with `--cluster fix`")]
+        let text = format!("the cluster is `{state}`; {slots} of 16384 slots are served");
+        vec![Finding::problem(text, "see `redis-cli --cluster check HOST:PORT`, and repair with `--cluster fix`")]
     }
 
-    /// All about one server, and its replicas, if it is a master and tells. `base` is what lies in one of its slots, if it
-    /// is to be a node of a cluster.
-    async fn examine(&self, line: &Rc<Connection>, base: Option<String>) -> (Report, Option<Replicas>) {
-        let mut title = "it does not tell what it is".to_owned();
+    /// Diagnoses one server; also returns its replicas, if it is a master and its `INFO` can be read. `base` is a key
+    /// base in one of its slots, if the server should be a cluster node.
+    async fn diagnose_server(&self, connection: &Rc<Connection>, base: Option<String>) -> (Report, Option<Replicas>) {
+        let mut title = "version and role unknown".to_owned();
         let mut findings = Vec::new();
         let mut replicas = None;
-        match self.ask(line, &mut redis::cmd("INFO")).await {
-            Ok(said) => {
-                let info = Info::new(text(&said).unwrap_or_default());
+        match self.ask(connection, &mut redis::cmd("INFO")).await {
+            Ok(reply) => {
+                let info = Info::new(reply_text(&reply).unwrap_or_default());
                 title = info.title();
                 findings = info.findings();
                 let are_needed = info.get("min_slaves_good_slaves").is_some();
-                replicas = info.is_master().then(|| Replicas { of: info.number("connected_slaves"), are_needed });
+                replicas = info
+                    .is_master()
+                    .then(|| Replicas { count: info.number("connected_slaves"), are_required: are_needed });
                 if info.in_cluster() && base.is_none() {
-                    let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", line.node);
+                    let fix = format!("write it in brackets: `redis = [\"redis://{}\"]`", connection.node);
                     findings.push(Finding::problem("it is a node of a cluster", fix));
-                    return (Report::of(format!("{}: {title}", line.node), findings), replicas);
+                    return (Report::new(format!("{}: {title}", connection.node), findings), replicas);
                 }
             }
-            Err(why) if may_not(&why) => {
-                let text = "it does not let the gateway see its version, role and memory";
+            Err(why) if is_not_permitted(&why) => {
+                let text = "its version, role and memory are unknown: the user may not run INFO";
                 findings.push(Finding::note(text, "allow the user `+info`"));
             }
-            Err(why) => findings.push(self.refusal(&why)),
+            Err(why) => findings.push(self.error_finding(&why)),
         }
         let base = base.unwrap_or_else(|| format!("{}:{{transom-check|}}", self.prefix));
-        match self.time(line).await {
+        match self.measure_time(connection).await {
             Ok((server_ms, finding)) => {
                 findings.extend(finding);
-                if let Err(why) = self.count(line, &base, server_ms).await {
-                    // A replica was told of already.
+                if let Err(why) = self.try_counting(connection, &base, server_ms).await {
+                    // Being a replica is a finding already.
                     if !why.contains("READONLY") || !title.ends_with("replica") {
-                        findings.push(self.refusal(&why));
+                        findings.push(self.error_finding(&why));
                     }
                 }
             }
-            Err(why) => findings.push(self.refusal(&why)),
+            Err(why) => findings.push(self.error_finding(&why)),
         }
-        findings.sort_by_key(|finding| finding.weight);
+        findings.sort_by_key(|finding| finding.severity);
         findings.dedup();
-        (Report::of(format!("{}: {title}", line.node), findings), replicas)
+        (Report::new(format!("{}: {title}", connection.node), findings), replicas)
     }
 
-    /// The time there, and what is wrong with it.
-    async fn time(&self, line: &Connection) -> Result<(u64, Option<Finding>), String> {
+    /// The server's time, and the finding if it is wrong.
+    async fn measure_time(&self, connection: &Connection) -> Result<(u64, Option<Finding>), String> {
         let before_ms = (self.now_ms)();
-        let said = self.ask(line, &mut redis::cmd("TIME")).await?;
+        let reply = self.ask(connection, &mut redis::cmd("TIME")).await?;
         let after_ms = (self.now_ms)();
-        let strange = || format!("TIME was answered with {said:?}");
-        let Value::Array(parts) = &said else { return Err(strange()) };
-        let parts: Vec<u64> = parts.iter().filter_map(|part| text(part)?.parse().ok()).collect();
+        let strange = || format!("unexpected reply to TIME: {reply:?}");
+        let Value::Array(parts) = &reply else { return Err(strange()) };
+        let parts: Vec<u64> = parts.iter().filter_map(|part| reply_text(part)?.parse().ok()).collect();
         let [seconds, micros] = parts.as_slice() else { return Err(strange()) };
         let server_ms = seconds * 1000 + micros / 1000;
-        Ok((server_ms, clock(server_ms, before_ms, after_ms)))
+        Ok((server_ms, clock_finding(server_ms, before_ms, after_ms)))
     }
 
-    /// Takes a token of a counter of each kind, and gives it back.
-    async fn count(&self, line: &Rc<Connection>, base: &str, server_ms: u64) -> Result<(), String> {
-        // A window of its own, so that nobody has counted in it yet.
+    /// Acquires a token of each kind of counter and refunds it.
+    async fn try_counting(&self, connection: &Rc<Connection>, base: &str, server_ms: u64) -> Result<(), String> {
+        // A window that no other check has used.
         let number = server_ms;
         let end_ms = server_ms + WINDOW_MS;
         let next_end_ms = end_ms + WINDOW_MS;
         let (limit, ceiling) = (1000, TOKENS_MAX);
-        let want =
-            |at| CounterRequest { base: base.into(), at, limit, ceiling, need: 1, want: 1, least: 0, asked_ms: 0 };
-        let wants = [
-            want(At::Plain { number, end_ms, next_end_ms }),
-            want(At::Grid { number, end_ms, next_end_ms }),
-            want(At::Floating { period_ms: WINDOW_MS }),
-        ];
-        let asks = [AcquireCall { wants: wants.into(), floor_ms: 0, at_ms: server_ms }];
-        let take = |by| scripts::take(&self.scripts.take, by, asks.iter());
-        let said = self.run(line, Which::Take, &take).await?;
-        let decisions = scripts::taken(&said, asks.iter()).unwrap_or_default();
-        let took = match decisions.into_iter().next() {
-            Some(Ok(Answer::Granted { took, .. })) => took,
-            _ => return Err(format!("a script was answered with {said:?}")),
+        let want = |at| CounterRequest {
+            base: base.into(),
+            window: at,
+            limit,
+            ceiling,
+            need: 1,
+            want: 1,
+            used_min: 0,
+            computed_ms: 0,
         };
-        let gifts = gifts(&asks[0].wants, &took);
-        let give = |by| scripts::give(&self.scripts.give, by, &gifts);
-        let given = scripts::given(&self.run(line, Which::Give, &give).await?);
-        if given != Some(took.iter().map(|took| took.granted).sum()) {
-            // The script is told of what it may not do, and goes on.
-            return Err("what was taken can not be given back".to_owned());
+        let requests = [
+            want(WindowRef::Plain { number, end_ms, next_end_ms }),
+            want(WindowRef::Grid { number, end_ms, next_end_ms }),
+            want(WindowRef::Floating { period_ms: WINDOW_MS }),
+        ];
+        let calls = [AcquireCall { requests: requests.into(), gateway_ms: 0, window_ms: server_ms }];
+        let take = |by| scripts::acquire_command(&self.scripts.acquire, by, calls.iter());
+        let reply = self.run(connection, ScriptKind::Acquire, &take).await?;
+        let decisions = scripts::parse_acquire_reply(&reply, calls.iter()).unwrap_or_default();
+        let replies = match decisions.into_iter().next() {
+            Some(Ok(AcquireReply::Granted { counters: replies, .. })) => replies,
+            _ => return Err(format!("unexpected reply to a script: {reply:?}")),
+        };
+        let refunds = refunds_of(&calls[0].requests, &replies);
+        let give = |by| scripts::refund_command(&self.scripts.refund, by, &refunds);
+        let given = scripts::parse_refund_reply(&self.run(connection, ScriptKind::Refund, &give).await?);
+        if given != Some(replies.iter().map(|replies| replies.granted).sum()) {
+            // `pcall` in the script hides the missing right.
+            return Err("tokens cannot be given back".to_owned());
         }
-        // As whoever resets a key does; and nothing stays behind.
-        let all: Vec<Refund> = gifts.iter().map(|gift| Refund { forgets: true, ..gift.clone() }).collect();
-        let forget = |by| scripts::give(&self.scripts.give, by, &all);
-        self.run(line, Which::Give, &forget).await.map(|_nothing| ())
+        // Deletes the test counters, as a reset does.
+        let all: Vec<Refund> = refunds.iter().map(|refund| Refund { deletes: true, ..refund.clone() }).collect();
+        let forget = |by| scripts::refund_command(&self.scripts.refund, by, &all);
+        self.run(connection, ScriptKind::Refund, &forget).await.map(|_nothing| ())
     }
 
-    /// What an error means. Whom it is about is said already.
-    fn refusal(&self, why: &str) -> Finding {
-        let mut finding = refusal(why, self.prefix, self.by_tls);
+    /// The finding for an error, without the server's name, which the report already has.
+    fn error_finding(&self, why: &str) -> Finding {
+        let mut finding = error_finding(why, self.prefix, self.uses_tls);
         if let Some((node, what)) = finding.text.split_once(": ")
             && !node.contains(' ')
             && node.contains([':', '/'])
@@ -304,28 +316,34 @@ impl Survey<'_> {
         finding
     }
 
-    async fn ask(&self, line: &Connection, question: &mut Cmd) -> Result<Value, String> {
-        let said = async { line.ask(question.clone()).await.map_err(|failure| line.blame(&failure)) };
-        in_time(&line.node, PATIENCE, said).await
+    async fn ask(&self, connection: &Connection, question: &mut Cmd) -> Result<Value, String> {
+        let reply = async { connection.call(question.clone()).await.map_err(|failure| connection.describe(&failure)) };
+        with_timeout(&connection.node, REPLY_TIMEOUT, reply).await
     }
 
-    async fn run(&self, line: &Connection, which: Which, call: &dyn Fn(scripts::By) -> Cmd) -> Result<Value, String> {
-        let said = async { line.run(which, false, call).await.map_err(|failure| line.blame(&failure)) };
-        in_time(&line.node, PATIENCE, said).await
+    async fn run(
+        &self,
+        connection: &Connection,
+        which: ScriptKind,
+        call: &dyn Fn(scripts::ScriptRef) -> Cmd,
+    ) -> Result<Value, String> {
+        let reply =
+            async { connection.run_script(which, false, call).await.map_err(|failure| connection.describe(&failure)) };
+        with_timeout(&connection.node, REPLY_TIMEOUT, reply).await
     }
 }
 
-/// Whether a user has not the right to ask that.
-fn may_not(why: &str) -> bool {
+/// Whether the user lacks the right to a command.
+fn is_not_permitted(why: &str) -> bool {
     why.contains("NOPERM")
 }
 
-/// Names and values that stand one behind the other.
-fn pairs(said: &Value) -> Vec<(String, String)> {
-    let Value::Array(said) = said else { return Vec::new() };
+/// Parses alternating names and values.
+fn pairs(reply: &Value) -> Vec<(String, String)> {
+    let Value::Array(reply) = reply else { return Vec::new() };
     let pair = |pair: &[Value]| match pair {
-        [name, value] => Some((text(name)?.to_owned(), text(value)?.to_owned())),
+        [name, value] => Some((reply_text(name)?.to_owned(), reply_text(value)?.to_owned())),
         _ => None,
     };
-    said.chunks_exact(2).filter_map(pair).collect()
+    reply.chunks_exact(2).filter_map(pair).collect()
 }

@@ -1,8 +1,8 @@
-//! In which slot of a cluster a key lies: CRC-16 (XMODEM) of its hash tag, modulo the number of slots.
+//! The cluster slot of a key: CRC-16 (XMODEM) of its hash tag, modulo the number of slots.
 
 pub const SLOTS: u16 = 16_384;
 
-/// The slot of a key. Of one with a hash tag, `{...}`, only that counts.
+/// The slot of a key. If the key has a hash tag, `{...}`, only the tag is hashed.
 pub fn slot(key: &str) -> u16 {
     let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
     crc16(tag.filter(|tag| !tag.is_empty()).unwrap_or(key).as_bytes()) % SLOTS
@@ -38,9 +38,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_those_of_the_clusters_specification() {
+    fn slots_match_the_cluster_specification() {
         assert_eq!(crc16(b"123456789"), 0x31C3);
-        // As `CLUSTER KEYSLOT` answers.
+        // As `CLUSTER KEYSLOT` replies.
         assert_eq!(slot("foo"), 12182);
         assert_eq!(slot("a{foo}b{bar}"), 12182);
         assert_eq!(slot("foo{}{bar}"), 8363);

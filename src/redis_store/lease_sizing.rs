@@ -1,166 +1,169 @@
-//! Which tokens were fetched for which counter, and how many to fetch the next time.
+//! How many tokens to lease for each counter.
 //!
-//! The tokens themselves lie in the table. What is kept here is what it takes to fetch more and to return what is left: it
-//! may be forgotten at any time, and then no more is lost than tokens that nobody returns.
+//! The leased tokens lie in the table. A record holds what is needed to lease more and to return the rest. Records may
+//! be dropped at any time; then unused tokens are not returned.
 //!
-//! A key that is seen for the first time fetches what it needs. One that comes again soon fetches twice as much as the last time, or four
-//! times, so that a busy key asks about once a second; one that comes rarely fetches less again. How near the limit is, is the
-//! store's to say: it hands out a part of what is left.
+//! A new key leases what it needs. A key that comes back soon leases two or four times as much as before, so that a
+//! busy key asks about once a second; a key that comes rarely leases less again. Near the limit the store hands out
+//! only a part of what remains.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use foldhash::fast::RandomState;
+use tokio::sync::Notify;
 
-use super::scripts::RefundTarget;
-use super::token_fetch::InFlightFetch;
+use super::scripts::{CounterReply, RefundTarget};
 use transom_limiter::table::Counter;
 
-/// No more counters than this are known at a time; the others fetch what they need and no more.
+/// Most records. Other counters lease only what they need.
 const RECORDS_MAX: usize = 65_536;
-/// A slice that was spent in less time than this is followed by one four times as large,
-pub const BRISK: Duration = Duration::from_millis(100);
-/// or twice as large,
-pub const BUSY: Duration = Duration::from_secs(1);
-/// and one that lasted longer than this by one half as large.
-pub const SLOW: Duration = Duration::from_secs(4);
-/// What nobody has spent of for so long is returned.
-pub const IDLE: Duration = Duration::from_secs(1);
-/// How long a counter is remembered for which there is nothing to return.
-pub const MEMORY: Duration = Duration::from_secs(10);
-/// How soon it is asked again whether a window that was used up has room, at least and at most.
-pub const RECHECK: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
+/// A lease spent faster than this is followed by one four times as large,
+pub const FOURFOLD_BELOW: Duration = Duration::from_millis(100);
+/// faster than this, by one twice as large,
+pub const TWOFOLD_BELOW: Duration = Duration::from_secs(1);
+/// and slower than this, by one half as large.
+pub const HALF_ABOVE: Duration = Duration::from_secs(4);
+/// Unused leases are returned after this time.
+pub const IDLE_AFTER: Duration = Duration::from_secs(1);
+/// How long a record without a lease is kept.
+pub const RECORD_LIFETIME: Duration = Duration::from_secs(10);
+/// Shortest and longest time until an exhausted window is checked again.
+pub const RECHECK_PERIOD: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(10));
 
-/// A counter is known by its key.
-pub type Id = (u64, u64);
+/// Identifies a counter by its key.
+pub type CounterId = (u64, u64);
 
 /// The id of a layer's ordinary counter.
-pub fn id(counter: Counter) -> Id {
+pub fn counter_id(counter: Counter) -> CounterId {
     (counter.key.bucket_hash, counter.key.tag)
 }
 
-/// The counters that this loop has fetched tokens for lately.
+/// The counters that this worker has leased tokens of lately.
 #[derive(Default)]
 pub struct Leases {
-    records: RefCell<HashMap<Id, Record, RandomState>>,
+    records: RefCell<HashMap<CounterId, LeaseRecord, RandomState>>,
 }
 
-/// What is known of one counter.
-pub struct Record {
+/// The lease of one counter.
+pub struct LeaseRecord {
     pub counter: Counter,
-    /// What the key is in the store.
-    pub text: Option<Rc<str>>,
+    /// The key in the store.
+    pub key_text: Option<Rc<str>>,
     /// Where the latest tokens came from.
-    pub origin: Option<RefundTarget>,
-    /// How many tokens were asked for the last time.
-    slice: u64,
-    asked: Instant,
-    /// The latest time at which it was asked for tokens, whether there are some or not.
-    recheck: Instant,
-    pub flight: Option<Rc<InFlightFetch>>,
-    /// Tokens that those want who wait for a flight.
-    pub waiting: u64,
-    /// The window in which nothing was handed out any more that nobody waited for; asking on would be in vain.
-    dry_end_ms: u64,
-    /// What was left at the last look.
-    left: u32,
+    pub refund_target: Option<RefundTarget>,
+    /// Tokens requested by the last fetch.
+    fetch_size: u64,
+    last_fetch: Instant,
+    /// The earliest time of the next check of an exhausted window.
+    next_recheck: Instant,
+    pub in_flight: Option<Rc<InFlightFetch>>,
+    /// Tokens needed by requests that wait for the fetch in flight.
+    pub waiting_tokens: u64,
+    /// End of the window in which the store hands out no tokens in advance any more.
+    exhausted_end_ms: u64,
+    /// Leased tokens at the last idle check.
+    last_balance: u32,
     /// The shard that had tokens the last time.
     pub shard: u32,
     pub generation: u64,
 }
 
-impl Record {
-    fn new(counter: Counter, shard: u32, now: Instant) -> Record {
-        Record {
+impl LeaseRecord {
+    fn new(counter: Counter, shard: u32, now: Instant) -> LeaseRecord {
+        LeaseRecord {
             counter,
-            text: None,
-            origin: None,
-            slice: 0,
-            asked: now,
-            recheck: now,
-            flight: None,
-            waiting: 0,
-            dry_end_ms: 0,
-            left: 0,
+            key_text: None,
+            refund_target: None,
+            fetch_size: 0,
+            last_fetch: now,
+            next_recheck: now,
+            in_flight: None,
+            waiting_tokens: 0,
+            exhausted_end_ms: 0,
+            last_balance: 0,
             shard,
             generation: 0,
         }
     }
 
-    /// How many tokens to ask for, if `need` is what it takes.
-    pub fn slice(&mut self, need: u64, now: Instant) -> u64 {
-        let lasted = now.saturating_duration_since(self.asked);
-        let next = match self.slice {
+    /// The number of tokens to fetch, if `need` are needed now.
+    pub fn next_fetch_size(&mut self, need: u64, now: Instant) -> u64 {
+        let lasted = now.saturating_duration_since(self.last_fetch);
+        let next = match self.fetch_size {
             0 => 0,
-            last if lasted < BRISK => last.saturating_mul(4),
-            last if lasted < BUSY => last.saturating_mul(2),
-            last if lasted > SLOW => last / 2,
+            last if lasted < FOURFOLD_BELOW => last.saturating_mul(4),
+            last if lasted < TWOFOLD_BELOW => last.saturating_mul(2),
+            last if lasted > HALF_ABOVE => last / 2,
             last => last,
         };
-        self.asked = now;
-        self.slice = next.max(need + std::mem::take(&mut self.waiting)).min(u64::from(u32::MAX));
-        self.slice
+        self.last_fetch = now;
+        self.fetch_size = next.max(need + std::mem::take(&mut self.waiting_tokens)).min(u64::from(u32::MAX));
+        self.fetch_size
     }
 
-    /// What was handed out may be less than what was asked for.
-    pub fn landed(&mut self, granted: u64, end_ms: u64, is_needed: bool) {
+    /// Records a reply, which may have granted fewer tokens than requested.
+    pub fn record_reply(&mut self, granted: u64, end_ms: u64, is_needed: bool) {
         match (granted, is_needed) {
-            (0, false) => self.dry_end_ms = end_ms,
+            (0, false) => self.exhausted_end_ms = end_ms,
             (0, true) => {}
             (granted, _) => {
-                self.dry_end_ms = if is_needed { 0 } else { self.dry_end_ms };
-                self.slice = granted;
+                self.exhausted_end_ms = if is_needed { 0 } else { self.exhausted_end_ms };
+                self.fetch_size = granted;
             }
         }
     }
 
-    /// Whether more should be fetched before it runs dry.
+    /// Whether to fetch more before the lease is spent.
     pub fn is_low(&self, left: u64, now_ms: u64) -> bool {
-        self.flight.is_none() && self.dry_end_ms <= now_ms && self.slice > 1 && left <= self.slice / 2
+        self.in_flight.is_none()
+            && self.exhausted_end_ms <= now_ms
+            && self.fetch_size > 1
+            && left <= self.fetch_size / 2
     }
 
-    /// Whether a counter that was used up should be asked for again; the next time is some time from now.
+    /// Whether to check an exhausted counter again; sets the time of the next check.
     pub fn is_recheck_due(&mut self, now: Instant, period_ms: u64) -> bool {
-        if self.flight.is_some() || now < self.recheck {
+        if self.in_flight.is_some() || now < self.next_recheck {
             return false;
         }
-        let (least, most) = RECHECK;
-        self.recheck = now + Duration::from_millis(period_ms / 16).clamp(least, most);
+        let (least, most) = RECHECK_PERIOD;
+        self.next_recheck = now + Duration::from_millis(period_ms / 16).clamp(least, most);
         true
     }
 }
 
 impl Leases {
-    /// Lets `change` see the record of a counter, made if there was none; `None` if there are too many.
-    pub fn with<R>(
+    /// Runs `change` on the record of a counter, which is created if needed; `None` if there are too many records.
+    pub fn with_or_insert<R>(
         &self,
         counter: Counter,
         shard: u32,
         now: Instant,
-        change: impl FnOnce(&mut Record) -> R,
+        change: impl FnOnce(&mut LeaseRecord) -> R,
     ) -> Option<R> {
         let mut records = self.records.borrow_mut();
         let is_full = records.len() >= RECORDS_MAX;
-        match records.entry(id(counter)) {
+        match records.entry(counter_id(counter)) {
             std::collections::hash_map::Entry::Occupied(known) => Some(change(known.into_mut())),
             std::collections::hash_map::Entry::Vacant(_) if is_full => None,
             std::collections::hash_map::Entry::Vacant(place) => {
-                Some(change(place.insert(Record::new(counter, shard, now))))
+                Some(change(place.insert(LeaseRecord::new(counter, shard, now))))
             }
         }
     }
 
-    /// As [`Leases::with`], if there is a record.
-    pub fn known<R>(&self, id: Id, change: impl FnOnce(&mut Record) -> R) -> Option<R> {
+    /// As [`Leases::with_or_insert`], for an existing record only.
+    pub fn with_existing<R>(&self, id: CounterId, change: impl FnOnce(&mut LeaseRecord) -> R) -> Option<R> {
         self.records.borrow_mut().get_mut(&id).map(change)
     }
 
-    /// Takes out what is to be returned: of counters that nobody has asked for since the last time, or of all. `withdraw` takes
-    /// what is left of a counter's window out of the table, or `None` if it can not be returned now; `left` only looks. Forgets whom there is nothing more to
-    /// say about.
-    pub fn idle(
+    /// Removes the leases to return: of counters unused since the last call, or all. `withdraw` takes the remaining
+    /// tokens out of the table, or returns `None` if they cannot be returned now; `left` only reads. Drops outdated
+    /// records.
+    pub fn take_idle(
         &self,
         all: bool,
         now: Instant,
@@ -169,33 +172,79 @@ impl Leases {
     ) -> Vec<(RefundTarget, u32)> {
         let mut returned = Vec::new();
         self.records.borrow_mut().retain(|_, record| {
-            let is_flying = record.flight.is_some();
-            let Some(origin) = &record.origin else {
-                return is_flying || now < record.recheck.max(record.asked + MEMORY);
+            let is_flying = record.in_flight.is_some();
+            let Some(origin) = &record.refund_target else {
+                return is_flying || now < record.next_recheck.max(record.last_fetch + RECORD_LIFETIME);
             };
             let left = left(record.counter);
-            let rests = left == record.left && now > record.asked + IDLE;
-            record.left = left;
+            let rests = left == record.last_balance && now > record.last_fetch + IDLE_AFTER;
+            record.last_balance = left;
             if all || (rests && !is_flying) {
                 let Some(tokens) = withdraw(record.counter, origin) else { return true };
                 if tokens > 0 {
                     returned.push((origin.clone(), tokens));
                 }
-                record.slice /= 2;
-                record.origin = None;
+                record.fetch_size /= 2;
+                record.refund_target = None;
             }
             true
         });
         returned
     }
 
-    /// Tokens that lie in the table, as far as this loop has fetched for their counters.
+    /// Leased tokens in the table, of counters that this worker leases for.
     pub fn outstanding(&self, left: impl Fn(Counter) -> u32) -> u64 {
         self.records
             .borrow()
             .values()
-            .filter(|record| record.origin.is_some())
+            .filter(|record| record.refund_target.is_some())
             .map(|record| u64::from(left(record.counter)))
             .sum()
+    }
+}
+
+/// A fetch in flight. Afterwards, waiting requests look into the table.
+pub struct InFlightFetch {
+    /// The counters it fetches for.
+    pub ids: Vec<CounterId>,
+    answered: Cell<Option<bool>>,
+    notify: Notify,
+    /// Tokens that the table had no place for, for the requests that wait.
+    pub undeposited: RefCell<Vec<UndepositedTokens>>,
+    /// The counters that the store refused, with their usage.
+    pub refused: RefCell<Vec<(CounterId, CounterReply)>>,
+}
+
+/// Tokens that the table had no place for.
+pub struct UndepositedTokens {
+    pub id: CounterId,
+    pub tokens: u64,
+    pub refund_target: RefundTarget,
+}
+
+impl InFlightFetch {
+    pub fn new(ids: Vec<CounterId>) -> InFlightFetch {
+        let (unkept, refused) = (RefCell::default(), RefCell::default());
+        InFlightFetch { ids, answered: Cell::new(None), notify: Notify::new(), undeposited: unkept, refused }
+    }
+
+    pub fn includes(&self, id: CounterId) -> bool {
+        self.ids.contains(&id)
+    }
+
+    /// Waits for the reply; `false` if there was none.
+    pub async fn finished(&self) -> bool {
+        loop {
+            let notified = self.notify.notified();
+            if let Some(answered) = self.answered.get() {
+                return answered;
+            }
+            notified.await;
+        }
+    }
+
+    pub fn finish(&self, answered: bool) {
+        self.answered.set(Some(answered));
+        self.notify.notify_waiters();
     }
 }

@@ -1,6 +1,6 @@
-//! The standing connection to one server, opened when it is needed, and anew when it broke.
+//! The connection to one server, opened when needed and reopened after it breaks.
 //!
-//! It is opened once at a time, by a task of its own: all who need it wait for that, and may go away meanwhile.
+//! One task opens it for all callers that wait; callers may be dropped meanwhile.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -8,7 +8,7 @@ use std::rc::Rc;
 use tokio::sync::oneshot;
 use tokio::task::spawn_local;
 
-use super::connect::Dial;
+use super::connect::Connector;
 use super::connection::Connection;
 use super::sentinel::Sentinels;
 use crate::config::redis::Node;
@@ -17,77 +17,88 @@ use transom_limiter::key::Seed;
 /// Where the server is.
 pub enum Endpoint {
     Fixed(Node),
-    /// Wherever sentinels say that the master is.
+    /// The master that the sentinels name.
     Sentinels(Sentinels),
 }
 
-/// One of the servers, as long as it is known by the same address.
+/// Identifies a server by its address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Server(u64);
+pub struct ServerId(u64);
 
-impl Server {
-    /// The only one, or the one that is the master.
-    pub const ONLY: Server = Server(0);
+impl ServerId {
+    /// The only server, or the current master.
+    pub const ONLY: ServerId = ServerId(0);
 
-    /// One of several.
-    pub fn of(node: &Node) -> Server {
-        Server(Seed::SHARED.hash(&[&node.to_string()]) | 1)
+    /// A node of a cluster.
+    pub fn of(node: &Node) -> ServerId {
+        ServerId(Seed::SHARED.hash(&[&node.to_string()]) | 1)
     }
 }
 
-pub struct Link {
-    pub server: Server,
-    way: Endpoint,
-    dial: Rc<Dial>,
+pub struct ReconnectingConnection {
+    pub server: ServerId,
+    endpoint: Endpoint,
+    connector: Rc<Connector>,
     state: RefCell<State>,
-    /// Connections that were opened, by all links of a store.
-    opened: Rc<Cell<u64>>,
+    /// Connections opened by all servers of a client.
+    connections_opened: Rc<Cell<u64>>,
 }
 
 enum State {
     Closed,
-    /// Who waits for it.
-    Opening(Vec<oneshot::Sender<Opened>>),
+    /// The callers that wait.
+    Opening(Vec<oneshot::Sender<OpenResult>>),
     Open(Rc<Connection>),
 }
 
-type Opened = Result<Rc<Connection>, String>;
+type OpenResult = Result<Rc<Connection>, String>;
 
-impl Link {
-    pub fn new(server: Server, way: Endpoint, dial: Rc<Dial>, opened: Rc<Cell<u64>>) -> Rc<Link> {
-        Rc::new(Link { server, way, dial, state: RefCell::new(State::Closed), opened })
+impl ReconnectingConnection {
+    pub fn new(
+        server: ServerId,
+        way: Endpoint,
+        dial: Rc<Connector>,
+        opened: Rc<Cell<u64>>,
+    ) -> Rc<ReconnectingConnection> {
+        Rc::new(ReconnectingConnection {
+            server,
+            endpoint: way,
+            connector: dial,
+            state: RefCell::new(State::Closed),
+            connections_opened: opened,
+        })
     }
 
-    /// What the server is called, for the log.
+    /// The server's name for the log.
     pub fn name(&self) -> String {
-        match (&self.way, self.standing()) {
-            (_, Some(line)) => line.node.to_string(),
+        match (&self.endpoint, self.current()) {
+            (_, Some(connection)) => connection.node.to_string(),
             (Endpoint::Fixed(node), None) => node.to_string(),
             (Endpoint::Sentinels(sentinels), None) => format!("the master `{}`", sentinels.master),
         }
     }
 
-    /// The connection, if it stands.
-    pub fn standing(&self) -> Option<Rc<Connection>> {
+    /// The connection, if it is open.
+    pub fn current(&self) -> Option<Rc<Connection>> {
         match &*self.state.borrow() {
-            State::Open(line) if line.is_sound() => Some(Rc::clone(line)),
+            State::Open(connection) if connection.is_usable() => Some(Rc::clone(connection)),
             State::Open(_) | State::Opening(_) | State::Closed => None,
         }
     }
 
-    /// The connection, which is opened if it does not stand; or why it can not be.
-    pub async fn line(self: &Rc<Self>) -> Opened {
-        if let Some(line) = self.standing() {
-            return Ok(line);
+    /// The connection, opened if needed; or why it cannot be opened.
+    pub async fn get(self: &Rc<Self>) -> OpenResult {
+        if let Some(connection) = self.current() {
+            return Ok(connection);
         }
-        let (tell, told) = oneshot::channel();
+        let (sender, result) = oneshot::channel();
         let begins = {
             let mut state = self.state.borrow_mut();
             if let State::Opening(waiting) = &mut *state {
-                waiting.push(tell);
+                waiting.push(sender);
                 false
             } else {
-                *state = State::Opening(vec![tell]);
+                *state = State::Opening(vec![sender]);
                 true
             }
         };
@@ -95,62 +106,62 @@ impl Link {
             let link = Rc::clone(self);
             spawn_local(async move { link.open().await });
         }
-        told.await.unwrap_or_else(|_closed| Err("the gateway ends".to_owned()))
+        result.await.unwrap_or_else(|_closed| Err("the gateway ends".to_owned()))
     }
 
-    /// Gives up a connection, if it is still the one that stands.
-    pub fn drop_line(&self, line: &Rc<Connection>, why: &str) {
-        line.break_off(why);
+    /// Closes a connection. The next call opens a new one.
+    pub fn discard(&self, connection: &Rc<Connection>, why: &str) {
+        connection.close(why);
         let mut state = self.state.borrow_mut();
-        if matches!(&*state, State::Open(open) if Rc::ptr_eq(open, line)) {
+        if matches!(&*state, State::Open(open) if Rc::ptr_eq(open, connection)) {
             *state = State::Closed;
         }
     }
 
     async fn open(self: Rc<Self>) {
-        let opened = match &self.way {
-            Endpoint::Fixed(node) => self.dial.open(node).await,
-            Endpoint::Sentinels(sentinels) => sentinels.open_master(&self.dial).await,
+        let opened = match &self.endpoint {
+            Endpoint::Fixed(node) => self.connector.open(node).await,
+            Endpoint::Sentinels(sentinels) => sentinels.open_master(&self.connector).await,
         };
         let next = match &opened {
-            Ok(line) => {
-                self.opened.set(self.opened.get() + 1);
-                State::Open(Rc::clone(line))
+            Ok(connection) => {
+                self.connections_opened.set(self.connections_opened.get() + 1);
+                State::Open(Rc::clone(connection))
             }
             Err(_) => State::Closed,
         };
         if let State::Opening(waiting) = self.state.replace(next) {
-            for tell in waiting {
-                // Who went away needs no connection.
-                drop(tell.send(opened.clone()));
+            for sender in waiting {
+                // A dropped caller needs no connection.
+                drop(sender.send(opened.clone()));
             }
         }
-        if let (Endpoint::Sentinels(_), Ok(line)) = (&self.way, opened) {
-            spawn_local(follow(Rc::downgrade(&self), Rc::downgrade(&line)));
+        if let (Endpoint::Sentinels(_), Ok(connection)) = (&self.endpoint, opened) {
+            spawn_local(watch_master(Rc::downgrade(&self), Rc::downgrade(&connection)));
         }
     }
 
-    /// Asks the sentinels whether the master is still the one that the connection goes to, and gives it up if not.
+    /// Asks the sentinels for the master, and closes the connection if it leads elsewhere.
     pub async fn check_master(&self) {
-        let (Endpoint::Sentinels(sentinels), Some(line)) = (&self.way, self.standing()) else { return };
-        if let Ok(master) = sentinels.master(&self.dial).await
-            && master != line.node
+        let (Endpoint::Sentinels(sentinels), Some(connection)) = (&self.endpoint, self.current()) else { return };
+        if let Ok(master) = sentinels.master(&self.connector).await
+            && master != connection.node
         {
-            self.drop_line(&line, "the sentinels have another master");
+            self.discard(&connection, "the sentinels name another master");
         }
     }
 }
 
-/// Looks after a change of the master as long as a connection stands: the old one may still answer, and count for
-/// nobody.
-async fn follow(link: std::rc::Weak<Link>, line: std::rc::Weak<Connection>) {
+/// Checks periodically that the connection leads to the current master: a former master may still reply, and its counts
+/// are lost.
+async fn watch_master(link: std::rc::Weak<ReconnectingConnection>, connection: std::rc::Weak<Connection>) {
     loop {
-        tokio::time::sleep(super::sentinel::EVERY).await;
-        let (Some(link), Some(line)) = (link.upgrade(), line.upgrade()) else { return };
-        if !line.is_sound() {
+        tokio::time::sleep(super::sentinel::MASTER_CHECK_PERIOD).await;
+        let (Some(link), Some(connection)) = (link.upgrade(), connection.upgrade()) else { return };
+        if !connection.is_usable() {
             return;
         }
-        drop(line);
+        drop(connection);
         link.check_master().await;
     }
 }

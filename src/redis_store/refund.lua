@@ -1,37 +1,37 @@
--- Gives tokens back to counters, as far as nobody else was let through because of them. See script.rs.
-local given = 0
+-- Refunds tokens to counters, as far as no later request depends on them. The format is defined in scripts.rs.
+local refunded = 0
 local a = 1
 for i = 1, #KEYS do
   local key, kind, mark, limit = KEYS[i], ARGV[a], tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
   local tokens, only = tonumber(ARGV[a + 3]), ARGV[a + 4]
   a = a + 5
-  local back = 0
+  local amount = 0
   if only == 'all' then
     redis.call('DEL', key)
   elseif kind == 'p' then
-    local said = redis.pcall('GET', key)
-    local used = type(said) == 'string' and string.find(said, '^[1-9]%d*$') and tonumber(said)
+    local reply = redis.pcall('GET', key)
+    local used = type(reply) == 'string' and string.find(reply, '^[1-9]%d*$') and tonumber(reply)
     if used and used <= 9007199254740991 and (only == '' or tonumber(only) == used) then
-      back = math.min(tokens, used)
-      if back > 0 then redis.call('DECRBY', key, string.format('%.0f', back)) end
+      amount = math.min(tokens, used)
+      if amount > 0 then redis.call('DECRBY', key, string.format('%.0f', amount)) end
     end
   else
-    local said = redis.pcall('HMGET', key, kind == 'g' and 'window' or 'start', 'used')
-    local at, used = tonumber(said[1] or nil), tonumber(said[2] or nil)
-    if at and used then
+    local reply = redis.pcall('HMGET', key, kind == 'g' and 'window' or 'start', 'used')
+    local current, used = tonumber(reply[1] or nil), tonumber(reply[2] or nil)
+    if current and used then
       if only == '' then
-        if at == mark then
-          back = tokens
-        elseif kind == 'g' and at > mark then
-          back = tokens - limit * (at - mark)
+        if current == mark then
+          amount = tokens
+        elseif kind == 'g' and current > mark then
+          amount = tokens - limit * (current - mark)
         end
-      elseif at == mark and used == tonumber(only) then
-        back = tokens
+      elseif current == mark and used == tonumber(only) then
+        amount = tokens
       end
-      back = math.min(back, used)
-      if back > 0 then redis.call('HSET', key, 'used', string.format('%.0f', used - back)) end
+      amount = math.min(amount, used)
+      if amount > 0 then redis.call('HSET', key, 'used', string.format('%.0f', used - amount)) end
     end
   end
-  given = given + math.max(back, 0)
+  refunded = refunded + math.max(amount, 0)
 end
-return given
+return refunded

@@ -1,7 +1,7 @@
-//! Which server is the master, as sentinels tell it.
+//! Finds the master through Redis Sentinel.
 //!
-//! The sentinel that last knew is asked first, and the others in their order if it does not answer. What it says
-//! is not believed before the server itself says that it is a master.
+//! The sentinel that replied last is asked first, the others in turn if it fails. The server that a sentinel names is
+//! used only if it reports itself as a master (`ROLE`).
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -9,44 +9,48 @@ use std::time::Duration;
 
 use redis::Value;
 
-use super::connect::{Dial, in_time};
+use super::connect::{Connector, with_timeout};
 use super::connection::Connection;
 use crate::config::redis::Node;
 
-/// How often it is looked whether the master is another one.
-pub const EVERY: Duration = Duration::from_millis(1000);
-/// Until a sentinel that does not answer is given up.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// How often the master is checked.
+pub const MASTER_CHECK_PERIOD: Duration = Duration::from_millis(1000);
+/// Limit for one reply.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub struct Sentinels {
     nodes: Vec<Node>,
     pub master: String,
-    /// Who is asked first.
-    first: Cell<usize>,
-    /// The connection to it.
-    line: RefCell<Option<Rc<Connection>>>,
+    /// Index of the sentinel to ask first.
+    preferred: Cell<usize>,
+    /// The connection to that sentinel.
+    connection: RefCell<Option<Rc<Connection>>>,
 }
 
 impl Sentinels {
     pub fn new(nodes: Vec<Node>, master: String) -> Sentinels {
-        Sentinels { nodes, master, first: Cell::new(0), line: RefCell::new(None) }
+        Sentinels { nodes, master, preferred: Cell::new(0), connection: RefCell::new(None) }
     }
 
-    /// A connection to the master.
-    pub async fn open_master(&self, dial: &Dial) -> Result<Rc<Connection>, String> {
-        self.by_any(dial, async |master| opened(dial, &master).await).await
+    /// Opens a connection to the master.
+    pub async fn open_master(&self, dial: &Connector) -> Result<Rc<Connection>, String> {
+        self.with_master(dial, async |master| open_verified(dial, &master).await).await
     }
 
-    /// Where the master is, by the first sentinel that knows.
-    pub async fn master(&self, dial: &Dial) -> Result<Node, String> {
-        self.by_any(dial, async |master| Ok(master)).await
+    /// The master's address, from the first sentinel that knows it.
+    pub async fn master(&self, dial: &Connector) -> Result<Node, String> {
+        self.with_master(dial, async |master| Ok(master)).await
     }
 
-    /// Does something with the master that a sentinel names; if nothing comes of it, another one may know better.
-    async fn by_any<T>(&self, dial: &Dial, act: impl AsyncFn(Node) -> Result<T, String>) -> Result<T, String> {
+    /// Runs `act` with the master that a sentinel names; if that fails, asks the next sentinel.
+    async fn with_master<T>(
+        &self,
+        dial: &Connector,
+        act: impl AsyncFn(Node) -> Result<T, String>,
+    ) -> Result<T, String> {
         let mut why = "no sentinel is known".to_owned();
         for _ in &self.nodes {
-            let done = match self.ask(dial).await {
+            let done = match self.ask_master(dial).await {
                 Ok(master) => act(master).await,
                 Err(error) => Err(error),
             };
@@ -54,48 +58,49 @@ impl Sentinels {
                 Ok(done) => return Ok(done),
                 Err(error) => why = error,
             }
-            self.first.set((self.first.get() + 1) % self.nodes.len());
-            self.line.replace(None);
+            self.preferred.set((self.preferred.get() + 1) % self.nodes.len());
+            self.connection.replace(None);
         }
         Err(why)
     }
 
-    async fn ask(&self, dial: &Dial) -> Result<Node, String> {
-        let Some(node) = self.nodes.get(self.first.get()) else { return Err("no sentinel is known".to_owned()) };
-        let said = in_time(node, PATIENCE, async {
-            let standing = self.line.borrow().clone().filter(|line| line.is_sound());
-            let line = match standing {
-                Some(line) => line,
+    async fn ask_master(&self, dial: &Connector) -> Result<Node, String> {
+        let Some(node) = self.nodes.get(self.preferred.get()) else { return Err("no sentinel is known".to_owned()) };
+        let reply = with_timeout(node, REPLY_TIMEOUT, async {
+            let open = self.connection.borrow().clone().filter(|connection| connection.is_usable());
+            let connection = match open {
+                Some(connection) => connection,
                 None => dial.open_sentinel(node).await?,
             };
-            self.line.replace(Some(Rc::clone(&line)));
+            self.connection.replace(Some(Rc::clone(&connection)));
             let mut question = redis::cmd("SENTINEL");
             question.arg("get-master-addr-by-name").arg(&self.master);
-            line.ask(question).await.map_err(|failure| line.blame(&failure))
+            connection.call(question).await.map_err(|failure| connection.describe(&failure))
         });
-        address(&said.await?).ok_or_else(|| format!("{node}: this sentinel knows no master called `{}`", self.master))
+        parse_address(&reply.await?)
+            .ok_or_else(|| format!("{node}: this sentinel knows no master called `{}`", self.master))
     }
 }
 
-/// A connection to a server that says it is a master.
-async fn opened(dial: &Dial, node: &Node) -> Result<Rc<Connection>, String> {
-    let line = dial.open(node).await?;
-    let role = async { line.ask(redis::cmd("ROLE")).await.map_err(|failure| line.blame(&failure)) };
-    match in_time(node, PATIENCE, role).await? {
-        Value::Array(said) if said.first().and_then(text) == Some("master") => Ok(line),
-        _ => Err(format!("{node}: the sentinels say that it is the master, and it says that it is not")),
+/// Opens a connection to a server and verifies that it is a master.
+async fn open_verified(dial: &Connector, node: &Node) -> Result<Rc<Connection>, String> {
+    let connection = dial.open(node).await?;
+    let role = async { connection.call(redis::cmd("ROLE")).await.map_err(|failure| connection.describe(&failure)) };
+    match with_timeout(node, REPLY_TIMEOUT, role).await? {
+        Value::Array(reply) if reply.first().and_then(reply_text) == Some("master") => Ok(connection),
+        _ => Err(format!("{node}: the sentinels name this server as the master, but it is not one")),
     }
 }
 
-fn address(said: &Value) -> Option<Node> {
-    let Value::Array(said) = said else { return None };
-    let [host, port] = said.as_slice() else { return None };
-    Some(Node::Tcp { host: text(host)?.to_owned(), port: text(port)?.parse().ok()? })
+fn parse_address(reply: &Value) -> Option<Node> {
+    let Value::Array(reply) = reply else { return None };
+    let [host, port] = reply.as_slice() else { return None };
+    Some(Node::Tcp { host: reply_text(host)?.to_owned(), port: reply_text(port)?.parse().ok()? })
 }
 
-/// A text in an answer.
-pub fn text(said: &Value) -> Option<&str> {
-    match said {
+/// The text of a reply.
+pub fn reply_text(reply: &Value) -> Option<&str> {
+    match reply {
         Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
         Value::SimpleString(text) => Some(text),
         _ => None,

@@ -1,4 +1,4 @@
-//! Why a gateway can not start, or not take over a configuration: what its operator reads, with what to do.
+//! Why a gateway cannot start or reload, for the operator.
 
 use std::fmt;
 use std::io;
@@ -6,21 +6,21 @@ use std::net::SocketAddr;
 
 use crate::persistence::open::OpenError;
 
-/// Why the gateway could not start.
+/// Why the gateway cannot start.
 #[derive(Debug)]
 pub enum StartError {
     Listen {
         address: SocketAddr,
         source: io::Error,
     },
-    /// A socket was handed over for an address that is not configured.
+    /// An inherited socket has an address that is not configured.
     Inherited(SocketAddr),
     Tls(rustls::Error),
     AccessLog(io::Error),
     Thread(io::Error),
     Counters(OpenError),
     Layers(TooManyLayers),
-    /// The clock is where no window can be counted.
+    /// The clock is outside the range of countable windows.
     Clock,
 }
 
@@ -28,18 +28,21 @@ impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             StartError::Listen { address, source } if source.kind() == io::ErrorKind::PermissionDenied => {
-                write!(f, "can not listen on `{address}` (ports under 1024 take CAP_NET_BIND_SERVICE)")
+                write!(f, "cannot listen on `{address}` (ports below 1024 need CAP_NET_BIND_SERVICE)")
             }
-            StartError::Listen { address, .. } => write!(f, "can not listen on `{address}`"),
+            StartError::Listen { address, .. } => write!(f, "cannot listen on `{address}`"),
             StartError::Inherited(address) => {
-                write!(f, "a socket was handed over for `{address}`, which is not in `listen`: write it there just so")
+                write!(
+                    f,
+                    "a socket was handed over for `{address}`, which is not in `listen`: write it there exactly so"
+                )
             }
-            StartError::Tls(_) => f.write_str("TLS can not be set up"),
+            StartError::Tls(_) => f.write_str("TLS cannot be set up"),
             StartError::Counters(error) => error.fmt(f),
             StartError::Layers(error) => error.fmt(f),
             StartError::Clock => f.write_str("the clock is before 1970 or after 2109: set it"),
-            StartError::AccessLog(_) => f.write_str("can not open the access log"),
-            StartError::Thread(_) => f.write_str("can not start an event loop"),
+            StartError::AccessLog(_) => f.write_str("cannot open the access log"),
+            StartError::Thread(_) => f.write_str("cannot start a thread"),
         }
     }
 }
@@ -56,32 +59,32 @@ impl std::error::Error for StartError {
     }
 }
 
-/// Why a configuration could not be taken over while running.
+/// Why a configuration cannot be applied while running.
 #[derive(Debug)]
 pub enum ReloadError {
-    /// A change of this takes a restart, or an upgrade.
+    /// A change of this setting requires a restart or an upgrade.
     NeedsRestart(&'static str),
     Tls(rustls::Error),
     AccessLog(io::Error),
     Layers(TooManyLayers),
 }
 
-/// How their counters are written is kept for as long as the counters are, and there is no room for more.
+/// The format registry of the counters is full; entries last as long as the counters.
 #[derive(Debug)]
 pub struct TooManyLayers;
 
 impl fmt::Display for TooManyLayers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("too many rules have rolled over, waited, reserved or been split since counting began: stop all gateways that count together, remove `counters.file` if there is one, and start again")
+        f.write_str("too many rules have used rollover, delay, reservation or shards since counting began: stop all gateways that share these counters, remove `counters.file` if there is one, and start again")
     }
 }
 
 impl fmt::Display for ReloadError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} takes a restart, or an upgrade"),
-            ReloadError::Tls(error) => write!(f, "TLS can not be set up: {error}"),
-            ReloadError::AccessLog(error) => write!(f, "can not open the access log: {error}"),
+            ReloadError::NeedsRestart(section) => write!(f, "a change of {section} needs a restart or an upgrade"),
+            ReloadError::Tls(error) => write!(f, "TLS cannot be set up: {error}"),
+            ReloadError::AccessLog(error) => write!(f, "cannot open the access log: {error}"),
             ReloadError::Layers(error) => error.fmt(f),
         }
     }

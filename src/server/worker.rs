@@ -1,4 +1,4 @@
-//! The life of one event loop: it waits until the gateway opens, serves, takes over configurations, and drains.
+//! The main loop of a worker: waits until the gateway accepts, serves, applies reloads, and drains.
 
 use std::net::TcpListener as StdListener;
 use std::rc::Rc;
@@ -14,40 +14,40 @@ use crate::downstream::listener;
 use crate::downstream::listener_context::{Listener, ListenerConfig, ListenerContext};
 use crate::proxy::compiled_config::CompiledConfig;
 
-/// How often idle upstream connections are looked through.
+/// Period of the cleanup of idle upstream connections.
 const SWEEP: Duration = Duration::from_secs(5);
 
-/// What an event loop is told.
-pub enum Order {
-    /// From now on connections are accepted.
-    Open,
-    Adopt(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<LogSender>),
+/// A command to a worker.
+pub enum WorkerCommand {
+    /// Accept connections.
+    Accept,
+    Reload(Arc<CompiledConfig>, Arc<ListenerConfig>, Option<LogSender>),
     Drain(DrainTimes),
-    /// The drain should not wait any longer for those who do not ask for anything.
-    Release,
+    /// Close idle connections without further delay.
+    CloseIdle,
 }
 
-/// How long a drain takes.
+/// The time limits of a drain.
 #[derive(Clone, Copy, Debug)]
 pub struct DrainTimes {
-    /// Until connections are closed on which nothing is asked.
-    pub patience: Duration,
-    /// Until what is left is broken off.
+    /// Until idle connections are closed.
+    pub idle: Duration,
+    /// Until all connections are closed.
     pub limit: Duration,
 }
 
-/// Runs the loop to its end. It ends early, without having accepted anything, where the gateway does not open.
+/// Runs a worker. Returns at once, without accepting, if the gateway is dropped before it accepts.
 pub async fn run(
     listener_context: Rc<ListenerContext>,
     listeners: Vec<(StdListener, Rc<Listener>)>,
-    mut inbox: UnboundedReceiver<Order>,
+    mut commands: UnboundedReceiver<WorkerCommand>,
 ) {
-    let Some(Order::Open) = inbox.recv().await else { return };
+    let Some(WorkerCommand::Accept) = commands.recv().await else { return };
     let worker = Rc::clone(&listener_context.worker);
     for (socket, listener) in listeners {
         match TcpListener::from_std(socket) {
             Ok(socket) => drop(tokio::task::spawn_local(listener::accept_connections(socket, listener))),
-            Err(error) => tracing::error!(%error, "a listener can not be used"),
+            Err(error) => tracing::error!(%error, "a listener cannot be used"),
         }
     }
     let sweeper = tokio::task::spawn_local({
@@ -63,41 +63,41 @@ pub async fn run(
         let worker = Rc::clone(&worker);
         async move { worker.timers.run().await }
     });
-    let sharer = worker.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
-    let mut patience = None;
-    while let Some(order) = inbox.recv().await {
-        match order {
-            Order::Open => {}
-            // It can come before the drain has begun.
-            Order::Release => patience = Some(Duration::ZERO),
-            Order::Adopt(snapshot, terms, access) => {
-                worker.apply_config(snapshot, access);
-                listener_context.apply(terms);
+    let shared_task = worker.shared.as_ref().map(|shared| tokio::task::spawn_local(Rc::clone(shared).run()));
+    let mut idle = None;
+    while let Some(command) = commands.recv().await {
+        match command {
+            WorkerCommand::Accept => {}
+            // The command may arrive before the drain.
+            WorkerCommand::CloseIdle => idle = Some(Duration::ZERO),
+            WorkerCommand::Reload(snapshot, config, log_sender) => {
+                worker.apply_config(snapshot, log_sender);
+                listener_context.apply(config);
             }
-            Order::Drain(pace) => {
-                let drained = drained(&listener_context.drain, patience.unwrap_or(pace.patience), &mut inbox);
-                if tokio::time::timeout(pace.limit, drained).await.is_err() {
-                    tracing::warn!("requests that did not finish in time were broken off");
+            WorkerCommand::Drain(times) => {
+                let drained = drain_connections(&listener_context.drain, idle.unwrap_or(times.idle), &mut commands);
+                if tokio::time::timeout(times.limit, drained).await.is_err() {
+                    tracing::warn!("requests that did not finish in time were aborted");
                 }
                 break;
             }
         }
     }
     ticker.abort();
-    if let (Some(sharer), Some(shared)) = (sharer, &worker.shared) {
-        sharer.abort();
+    if let (Some(shared_task), Some(shared)) = (shared_task, &worker.shared) {
+        shared_task.abort();
         shared.close().await;
     }
     sweeper.abort();
 }
 
-/// Waits until nobody is inside any more.
-async fn drained(drain: &Drain, patience: Duration, inbox: &mut UnboundedReceiver<Order>) {
+/// Waits until all connections have ended.
+async fn drain_connections(drain: &Drain, idle: Duration, commands: &mut UnboundedReceiver<WorkerCommand>) {
     drain.begin();
     tokio::select! {
         () = drain.wait_until_empty() => return,
-        () = tokio::time::sleep(patience) => {}
-        _ = inbox.recv() => {}
+        () = tokio::time::sleep(idle) => {}
+        _ = commands.recv() => {}
     }
     drain.close_idle();
     drain.wait_until_empty().await;

@@ -86,7 +86,7 @@ fn unreachable_and_refusing_servers_are_reported_with_the_fix() {
     assert_eq!(code, Some(0), "{said}");
     unfit(checked("redis = \"redis+unix:///nowhere/redis.sock\""), &["No such file", "`unixsocket`"]);
     server.stop();
-    unfit(checked(&as_user(&server, ":sesame")), &["no answer", "is the address right"]);
+    unfit(checked(&as_user(&server, ":sesame")), &["no reply", "is the address right"]);
     server.cont();
 }
 

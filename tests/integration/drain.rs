@@ -105,7 +105,7 @@ fn a_drain_aborts_requests_after_its_deadline() {
     assert_eq!(within(Duration::from_millis(100), || process.wait()).code(), Some(0));
     assert!(slow.rest().is_empty());
     dawdler.rest();
-    assert!(process.stderr().contains("broken off"), "{}", process.stderr());
+    assert!(process.stderr().contains("aborted"), "{}", process.stderr());
 }
 
 #[test]

@@ -21,7 +21,7 @@ use crate::support::{eventually, within};
 const STORE_TIMEOUT: Duration = Duration::from_millis(50);
 /// The longest time that a drain waits to report to a store that hangs.
 const LAST_CALLS: Duration = Duration::from_secs(1);
-const BACK: &str = "shared counters are reached again";
+const BACK: &str = "shared counters are reachable again";
 
 fn gateway(redis: &str, settings: &str, windows: &str) -> Process {
     Process::spawn(&shared(&format!("\"{redis}\""), settings, &rule(windows, "")))
@@ -64,7 +64,7 @@ fn an_outage_ends_under_load() {
             |number| {
                 eventually("it counts together", || number.load(Ordering::SeqCst) > 50);
                 redis.stop();
-                gateway.says("shared counters can not be reached");
+                gateway.says("shared counters cannot be reached");
                 let before = number.load(Ordering::SeqCst);
                 eventually("much is counted without it", || number.load(Ordering::SeqCst) > before + 3000);
                 redis.cont();
@@ -187,7 +187,7 @@ fn an_endless_reply_is_not_buffered() {
         });
         let gateway = gateway(&format!("redis://{}", redis.address), "", "[\"100/30d\"]");
         assert_eq!(ask(&gateway, "alice"), 200);
-        gateway.says("shared counters can not be reached");
+        gateway.says("shared counters cannot be reached");
         // One was admitted before; the limit is 100.
         let answers: Vec<u16> = (0..110).map(|_| ask(&gateway, "alice")).collect();
         assert_eq!(answers, [[200; 99].as_slice(), &[429; 11]].concat());
@@ -240,7 +240,7 @@ fn calls_beyond_the_script_limit_are_split() {
                 let store = store.clone();
                 let wants: Vec<CounterRequest> =
                     (0..200).map(|layer| plain(&format!("t:{{{call}}}:{layer}"), 1, 9)).collect();
-                spawn_local(async move { granted(store.take(&wants, 0).await.unwrap()).len() })
+                spawn_local(async move { granted(store.acquire(&wants, 0).await.unwrap()).len() })
             })
             .collect();
         for call in calls {

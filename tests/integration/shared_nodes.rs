@@ -14,7 +14,7 @@ use tokio::time::sleep;
 use transom::config::client_tls::ClientTls;
 use transom::config::redis::{Nodes, Shared};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{CounterRequest, Kind, Refund};
+use transom::redis_store::scripts::{CounterRequest, KeyFormat, Refund};
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{Tally, answered, granted, node, on_loop, plain, single};
@@ -39,7 +39,7 @@ async fn load(store: &RedisClient, bases: &[String], during: impl AsyncFnOnce(&d
             let (tallies, goes_on) = (Rc::clone(&tallies), Rc::clone(&goes_on));
             spawn_local(async move {
                 while goes_on.get() {
-                    let said = store.take(&want, 0).await;
+                    let said = store.acquire(&want, 0).await;
                     tallies.borrow_mut()[at].add(&said);
                     sleep(Duration::from_millis(if said.is_ok() { 0 } else { 5 })).await;
                 }
@@ -74,26 +74,26 @@ fn each_counter_is_requested_from_its_slots_node() {
         assert_eq!(store.generation(), 3, "a connection to every master");
         let bases: Vec<String> = (0..30).map(|n| format!("t:{{r|{n}}}:minute")).collect();
         for base in &bases {
-            granted(store.take(&[plain(base, 1, 9)], 0).await.unwrap());
+            granted(store.acquire(&[plain(base, 1, 9)], 0).await.unwrap());
         }
         let (a, b) = ("t:{r|1}:minute", "t:{r|1}:hour");
         assert!(store.is_one_call(a, b) && !store.is_one_call(a, "t:{r|2}:minute"));
-        for took in granted(store.take(&[plain(a, 1, 9), plain(b, 1, 9)], 0).await.unwrap()) {
+        for took in granted(store.acquire(&[plain(a, 1, 9), plain(b, 1, 9)], 0).await.unwrap()) {
             assert!(took.granted == 1);
         }
         let gifts: Vec<Refund> = bases
             .iter()
             .map(|base| Refund {
-                forgets: false,
+                deletes: false,
                 base: Rc::from(base.as_str()),
-                kind: Kind::Plain,
+                kind: KeyFormat::Plain,
                 number: 1,
                 limit: 9,
                 tokens: 1,
                 only_if_used: None,
             })
             .collect();
-        assert_eq!(store.give(&gifts).await, Ok(30));
+        assert_eq!(store.refund(&gifts).await, Ok(30));
         assert!(cluster.nodes.iter().all(|node| node.keys().len() > 1));
         assert_eq!(store.generation(), 3);
     });
@@ -135,14 +135,14 @@ fn a_killed_node_affects_only_its_slots() {
     on_loop(async {
         let bases: Vec<String> = (0..30).map(|n| format!("t:{{r|{n}}}")).collect();
         for base in &bases {
-            granted(store.take(&[plain(base, 1, 9)], 0).await.unwrap());
+            granted(store.acquire(&[plain(base, 1, 9)], 0).await.unwrap());
         }
         let lost: Vec<bool> = bases.iter().map(|base| cluster.owner(cluster.slot(base)) == 0).collect();
         assert!(lost.contains(&true) && lost.contains(&false));
         cluster.nodes[0].kill();
         // The node that was configured is the one that is gone.
         for (base, lost) in bases.iter().zip(&lost) {
-            let said = store.take(&[plain(base, 1, 9)], 0).await;
+            let said = store.acquire(&[plain(base, 1, 9)], 0).await;
             assert_eq!(matches!(said, Err(StoreError::Unreachable(_))), *lost, "{said:?}");
         }
         assert!(store.probe().await.is_err());
@@ -193,13 +193,13 @@ fn a_replaced_master_is_abandoned_even_if_it_responds() {
     on_loop(async {
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("there is none") };
         assert!(why.ends_with("knows no master called `nobody`"), "{why}");
-        granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
+        granted(store.acquire(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
         // It hangs until another master is promoted, and does not know of it when it continues.
         master.stop();
         sentinels.failed_over(&replica);
         master.cont();
         while replica.number(&["EXISTS", "t:{b}:1"]) == 0 {
-            drop(store.take(&[plain("t:{b}", 1, u32::MAX)], 0).await);
+            drop(store.acquire(&[plain("t:{b}", 1, u32::MAX)], 0).await);
             sleep(Duration::from_millis(5)).await;
         }
     });
@@ -237,7 +237,7 @@ fn a_tls_server_is_used_if_its_certificate_verifies() {
     on_loop(async {
         let store = with_password(secured(&redis, &authority, Some(&issued)));
         store.probe().await.unwrap();
-        granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
+        granted(store.acquire(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
         let unknown = with_password(secured(&redis, &stranger, Some(&issued)));
         let Err(StoreError::Unreachable(why)) = unknown.probe().await else { panic!("it is a stranger's") };
         assert!(why.contains("TLS: invalid peer certificate"), "{why}");

@@ -74,7 +74,7 @@ fn a_hanging_redis_is_an_outage() {
         is_calm(&gateway);
         // The log names the server.
         let (log, address) = (gateway.stderr(), format!("127.0.0.1:{}", redis.port));
-        for told in ["counters are shared through", "can not be reached", "are reached again"] {
+        for told in ["counters are shared through", "cannot be reached", "are reachable again"] {
             let mut lines = log.lines().filter(|line| line.contains(told)).peekable();
             assert!(lines.peek().is_some() && lines.all(|line| line.contains(&address)), "{told}: {log}");
         }

@@ -7,13 +7,13 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::Commands;
 use transom::redis_store::client::RedisClient;
-use transom::redis_store::scripts::{Answer, At, CounterReply, CounterRequest, Kind, Refund};
+use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, KeyFormat, Refund, WindowRef};
 
 use crate::support::redis::RedisServer;
 use crate::support::redis_client::{floating, grid, on_loop, plain, single};
 
 const BASES: [&str; 4] = ["t:{plain}:minute", "t:{plain}:hour", "t:{grid}", "t:{floats}"];
-const KINDS: [Kind; 4] = [Kind::Plain, Kind::Plain, Kind::Grid, Kind::Floating];
+const KINDS: [KeyFormat; 4] = [KeyFormat::Plain, KeyFormat::Plain, KeyFormat::Grid, KeyFormat::Floating];
 const LIMITS: [u32; 4] = [10, 25, 7, 5];
 const PERIOD_MS: u64 = 10_000;
 
@@ -61,22 +61,22 @@ struct Oracle {
 impl Oracle {
     /// Which counter is open: of plain ones each window has its own.
     fn place(&self, at: usize) -> (usize, u64) {
-        (at, if KINDS[at] == Kind::Plain { self.window } else { 0 })
+        (at, if KINDS[at] == KeyFormat::Plain { self.window } else { 0 })
     }
 
     /// The usage now, window by window.
     fn now(&self, at: usize, time_ms: u64) -> Counter {
         let mut counter = self.counters.get(&self.place(at)).copied().unwrap_or_default();
         match KINDS[at] {
-            Kind::Plain => counter.mark = self.window,
-            Kind::Grid => {
+            KeyFormat::Plain => counter.mark = self.window,
+            KeyFormat::Grid => {
                 while counter.exists && counter.mark < self.window {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
                     counter.mark += 1;
                 }
                 counter.mark = self.window;
             }
-            Kind::Floating => {
+            KeyFormat::Floating => {
                 while counter.exists && counter.mark + PERIOD_MS <= time_ms {
                     counter.used = counter.used.saturating_sub(u64::from(LIMITS[at]));
                     counter.mark += PERIOD_MS;
@@ -91,17 +91,18 @@ impl Oracle {
 
     fn take(&mut self, wants: &[(usize, CounterRequest)], time_ms: u64) -> (bool, Vec<CounterReply>) {
         let now: Vec<Counter> = wants.iter().map(|(at, _)| self.now(*at, time_ms)).collect();
-        let passes = now.iter().zip(wants).all(|(now, (_, want))| now.used.max(want.least) + want.need <= want.ceiling);
+        let passes =
+            now.iter().zip(wants).all(|(now, (_, want))| now.used.max(want.used_min) + want.need <= want.ceiling);
         let mut took = Vec::new();
         for (now, (at, want)) in now.into_iter().zip(wants) {
             let mut counter = now;
             let mut granted = 0;
             if passes {
-                let room = want.ceiling - now.used.max(want.least);
+                let room = want.ceiling - now.used.max(want.used_min);
                 granted = want.need + (want.want.max(want.need) - want.need).min((room - want.need) / 8);
             }
             if granted > 0 {
-                counter = Counter { used: now.used.max(want.least) + granted, mark: now.mark, exists: true };
+                counter = Counter { used: now.used.max(want.used_min) + granted, mark: now.mark, exists: true };
                 self.counters.insert(self.place(*at), counter);
             }
             took.push(CounterReply { granted, used: counter.used, end_ms: 0, number: counter.mark });
@@ -110,14 +111,14 @@ impl Oracle {
     }
 
     fn give(&mut self, at: usize, taken: CounterReply, tokens: u64, only: bool) -> u64 {
-        let place = (at, if KINDS[at] == Kind::Plain { taken.number } else { 0 });
+        let place = (at, if KINDS[at] == KeyFormat::Plain { taken.number } else { 0 });
         let Some(counter) = self.counters.get_mut(&place) else { return 0 };
         let limit = u64::from(LIMITS[at]);
         let back = match KINDS[at] {
             _ if only && (counter.used != taken.used || counter.mark != taken.number) => 0,
-            Kind::Grid => tokens.saturating_sub(limit * (counter.mark - taken.number)),
-            Kind::Floating if counter.mark != taken.number => 0,
-            Kind::Plain | Kind::Floating => tokens,
+            KeyFormat::Grid => tokens.saturating_sub(limit * (counter.mark - taken.number)),
+            KeyFormat::Floating if counter.mark != taken.number => 0,
+            KeyFormat::Plain | KeyFormat::Floating => tokens,
         };
         let back = back.min(counter.used);
         counter.used -= back;
@@ -127,11 +128,11 @@ impl Oracle {
 
 fn want(oracle: &Oracle, (at, need, want, least, more): (usize, u64, u64, u64, u64)) -> CounterRequest {
     let made = match KINDS[at] {
-        Kind::Plain => plain(BASES[at], oracle.window, LIMITS[at]),
-        Kind::Grid => grid(BASES[at], oracle.window, LIMITS[at]),
-        Kind::Floating => floating(BASES[at], PERIOD_MS, LIMITS[at]),
+        KeyFormat::Plain => plain(BASES[at], oracle.window, LIMITS[at]),
+        KeyFormat::Grid => grid(BASES[at], oracle.window, LIMITS[at]),
+        KeyFormat::Floating => floating(BASES[at], PERIOD_MS, LIMITS[at]),
     };
-    CounterRequest { ceiling: made.ceiling + more, need, want, least, ..made }
+    CounterRequest { ceiling: made.ceiling + more, need, want, used_min: least, ..made }
 }
 
 async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<Action>) {
@@ -144,15 +145,17 @@ async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<
                 let wants: Vec<(usize, CounterRequest)> =
                     asks.into_iter().map(|ask| (ask.0, want(&oracle, ask))).collect();
                 let asked: Vec<CounterRequest> = wants.iter().map(|(_, want)| want.clone()).collect();
-                let (passes, time_ms, mut took) = match store.take(&asked, 0).await.unwrap() {
-                    Answer::Granted { time_ms, took } => (true, time_ms, took),
-                    Answer::Refused { time_ms, took } => (false, time_ms, took),
-                    Answer::OtherWindow { .. } => panic!("the windows are open"),
+                let (passes, time_ms, mut took) = match store.acquire(&asked, 0).await.unwrap() {
+                    AcquireReply::Granted { time_ms, counters: took } => (true, time_ms, took),
+                    AcquireReply::Refused { time_ms, counters: took } => (false, time_ms, took),
+                    AcquireReply::OtherWindow { .. } => panic!("the windows are open"),
                 };
                 for (took, (_, want)) in took.iter_mut().zip(&wants) {
-                    match want.at {
-                        At::Plain { end_ms, .. } | At::Grid { end_ms, .. } => assert_eq!(took.end_ms, end_ms),
-                        At::Floating { period_ms } => assert_eq!(took.end_ms, took.number + period_ms),
+                    match want.window {
+                        WindowRef::Plain { end_ms, .. } | WindowRef::Grid { end_ms, .. } => {
+                            assert_eq!(took.end_ms, end_ms)
+                        }
+                        WindowRef::Floating { period_ms } => assert_eq!(took.end_ms, took.number + period_ms),
                     }
                     took.end_ms = 0;
                 }
@@ -164,8 +167,8 @@ async fn play(store: &RedisClient, server: &mut redis::Connection, actions: Vec<
                 let tokens = tokens.min(took.granted);
                 let (kind, base, limit) = (KINDS[at], Rc::from(BASES[at]), LIMITS[at]);
                 let only_if_used = only.then_some(took.used);
-                let gift = Refund { base, kind, number: took.number, limit, tokens, only_if_used, forgets: false };
-                assert_eq!(store.give(&[gift]).await.unwrap(), oracle.give(at, took, tokens, only));
+                let gift = Refund { base, kind, number: took.number, limit, tokens, only_if_used, deletes: false };
+                assert_eq!(store.refund(&[gift]).await.unwrap(), oracle.give(at, took, tokens, only));
             }
             Action::Pass { windows, ms } => {
                 oracle.window += windows;

@@ -13,7 +13,7 @@ use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
 use transom::config::redis::{Hidden, Node, Nodes, Shared};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{Answer, At, CounterRequest, Kind, Refund};
+use transom::redis_store::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, WindowRef};
 
 use crate::support::DEADLINE;
 use crate::support::load_checker::now_ms;
@@ -27,16 +27,16 @@ fn a_plain_window_is_an_integer_that_expires_with_it() {
     on_loop(async {
         let wants = [plain("t:{r|a}:minute", 7, 3), plain("t:{r|a}:hour", 2, 2)];
         for used in 1..=2 {
-            let took = granted(store.take(&wants, 0).await.unwrap());
+            let took = granted(store.acquire(&wants, 0).await.unwrap());
             assert_eq!((took[0].granted, took[0].used, took[0].number), (1, used, 7));
             assert_eq!((took[1].granted, took[1].used, took[1].number), (1, used, 2));
         }
         // The second is full: neither is counted.
-        let took = refused(store.take(&wants, 0).await.unwrap());
+        let took = refused(store.acquire(&wants, 0).await.unwrap());
         assert_eq!((took[0].granted, took[0].used, took[1].used), (0, 2, 2));
         assert_eq!(redis.keys(), ["t:{r|a}:hour:2", "t:{r|a}:minute:7"]);
         assert_eq!(redis.cli(&["GET", "t:{r|a}:minute:7"]), "2");
-        let At::Plain { end_ms, .. } = wants[0].at else { panic!("is plain") };
+        let WindowRef::Plain { end_ms, .. } = wants[0].window else { panic!("is plain") };
         assert_eq!(redis.number(&["PEXPIRETIME", "t:{r|a}:minute:7"]), end_ms as i64);
         assert_eq!(took[0].end_ms, end_ms);
     });
@@ -49,16 +49,18 @@ fn leases_shrink_until_the_last_token() {
     on_loop(async {
         let want = CounterRequest { want: 50, ..plain("t:{r|a}", 1, 100) };
         let mut slices = Vec::new();
-        while let Answer::Granted { took, .. } = store.take(std::slice::from_ref(&want), 0).await.unwrap() {
+        while let AcquireReply::Granted { counters: took, .. } =
+            store.acquire(std::slice::from_ref(&want), 0).await.unwrap()
+        {
             slices.push(took[0].granted);
         }
         assert_eq!(slices.iter().sum::<u64>(), 100);
         assert_eq!((slices[0], slices[1], slices.last().copied()), (13, 11, Some(1)));
         // A call that needs nothing only reads.
         let look = CounterRequest { need: 0, want: 0, ..want.clone() };
-        assert_eq!(granted(store.take(&[look], 0).await.unwrap())[0].used, 100);
+        assert_eq!(granted(store.acquire(&[look], 0).await.unwrap())[0].used, 100);
         let over = CounterRequest { ceiling: u64::MAX, ..want };
-        assert_eq!(granted(store.take(&[over], 0).await.unwrap())[0].granted, 50);
+        assert_eq!(granted(store.acquire(&[over], 0).await.unwrap())[0].granted, 50);
     });
 }
 
@@ -68,35 +70,37 @@ fn the_servers_clock_selects_the_window() {
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
         let now_ms = now_ms();
-        let over = |base: &str, kind: fn(u64, u64, u64) -> At, next_ms: u64| CounterRequest {
-            at: kind(7, now_ms - 1, next_ms),
+        let over = |base: &str, kind: fn(u64, u64, u64) -> WindowRef, next_ms: u64| CounterRequest {
+            window: kind(7, now_ms - 1, next_ms),
             ..plain(base, 0, 5)
         };
-        let plain_at: fn(u64, u64, u64) -> At = |number, end_ms, next_end_ms| At::Plain { number, end_ms, next_end_ms };
-        let grid_at: fn(u64, u64, u64) -> At = |number, end_ms, next_end_ms| At::Grid { number, end_ms, next_end_ms };
+        let plain_at: fn(u64, u64, u64) -> WindowRef =
+            |number, end_ms, next_end_ms| WindowRef::Plain { number, end_ms, next_end_ms };
+        let grid_at: fn(u64, u64, u64) -> WindowRef =
+            |number, end_ms, next_end_ms| WindowRef::Grid { number, end_ms, next_end_ms };
         let wants = [over("t:{a}:1", plain_at, now_ms + 60_000), over("t:{a}:2", grid_at, now_ms + 60_000)];
-        for took in granted(store.take(&wants, 0).await.unwrap()) {
+        for took in granted(store.acquire(&wants, 0).await.unwrap()) {
             assert_eq!((took.number, took.end_ms), (8, now_ms + 60_000));
         }
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account"]);
         let past = [over("t:{b}:1", plain_at, now_ms)];
-        assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
+        assert!(matches!(store.acquire(&past, 0).await, Ok(AcquireReply::OtherWindow { .. })));
         let past = [over("t:{b}:1", grid_at, now_ms)];
-        assert!(matches!(store.take(&past, 0).await, Ok(Answer::OtherWindow { .. })));
+        assert!(matches!(store.acquire(&past, 0).await, Ok(AcquireReply::OtherWindow { .. })));
         // A gateway whose clock is slightly ahead has reported the next window to its clients.
-        let ahead = CounterRequest { at: plain_at(1, now_ms + 400, now_ms + 60_400), ..plain("t:{c}", 0, 5) };
-        let took = granted(store.take(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
+        let ahead = CounterRequest { window: plain_at(1, now_ms + 400, now_ms + 60_400), ..plain("t:{c}", 0, 5) };
+        let took = granted(store.acquire(std::slice::from_ref(&ahead), now_ms + 500).await.unwrap());
         assert_eq!(took[0].number, 2);
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
         // A gateway far ahead is corrected, and has counted in no window that has not begun.
         let astray = plain("t:{d}", 60, 5);
         assert!(matches!(
-            store.take(std::slice::from_ref(&astray), now_ms + 30_000).await,
-            Ok(Answer::OtherWindow { .. })
+            store.acquire(std::slice::from_ref(&astray), now_ms + 30_000).await,
+            Ok(AcquireReply::OtherWindow { .. })
         ));
         // So is one that has learned the time since it computed the request.
-        let astray = CounterRequest { asked_ms: now_ms + 30_000, ..astray };
-        assert!(matches!(store.take(&[astray], now_ms).await, Ok(Answer::OtherWindow { .. })));
+        let astray = CounterRequest { computed_ms: now_ms + 30_000, ..astray };
+        assert!(matches!(store.acquire(&[astray], now_ms).await, Ok(AcquireReply::OtherWindow { .. })));
         assert_eq!(redis.keys(), ["t:{a}:1:8", "t:{a}:2:account", "t:{c}:2"]);
     });
 }
@@ -108,36 +112,36 @@ fn foreign_writes_count_and_grant_nothing() {
     on_loop(async {
         let want = [plain("t:{a}", 1, 5)];
         redis.cli(&["INCRBY", "t:{a}:1", "4"]);
-        assert_eq!(granted(store.take(&want, 0).await.unwrap())[0].used, 5);
+        assert_eq!(granted(store.acquire(&want, 0).await.unwrap())[0].used, 5);
         assert!(redis.number(&["PTTL", "t:{a}:1"]) > 0, "a key without an end gets one");
         for (value, used) in
             [("6", 6), ("9007199254740993", 9_007_199_254_740_991), ("9223372036854775807", 9_007_199_254_740_991)]
         {
             redis.cli(&["SET", "t:{a}:1", value]);
-            assert_eq!(refused(store.take(&want, 0).await.unwrap())[0].used, used, "{value}");
+            assert_eq!(refused(store.acquire(&want, 0).await.unwrap())[0].used, used, "{value}");
             assert_eq!(redis.cli(&["GET", "t:{a}:1"]), value);
         }
         for value in ["-3", "-9223372036854775808"] {
             redis.cli(&["SET", "t:{a}:1", value]);
             let all = CounterRequest { need: 5, want: 5, ..want[0].clone() };
-            assert_eq!(granted(store.take(&[all], 0).await.unwrap())[0].used, 5, "{value}");
-            assert_eq!(refused(store.take(&want, 0).await.unwrap())[0].used, 5);
+            assert_eq!(granted(store.acquire(&[all], 0).await.unwrap())[0].used, 5, "{value}");
+            assert_eq!(refused(store.acquire(&want, 0).await.unwrap())[0].used, 5);
         }
         for value in ["1.5", "many", "", "nan", "inf"] {
             redis.cli(&["SET", "t:{a}:1", value]);
             let two = [plain("t:{a}:good", 1, 5), want[0].clone()];
-            let Err(StoreError::Key(why)) = store.take(&two, 0).await else { panic!("{value}") };
+            let Err(StoreError::Key(why)) = store.acquire(&two, 0).await else { panic!("{value}") };
             assert!(why.contains("`t:{a}:1` holds something else"), "{why}");
             assert_eq!(redis.keys(), ["t:{a}:1"], "nothing is written if anything is wrong");
         }
         redis.cli(&["DEL", "t:{a}:1"]);
         redis.cli(&["HSET", "t:{a}:1", "a", "b"]);
-        assert!(matches!(store.take(&want, 0).await, Err(StoreError::Key(_))));
+        assert!(matches!(store.acquire(&want, 0).await, Err(StoreError::Key(_))));
         redis.cli(&["SET", "t:{b}:account", "1"]);
-        assert!(matches!(store.take(&[grid("t:{b}", 1, 5)], 0).await, Err(StoreError::Key(_))));
+        assert!(matches!(store.acquire(&[grid("t:{b}", 1, 5)], 0).await, Err(StoreError::Key(_))));
         redis.cli(&["HSET", "t:{b}:first-request", "start", "x"]);
-        assert!(matches!(store.take(&[floating("t:{b}", 1000, 5)], 0).await, Err(StoreError::Key(_))));
-        assert!(matches!(store.take(&[plain("t:{c}", 1, 5)], 0).await, Ok(Answer::Granted { .. })));
+        assert!(matches!(store.acquire(&[floating("t:{b}", 1000, 5)], 0).await, Err(StoreError::Key(_))));
+        assert!(matches!(store.acquire(&[plain("t:{c}", 1, 5)], 0).await, Ok(AcquireReply::Granted { .. })));
     });
 }
 
@@ -147,7 +151,7 @@ fn only_refunded_tokens_can_be_acquired_again() {
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
         let gift = |base: &str, kind, number, tokens| Refund {
-            forgets: false,
+            deletes: false,
             base: Rc::from(base),
             kind,
             number,
@@ -156,28 +160,34 @@ fn only_refunded_tokens_can_be_acquired_again() {
             only_if_used: None,
         };
         let all = |want: CounterRequest| CounterRequest { need: 8, want: 8, ..want };
-        store.take(&[all(plain("t:{a}", 1, 10)), all(grid("t:{a}", 1, 10))], 0).await.unwrap();
-        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 1, 3), gift("t:{a}", Kind::Grid, 1, 3)]).await, Ok(6));
+        store.acquire(&[all(plain("t:{a}", 1, 10)), all(grid("t:{a}", 1, 10))], 0).await.unwrap();
+        assert_eq!(
+            store.refund(&[gift("t:{a}", KeyFormat::Plain, 1, 3), gift("t:{a}", KeyFormat::Grid, 1, 3)]).await,
+            Ok(6)
+        );
         assert_eq!(redis.cli(&["GET", "t:{a}:1"]), "5");
         assert_eq!(redis.cli(&["HGET", "t:{a}:account", "used"]), "5");
         assert!(redis.number(&["PTTL", "t:{a}:1"]) > 0);
         // No more than is used, no other window, and nothing that is not there.
-        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 1, 9)]).await, Ok(5));
-        assert_eq!(store.give(&[gift("t:{a}", Kind::Plain, 2, 9), gift("t:{b}", Kind::Grid, 1, 9)]).await, Ok(0));
+        assert_eq!(store.refund(&[gift("t:{a}", KeyFormat::Plain, 1, 9)]).await, Ok(5));
+        assert_eq!(
+            store.refund(&[gift("t:{a}", KeyFormat::Plain, 2, 9), gift("t:{b}", KeyFormat::Grid, 1, 9)]).await,
+            Ok(0)
+        );
         assert_eq!(redis.keys(), ["t:{a}:1", "t:{a}:account"]);
         // Two windows later, the rest of a refund is the part that could not have been forgiven.
-        store.take(&[CounterRequest { ceiling: 100, need: 40, want: 40, ..grid("t:{c}", 1, 10) }], 0).await.unwrap();
-        store.take(&[CounterRequest { ceiling: 100, ..grid("t:{c}", 3, 10) }], 0).await.unwrap();
+        store.acquire(&[CounterRequest { ceiling: 100, need: 40, want: 40, ..grid("t:{c}", 1, 10) }], 0).await.unwrap();
+        store.acquire(&[CounterRequest { ceiling: 100, ..grid("t:{c}", 3, 10) }], 0).await.unwrap();
         assert_eq!(redis.cli(&["HGET", "t:{c}:account", "used"]), "21");
-        assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 20)]).await, Ok(0));
-        assert_eq!(store.give(&[gift("t:{c}", Kind::Grid, 1, 25)]).await, Ok(5));
+        assert_eq!(store.refund(&[gift("t:{c}", KeyFormat::Grid, 1, 20)]).await, Ok(0));
+        assert_eq!(store.refund(&[gift("t:{c}", KeyFormat::Grid, 1, 25)]).await, Ok(5));
         // Reserved tokens: only if no later charge exists.
-        let promised = |used| Refund { only_if_used: Some(used), ..gift("t:{c}", Kind::Grid, 3, 6) };
-        assert_eq!(store.give(&[promised(17)]).await, Ok(0));
-        assert_eq!(store.give(&[promised(16)]).await, Ok(6));
-        let took = granted(store.take(&[all(floating("t:{d}", 60_000, 10))], 0).await.unwrap());
-        assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number + 1, 8)]).await, Ok(0));
-        assert_eq!(store.give(&[gift("t:{d}", Kind::Floating, took[0].number, 8)]).await, Ok(8));
+        let promised = |used| Refund { only_if_used: Some(used), ..gift("t:{c}", KeyFormat::Grid, 3, 6) };
+        assert_eq!(store.refund(&[promised(17)]).await, Ok(0));
+        assert_eq!(store.refund(&[promised(16)]).await, Ok(6));
+        let took = granted(store.acquire(&[all(floating("t:{d}", 60_000, 10))], 0).await.unwrap());
+        assert_eq!(store.refund(&[gift("t:{d}", KeyFormat::Floating, took[0].number + 1, 8)]).await, Ok(0));
+        assert_eq!(store.refund(&[gift("t:{d}", KeyFormat::Floating, took[0].number, 8)]).await, Ok(8));
     });
 }
 
@@ -196,7 +206,7 @@ fn batched_calls_are_decided_one_by_one() {
                 .map(|n| {
                     let (store, mut wants) = (store.clone(), vec![kind("t:{a}"), plain("t:{each}", n, 9)]);
                     wants.extend((n % 5 == 4).then(|| plain("t:{bad}", 1, 9)));
-                    spawn_local(async move { store.take(&wants, 0).await })
+                    spawn_local(async move { store.acquire(&wants, 0).await })
                 })
                 .collect();
             let mut tally = Tally::default();
@@ -228,7 +238,7 @@ async fn load(
             let (store, want, tally, goes_on) = (store.clone(), want.clone(), Rc::clone(&tally), Rc::clone(&goes_on));
             spawn_local(async move {
                 while goes_on.get() {
-                    let said = timeout(patience, store.take(std::slice::from_ref(&want), 0)).await;
+                    let said = timeout(patience, store.acquire(std::slice::from_ref(&want), 0)).await;
                     let failed = !matches!(said, Ok(Ok(_)));
                     tally.borrow_mut().add(&said.unwrap_or_else(|_| Err(StoreError::Unreachable(String::new()))));
                     sleep(Duration::from_millis(if failed { 5 } else { 0 })).await;
@@ -281,7 +291,7 @@ fn calls_to_a_hanging_server_time_out_and_it_is_found_again() {
             more_granted(&store, "t:{b}").await;
             redis.stop();
             let start = Instant::now();
-            assert!(matches!(store.take(&[plain("t:{b}", 1, 9)], 0).await, Err(StoreError::Unreachable(_))));
+            assert!(matches!(store.acquire(&[plain("t:{b}", 1, 9)], 0).await, Err(StoreError::Unreachable(_))));
             assert!(start.elapsed() < DEADLINE);
             assert!(store.probe().await.is_err());
             redis.cont();
@@ -312,7 +322,7 @@ fn a_dropped_client_leaves_no_tasks() {
         let tally = tally.await;
         assert!(tally.unknown > 0 && tally.granted > 0, "{tally:?}");
         // Calls sent before the cancellation are counted, and nothing else.
-        granted(store.take(&[plain("t:{a}", 2, 1)], 0).await.unwrap());
+        granted(store.acquire(&[plain("t:{a}", 2, 1)], 0).await.unwrap());
         tally.agrees_with(redis.number(&["GET", "t:{a}:1"]) as u64);
         assert_eq!(store.generation(), 1, "the connection is still the first");
     });
@@ -324,12 +334,12 @@ fn a_dead_connection_is_detected_at_once() {
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
         let want = [plain("t:{a}", 1, 9)];
-        granted(store.take(&want, 0).await.unwrap());
+        granted(store.acquire(&want, 0).await.unwrap());
         redis.stop();
         // Everybody goes away long before the connection is given up.
         let start = Instant::now();
         while store.generation() == 1 {
-            drop(timeout(Duration::from_millis(10), store.take(&want, 0)).await);
+            drop(timeout(Duration::from_millis(10), store.acquire(&want, 0)).await);
             if start.elapsed() > Duration::from_secs(2) {
                 redis.cont();
             }
@@ -344,16 +354,16 @@ fn a_restarted_server_is_found_again() {
     let store = RedisClient::new(&single(&redis));
     on_loop(async {
         let want = [plain("t:{a}", 1, 9)];
-        granted(store.take(&want, 0).await.unwrap());
+        granted(store.acquire(&want, 0).await.unwrap());
         let before = store.generation();
         redis.kill();
         for _ in 0..20 {
-            assert!(matches!(store.take(&want, 0).await, Err(StoreError::Unreachable(_))));
+            assert!(matches!(store.acquire(&want, 0).await, Err(StoreError::Unreachable(_))));
         }
         assert!(store.probe().await.is_err());
         redis.restart();
         assert!(store.probe().await.is_ok());
-        assert_eq!(granted(store.take(&want, 0).await.unwrap())[0].used, 1);
+        assert_eq!(granted(store.acquire(&want, 0).await.unwrap())[0].used, 1);
         assert!(store.generation() > before);
     });
 }
@@ -412,10 +422,10 @@ fn a_call_with_a_lost_reply_is_not_resent() {
         for counted in 1..=3 {
             let before = redis.number(&["GET", "t:{a}:1"]);
             loses.store(true, Ordering::SeqCst);
-            let said = store.take(&[plain("t:{a}", 1, 99)], 0).await;
+            let said = store.acquire(&[plain("t:{a}", 1, 99)], 0).await;
             assert!(matches!(said, Err(StoreError::Unreachable(_))), "{said:?}");
             assert_eq!(redis.number(&["GET", "t:{a}:1"]), before + 1, "it was counted, and once");
-            granted(store.take(&[plain("t:{a}", 1, 99)], 0).await.unwrap());
+            granted(store.acquire(&[plain("t:{a}", 1, 99)], 0).await.unwrap());
             assert_eq!(store.generation(), counted + 1);
         }
     });
@@ -429,7 +439,7 @@ fn a_server_that_cannot_serve_is_unreachable() {
     for (server, word) in [(&replica, "READONLY"), (&full, "OOM")] {
         let store = RedisClient::new(&single(server));
         on_loop(async {
-            let Err(StoreError::Unreachable(why)) = store.take(&[plain("t:{a}", 1, 9)], 0).await else {
+            let Err(StoreError::Unreachable(why)) = store.acquire(&[plain("t:{a}", 1, 9)], 0).await else {
                 panic!("{word}")
             };
             assert!(why.contains(word) && why.starts_with(&format!("127.0.0.1:{}: ", server.port)), "{why}");
@@ -438,7 +448,7 @@ fn a_server_that_cannot_serve_is_unreachable() {
         });
     }
     full.cli(&["CONFIG", "SET", "maxmemory", "0"]);
-    on_loop(async { granted(RedisClient::new(&single(&full)).take(&[plain("t:{a}", 1, 9)], 0).await.unwrap()) });
+    on_loop(async { granted(RedisClient::new(&single(&full)).acquire(&[plain("t:{a}", 1, 9)], 0).await.unwrap()) });
 }
 
 #[test]
@@ -460,15 +470,18 @@ fn acl_users_limit_the_gateway() {
         {
             let store = as_user(name, Some(password), database);
             store.probe().await.unwrap();
-            let used = granted(store.take(&[plain("transom:{a}", 1, 9)], 0).await.unwrap())[0].used;
+            let used = granted(store.acquire(&[plain("transom:{a}", 1, 9)], 0).await.unwrap())[0].used;
             assert_eq!(used, if database == 0 && name.is_some() { 2 } else { 1 });
         }
-        let unreachable = async |store: RedisClient| match store.take(&[plain("other:{a}", 1, 9)], 0).await {
+        let unreachable = async |store: RedisClient| match store.acquire(&[plain("other:{a}", 1, 9)], 0).await {
             Err(StoreError::Unreachable(why)) => why,
             said => panic!("{said:?}"),
         };
         let wrong = unreachable(as_user(Some("gate"), Some("wrong-wrong"), 0)).await;
-        assert!(wrong.ends_with("it does not accept the user and password") && !wrong.contains("wrong-"), "{wrong}");
+        assert!(
+            wrong.ends_with("the server does not accept the user and password") && !wrong.contains("wrong-"),
+            "{wrong}"
+        );
         let none = unreachable(as_user(None, None, 0)).await;
         assert!(none.contains("NOAUTH"), "{none}");
         let elsewhere = unreachable(as_user(Some("gate"), Some("hunter2-hunter2"), 0)).await;
@@ -481,7 +494,7 @@ fn a_unix_socket_works() {
     let redis = RedisServer::start();
     let store = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.socket()))));
     on_loop(async {
-        granted(store.take(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
+        granted(store.acquire(&[plain("t:{a}", 1, 9)], 0).await.unwrap());
         let nowhere = RedisClient::new(&Shared::at(Nodes::Single(Node::Unix(redis.folder().join("no.sock")))));
         let Err(StoreError::Unreachable(why)) = nowhere.probe().await else { panic!("there is nobody") };
         assert!(why.contains("no.sock: No such file"), "{why}");

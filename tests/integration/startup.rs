@@ -89,7 +89,7 @@ fn check_warns_of_a_start_that_would_fail_here() {
         let file = scratch.write("gateway.toml", format!("{settings}{GOOD}")).display().to_string();
         let (code, out, err) = run(&["check", "--config", &file]);
         assert_eq!((code, err.as_str()), (Some(0), ""), "{settings}");
-        assert!(out.contains(&format!("\n  note: a start fails here: {remark}")), "{settings}: {out}");
+        assert!(out.contains(&format!("\n  note: the gateway would not start here: {remark}")), "{settings}: {out}");
         let (code, _, err) = run(&["--config", &file]);
         assert_eq!(code, Some(1), "{settings}: {err}");
     }
@@ -105,7 +105,7 @@ fn a_note_is_an_error_only_with_strict() {
     assert_eq!((code, err.as_str()), (Some(0), ""));
     assert_eq!(out, format!("{file}: fine: 1 routes, 0 rules, 1 upstreams{note}"));
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);
-    assert_eq!((code, err), (Some(2), format!("{file}: 1 note, and `--strict` is given\n")));
+    assert_eq!((code, err), (Some(2), format!("{file}: 1 note with `--strict`\n")));
     assert_eq!(out, format!("{file}: 1 routes, 0 rules, 1 upstreams{note}"));
     let file = scratch.write("gateway.toml", text.replace("0.0.0.0", "127.0.0.1")).display().to_string();
     let (code, out, err) = run(&["check", "--strict", "--config", &file]);

@@ -112,7 +112,7 @@ fn an_idle_connection_of_the_old_process_is_closed() {
     dynasty.succeed();
     idle.expect_closed();
     assert_eq!(dynasty.first.wait().code(), Some(0));
-    assert!(!dynasty.first.stderr().contains("broken off"), "{}", dynasty.first.stderr());
+    assert!(!dynasty.first.stderr().contains("aborted"), "{}", dynasty.first.stderr());
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn a_bad_configuration_leaves_the_old_process_serving() {
     assert!(err.contains("gateway.toml:") && err.contains("`nonsense`"), "{err}");
     dynasty.signal("USR2");
     dynasty.logged(
-        "the upgrade failed, and this process goes on: the new process ended before it was ready (exit status: 2)",
+        "the upgrade failed, this process keeps serving: the new process ended before it was ready (exit status: 2)",
     );
     assert_eq!(dynasty.first.metrics().sum("transom_upgrades_total", &[("outcome", "failed")]), 1);
     dynasty.first.get("/a").expect(200);
@@ -159,10 +159,13 @@ fn an_address_in_use_leaves_the_old_process_serving() {
     let (code, out, err) = dynasty.command();
     assert_eq!((code, out.as_str()), (Some(1), ""), "{err}");
     assert!(
-        err.contains(&format!("process {} goes on, the upgrade failed: the new process ended", dynasty.first.id())),
+        err.contains(&format!(
+            "the upgrade failed, process {} keeps serving: the new process ended",
+            dynasty.first.id()
+        )),
         "{err}"
     );
-    dynasty.logged("can not listen on");
+    dynasty.logged("cannot listen on");
     dynasty.first.get("/a").expect(200);
 }
 
@@ -173,7 +176,7 @@ fn expect_failure(dynasty: &Dynasty, script: &str, why: &str) {
     dynasty.usurp(&format!("echo $$ > {}; {script}", child.display()));
     let (code, out, err) = dynasty.command();
     assert_eq!((code, out.as_str()), (Some(1), ""), "{script}: {err}");
-    assert!(err.contains("the upgrade failed: ") && err.contains(why), "{script}: {err}");
+    assert!(err.contains("the upgrade failed, ") && err.contains(why), "{script}: {err}");
     // It may have been ended before it could write its number.
     let child = fs::read_to_string(&child).ok().and_then(|text| text.trim().parse().ok());
     assert!(child.is_none_or(|pid| !is_alive(pid)), "{script}");
@@ -185,11 +188,11 @@ fn a_foreign_program_leaves_the_old_process_serving() {
     let dynasty = Dynasty::found(&echo());
     expect_failure(&dynasty, "exit 7", "exit status: 7");
     expect_failure(&dynasty, "kill -KILL $$", "signal: 9");
-    expect_failure(&dynasty, "exec <&-; exec sleep 600", "does not say that it is ready");
-    expect_failure(&dynasty, "echo nonsense >&0; exec sleep 600", "does not say that it is ready");
+    expect_failure(&dynasty, "exec <&-; exec sleep 600", "did not report that it is ready");
+    expect_failure(&dynasty, "echo nonsense >&0; exec sleep 600", "did not report that it is ready");
     fs::remove_file(dynasty.program()).unwrap();
     let (code, _, err) = dynasty.command();
-    assert!(code == Some(1) && err.contains("can not be started"), "{err}");
+    assert!(code == Some(1) && err.contains("cannot start"), "{err}");
     dynasty.restore();
     let (code, out, err) = dynasty.command();
     assert_eq!((code, err.as_str()), (Some(0), ""));
@@ -222,7 +225,7 @@ fn the_command_accepts_messages_of_the_gateway_only() {
         command.join().unwrap()
     });
     assert_eq!((code, out.as_str()), (Some(1), ""), "{err}");
-    assert!(err.contains("the upgrade failed: the new process ended"), "{err}");
+    assert!(err.contains("keeps serving: the new process ended"), "{err}");
 }
 
 #[test]
@@ -294,7 +297,7 @@ fn a_starting_process_can_be_stopped() {
     // When it has heard that twice, it has handed everything over long before.
     for times in 1..=2 {
         dynasty.first.signal("USR2");
-        eventually("it is ignored", || dynasty.first.stderr().matches("under way").count() == times);
+        eventually("it is ignored", || dynasty.first.stderr().matches("upgrade ignored").count() == times);
     }
     dynasty.first.signal("STOP");
     fs::write(&go, "").unwrap();
@@ -304,7 +307,7 @@ fn a_starting_process_can_be_stopped() {
     dynasty.first.signal("CONT");
     // It may have said before that it is ready.
     dynasty.logged("this process goes on: the new process ended before it was ");
-    dynasty.logged("told to stop before the place was given to it");
+    dynasty.logged("stopped before the former process handed over");
     dynasty.first.get("/a").expect(200);
 }
 
@@ -381,7 +384,7 @@ fn a_second_upgrade_signal_is_ignored() {
     eventually("it is started", || child.exists());
     let pid: u32 = fs::read_to_string(&child).unwrap().trim().parse().unwrap();
     dynasty.signal("USR2");
-    dynasty.logged(&format!("an upgrade is under way, to process {pid}: ignored"));
+    dynasty.logged(&format!("upgrade ignored: one is in progress, to process {pid}"));
     assert!(is_alive(pid));
     dynasty.first.get("/a").expect(200);
     dynasty.first.signal("TERM");
@@ -425,7 +428,7 @@ fn the_command_reports_an_unreachable_gateway() {
     let mut sleeper = Owned::spawn(Command::new("sleep").arg("600"));
     let pid = sleeper.id().to_string();
     let (code, _, err) = run(&["upgrade", "--config", &file, "--pid", &pid]);
-    assert!(code == Some(1) && err.contains("does not wait for SIGUSR2"), "{err}");
+    assert!(code == Some(1) && err.contains("does not handle SIGUSR2"), "{err}");
     assert!(sleeper.try_wait().unwrap().is_none());
     sleeper.kill().unwrap();
     sleeper.wait().unwrap();
@@ -479,7 +482,7 @@ fn the_pid_file_exists_while_the_gateway_serves() {
         format!("pid_file = \"nowhere/pid\"\n{}", crate::support::gateway::with_listen(&echo())),
     );
     let (code, _, err) = run(&["--config", &file.display().to_string()]);
-    assert!(code == Some(1) && err.contains("can not write `pid_file`") && err.contains("nowhere/pid"), "{err}");
+    assert!(code == Some(1) && err.contains("cannot write `pid_file`") && err.contains("nowhere/pid"), "{err}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl Gateway {
 
     /// The work that the process does once a second.
     pub fn catch_up(&mut self) {
-        self.inner.as_mut().unwrap().catch_up();
+        self.inner.as_mut().unwrap().run_periodic_checks();
     }
 
     /// Drains it, and returns when nothing of it runs any more.

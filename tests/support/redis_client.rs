@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use transom::config::redis::{Node, Nodes, Shared};
 use transom::redis_store::client::{RedisClient, StoreError};
-use transom::redis_store::scripts::{Answer, At, CounterReply, CounterRequest};
+use transom::redis_store::scripts::{AcquireReply, CounterReply, CounterRequest, WindowRef};
 
 use super::DEADLINE;
 use super::load_checker::now_ms;
@@ -29,52 +29,52 @@ pub fn on_loop<T>(test: impl Future<Output = T>) -> T {
 /// One token, or none, of a plain window that is open for a minute more.
 pub fn plain(base: &str, number: u64, limit: u32) -> CounterRequest {
     let end_ms = now_ms() + 60_000;
-    let at = At::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
+    let at = WindowRef::Plain { number, end_ms, next_end_ms: end_ms + 60_000 };
     want(base, at, limit)
 }
 
 pub fn grid(base: &str, number: u64, limit: u32) -> CounterRequest {
     let end_ms = now_ms() + 60_000;
-    want(base, At::Grid { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
+    want(base, WindowRef::Grid { number, end_ms, next_end_ms: end_ms + 60_000 }, limit)
 }
 
 pub fn floating(base: &str, period_ms: u64, limit: u32) -> CounterRequest {
-    want(base, At::Floating { period_ms }, limit)
+    want(base, WindowRef::Floating { period_ms }, limit)
 }
 
-fn want(base: &str, at: At, limit: u32) -> CounterRequest {
+fn want(base: &str, at: WindowRef, limit: u32) -> CounterRequest {
     CounterRequest {
         base: Rc::from(base),
-        at,
+        window: at,
         limit,
         ceiling: u64::from(limit),
         need: 1,
         want: 1,
-        least: 0,
-        asked_ms: 0,
+        used_min: 0,
+        computed_ms: 0,
     }
 }
 
 /// How it went for each counter: granted or refused.
-pub fn granted(answer: Answer) -> Vec<CounterReply> {
+pub fn granted(answer: AcquireReply) -> Vec<CounterReply> {
     match answer {
-        Answer::Granted { took, .. } => took,
+        AcquireReply::Granted { counters: took, .. } => took,
         other => panic!("{other:?}"),
     }
 }
 
-pub fn refused(answer: Answer) -> Vec<CounterReply> {
+pub fn refused(answer: AcquireReply) -> Vec<CounterReply> {
     match answer {
-        Answer::Refused { took, .. } => took,
+        AcquireReply::Refused { counters: took, .. } => took,
         other => panic!("{other:?}"),
     }
 }
 
 /// Repeats the call until there is a reply of any kind.
-pub async fn answered(store: &RedisClient, wants: &[CounterRequest]) -> Answer {
+pub async fn answered(store: &RedisClient, wants: &[CounterRequest]) -> AcquireReply {
     let start = std::time::Instant::now();
     loop {
-        match store.take(wants, 0).await {
+        match store.acquire(wants, 0).await {
             Ok(answer) => return answer,
             Err(StoreError::Key(why)) => panic!("{why}"),
             Err(StoreError::Unreachable(why)) => assert!(start.elapsed() < DEADLINE, "{why}"),
@@ -93,9 +93,9 @@ pub struct Tally {
 }
 
 impl Tally {
-    pub fn add(&mut self, said: &Result<Answer, StoreError>) {
+    pub fn add(&mut self, said: &Result<AcquireReply, StoreError>) {
         match said {
-            Ok(Answer::Granted { .. }) => self.granted += 1,
+            Ok(AcquireReply::Granted { .. }) => self.granted += 1,
             Ok(_) => self.refused += 1,
             Err(_) => self.unknown += 1,
         }

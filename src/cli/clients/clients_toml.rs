@@ -1,4 +1,4 @@
-//! The text of a clients file, edited in place: what is not touched stays as the operator wrote it.
+//! Edits the text of a clients file and keeps everything else as the operator wrote it.
 
 use std::fmt;
 
@@ -7,14 +7,14 @@ use toml_edit::{Array, DocumentMut, Item, Table, TableLike, TomlError, Value};
 /// The text of a clients file.
 pub struct ClientsDocument(DocumentMut);
 
-/// What a client is known by, as it is written.
-pub struct Belongings {
+/// The identifiers of a client, as written in the file.
+pub struct Identifiers {
     pub api_keys: Vec<String>,
     pub subjects: Vec<String>,
     pub networks: Vec<String>,
 }
 
-impl Belongings {
+impl Identifiers {
     pub fn is_empty(&self) -> bool {
         self.lists().iter().all(|(_, values)| values.is_empty())
     }
@@ -29,18 +29,18 @@ impl ClientsDocument {
         text.parse().map(ClientsDocument)
     }
 
-    /// Adds a client, or what one does not have yet.
-    pub fn add(&mut self, name: &str, plan: Option<&str>, belongings: &Belongings) {
+    /// Adds a client, or identifiers that it does not have yet.
+    pub fn add(&mut self, name: &str, plan: Option<&str>, identifiers: &Identifiers) {
         let Some(client) = self.client(name) else { return };
         if let Some(plan) = plan {
             match client.get_mut("plan").and_then(Item::as_value_mut) {
-                Some(known) => replace(known, plan),
+                Some(known) => replace_value(known, plan),
                 None => drop(client.insert("plan", toml_edit::value(plan))),
             }
         }
-        for (key, values) in belongings.lists().into_iter().filter(|(_, values)| !values.is_empty()) {
+        for (key, values) in identifiers.lists().into_iter().filter(|(_, values)| !values.is_empty()) {
             let item = client.entry(key).or_insert(toml_edit::value(Array::new()));
-            values.iter().for_each(|value| push(item, value));
+            values.iter().for_each(|value| add_value(item, value));
         }
     }
 
@@ -49,7 +49,7 @@ impl ClientsDocument {
         let Some(clients) = self.0.get_mut("clients").and_then(Item::as_table_like_mut) else { return };
         let Some(Item::Table(removed)) = clients.remove(name) else { return };
         let above = text_above(&removed);
-        // What stands apart from the header by an empty line is about more than this client.
+        // A comment that is separated from the header by an empty line is not about this client alone.
         let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
         let is_after = |table: &Table| table.position() > removed.position();
         let tables = clients.iter_mut().filter_map(|(_, item)| item.as_table_mut());
@@ -69,17 +69,17 @@ impl ClientsDocument {
         }
     }
 
-    /// Takes some of what it has from a client.
-    pub fn take_away(&mut self, name: &str, belongings: &Belongings) {
+    /// Removes some identifiers of a client.
+    pub fn remove_identifiers(&mut self, name: &str, identifiers: &Identifiers) {
         let Some(client) = self.client(name) else { return };
-        for (key, values) in belongings.lists() {
+        for (key, values) in identifiers.lists() {
             let Some(item) = client.get_mut(key) else { continue };
             if let Some(array) = item.as_array_mut() {
-                values.iter().for_each(|value| take(array, value));
+                values.iter().for_each(|value| remove_value(array, value));
             }
             let is_gone = match item.as_value() {
                 Some(Value::Array(array)) => array.is_empty(),
-                Some(Value::String(text)) => values.iter().any(|value| is_same(text.value(), value)),
+                Some(Value::String(text)) => values.iter().any(|value| is_equivalent(text.value(), value)),
                 _ => false,
             };
             if is_gone && !values.is_empty() {
@@ -88,9 +88,9 @@ impl ClientsDocument {
         }
     }
 
-    /// A client, made if there is none. `None`: there is no place for one, and the check says why.
+    /// A client, created if needed. `None`: the file has another form, which the check reports.
     fn client(&mut self, name: &str) -> Option<&mut dyn TableLike> {
-        // Comments in a file of nothing else stand above what is the first to come.
+        // Comments in a file without clients go above the first one.
         let is_empty = self.0.is_empty();
         let comments = self.0.trailing().as_str().unwrap_or_default().to_owned();
         if is_empty {
@@ -134,15 +134,15 @@ fn text_above(table: &Table) -> String {
     table.decor().prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned()
 }
 
-/// Replaces a value; what stands around it stays.
-fn replace(known: &mut Value, text: &str) {
+/// Replaces a value and keeps the text around it.
+fn replace_value(known: &mut Value, text: &str) {
     let decor = known.decor().clone();
     *known = Value::from(text);
     *known.decor_mut() = decor;
 }
 
-/// Whether two spellings are of the same digest, subject or network.
-fn is_same(one: &str, other: &str) -> bool {
+/// Whether two texts mean the same digest, subject or network.
+fn is_equivalent(one: &str, other: &str) -> bool {
     use transom_limiter::ip_prefix::Network;
     use transom_limiter::secret_digest::Digest;
     let (networks, digests) = (|text: &str| text.parse::<Network>().ok(), Digest::parse);
@@ -151,16 +151,16 @@ fn is_same(one: &str, other: &str) -> bool {
         || digests(one).is_some_and(|digest| digests(other) == Some(digest))
 }
 
-/// Adds a text to a list, or to one text where no list is needed, unless it is there.
-fn push(item: &mut Item, text: &str) {
+/// Adds a text to a list, or turns a single text into a list, unless the text is in it.
+fn add_value(item: &mut Item, text: &str) {
     if let Some(only) = item.as_str().map(str::to_owned) {
         *item = toml_edit::value(Array::from_iter([only]));
     }
     let Some(array) = item.as_array_mut() else { return };
-    if array.iter().any(|known| known.as_str().is_some_and(|known| is_same(known, text))) {
+    if array.iter().any(|known| known.as_str().is_some_and(|known| is_equivalent(known, text))) {
         return;
     }
-    // In a list with a line for each, it gets a line as well; what stands behind the last stays there.
+    // In a list with one line per value, the new value gets a line as well; comments after the last value stay.
     let behind = text_behind(array);
     let line_break = array.iter().last().and_then(|last| {
         let prefix = last.decor().prefix()?.as_str()?;
@@ -180,12 +180,12 @@ fn push(item: &mut Item, text: &str) {
     }
 }
 
-fn take(array: &mut Array, text: &str) {
-    let position = array.iter().position(|known| known.as_str().is_some_and(|known| is_same(known, text)));
+fn remove_value(array: &mut Array, text: &str) {
+    let position = array.iter().position(|known| known.as_str().is_some_and(|known| is_equivalent(known, text)));
     let Some(position) = position else { return };
     let mut behind = text_behind(array);
     let removed = array.remove(position);
-    // Before a value stands the comment of the one before it, which stays; its own is behind it.
+    // The prefix of a value has the comment of the previous one, which stays; the value's own comment follows it.
     let before = removed.decor().prefix().and_then(|text| text.as_str()).unwrap_or_default().to_owned();
     if let Some(next) = array.get_mut(position) {
         let own = next.decor().prefix().and_then(|text| text.as_str()).unwrap_or_default().to_owned();
@@ -196,18 +196,18 @@ fn take(array: &mut Array, text: &str) {
     array.set_trailing(behind);
 }
 
-/// The first line of one text, and all but the first of another; the one, where the other has no more.
+/// The first line of one text, then all but the first line of another; only the former, if the latter has one line.
 fn joined(one: &str, other: &str) -> String {
     let (comment, rest) = (first_line(one).0, first_line(other).1);
     if rest.is_empty() { one.to_owned() } else { format!("{comment}{rest}") }
 }
 
-/// The first line of a text, and what follows it, from the line's end on.
+/// Splits a text after its first line.
 fn first_line(text: &str) -> (&str, &str) {
     text.split_at(text.find('\n').unwrap_or(text.len()))
 }
 
-/// What stands behind the last value of a list; it is taken away from there.
+/// Takes the text after the last value out of a list.
 fn text_behind(array: &mut Array) -> String {
     let trailing = array.trailing().as_str().unwrap_or_default().to_owned();
     let last = array.len().checked_sub(1).and_then(|last| array.get_mut(last));
@@ -245,16 +245,16 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
 # the end
 ";
 
-    fn belongings(api_keys: &[&str], networks: &[&str]) -> Belongings {
+    fn identifiers(api_keys: &[&str], networks: &[&str]) -> Identifiers {
         let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
-        Belongings { api_keys: owned(api_keys), subjects: vec![], networks: owned(networks) }
+        Identifiers { api_keys: owned(api_keys), subjects: vec![], networks: owned(networks) }
     }
 
-    /// What an edit makes of a text.
+    /// The text after an edit.
     fn edited(text: &str, edit: impl FnOnce(&mut ClientsDocument)) -> String {
-        let mut pages = ClientsDocument::read(text).unwrap();
-        edit(&mut pages);
-        pages.to_string()
+        let mut document = ClientsDocument::read(text).unwrap();
+        edit(&mut document);
+        document.to_string()
     }
 
     #[track_caller]
@@ -267,16 +267,20 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
     }
 
     #[test]
-    fn nothing_is_changed_where_nothing_is_to_be() {
+    fn an_edit_without_changes_keeps_the_text() {
         assert_eq!(edited(FILE, |_| {}), FILE);
-        let known = belongings(&["sha256:bb"], &[]);
-        assert_eq!(edited(FILE, |pages| pages.add("acme", Some("gold"), &known)), FILE);
-        assert_eq!(edited(FILE, |pages| pages.add("gamma.example", None, &belongings(&[], &["192.0.2.1"]))), FILE);
+        let known = identifiers(&["sha256:bb"], &[]);
+        assert_eq!(edited(FILE, |document| document.add("acme", Some("gold"), &known)), FILE);
+        assert_eq!(
+            edited(FILE, |document| document.add("gamma.example", None, &identifiers(&[], &["192.0.2.1"]))),
+            FILE
+        );
     }
 
     #[test]
-    fn a_client_comes_last() {
-        let add = |pages: &mut ClientsDocument| pages.add("delta", Some("gold"), &belongings(&["sha256:dd"], &[]));
+    fn a_new_client_is_added_at_the_end() {
+        let add =
+            |document: &mut ClientsDocument| document.add("delta", Some("gold"), &identifiers(&["sha256:dd"], &[]));
         let new = "[clients.delta]\nplan = \"gold\"\napi_keys = [\"sha256:dd\"]\n";
         assert_eq!(edited("", add), new);
         assert_eq!(edited("# Clients.\n", add), format!("# Clients.\n\n{new}"));
@@ -287,40 +291,48 @@ networks = [ \"192.0.2.1/32\", \"10.0.0.0/8\" ]
     }
 
     #[test]
-    fn what_a_client_has_more_stands_with_the_rest() {
-        let add =
-            |pages: &mut ClientsDocument| pages.add("acme", Some("silver"), &belongings(&["sha256:cc"], &["::1/128"]));
+    fn new_identifiers_are_added_to_the_lists_of_the_client() {
+        let add = |document: &mut ClientsDocument| {
+            document.add("acme", Some("silver"), &identifiers(&["sha256:cc"], &["::1/128"]))
+        };
         let keys = "    \"sha256:bb\",\n    \"sha256:cc\",\n]\nnetworks = [\"::1/128\"]\n";
         assert_replaces(add, &[("\"gold\"", "\"silver\""), ("    \"sha256:bb\",\n]\n", keys)]);
         let commented = FILE.replace("bb\",", "bb\" # the new one");
-        let add = |pages: &mut ClientsDocument| pages.add("acme", None, &belongings(&["sha256:cc"], &[]));
+        let add = |document: &mut ClientsDocument| document.add("acme", None, &identifiers(&["sha256:cc"], &[]));
         let both = "    \"sha256:bb\", # the new one\n    \"sha256:cc\",\n]\n";
         assert!(edited(&commented, add).contains(both), "{}", edited(&commented, add));
-        let add = |pages: &mut ClientsDocument| pages.add("beta", None, &belongings(&[], &["::1/128"]));
+        let add = |document: &mut ClientsDocument| document.add("beta", None, &identifiers(&[], &["::1/128"]));
         assert_replaces(add, &[("\"203.0.113.0/24\"", "[\"203.0.113.0/24\", \"::1/128\"]")]);
     }
 
     #[test]
-    fn what_a_client_has_no_more_is_gone() {
-        let take = |pages: &mut ClientsDocument| pages.take_away("acme", &belongings(&["sha256:bb"], &[]));
+    fn removed_identifiers_are_gone() {
+        let take =
+            |document: &mut ClientsDocument| document.remove_identifiers("acme", &identifiers(&["sha256:bb"], &[]));
         assert_replaces(take, &[("    \"sha256:bb\",\n", "")]);
-        let take = |pages: &mut ClientsDocument| pages.take_away("acme", &belongings(&["sha256:aa"], &[]));
+        let take =
+            |document: &mut ClientsDocument| document.remove_identifiers("acme", &identifiers(&["sha256:aa"], &[]));
         assert_replaces(take, &[("    \"sha256:aa\", # the old one\n", "")]);
-        let take = |pages: &mut ClientsDocument| pages.take_away("beta", &belongings(&[], &["203.0.113.0/24"]));
+        let take = |document: &mut ClientsDocument| {
+            document.remove_identifiers("beta", &identifiers(&[], &["203.0.113.0/24"]))
+        };
         assert_replaces(take, &[("networks = \"203.0.113.0/24\"\n", "")]);
-        let take = |pages: &mut ClientsDocument| pages.take_away("gamma.example", &belongings(&[], &["192.0.2.1/32"]));
+        let take = |document: &mut ClientsDocument| {
+            document.remove_identifiers("gamma.example", &identifiers(&[], &["192.0.2.1/32"]))
+        };
         assert_replaces(take, &[("\"192.0.2.1/32\", ", "")]);
     }
 
     #[test]
-    fn a_client_goes_with_its_own_comment_and_no_other() {
+    fn a_client_is_removed_with_its_own_comment_only() {
         let between = |from: &str, to: &str| FILE[FILE.find(from).unwrap()..FILE.find(to).unwrap()].to_owned();
-        assert_replaces(|pages| pages.remove("acme"), &[(&between("# since", "[clients.beta]"), "")]);
-        assert_replaces(|pages| pages.remove("beta"), &[(&between("\n[clients.beta]", "\n# Partners"), "")]);
+        assert_replaces(|document| document.remove("acme"), &[(&between("# since", "[clients.beta]"), "")]);
+        assert_replaces(|document| document.remove("beta"), &[(&between("\n[clients.beta]", "\n# Partners"), "")]);
         let last = between("[clients.\"gamma", "# the end");
-        assert_replaces(|pages| pages.remove("gamma.example"), &[(&last, "")]);
-        let all =
-            |pages: &mut ClientsDocument| ["acme", "beta", "gamma.example"].iter().for_each(|name| pages.remove(name));
+        assert_replaces(|document| document.remove("gamma.example"), &[(&last, "")]);
+        let all = |document: &mut ClientsDocument| {
+            ["acme", "beta", "gamma.example"].iter().for_each(|name| document.remove(name))
+        };
         let rest = edited(FILE, all);
         let lines: Vec<&str> = rest.lines().filter(|line| !line.is_empty()).collect();
         assert_eq!(lines, ["# Who is on which plan.", "# Ask sales before you change it.", "# Partners.", "# the end"]);

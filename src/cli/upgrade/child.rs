@@ -1,7 +1,6 @@
-//! The process that is to take the place of this one: how it is started, and what becomes of it.
+//! The new process of an upgrade: starting it, handing over to it, and ending it if it fails.
 //!
-//! It is the same program with the same arguments, from the file that lies where this one was started from. Until it
-//! serves, nothing changes here; where it fails, it is gone without a trace but for what it said.
+//! It runs the same path and arguments as this process. This process keeps serving until the new one does.
 
 use std::env;
 use std::ffi::OsString;
@@ -18,20 +17,20 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::cli::upgrade::protocol::{HandoverSet, VARIABLE};
+use crate::cli::upgrade::protocol::{HandoverSet, PREDECESSOR_VARIABLE};
 
-/// The running program, as the kernel knows it, wherever its file is by now.
-const THIS: &str = "/proc/self/exe";
+/// The file of the running program, wherever it was moved.
+const RUNNING_PROGRAM: &str = "/proc/self/exe";
 
-/// How long a process whose place it is already may take until it says that it serves, which it does at once. It is
-/// not ended before, because it may have accepted connections.
-pub const GRACE: Duration = Duration::from_secs(60);
+/// Limit for the last message of the new process, `serving`, which it sends at once. It is not ended earlier, because
+/// it may have accepted connections.
+pub const SERVING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often a process that ends is looked at, and how many times before it is killed.
-const LOOK: Duration = Duration::from_millis(10);
-const LOOKS: u32 = 100;
+/// How often an ending process is polled, and how many times before it is killed.
+const POLL_PERIOD: Duration = Duration::from_millis(10);
+const POLLS_MAX: u32 = 100;
 
-/// What started this process, to be started once more.
+/// How to start the program again.
 pub struct Program {
     file: PathBuf,
     name: OsString,
@@ -39,125 +38,126 @@ pub struct Program {
 }
 
 impl Program {
-    /// To be asked at the start: later another file may lie in its place, which is what an upgrade is about.
+    /// Call at start: an upgrade replaces the file.
     pub fn of_this_process() -> io::Result<Program> {
         let mut words = env::args_os();
         let name = words.next().unwrap_or_default();
-        // What it was called by may be a link, which leads to another version by the time of the upgrade.
-        let file = match called(&name).filter(|file| is_this(file)) {
+        // The name may be a link that leads to another version by then. Only a name of the running file is used.
+        let file = match find_program(&name).filter(|file| is_running_program(file)) {
             Some(file) => file,
-            None => fs::read_link(THIS)?,
+            None => fs::read_link(RUNNING_PROGRAM)?,
         };
         Ok(Program { file, name, arguments: words.collect() })
     }
 
-    /// Starts it, and what it is told on its way to serving.
-    pub fn start(&self, estate: HandoverSet, limit: Duration) -> io::Result<Successor> {
+    /// Starts the new process and the hand-over to it.
+    pub fn start(&self, handover: HandoverSet, limit: Duration) -> io::Result<Successor> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new(&self.file);
-        command.arg0(&self.name).args(&self.arguments).env(VARIABLE, process::id().to_string());
-        let child = command.stdin(Stdio::from(OwnedFd::from(theirs))).spawn().map_err(|error| {
-            io::Error::new(error.kind(), format!("{} can not be started: {error}", self.file.display()))
-        })?;
-        // This process has no descriptor of the other end any more: where that ends, the line does.
+        command.arg0(&self.name).args(&self.arguments).env(PREDECESSOR_VARIABLE, process::id().to_string());
+        let child = command
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .spawn()
+            .map_err(|error| io::Error::new(error.kind(), format!("cannot start {}: {error}", self.file.display())))?;
+        // Drops this process's copy of the other end, so that the channel closes when the new process ends.
         drop(command);
         let pid = child.id();
         let (give_up, given_up) = oneshot::channel();
-        let outcome = tokio::spawn(accompany(child, ours, estate, limit, given_up));
-        Ok(Successor { pid, outcome, give_up })
+        let outcome = tokio::spawn(supervise(child, ours, handover, limit, given_up));
+        Ok(Successor { pid, outcome, cancel: give_up })
     }
 }
 
-/// Where a program was found that was called so.
-fn called(name: &OsString) -> Option<PathBuf> {
+/// The path of a program with this name.
+fn find_program(name: &OsString) -> Option<PathBuf> {
     let path = Path::new(name);
     if path.components().count() > 1 {
         return env::current_dir().ok().map(|folder| folder.join(path));
     }
-    env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(path)).find(|file| is_this(file))
+    env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(path)).find(|file| is_running_program(file))
 }
 
 /// Whether a file is the running program.
-fn is_this(file: &Path) -> bool {
+fn is_running_program(file: &Path) -> bool {
     let identity = |path: &Path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    identity(file).is_some_and(|file| identity(Path::new(THIS)) == Some(file))
+    identity(file).is_some_and(|file| identity(Path::new(RUNNING_PROGRAM)) == Some(file))
 }
 
-/// A process that does not serve yet.
+/// A new process that does not serve yet.
 pub struct Successor {
     pub pid: u32,
     outcome: JoinHandle<Result<(), String>>,
-    give_up: oneshot::Sender<()>,
+    cancel: oneshot::Sender<()>,
 }
 
 impl Successor {
-    /// Waits until it serves, or has failed and is gone: then it says why. Nothing is lost if this is dropped in between.
-    pub async fn serves(&mut self) -> Result<(), String> {
+    /// Waits until the new process serves, or has failed and ended. Cancel-safe.
+    pub async fn wait_until_serving(&mut self) -> Result<(), String> {
         (&mut self.outcome).await.unwrap_or_else(|error| Err(error.to_string()))
     }
 
-    /// Ends it, unless the place was given to it already. Whether it serves is told, once that is certain.
-    pub async fn end(self) -> bool {
-        // If nobody hears that, it serves, or has ended by itself.
-        let _ = self.give_up.send(());
+    /// Ends the new process, unless it was told to serve already. Returns whether it serves.
+    pub async fn cancel(self) -> bool {
+        // If the receiver is gone, the process serves or has ended.
+        let _ = self.cancel.send(());
         matches!(self.outcome.await, Ok(Ok(())))
     }
 }
 
-/// Hands everything over, and sees to it that the process serves or is gone. Until it is ready it can be given up.
-async fn accompany(
+/// Hands over, until the process serves or is gone. Can be cancelled until the process is ready.
+async fn supervise(
     mut child: Child,
-    line: UnixStream,
-    estate: HandoverSet,
+    channel: UnixStream,
+    handover: HandoverSet,
     limit: Duration,
     given_up: oneshot::Receiver<()>,
 ) -> Result<(), String> {
     let handed_over = tokio::select! {
         biased;
-        // Nothing is lost yet, whatever it has said at the same time.
+        // Cancelling wins over a simultaneous message: nothing is lost yet.
         _ = given_up => {
-            bury(&mut child, 0).await;
+            reap(&mut child, 0).await;
             return Err(String::from("this process was told to stop"));
         }
-        handed_over = tokio::time::timeout(limit, estate.hand_over(line)) => handed_over,
+        handed_over = tokio::time::timeout(limit, handover.hand_over(channel)) => handed_over,
     };
-    let heir = match handed_over {
-        Ok(Ok(heir)) => heir,
-        // It has closed the line, or ends: it may say how.
-        Ok(Err(error)) => return Err(left(&mut child, "ready", &error).await),
+    let child_channel = match handed_over {
+        Ok(Ok(ready)) => ready,
+        // The process has closed the channel, or is ending; its exit status may say why.
+        Ok(Err(error)) => return Err(describe_exit(&mut child, "ready", &error).await),
         Err(_elapsed) => {
-            bury(&mut child, 0).await;
+            reap(&mut child, 0).await;
             return Err(format!("the new process was not ready within {limit:?} (`timeouts.upgrade`)"));
         }
     };
-    // From here on it may have accepted connections: nobody gives it up.
-    match tokio::time::timeout(GRACE, heir.enter()).await {
+    // From here on it may have accepted connections, so it is not cancelled.
+    match tokio::time::timeout(SERVING_TIMEOUT, child_channel.let_serve()).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(left(&mut child, "serving", &error).await),
+        Ok(Err(error)) => Err(describe_exit(&mut child, "serving", &error).await),
         Err(_elapsed) => {
-            bury(&mut child, 0).await;
-            Err(format!("the new process was ready, and did not serve within {GRACE:?}"))
+            reap(&mut child, 0).await;
+            Err(format!("the new process was ready but did not serve within {SERVING_TIMEOUT:?}"))
         }
     }
 }
 
-/// What became of a process that has left the line before it was so far.
-async fn left(child: &mut Child, what: &str, error: &io::Error) -> String {
-    match bury(child, LOOKS).await {
+/// Describes how a process failed before it was `what`.
+async fn describe_exit(child: &mut Child, what: &str, error: &io::Error) -> String {
+    match reap(child, POLLS_MAX).await {
         Some(status) => format!("the new process ended before it was {what} ({status})"),
-        None => format!("the new process does not say that it is {what} ({error})"),
+        None => format!("the new process did not report that it is {what} ({error})"),
     }
 }
 
-/// Waits for the end of a process, and brings it about where that takes too long. How it ended, if by itself.
-async fn bury(child: &mut Child, looks: u32) -> Option<process::ExitStatus> {
+/// Waits for a process to end, and kills it if that takes too long. Returns its status if it ended by itself.
+async fn reap(child: &mut Child, looks: u32) -> Option<process::ExitStatus> {
     for _ in 0..looks {
         if let Ok(Some(status)) = child.try_wait() {
             return Some(status);
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_PERIOD).await;
     }
-    // One that has ended meanwhile can not be killed, and is waited for all the same.
+    // Killing an ended process fails; waiting for it does not.
     let _ = child.kill();
     let _ = child.wait();
     None

@@ -1,0 +1,359 @@
+//! What happens when a server cannot be reached and when it is reachable again: the circuit breaker opens, rules continue
+//! without the server, the server is probed, gets a report of the usage counted meanwhile, and its breaker closes.
+
+use std::collections::HashSet;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::{JoinHandle, spawn_local};
+
+use super::circuit_breaker::FAILURES_MAX;
+use super::client::StoreError;
+use super::connection::log_excerpt;
+use super::lease_sizing::CounterId;
+use super::reconnecting::ServerId;
+use super::scripts::{AcquireReply, CounterRequest, TOKENS_MAX};
+use super::shared_counters::SharedCounters;
+use super::unreported_usage::UnreportedCharge;
+use crate::metrics::redis::StoreOutcome;
+use transom_limiter::decision_context::DecisionContext;
+use transom_limiter::decision_time::DecisionTime;
+use transom_limiter::rule_set::{ChargePlan, CountingMode, KeyedRequest, RuleSet};
+use transom_limiter::sharded_counter::part_of_shard;
+use transom_limiter::table::Counter;
+
+/// How often an unreachable server is probed, and the limit for each probe.
+const PROBE_PERIOD: Duration = Duration::from_millis(250);
+const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Limit for reporting to a server before its circuit breaker closes. Requests continue meanwhile and could add usage
+/// without end.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+/// Counters reported at once.
+const REPORTS_AT_ONCE: usize = 256;
+/// Minimum time between two warnings of unusable counters.
+const WARNING_PERIOD: Duration = Duration::from_secs(10);
+impl SharedCounters {
+    /// Whether the server of a key is known to be unreachable.
+    pub(super) fn is_unreachable(&self, base: &str) -> bool {
+        self.breaker.is_any_open() && self.breaker.is_open(self.store.server_of(base))
+    }
+
+    /// Records a failed call.
+    pub(super) fn record_error(self: &Rc<Self>, server: ServerId, error: &StoreError) {
+        match error {
+            StoreError::Key(what) => {
+                self.meter.call_failed(StoreOutcome::Error);
+                self.warn_of_counter(what);
+            }
+            StoreError::Unreachable(why) => {
+                self.meter.call_failed(StoreOutcome::Unreachable);
+                self.record_failures(server, 1, why);
+            }
+        }
+    }
+
+    /// Records that a request waited for the whole timeout.
+    pub(super) fn record_timeout(self: &Rc<Self>, server: ServerId) {
+        self.meter.call_failed(StoreOutcome::Timeout);
+        self.record_failures(server, 1, &format!("{}: no reply in time", self.store.name_of(server)));
+    }
+
+    /// Warns of an unusable counter, at most once per `WARNING_PERIOD`.
+    fn warn_of_counter(&self, what: &str) {
+        let now = self.clock.instant();
+        if self.last_warning.get().is_none_or(|last| now.saturating_duration_since(last) >= WARNING_PERIOD) {
+            self.last_warning.set(Some(now));
+            tracing::warn!("a shared counter cannot be used: {}", log_excerpt(what));
+        }
+    }
+
+    fn record_failures(self: &Rc<Self>, server: ServerId, times: u32, why: &str) {
+        if self.breaker.record_failure(server, times, self.clock.instant(), self.timeout) {
+            tracing::warn!(
+                "shared counters cannot be reached, each rule follows its `on_outage`: {}",
+                log_excerpt(why)
+            );
+            self.meter.server_lost();
+            spawn_local(Rc::clone(self).recover(server));
+        }
+    }
+
+    /// Probes the store before the first request.
+    pub(super) fn probe_at_start(self: &Rc<Self>) {
+        let shared = Rc::clone(self);
+        spawn_local(async move {
+            let why = match shared.probe(None).await {
+                Ok(()) => return,
+                Err(why) => why,
+            };
+            shared.record_failures(ServerId::ONLY, FAILURES_MAX, &why);
+        });
+    }
+
+    async fn probe(&self, server: Option<ServerId>) -> Result<(), String> {
+        let probe = async {
+            match server {
+                Some(server) => self.store.probe_server(server).await,
+                None => self.store.probe().await,
+            }
+        };
+        let began = self.clock.instant();
+        match tokio::time::timeout(PROBE_TIMEOUT.max(self.timeout), probe).await {
+            Ok(Ok(time_ms)) => {
+                self.note_reconnect(began);
+                self.clock.follow(time_ms);
+                Ok(())
+            }
+            Ok(Err(StoreError::Unreachable(why) | StoreError::Key(why))) => Err(why),
+            Err(_elapsed) => Err(format!("{}: no reply", self.store.name_of(server.unwrap_or(ServerId::ONLY)))),
+        }
+    }
+
+    /// Waits until a server is reachable, reports the usage counted meanwhile, and closes its breaker.
+    async fn recover(self: Rc<Self>, server: ServerId) {
+        loop {
+            tokio::time::sleep(PROBE_PERIOD).await;
+            if self.probe(Some(server)).await.is_ok() && self.report(server).await {
+                break;
+            }
+        }
+        self.breaker.close(server, self.clock.instant());
+        self.meter.server_recovered();
+        tracing::info!("shared counters are reachable again: {}", self.store.name_of(server));
+        // Other servers may have its slots by now.
+        self.report_to_reachable().await;
+        self.send_kept_refunds().await;
+    }
+
+    /// Sends the refunds that were kept.
+    async fn send_kept_refunds(self: &Rc<Self>) {
+        let refunds = self.unreported.refunds.take();
+        self.refund(refunds).await;
+    }
+
+    /// Records charges of this decision that were made locally only.
+    pub(super) fn record_unreported(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        charge_plan: &ChargePlan,
+        context: &DecisionContext,
+        first: usize,
+        texts: &[Option<Rc<str>>],
+    ) {
+        for line in context
+            .result
+            .layers
+            .iter()
+            .skip(first)
+            .filter(|line| context.sharing.counting_modes.get(line.rule) == Some(&CountingMode::LocalFallback))
+        {
+            let text = texts.get(line.rule).and_then(Option::as_ref);
+            let (Some(text), Some(keyed_request)) = (text, context.inputs.keyed_requests[line.rule]) else { continue };
+            self.record_unreported_layer(rule_set, charge_plan.rules[line.rule], line.layer, keyed_request, text);
+        }
+    }
+
+    /// As [`SharedCounters::record_unreported`], for one layer of the rule at a position in the rule set.
+    pub(super) fn record_unreported_layer(
+        &self,
+        rule_set: &Arc<RuleSet>,
+        rule: usize,
+        layer: usize,
+        keyed_request: KeyedRequest,
+        text: &Rc<str>,
+    ) {
+        self.unreported.add(UnreportedCharge {
+            rule_set: Arc::clone(rule_set),
+            rule,
+            layer,
+            keyed_request,
+            key_text: Rc::clone(text),
+        });
+    }
+
+    /// Reports usage to reachable servers: usage that was counted locally while one of their replies was late.
+    pub(super) async fn report_to_reachable(self: &Rc<Self>) {
+        let servers: HashSet<ServerId> =
+            self.unreported.charges.borrow().values().map(|charge| self.server_of(charge)).collect();
+        for server in servers.into_iter().filter(|server| !self.breaker.is_open(*server)) {
+            self.report(server).await;
+        }
+    }
+
+    fn server_of(&self, charge: &UnreportedCharge) -> ServerId {
+        self.store.server_of(&self.base(&charge.key_text, "", 0))
+    }
+
+    fn base_of(&self, id: CounterId) -> Option<Rc<str>> {
+        self.unreported.charges.borrow().get(&id).map(|charge| self.base(&charge.key_text, "", 0))
+    }
+
+    /// Some unreported counters of a server; drops those whose windows have ended.
+    fn next_to_report(&self, server: ServerId) -> Vec<CounterId> {
+        let (mut charges, reporting) = (self.unreported.charges.borrow_mut(), self.unreported.reporting.borrow());
+        let (mut some, mut over) = (Vec::new(), Vec::new());
+        for (id, charge) in
+            charges.iter().filter(|(id, charge)| !reporting.contains(id) && self.server_of(charge) == server)
+        {
+            let is_over =
+                self.used_locally(&charge.rule_set, charge.rule, charge.layer, charge.keyed_request).used == 0;
+            if is_over { &mut over } else { &mut some }.push(*id);
+            if some.len() == REPORTS_AT_ONCE {
+                break;
+            }
+        }
+        for id in over {
+            charges.remove(&id);
+        }
+        some
+    }
+
+    /// Reports to a server what was counted without it; returns `false` if the server is unreachable again.
+    async fn report(self: &Rc<Self>, server: ServerId) -> bool {
+        let until = self.clock.instant() + REPORT_LIMIT;
+        loop {
+            let some = self.next_to_report(server);
+            let Some(base) = some.first().and_then(|id| self.base_of(*id)) else { return true };
+            if self.clock.instant() >= until {
+                return true;
+            }
+            // One call finds out whether the server is reachable; the reports then go out together.
+            if let Err(error) = self.store.ensure_connected(&base).await {
+                self.record_error(self.store.server_of(&base), &error);
+                return false;
+            }
+            let reports: Vec<JoinHandle<bool>> =
+                some.into_iter().filter_map(|id| Rc::clone(self).start_report(id, server)).collect();
+            let mut arrives = true;
+            for reports in reports {
+                arrives &= reports.await.unwrap_or(false);
+            }
+            if !arrives {
+                return false;
+            }
+        }
+    }
+
+    /// Records the usage that the store reports. Around an outage, workers learn at different times what others counted
+    /// locally; a lower number is then an outdated one.
+    pub(super) fn note_store_usage(&self, counter: Counter, end_ms: u64, used: u64, now_ms: u64) {
+        let is_calm = self.breaker.is_settled(self.clock.instant());
+        let before = self.table.known_usage(counter, now_ms).filter(|(end, _)| *end == end_ms && !is_calm);
+        let used = used.max(before.map_or(0, |(_, used)| u64::from(used)));
+        self.table.set_known_usage(counter, end_ms, u32::try_from(used).unwrap_or(u32::MAX), now_ms);
+    }
+
+    /// Starts a report, unless one of this counter is running: many calls may detect a reconnect at once.
+    fn start_report(self: Rc<Self>, id: CounterId, server: ServerId) -> Option<JoinHandle<bool>> {
+        let is_first = self.unreported.reporting.borrow_mut().insert(id);
+        is_first.then(|| {
+            spawn_local(async move {
+                let arrives = self.report_counter(id, server).await;
+                self.unreported.reporting.borrow_mut().remove(&id);
+                arrives
+            })
+        })
+    }
+
+    /// The key bases of reachable shards: shards on other unreachable servers are left out, and the remaining shards
+    /// take over their part. Empty if `server` itself is unreachable.
+    async fn reachable_shards(self: &Rc<Self>, charge: &UnreportedCharge, server: ServerId) -> Vec<Rc<str>> {
+        let (entry, layer) = (&charge.rule_set.rules[charge.rule], charge.layer);
+        let (mut reachable, mut unreachable) = (Vec::new(), Vec::new());
+        for shard in 0..entry.layer(layer).store_shards {
+            let base = self.base(&charge.key_text, entry.suffix(layer), shard);
+            let at = self.store.server_of(&base);
+            if at != server && (self.breaker.is_open(at) || unreachable.contains(&at)) {
+                continue;
+            }
+            match self.store.ensure_connected(&base).await {
+                Ok(()) => reachable.push(base),
+                Err(error) => {
+                    let at = self.store.server_of(&base);
+                    self.record_error(at, &error);
+                    if at == server {
+                        return Vec::new();
+                    }
+                    unreachable.push(at);
+                }
+            }
+        }
+        reachable
+    }
+
+    /// Reports one counter to a server and to its other shards; returns `false` if the server is unreachable.
+    async fn report_counter(self: &Rc<Self>, id: CounterId, server: ServerId) -> bool {
+        let Some(charge) = self.unreported.charges.borrow().get(&id).cloned() else { return true };
+        let UnreportedCharge { rule_set, rule, layer, keyed_request, key_text: text } = &charge;
+        let (rule, layer, keyed_request) = (*rule, *layer, *keyed_request);
+        let shards = rule_set.rules[rule].layer(layer).store_shards;
+        let began = self.clock.instant();
+        // The charge stays unreported until a server is reachable.
+        let reachable = self.reachable_shards(&charge, server).await;
+        if reachable.is_empty() {
+            return false;
+        }
+        // After a reconnect, the server may have forgotten more than this charge, which the report has to include.
+        self.note_reconnect(began);
+        // No await until the counter is emptied: a charge made meanwhile is reported separately.
+        self.unreported.charges.borrow_mut().remove(&id);
+        let here = self.used_locally(rule_set, rule, layer, keyed_request);
+        let now_ms = self.clock.now().unix_ms;
+        if here.used == 0 {
+            return true;
+        }
+        // The report includes known usage, in case the server has forgotten it and this call recreates the counter.
+        let least = self.counter_request_of(rule_set, rule, layer, keyed_request, text, now_ms).used_min;
+        let counter = charge.counter();
+        // The local counter is emptied before the report, because usage must not be reported twice: whether a report
+        // arrived is not always known, and other workers report the same counter. Those workers may still count locally
+        // for a while; the tokens are therefore first added to the usage known to be used elsewhere. They are added,
+        // not set, because several workers may report one counter at once.
+        let announce = |tokens: u64| {
+            self.table.add_known_usage(counter, here.end_ms, u32::try_from(tokens).unwrap_or(u32::MAX), now_ms);
+        };
+        let tokens = rule_set.reset_local(
+            rule,
+            layer,
+            keyed_request,
+            &self.table,
+            DecisionTime::read(&|| self.clock.now().unix_ms),
+            announce,
+        );
+        if tokens == 0 {
+            return true;
+        }
+        let mut arrives = true;
+        let parts = reachable.len() as u32;
+        for (base, shard) in reachable.into_iter().zip(0..) {
+            let part = part_of_shard(tokens, parts, shard);
+            if part == 0 {
+                break;
+            }
+            let blank = self.counter_request_of(rule_set, rule, layer, keyed_request, text, now_ms);
+            let at = self.store.server_of(&base);
+            let want = CounterRequest {
+                base,
+                need: part,
+                want: part,
+                ceiling: TOKENS_MAX,
+                used_min: if shards == 1 { least } else { 0 },
+                ..blank
+            };
+            match self.acquire_unchecked(std::slice::from_ref(&want)).await {
+                Ok(AcquireReply::Granted { counters: replies, .. }) => {
+                    self.meter.reported(part);
+                    if let (Some(replies), 1) = (replies.first(), shards) {
+                        self.note_store_usage(counter, replies.end_ms, replies.used, now_ms);
+                    }
+                }
+                // The window has ended, or the key holds another type.
+                Ok(AcquireReply::Refused { .. } | AcquireReply::OtherWindow { .. }) | Err(StoreError::Key(_)) => {}
+                // Other servers have their own breakers.
+                Err(StoreError::Unreachable(_)) => arrives &= at != server,
+            }
+        }
+        arrives
+    }
+}

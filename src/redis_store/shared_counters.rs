@@ -1,0 +1,276 @@
+//! The shared counters as one worker sees them: calls to the store with their bookkeeping, and the periodic tasks.
+
+use std::cell::Cell;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::spawn_local;
+
+use super::circuit_breaker::CircuitBreakers;
+use super::client::{RedisClient, StoreError};
+use super::connection::{Connection, log_excerpt};
+use super::diagnose_rules::{EVICTION_FIX, Info, eviction_text};
+use super::lease_sizing::Leases;
+use super::reconnecting::ServerId;
+use super::scripts::{AcquireReply, CounterRequest, KeyFormat, Refund, RefundTarget};
+use super::sentinel::reply_text;
+use super::unreported_usage::UnreportedUsage;
+use crate::clock::Clock;
+use crate::config::redis::Shared as Settings;
+use crate::metrics::redis::{StoreMetrics, StoreOutcome};
+use transom_limiter::deferred_refunds::DeferredRefunds;
+use transom_limiter::store_key::counter_name;
+use transom_limiter::table::Table;
+
+/// Larger differences between the gateway's time and the store's are not corrected.
+const CLOCK_DIFFERENCE_MAX_MS: u64 = 5000;
+/// Refunds in one call, and refund calls in flight.
+const REFUNDS_PER_CALL: usize = 256;
+const REFUND_CALLS_MAX: usize = 32;
+/// Period of the tasks in [`SharedCounters::run`].
+pub const SWEEP: Duration = Duration::from_secs(1);
+/// Limit for returning leased tokens when a worker ends.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The shared counters as one worker sees them.
+pub struct SharedCounters {
+    pub(crate) store: RedisClient,
+    pub(super) table: Arc<Table>,
+    pub(super) clock: Clock,
+    pub(super) timeout: Duration,
+    pub(super) prefix: String,
+    pub(super) leases: Leases,
+    pub(super) breaker: CircuitBreakers,
+    pub(super) unreported: UnreportedUsage,
+    pub(super) deferred_refunds: Arc<DeferredRefunds>,
+    pub(super) meter: StoreMetrics,
+    /// The shard of a split counter that this worker asks first.
+    pub(super) own_shard: u32,
+    /// When a connection was last opened anew, Unix milliseconds. The server may have lost what was counted before: it
+    /// may be another one, or restarted.
+    pub(super) reconnected_ms: Cell<u64>,
+    pub(super) generation: Cell<u64>,
+    pub(super) last_warning: Cell<Option<Instant>>,
+}
+
+impl SharedCounters {
+    pub fn new(
+        settings: &Settings,
+        table: Arc<Table>,
+        clock: Clock,
+        deferred_refunds: Arc<DeferredRefunds>,
+        meter: StoreMetrics,
+    ) -> Rc<SharedCounters> {
+        Rc::new(SharedCounters {
+            store: RedisClient::new(settings),
+            table,
+            clock,
+            timeout: settings.timeout,
+            prefix: settings.prefix.clone(),
+            leases: Leases::default(),
+            breaker: CircuitBreakers::default(),
+            unreported: UnreportedUsage::default(),
+            deferred_refunds,
+            meter,
+            own_shard: fastrand::u32(..),
+            reconnected_ms: Cell::new(0),
+            generation: Cell::new(0),
+            last_warning: Cell::new(None),
+        })
+    }
+
+    /// Runs until the task is dropped: probes the store before the first request, then periodically returns idle
+    /// leases, reports usage that the store does not know, and checks servers for eviction.
+    pub async fn run(self: Rc<Self>) {
+        self.probe_at_start();
+        loop {
+            tokio::time::sleep(SWEEP).await;
+            self.return_idle(false).await;
+            self.report_to_reachable().await;
+            self.watch_eviction();
+        }
+    }
+
+    /// Reports usage and returns all unused tokens, as far as the store accepts them within `CLOSE_TIMEOUT`.
+    pub async fn close(self: &Rc<Self>) {
+        let farewell = async {
+            self.report_to_reachable().await;
+            self.return_idle(true).await;
+        };
+        if tokio::time::timeout(CLOSE_TIMEOUT, farewell).await.is_err() {
+            tracing::warn!("leased tokens were not returned: shared counters cannot be reached");
+        }
+    }
+
+    /// The key base of a counter in the store, of one shard.
+    pub(super) fn base(&self, text: &str, suffix: &str, shard: u32) -> Rc<str> {
+        counter_name(&self.prefix, text, shard, suffix).into()
+    }
+
+    /// One acquire call, with bookkeeping: time, circuit breaker, metrics, reconnects.
+    pub(super) async fn acquire(self: &Rc<Self>, requests: &[CounterRequest]) -> Result<AcquireReply, StoreError> {
+        let began = self.clock.instant();
+        let now_ms = self.clock.now().unix_ms;
+        // The time may have been corrected since the requests were made.
+        if requests.iter().any(|want| want.window.begins_after(now_ms)) {
+            return Ok(AcquireReply::OtherWindow { time_ms: now_ms });
+        }
+        // A server behind a new connection may have forgotten usage that the requests relied on.
+        let generation = self.generation.get();
+        if let Some(want) = requests.first()
+            && let Err(error) = self.store.ensure_connected(&want.base).await
+        {
+            self.record_error(self.store.server_of(&want.base), &error);
+            return Err(error);
+        }
+        if generation != 0 && self.store.generation() != generation {
+            self.note_reconnect(began);
+            // Local usage is reported first, so that the tokens are not handed out again.
+            let shared = Rc::clone(self);
+            let report: Pin<Box<dyn Future<Output = ()>>> = Box::pin(async move { shared.report_to_reachable().await });
+            report.await;
+            return Ok(AcquireReply::OtherWindow { time_ms: self.clock.now().unix_ms });
+        }
+        self.acquire_unchecked(requests).await
+    }
+
+    /// As [`SharedCounters::acquire`], without checking for a reconnect first.
+    pub(super) async fn acquire_unchecked(
+        self: &Rc<Self>,
+        requests: &[CounterRequest],
+    ) -> Result<AcquireReply, StoreError> {
+        let (began, now_ms) = (self.clock.instant(), self.clock.now().unix_ms);
+        let server = requests.first().map_or(ServerId::ONLY, |want| self.store.server_of(&want.base));
+        let answer = self.store.acquire(requests, now_ms).await;
+        self.note_reconnect(began);
+        match &answer {
+            Ok(AcquireReply::Granted { time_ms, .. }) => {
+                self.record_reply(server, StoreOutcome::Granted, *time_ms, began)
+            }
+            Ok(AcquireReply::Refused { time_ms, .. }) => {
+                self.record_reply(server, StoreOutcome::Refused, *time_ms, began)
+            }
+            Ok(AcquireReply::OtherWindow { time_ms }) => {
+                self.record_reply(server, StoreOutcome::OtherWindow, *time_ms, began)
+            }
+            Err(error) => self.record_error(server, error),
+        }
+        answer
+    }
+
+    /// Refunds tokens, as far as the store can be reached; the others stay used until their window ends.
+    pub(super) async fn refund(self: &Rc<Self>, refunds: Vec<Refund>) {
+        let mut calls: Vec<Vec<Refund>> = Vec::new();
+        for refund in refunds {
+            let joins = |call: &&mut Vec<Refund>| {
+                let is_near = |first: &Refund| self.store.is_one_call(&first.base, &refund.base);
+                call.len() < REFUNDS_PER_CALL && call.first().is_some_and(is_near)
+            };
+            match calls.last_mut().filter(joins) {
+                Some(call) => call.push(refund),
+                None => calls.push(vec![refund]),
+            }
+        }
+        while calls.len() > 1 {
+            let others = calls.split_off(calls.len().min(REFUND_CALLS_MAX));
+            let give = |call| tokio::task::spawn_local(Rc::clone(self).refund_in_one_call(call));
+            let given: Vec<_> = std::mem::replace(&mut calls, others).into_iter().map(give).collect();
+            for given in given {
+                // A failed call has logged its error.
+                drop(given.await);
+            }
+        }
+        if let Some(call) = calls.pop() {
+            Rc::clone(self).refund_in_one_call(call).await;
+        }
+    }
+
+    async fn refund_in_one_call(self: Rc<Self>, refunds: Vec<Refund>) {
+        let Some(first) = refunds.first() else { return };
+        if self.is_unreachable(&first.base) {
+            self.unreported.keep_refunds(refunds);
+            return;
+        }
+        let began = self.clock.instant();
+        match self.store.refund(&refunds).await {
+            Ok(returned) => {
+                self.meter.returned(returned);
+                self.meter.call_completed(StoreOutcome::GivenBack, self.clock.instant().duration_since(began));
+            }
+            Err(error) => self.record_error(self.store.server_of(&first.base), &error),
+        }
+    }
+
+    /// Returns idle leases, or all.
+    pub(super) async fn return_idle(self: &Rc<Self>, all: bool) {
+        let now_ms = self.clock.now().unix_ms;
+        let left = |counter| self.table.leased_tokens(counter, now_ms);
+        // Tokens that cannot be returned now may still be spent.
+        let withdraw = |counter, origin: &RefundTarget| match self.is_unreachable(&origin.base) {
+            true => None,
+            false => Some(self.table.withdraw(counter, origin.end_ms, u32::MAX)),
+        };
+        let idle = self.leases.take_idle(all, self.clock.instant(), left, withdraw);
+        self.meter.outstanding(self.leases.outstanding(left));
+        // An ended plain window takes nothing back; of other windows the tokens belong to the next one.
+        let (live, over): (Vec<_>, Vec<_>) =
+            idle.into_iter().partition(|(origin, _)| origin.end_ms > now_ms || origin.kind != KeyFormat::Plain);
+        self.meter.expired(over.iter().map(|(_, tokens)| u64::from(*tokens)).sum());
+        self.refund(live.iter().map(|(origin, tokens)| origin.refund(u64::from(*tokens))).collect()).await;
+    }
+
+    /// Whether the gateway's time agrees with the store's.
+    pub(super) fn agrees_on_time(&self, time_ms: u64) -> bool {
+        self.clock.now().unix_ms.abs_diff(time_ms) < CLOCK_DIFFERENCE_MAX_MS
+    }
+
+    pub(super) fn note_reconnect(&self, began: Instant) {
+        let generation = self.store.generation();
+        if generation != self.generation.get() {
+            let is_first = self.generation.replace(generation) == 0;
+            if is_first {
+                return;
+            }
+            let ago = self.clock.instant().duration_since(began);
+            self.reconnected_ms.set(self.clock.now().unix_ms.saturating_sub(ago.as_millis() as u64));
+        }
+    }
+
+    fn record_reply(&self, server: ServerId, outcome: StoreOutcome, time_ms: u64, began: Instant) {
+        self.clock.follow(time_ms);
+        self.breaker.record_success(server);
+        self.meter.call_completed(outcome, self.clock.instant().duration_since(began));
+    }
+
+    /// Checks each new connection once, in the background, with `INFO memory`: users without the right to `CONFIG GET`
+    /// usually may run `INFO`. Sets the gauge to the number of connections whose servers evict.
+    pub(super) fn watch_eviction(&self) {
+        let lines = self.store.connections();
+        for connection in lines.iter().filter(|connection| !connection.eviction.is_asked.replace(true)) {
+            spawn_local(check_eviction(Rc::clone(connection)));
+        }
+        self.meter.evicting(lines.iter().filter(|connection| connection.eviction.is_found.get()).count() as u64);
+    }
+}
+
+/// Warns if the server of a connection evicts counters.
+async fn check_eviction(connection: Rc<Connection>) {
+    let mut question = redis::cmd("INFO");
+    question.arg("memory");
+    match connection.call(question).await {
+        Ok(reply) => {
+            if let Some(policy) = Info::new(reply_text(&reply).unwrap_or_default()).evicting_policy() {
+                connection.eviction.is_found.set(true);
+                tracing::warn!("{}: {}; write {EVICTION_FIX}", connection.node, eviction_text(&log_excerpt(policy)));
+            }
+        }
+        Err(failure) => {
+            tracing::info!(
+                "the eviction policy of shared counters is unknown: {}",
+                log_excerpt(&connection.describe(&failure))
+            );
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! What was counted on this machine alone while the store could not be reached, until it is reported.
+
+use std::cell::RefCell;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use foldhash::fast::RandomState;
+
+use super::lease_sizing::{CounterId, counter_id};
+use super::scripts::Refund;
+use transom_limiter::rule_set::{KeyedRequest, RuleSet};
+use transom_limiter::table::Counter;
+
+/// Most counters, and most refunds, that are kept for a report. Usage beyond that is never reported.
+const UNREPORTED_MAX: usize = 65_536;
+
+/// What the store does not know because it could not be reached.
+#[derive(Default)]
+pub struct UnreportedUsage {
+    /// Counters that were charged locally only.
+    pub charges: RefCell<HashMap<CounterId, UnreportedCharge, RandomState>>,
+    /// Those that are being reported.
+    pub reporting: RefCell<HashSet<CounterId, RandomState>>,
+    /// Refunds to send later.
+    pub refunds: RefCell<Vec<Refund>>,
+}
+
+/// A counter that was charged locally only.
+#[derive(Clone)]
+pub struct UnreportedCharge {
+    pub rule_set: Arc<RuleSet>,
+    /// Position in the rule set.
+    pub rule: usize,
+    pub layer: usize,
+    pub keyed_request: KeyedRequest,
+    /// The key in the store.
+    pub key_text: Rc<str>,
+}
+
+impl UnreportedCharge {
+    pub fn counter(&self) -> Counter {
+        self.rule_set.rules[self.rule].layer(self.layer).counter(self.keyed_request)
+    }
+}
+
+impl UnreportedUsage {
+    pub fn add(&self, charge: UnreportedCharge) {
+        let mut charges = self.charges.borrow_mut();
+        let is_full = charges.len() >= UNREPORTED_MAX;
+        if let Entry::Vacant(place) = charges.entry(counter_id(charge.counter()))
+            && !is_full
+        {
+            place.insert(charge);
+        }
+    }
+
+    /// Keeps refunds for later, as far as there is space.
+    pub fn keep_refunds(&self, refunds: Vec<Refund>) {
+        let mut refunds_kept = self.refunds.borrow_mut();
+        let space = UNREPORTED_MAX.saturating_sub(refunds_kept.len());
+        refunds_kept.extend(refunds.into_iter().take(space));
+    }
+}
