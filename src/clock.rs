@@ -1,45 +1,44 @@
-//! The only room that reads time.
+//! The clock: the only file that reads time.
 //!
-//! Windows follow the wall clock, but the gateway's time never goes back: it is the monotonic clock
-//! plus the largest distance at which the wall clock was ever seen ahead of it. When the wall clock
-//! is stepped back, time goes on from where it was at the monotonic clock's pace, until the wall
-//! clock has caught up. After a wrong step forward windows go on opening and closing at their usual
-//! pace, so nobody waits longer than one period.
+//! Windows follow the wall clock, but the gateway's time never goes back: it is the monotonic clock plus the largest observed
+//! lead of the wall clock over it. When the wall clock is stepped back, time continues at the pace of the monotonic clock until
+//! the wall clock has caught up. After a wrong step forward, windows continue to open and close at their usual pace, so no
+//! request waits longer than one period.
 //!
-//! The wall clock is looked at again only once the gateway's time has gone on by a millisecond, which the monotonic clock tells:
-//! under load a look at the time is one clock's and not two. A step of the wall clock is seen with the next millisecond.
+//! The wall clock is read again only when the gateway's time has advanced by a millisecond on the monotonic clock: under load
+//! a reading costs one clock and not two. A step of the wall clock is noticed with the next millisecond.
 //!
-//! Where gateways share counters, their store's clock decides which window is open. Time follows that clock then, as far as its
-//! answers tell: it is never ahead of it, but for what the clocks drift apart in some seconds.
+//! Gateways that share counters follow the clock of their store, because the store decides which window is open. The
+//! followed time is never ahead of the store's, except for what the two clocks drift apart in some seconds.
 //!
-//! Times that others wrote down, such as the expiry of a token, are compared with the wall clock itself: the gateway's time may be
-//! far from it, after a wrong step or behind a store whose clock is wrong.
+//! Times that other systems write, such as the expiry of a token, are compared with the wall clock itself: the gateway's time
+//! may differ much from it after a wrong step, or when the store's clock is wrong.
 
-#![allow(clippy::disallowed_methods, reason = "this is the room that reads the clocks")]
+#![allow(clippy::disallowed_methods, reason = "the only file that reads the clocks")]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Behind by more than this, the monotonic clock itself was set back, which only happens to
-/// processes whose clocks are faked. Less is threads that read the clock at the same time.
+/// A reading behind the latest time by more than this means that the monotonic clock was set back, which happens only to
+/// processes with a faked clock. A smaller difference comes from threads that read the clock concurrently.
 const SETBACK_MS: u64 = 1000;
-/// For how long it counts what a store's answer told of its clock; at most twice that.
+/// Time for which a reading of the store's clock is used; at most twice this long.
 const REMOTE_READING_LIFETIME: Duration = Duration::from_secs(10);
-/// 2100-01-01: what is later is no time that a clock shows.
+/// 2100-01-01. Later times are treated as errors of a clock.
 const PLAUSIBLE_MAX_MS: u64 = 4_102_444_800_000;
 const MS_NS: u64 = 1_000_000;
 
-/// A point in time, in the two ways it is needed.
+/// A point in time, on both clocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Timestamp {
     /// The gateway's time, Unix milliseconds.
     pub unix_ms: u64,
-    /// For durations.
+    /// Monotonic, for durations.
     pub instant: Instant,
 }
 
-/// Shared by all event loops, so that they agree on the time after a step.
+/// The clock of the process. All workers share it, so that they agree on the time after a step.
 #[derive(Clone, Debug)]
 pub struct Clock(Arc<ClockSource>);
 
@@ -49,7 +48,7 @@ enum ClockSource {
     Manual(ManualClock),
 }
 
-/// Two clocks that stand still until they are told to move, Unix milliseconds.
+/// Gateway time and wall clock of a test, Unix milliseconds. Both change only by calls.
 #[derive(Debug)]
 struct ManualClock {
     unix_ms: AtomicU64,
@@ -59,17 +58,17 @@ struct ManualClock {
 #[derive(Debug)]
 struct SystemClock {
     origin: Instant,
-    /// What to add to the nanoseconds since `origin`.
+    /// Added to the nanoseconds since `origin` to get Unix time.
     offset_ns: AtomicU64,
-    /// The latest time that was told. Whoever comes to a later one looks at the wall clock.
+    /// The latest time returned. A thread that gets to a later one reads the wall clock.
     latest_ms: AtomicU64,
-    /// What to add instead, where another clock is followed; 0 where none is.
+    /// Added instead, in milliseconds, while a remote clock is followed; else 0.
     remote_offset_ms: AtomicU64,
     remote_reading: Mutex<RemoteReading>,
 }
 
-/// What answers told of another clock lately: how far it is ahead of the milliseconds since the origin, at least. An answer has
-/// been on its way for some time, so the most is nearest to the truth.
+/// Recent readings of a remote clock: its minimum lead over the milliseconds since `origin`. A reading is delayed by the
+/// network, so the largest lead is the most accurate.
 #[derive(Clone, Copy, Debug)]
 struct RemoteReading {
     since: Instant,
@@ -87,12 +86,12 @@ impl Clock {
             remote_offset_ms: AtomicU64::new(0),
             remote_reading: Mutex::new(RemoteReading { since: origin, current_max_ms: 0, previous_max_ms: 0 }),
         };
-        // Nothing was told yet, and nothing is to be told before the wall clock was looked at.
+        // Read the wall clock before the first time is returned.
         system.refresh();
         Clock(Arc::new(ClockSource::System(system)))
     }
 
-    /// A clock that stands still until it is told to move, for tests.
+    /// A clock for tests, which changes only by `advance` and `set_wall_clock`.
     pub fn manual(unix_ms: u64) -> Clock {
         Clock(Arc::new(ClockSource::Manual(ManualClock {
             unix_ms: AtomicU64::new(unix_ms),
@@ -100,7 +99,7 @@ impl Clock {
         })))
     }
 
-    /// Moves a manual clock; the system's clock is not ours to move.
+    /// Advances a manual clock. No effect on the system clock.
     pub fn advance(&self, by: Duration) {
         if let ClockSource::Manual(manual) = &*self.0 {
             for clock_ms in [&manual.unix_ms, &manual.wall_ms] {
@@ -109,13 +108,14 @@ impl Clock {
         }
     }
 
-    /// Sets the wall clock of a manual clock, and leaves the gateway's time where it is.
+    /// Sets the wall clock of a manual clock; the gateway's time stays.
     pub fn set_wall_clock(&self, unix_ms: u64) {
         if let ClockSource::Manual(manual) = &*self.0 {
             manual.wall_ms.store(unix_ms, Ordering::SeqCst);
         }
     }
 
+    /// The current time of the gateway.
     pub fn now(&self) -> Timestamp {
         match &*self.0 {
             ClockSource::System(system) => system.now(),
@@ -125,9 +125,9 @@ impl Clock {
         }
     }
 
-    /// Goes on from a time that another process told, if it is later than this one's.
+    /// Advances the time to one that another process reached, if that is later.
     pub fn ensure_at_least(&self, unix_ms: u64) {
-        // What no clock shows was not told by one.
+        // Ignores times that no correct clock shows.
         let unix_ms = if unix_ms > PLAUSIBLE_MAX_MS { 0 } else { unix_ms };
         match &*self.0 {
             // Ordering: as in `System::now`.
@@ -136,7 +136,7 @@ impl Clock {
         };
     }
 
-    /// Follows another clock, which has just said what time it was. A manual clock follows nobody.
+    /// Follows a remote clock, which has just returned `unix_ms`. No effect on a manual clock.
     pub fn follow(&self, unix_ms: u64) {
         if let ClockSource::System(system) = &*self.0
             && (1..=PLAUSIBLE_MAX_MS).contains(&unix_ms)
@@ -145,8 +145,8 @@ impl Clock {
         }
     }
 
-    /// The wall clock, Unix milliseconds: for times that others wrote down or read, and not for windows. While the wall
-    /// clock shows no credible time, the gateway's time is returned.
+    /// The wall clock, Unix milliseconds: for times exchanged with other systems, not for windows. While the wall clock shows
+    /// no plausible time, this is the gateway's time.
     pub fn wall_ms(&self) -> u64 {
         match &*self.0 {
             ClockSource::System(system) => match wall_ns() / MS_NS {
@@ -157,13 +157,13 @@ impl Clock {
         }
     }
 
-    /// How far the gateway's time is ahead of the wall clock, in whole seconds; negative where it is behind.
+    /// Lead of the gateway's time over the wall clock, in whole seconds; negative if it is behind.
     pub fn offset_s(&self) -> i64 {
         let offset_ms = self.now().unix_ms as i64 - self.wall_ms() as i64;
         (offset_ms + 500).div_euclid(1000)
     }
 
-    /// For durations only.
+    /// The monotonic clock, for durations only.
     pub fn instant(&self) -> Instant {
         Instant::now()
     }
@@ -174,41 +174,41 @@ impl SystemClock {
     fn now(&self) -> Timestamp {
         let instant = Instant::now();
         let unix_ms = self.unix_ms(self.steady_ns(instant));
-        // Ordering: relaxed; a number that means something by itself. A time that was told before is one at which
-        // somebody has looked at the wall clock, or that another process has told.
+        // Ordering: relaxed; the number is used independently of other memory. If this time was returned before, a thread has
+        // read the wall clock for it, or another process has reached it.
         if unix_ms == self.latest_ms.load(Ordering::Relaxed) { Timestamp { unix_ms, instant } } else { self.refresh() }
     }
 
-    /// The time by what is known of the wall clock, or of the clock that is followed.
+    /// The time by the last reading of the wall clock, or of the remote clock if one is followed.
     #[inline]
     fn unix_ms(&self, steady_ns: u64) -> u64 {
-        // Ordering: relaxed; numbers that mean something by themselves.
+        // Ordering: relaxed; each number is used independently of other memory.
         match self.remote_offset_ms.load(Ordering::Relaxed) {
             0 => (steady_ns + self.offset_ns.load(Ordering::Relaxed)) / MS_NS,
             guide_ms => steady_ns / MS_NS + guide_ms,
         }
     }
 
-    /// Nanoseconds since the origin, which are enough for centuries.
+    /// Nanoseconds since `origin`; 64 bits last for centuries.
     #[inline]
     fn steady_ns(&self, instant: Instant) -> u64 {
         whole_ns(instant.saturating_duration_since(self.origin))
     }
 
-    /// The time after a look at the wall clock.
+    /// The time after reading the wall clock again.
     #[cold]
     fn refresh(&self) -> Timestamp {
         let (mut moment, _) = self.read();
-        // Ordering: relaxed; each of the two numbers only grows and means something by itself.
+        // Ordering: relaxed; both numbers only grow, and each is used independently of the other.
         let latest_ms = self.latest_ms.load(Ordering::Relaxed);
         if moment.unix_ms < latest_ms {
-            // A clock that is followed is followed back as well, if it is another one than before.
+            // A different remote clock is followed even if its time is earlier.
             if latest_ms - moment.unix_ms > SETBACK_MS && self.remote_offset_ms.load(Ordering::Relaxed) > 0 {
                 self.latest_ms.store(moment.unix_ms, Ordering::Relaxed);
                 return moment;
             }
             if latest_ms - moment.unix_ms > SETBACK_MS {
-                // Read again: this thread may have been asleep since it read the clocks.
+                // Read again: this thread may have been suspended since it read the clocks.
                 let steady_ns;
                 (moment, steady_ns) = self.read();
                 let latest_ms = self.latest_ms.load(Ordering::Relaxed);
@@ -225,25 +225,26 @@ impl SystemClock {
 
     fn follow(&self, unix_ms: u64, instant: Instant) {
         let steady_ms = self.steady_ns(instant) / MS_NS;
-        let ahead_ms = unix_ms.saturating_sub(steady_ms);
-        let mut heard = self.remote_reading.lock().unwrap_or_else(PoisonError::into_inner);
-        let most_ms = heard.current_max_ms.max(heard.previous_max_ms);
-        if most_ms.saturating_sub(ahead_ms) > SETBACK_MS {
-            // No answer is on its way for so long: this is another clock, or it was set back.
-            *heard = RemoteReading { since: instant, current_max_ms: ahead_ms, previous_max_ms: 0 };
-        } else if instant.saturating_duration_since(heard.since) > REMOTE_READING_LIFETIME {
-            *heard = RemoteReading { since: instant, current_max_ms: ahead_ms, previous_max_ms: heard.current_max_ms };
+        let lead_ms = unix_ms.saturating_sub(steady_ms);
+        let mut reading = self.remote_reading.lock().unwrap_or_else(PoisonError::into_inner);
+        let max_ms = reading.current_max_ms.max(reading.previous_max_ms);
+        if max_ms.saturating_sub(lead_ms) > SETBACK_MS {
+            // No reading is delayed by so much: this is another clock, or it was set back.
+            *reading = RemoteReading { since: instant, current_max_ms: lead_ms, previous_max_ms: 0 };
+        } else if instant.saturating_duration_since(reading.since) > REMOTE_READING_LIFETIME {
+            *reading =
+                RemoteReading { since: instant, current_max_ms: lead_ms, previous_max_ms: reading.current_max_ms };
         } else {
-            heard.current_max_ms = heard.current_max_ms.max(ahead_ms);
+            reading.current_max_ms = reading.current_max_ms.max(lead_ms);
         }
-        // Ordering: relaxed; a number that means something by itself.
-        self.remote_offset_ms.store(heard.current_max_ms.max(heard.previous_max_ms).max(1), Ordering::Relaxed);
+        // Ordering: relaxed; the number is used independently of other memory.
+        self.remote_offset_ms.store(reading.current_max_ms.max(reading.previous_max_ms).max(1), Ordering::Relaxed);
     }
 
     fn read(&self) -> (Timestamp, u64) {
         let wall_ns = if self.remote_offset_ms.load(Ordering::Relaxed) > 0 { 0 } else { wall_ns() };
-        // Read afterwards: a thread that falls asleep in between takes the wall clock to be less ahead than it is, which
-        // the next look mends. The other way round it would be ahead of it for ever.
+        // Read after the wall clock: a thread suspended in between sees too small a lead, which the next reading corrects. In
+        // the opposite order it would see too large a lead, which would last.
         let instant = Instant::now();
         let steady_ns = self.steady_ns(instant);
         let offset_ns = wall_ns.saturating_sub(steady_ns);
@@ -254,14 +255,14 @@ impl SystemClock {
     }
 }
 
-/// What the wall clock shows, Unix nanoseconds. One before 1970 has not been set yet; and one in a year that
-/// counters can not name is wrong, and following it could not be undone.
+/// The wall clock, Unix nanoseconds; 0 if it is not plausible. A time before 1970 means that the clock is not set yet. A time
+/// beyond `PLAUSIBLE_MAX_MS` is wrong, and following it could not be undone.
 fn wall_ns() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     if since > Duration::from_millis(PLAUSIBLE_MAX_MS) { 0 } else { whole_ns(since) }
 }
 
-/// Nanoseconds without the detour over 128 bits.
+/// Nanoseconds, without the 128-bit arithmetic of `as_nanos`.
 #[inline]
 fn whole_ns(duration: Duration) -> u64 {
     duration.as_secs() * 1_000_000_000 + u64::from(duration.subsec_nanos())
@@ -272,24 +273,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_system_clock_tells_the_wall_clocks_time() {
+    fn the_system_clock_shows_the_time_of_the_wall_clock() {
         let clock = Clock::system();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() as u64;
-        let told_ms = clock.now().unix_ms;
-        assert!(told_ms.abs_diff(wall_ms) < 60_000);
+        let shown_ms = clock.now().unix_ms;
+        assert!(shown_ms.abs_diff(wall_ms) < 60_000);
     }
 
     #[test]
     fn time_is_never_ahead_of_a_wall_clock_that_is_not_stepped() {
         let clock = Clock::system();
         for _ in 0..100_000 {
-            let told_ms = clock.now().unix_ms;
-            assert!(told_ms <= wall_ns() / MS_NS);
+            let shown_ms = clock.now().unix_ms;
+            assert!(shown_ms <= wall_ns() / MS_NS);
         }
     }
 
     #[test]
-    fn a_step_forward_is_seen_with_the_next_millisecond() {
+    fn a_step_forward_is_noticed_with_the_next_millisecond() {
         let clock = Clock::system();
         let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         let before_ms = clock.now().unix_ms;
@@ -302,15 +303,15 @@ mod tests {
     }
 
     #[test]
-    fn time_goes_on_when_the_wall_clock_is_behind() {
-        let ahead_ms = 3_600_000;
+    fn time_advances_while_the_wall_clock_is_behind() {
+        let lead_ms = 3_600_000;
         let clock = Clock::system();
         let before_ms = clock.now().unix_ms;
         let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         // As if the wall clock had been an hour ahead once.
-        system.offset_ns.fetch_add(ahead_ms * MS_NS, Ordering::Relaxed);
+        system.offset_ns.fetch_add(lead_ms * MS_NS, Ordering::Relaxed);
         let first_ms = clock.now().unix_ms;
-        assert!(first_ms >= before_ms + ahead_ms);
+        assert!(first_ms >= before_ms + lead_ms);
         assert!(clock.now().unix_ms >= first_ms);
     }
 
@@ -325,38 +326,38 @@ mod tests {
     }
 
     #[test]
-    fn time_goes_on_from_what_another_process_told() {
+    fn time_continues_from_that_of_another_process() {
         let clock = Clock::system();
-        let told_ms = clock.now().unix_ms + 3_600_000;
-        clock.ensure_at_least(told_ms);
+        let shown_ms = clock.now().unix_ms + 3_600_000;
+        clock.ensure_at_least(shown_ms);
         clock.ensure_at_least(u64::MAX);
         let now_ms = clock.now().unix_ms;
-        assert!((told_ms..told_ms + 60_000).contains(&now_ms));
+        assert!((shown_ms..shown_ms + 60_000).contains(&now_ms));
         std::thread::sleep(Duration::from_millis(2));
         assert!(clock.now().unix_ms > now_ms);
     }
 
     #[test]
-    fn another_clock_is_followed() {
+    fn a_remote_clock_is_followed() {
         let clock = Clock::system();
         let own_ms = clock.now().unix_ms;
         let hour_ms = 3_600_000;
         for other_ms in [own_ms - hour_ms, own_ms + hour_ms, own_ms] {
             clock.follow(other_ms);
-            let told_ms = clock.now().unix_ms;
-            assert!((other_ms..other_ms + 60_000).contains(&told_ms), "{other_ms} {told_ms}");
+            let shown_ms = clock.now().unix_ms;
+            assert!((other_ms..other_ms + 60_000).contains(&shown_ms), "{other_ms} {shown_ms}");
         }
-        // An answer that was on its way for a while says nothing new.
-        let told_ms = clock.now().unix_ms;
-        clock.follow(told_ms - 100);
-        assert!(clock.now().unix_ms >= told_ms);
+        // A delayed reading does not set the time back.
+        let shown_ms = clock.now().unix_ms;
+        clock.follow(shown_ms - 100);
+        assert!(clock.now().unix_ms >= shown_ms);
         clock.follow(0);
         clock.follow(u64::MAX);
-        assert!((told_ms..told_ms + 60_000).contains(&clock.now().unix_ms));
+        assert!((shown_ms..shown_ms + 60_000).contains(&clock.now().unix_ms));
     }
 
     #[test]
-    fn clocks_that_drift_apart_are_not_followed_for_ever() {
+    fn an_old_reading_of_a_remote_clock_expires() {
         let clock = Clock::system();
         let ClockSource::System(system) = &*clock.0 else { unreachable!("made above") };
         let start_ms = clock.now().unix_ms;
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manual_clock_stands_still() {
+    fn a_manual_clock_changes_only_by_calls() {
         let clock = Clock::manual(1000);
         assert_eq!(clock.now().unix_ms, 1000);
         clock.advance(Duration::from_secs(2));
@@ -381,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wall_clock_is_told_apart_from_a_clock_that_is_followed() {
+    fn the_wall_clock_is_independent_of_a_followed_clock() {
         let clock = Clock::system();
         let before_ms = wall_ns() / MS_NS;
         clock.follow(before_ms - 86_400_000);

@@ -1,9 +1,7 @@
-//! A stream of bytes to or from somebody: TCP, a Unix socket, or TLS; it sends what it is given in the
-//! cheapest way.
+//! `IoStream`: a byte stream to a client or server over TCP, a Unix socket or TLS, which writes in the cheapest way.
 //!
-//! A head and a small body come as two pieces. Copying a few hundred bytes together and sending them
-//! as one costs less than the system call that gathers pieces; for large bodies it is the other way
-//! round. And under TLS one piece is one record.
+//! A head and a small body arrive as two slices. Copying a few hundred bytes and writing one slice costs less than a vectored
+//! write; for large bodies the opposite holds. Under TLS, one slice is one record.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -18,13 +16,14 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsStream;
 
-/// Up to so many bytes are copied together.
+/// Slices of up to this many bytes together are copied into one.
 const COPY_MAX_BYTES: usize = 2048;
 
+/// A connected stream, with bytes that were put back to be read again.
 #[derive(Debug)]
 pub struct IoStream {
     stream: Transport,
-    /// What was read before, to find out what is spoken here.
+    /// Bytes that `poll_read` returns first.
     unread: Bytes,
 }
 
@@ -35,7 +34,7 @@ enum Transport {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// How many descriptors the process may have.
+/// The number of descriptors that the process may open.
 pub fn descriptor_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
@@ -53,12 +52,12 @@ impl IoStream {
         IoStream { stream: Transport::Tls(Box::new(stream)), unread: Bytes::new() }
     }
 
-    /// Takes back bytes that were read from it, to be read again. It has none so far.
+    /// Puts back bytes that were read, to be read again. There must be none put back already.
     pub fn unread(&mut self, early: Bytes) {
         self.unread = early;
     }
 
-    /// What both sides have agreed to speak inside TLS (RFC 7301), if they have.
+    /// The protocol negotiated by ALPN (RFC 7301), if any.
     pub fn alpn(&self) -> Option<&[u8]> {
         match &self.stream {
             Transport::Tls(tls) => tls.get_ref().1.alpn_protocol(),
@@ -66,7 +65,8 @@ impl IoStream {
         }
     }
 
-    /// Whether bytes wait to be read, of whatever layer: `false` at their end. Takes none of them.
+    /// Ready with `true` once bytes can be read (under TLS: encrypted ones), with `false` at the end of the stream. Consumes
+    /// nothing.
     pub fn poll_has_data(&self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         if !self.unread.is_empty() {
             return Poll::Ready(Ok(true));
@@ -75,13 +75,13 @@ impl IoStream {
         match &self.stream {
             Transport::Tcp(tcp) => tcp.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
             Transport::Tls(tls) => tls.get_ref().0.poll_peek(cx, &mut ReadBuf::new(&mut scratch)),
-            // tokio can not peek here; only upstream servers are reached by Unix sockets.
+            // tokio cannot peek into a Unix socket. Only upstream servers use them.
             Transport::Unix(_) => return Poll::Pending,
         }
         .map_ok(|bytes| bytes > 0)
     }
 
-    /// Ready when there may be something to read: bytes, or their end. Makes no system call.
+    /// Ready when bytes, or the end of the stream, can probably be read. Makes no system call.
     pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
         if !self.unread.is_empty() {
             return Poll::Ready(());
@@ -89,44 +89,44 @@ impl IoStream {
         match &self.stream {
             Transport::Tcp(tcp) => tcp.poll_read_ready(cx),
             Transport::Unix(unix) => unix.poll_read_ready(cx),
-            // What has been taken off the socket already is not announced again.
+            // Plaintext that rustls already holds: the socket does not signal it again.
             Transport::Tls(tls) if !tls.get_ref().1.wants_read() => return Poll::Ready(()),
             Transport::Tls(tls) => tls.get_ref().0.poll_read_ready(cx),
         }
         .map(drop)
     }
 
-    /// Whether the other side has closed the connection, whatever it has sent before.
+    /// Whether the peer has closed the connection, even if unread bytes precede the end.
     pub fn is_closed_by_peer(&self) -> bool {
-        let ends = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         let mut polled = [match &self.stream {
             Transport::Tcp(tcp) => PollFd::new(tcp, PollFlags::RDHUP),
             Transport::Unix(unix) => PollFd::new(unix, PollFlags::RDHUP),
             Transport::Tls(tls) => PollFd::new(tls.get_ref().0, PollFlags::RDHUP),
         }];
-        poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(ends)
+        poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(closed)
     }
 
-    /// What notices the end of a TLS connection behind bytes that nobody reads for now; `None` if it is
-    /// none, or can not be watched.
+    /// A watcher that notices the end of a TLS connection behind unread bytes. `None`: this is no TLS connection, or its
+    /// descriptor cannot be duplicated.
     pub fn close_watcher(&self) -> Option<CloseWatcher> {
         let Transport::Tls(tls) = &self.stream else { return None };
-        // A descriptor of its own: what is known of the other one decides whether it is read from.
-        let watched = dup(tls.get_ref().0).ok()?;
-        TcpStream::from_std(watched.into()).ok().map(CloseWatcher)
+        // A separate descriptor: clearing its readiness must not affect reads of the original.
+        let descriptor = dup(tls.get_ref().0).ok()?;
+        TcpStream::from_std(descriptor.into()).ok().map(CloseWatcher)
     }
 
-    /// Once it is closed, nothing more of what waits in the kernel is sent.
+    /// Makes closing the stream discard bytes that wait in the kernel to be sent.
     pub fn reset_on_close(&self) {
         let _ = match &self.stream {
             Transport::Tcp(tcp) => tcp.set_zero_linger(),
             Transport::Tls(tls) => tls.get_ref().0.set_zero_linger(),
-            // Closing one throws away nothing that was sent, and keeps nothing that was not.
+            // Closing a Unix socket leaves nothing unsent in the kernel.
             Transport::Unix(_) => Ok(()),
         };
     }
 
-    /// Sends what there is room for right now.
+    /// Writes what the socket takes without waiting; drops the rest and any error.
     pub fn try_send(&mut self, bytes: &[u8]) {
         let cx = &mut Context::from_waker(Waker::noop());
         if let Poll::Ready(Ok(_)) = Pin::new(&mut *self).poll_write(cx, bytes) {
@@ -135,20 +135,21 @@ impl IoStream {
     }
 }
 
-/// Wakes whenever something more has come on a connection, whether or not it is read.
+/// Notices that the peer of a TLS connection closes it, while bytes before the end stay unread. It wakes the task whenever
+/// bytes arrive.
 #[derive(Debug)]
 pub struct CloseWatcher(TcpStream);
 
 impl CloseWatcher {
-    /// Ready when the other side has closed the connection.
-    pub fn poll_closed(&self, wire: &IoStream, cx: &mut Context<'_>) -> Poll<()> {
+    /// Ready when the peer has closed the connection.
+    pub fn poll_closed(&self, stream: &IoStream, cx: &mut Context<'_>) -> Poll<()> {
         loop {
             if ready!(self.0.poll_read_ready(cx)).is_err() {
                 return Poll::Ready(());
             }
-            // Forgotten before it is looked, so that what comes in between is not missed.
+            // Clear the readiness before checking, so that an event in between is not missed.
             let _ = self.0.try_io(Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
-            if wire.is_closed_by_peer() {
+            if stream.is_closed_by_peer() {
                 return Poll::Ready(());
             }
         }
@@ -162,7 +163,7 @@ impl AsyncRead for IoStream {
             buffer.put_slice(&self.unread[..length]);
             self.unread.advance(length);
             if self.unread.is_empty() {
-                // Its memory would last as long as the connection.
+                // Free the memory; the connection may last long.
                 self.unread = Bytes::new();
             }
             return Poll::Ready(Ok(()));
@@ -203,10 +204,10 @@ impl AsyncWrite for IoStream {
         match slices {
             [only] => self.poll_write(cx, only),
             several if total <= COPY_MAX_BYTES => {
-                // An array would have to be zeroed first.
-                let mut together = SmallVec::<[u8; COPY_MAX_BYTES]>::new();
-                several.iter().for_each(|slice| together.extend_from_slice(slice));
-                self.poll_write(cx, &together)
+                // SmallVec, because an array would have to be zeroed first.
+                let mut joined = SmallVec::<[u8; COPY_MAX_BYTES]>::new();
+                several.iter().for_each(|slice| joined.extend_from_slice(slice));
+                self.poll_write(cx, &joined)
             }
             several => self.stream.poll_writev(cx, several),
         }
@@ -218,7 +219,7 @@ impl AsyncWrite for IoStream {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match &mut self.stream {
-            // What was written to a socket has left.
+            // Sockets have no write buffer in this process.
             Transport::Tcp(_) | Transport::Unix(_) => Poll::Ready(Ok(())),
             Transport::Tls(stream) => Pin::new(stream).poll_flush(cx),
         }

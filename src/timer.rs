@@ -1,8 +1,8 @@
-//! Coarse timers of one event loop: how long something may stand still.
+//! Coarse timers of one worker, for timeouts.
 //!
-//! Every request arms and disarms several, and hardly one ever fires; so setting one is a store, and
-//! all are looked through ten times a second. A timer never fires early, and at most two ticks late.
-//! One timer belongs to one task, and is armed for one purpose at a time.
+//! Every request arms and disarms several timers, and they rarely expire. So arming is one store, and all timers are
+//! checked ten times a second. A timer never expires early, and at most two ticks (200 ms) late. A timer belongs to one
+//! task, and is armed for one purpose at a time.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -10,42 +10,43 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 const TICK: Duration = Duration::from_millis(100);
-/// The tick at which a disarmed timer fires.
+/// `due` of a disarmed timer.
 const NEVER: u64 = u64::MAX;
 
-/// All timers of a loop.
+/// All timers of a worker.
 #[derive(Debug, Default)]
 pub struct Timers {
     tick: Cell<u64>,
     all: RefCell<Vec<Weak<Timer>>>,
 }
 
-/// One timer.
+/// A timer of one task.
 #[derive(Debug)]
 pub struct Timer {
     timers: Rc<Timers>,
+    /// The tick at which the timer expires.
     due: Cell<u64>,
-    /// The task to wake, kept from the first time it asks.
+    /// The task that polled last.
     waker: RefCell<Option<Waker>>,
 }
 
 impl Timers {
-    /// A timer for the task that will ask it; disarmed.
+    /// Creates a disarmed timer for the task that polls it first.
     pub fn new_timer(self: &Rc<Self>) -> Rc<Timer> {
         let timer = Rc::new(Timer { timers: Rc::clone(self), due: Cell::new(NEVER), waker: RefCell::default() });
         self.all.borrow_mut().push(Rc::downgrade(&timer));
         timer
     }
 
-    /// How many tenths of a second have passed.
+    /// Ticks (tenths of a second) since the start.
     pub fn tick(&self) -> u64 {
         self.tick.get()
     }
 
-    /// Lets time pass, as long as it is polled.
+    /// Advances the timers for as long as it is polled.
     pub async fn run(&self) {
         let mut ticks = tokio::time::interval(TICK);
-        // After a pause, such as a suspended machine, nothing should fire that had no time to run.
+        // After a pause, such as a suspended machine, tasks get time to run before their timers expire.
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -69,14 +70,14 @@ impl Timers {
 }
 
 impl Timer {
-    /// Arms the timer for so long from now, whatever it was armed for before.
+    /// Arms the timer to expire after `limit`, and replaces an earlier time.
     pub fn arm(&self, limit: Duration) {
         let ticks = whole_ms(limit).div_ceil(whole_ms(TICK));
-        // The tick that is under way is not a whole one.
+        // One more, because the current tick has partly passed.
         self.due.set(self.timers.tick.get() + ticks + 1);
     }
 
-    /// Lets the time that is under way, or has just passed, last so much longer.
+    /// Extends the current time, running or just expired, by `more`.
     pub fn extend(&self, more: Duration) {
         self.due.set(self.due.get().saturating_add(whole_ms(more).div_ceil(whole_ms(TICK))));
     }
@@ -85,13 +86,13 @@ impl Timer {
         self.due.set(NEVER);
     }
 
-    /// Disarms the timer, and forgets the task that it belonged to: another will ask it next.
+    /// Disarms the timer and forgets its task, so that another task can use it.
     pub fn detach(&self) {
         self.disarm();
         self.waker.take();
     }
 
-    /// Whether the time is up; if not, the task is woken when it is.
+    /// Whether the timer has expired; if not, the task is woken when it does.
     pub fn poll_expired(&self, cx: &Context<'_>) -> bool {
         if self.due.get() <= self.timers.tick.get() {
             return true;
@@ -104,7 +105,7 @@ impl Timer {
     }
 }
 
-/// Milliseconds without the detour over 128 bits.
+/// Whole milliseconds, without the 128-bit arithmetic of `as_millis`.
 const fn whole_ms(duration: Duration) -> u64 {
     duration.as_secs() * 1000 + duration.subsec_millis() as u64
 }
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_timer_fires_after_its_time_and_not_before() {
+    fn a_timer_expires_after_its_time_and_not_before() {
         let timers = Rc::new(Timers::default());
         let timer = timers.new_timer();
         let cx = &Context::from_waker(Waker::noop());
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn timers_that_are_gone_are_forgotten() {
+    fn dropped_timers_are_removed() {
         let timers = Rc::new(Timers::default());
         drop(timers.new_timer());
         timers.advance_tick();

@@ -1,7 +1,7 @@
-//! How many connections there may be: in all, and of one client.
+//! Limits on open connections: in total, and per client.
 //!
-//! Loops share the counts, for a limit that each had a part of would refuse somebody while others have
-//! room. They are touched when a connection is accepted and when it ends, never by a request.
+//! Workers share the counts: with a share of the limit each, one worker would refuse clients while others have free slots.
+//! The counts are touched when a connection is accepted and when it ends, never by a request.
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -16,15 +16,15 @@ use crate::config::listen::Listen;
 use crate::io_stream::descriptor_limit;
 use transom_limiter::ip_prefix::Network;
 
-/// How many connections there may be if nobody says so and there are descriptors for them.
+/// The default of `max_connections`, if the process may open enough descriptors.
 const DEFAULT_MAX: u64 = 65_536;
-/// Descriptors for what is no connection of a client: files, listeners, the admin address.
+/// Descriptors reserved for files, listeners and the admin address.
 const RESERVED_DESCRIPTORS: u64 = 128;
-/// An IPv6 client commands a network of so many bits.
+/// Prefix length that identifies an IPv6 client: a client usually controls a /64.
 const V6_PREFIX: u8 = 64;
-/// Clients are counted in so many maps, so that loops seldom wait for each other.
+/// Clients are counted in several maps, so that workers rarely wait for each other.
 const SHARDS: usize = 16;
-/// Stands for no limit.
+/// Value of `max_per_client` for no limit.
 const UNLIMITED: u32 = u32::MAX;
 
 #[derive(Debug)]
@@ -32,12 +32,12 @@ pub struct ConnectionLimit {
     open: AtomicUsize,
     max: AtomicUsize,
     max_per_client: AtomicU32,
-    /// Where nobody can choose addresses that fall together.
+    /// Randomly seeded, so that clients cannot choose addresses that share a map.
     hasher: RandomState,
     clients: [Mutex<HashMap<Network, u32>>; SHARDS],
 }
 
-/// The place of one connection, until this is dropped.
+/// One counted connection. Dropping the slot frees it.
 #[derive(Debug)]
 pub struct ConnectionSlot {
     limit: Arc<ConnectionLimit>,
@@ -46,39 +46,39 @@ pub struct ConnectionSlot {
 
 impl ConnectionLimit {
     pub fn new(listen: &Listen) -> Arc<ConnectionLimit> {
-        let capacity = ConnectionLimit {
+        let limit = ConnectionLimit {
             open: AtomicUsize::new(0),
             max: AtomicUsize::new(0),
             max_per_client: AtomicU32::new(UNLIMITED),
             hasher: RandomState::new(),
             clients: Default::default(),
         };
-        capacity.apply(listen);
-        Arc::new(capacity)
+        limit.apply(listen);
+        Arc::new(limit)
     }
 
-    /// Takes over other limits. Connections that are there stay.
+    /// Applies the limits of a configuration. Open connections stay open.
     pub fn apply(&self, listen: &Listen) {
         // Each client may need a second descriptor, for its upstream connection.
-        let fitting = (descriptor_limit().saturating_sub(RESERVED_DESCRIPTORS) / 2).clamp(1, DEFAULT_MAX);
-        let max = listen.max_connections.unwrap_or(usize::try_from(fitting).unwrap_or(usize::MAX));
+        let default = (descriptor_limit().saturating_sub(RESERVED_DESCRIPTORS) / 2).clamp(1, DEFAULT_MAX);
+        let max = listen.max_connections.unwrap_or(usize::try_from(default).unwrap_or(usize::MAX));
         if max as u64 > descriptor_limit() {
             tracing::warn!(
-                "`listen.max_connections` is {max}, and the process may open {} files: raise LimitNOFILE, or `ulimit -n`",
+                "`listen.max_connections` is {max}, but the process may open only {} files; raise LimitNOFILE or `ulimit -n`",
                 descriptor_limit()
             );
         }
-        // Ordering: relaxed, here and below; each number means something by itself.
+        // Ordering: relaxed, here and below; each number is used independently of other memory.
         self.max.store(max, Ordering::Relaxed);
         self.max_per_client.store(listen.max_connections_per_client.unwrap_or(UNLIMITED), Ordering::Relaxed);
     }
 
-    /// A place, if there is one.
+    /// Counts a connection. `None`: the limit is reached.
     pub fn acquire(self: &Arc<Self>) -> Option<ConnectionSlot> {
         let before = self.open.fetch_add(1, Ordering::Relaxed);
-        // From here on the place is given back when it is dropped.
-        let place = ConnectionSlot { limit: Arc::clone(self), client: None };
-        (before < self.max.load(Ordering::Relaxed)).then_some(place)
+        // Dropping the slot takes the connection off the count again.
+        let slot = ConnectionSlot { limit: Arc::clone(self), client: None };
+        (before < self.max.load(Ordering::Relaxed)).then_some(slot)
     }
 
     fn shard(&self, client: &Network) -> &Mutex<HashMap<Network, u32>> {
@@ -87,7 +87,7 @@ impl ConnectionLimit {
 }
 
 impl ConnectionSlot {
-    /// Counts the place among those of a client. `false`: it has as many as it may.
+    /// Counts the slot for its client. `false`: the client has as many connections as it may.
     pub fn acquire_for_client(&mut self, address: IpAddr) -> bool {
         let max = self.limit.max_per_client.load(Ordering::Relaxed);
         if max == UNLIMITED {
@@ -97,7 +97,7 @@ impl ConnectionSlot {
         let client = Network::of(address, if address.is_ipv4() { 32 } else { V6_PREFIX });
         let mut counts = self.limit.shard(&client).lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(client).or_default();
-        // One that is not there yet is let in: no limit is zero.
+        // A client without an entry is always below the limit: no limit is zero.
         if *count >= max {
             return false;
         }
@@ -121,13 +121,13 @@ impl Drop for ConnectionSlot {
     }
 }
 
-/// Lets the process have as many descriptors as it is allowed to ask for.
+/// Raises the soft limit of open files to the hard limit.
 pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if limit.current != limit.maximum
         && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum })
     {
-        tracing::warn!(%error, "the limit of open files can not be raised");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }
 
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
     use crate::config::read;
 
-    fn capacity(listen: &str) -> Arc<ConnectionLimit> {
+    fn limit(listen: &str) -> Arc<ConnectionLimit> {
         let text = format!(
             "[listen]\n{listen}\n[upstreams.u]\nbuiltin = \"echo\"\n[[routes]]\npath = \"/\"\nupstream = \"u\"\n"
         );
@@ -144,30 +144,30 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_given_back_can_be_taken_again() {
-        let capacity = capacity("max_connections = 2");
-        let first = capacity.acquire().unwrap();
-        let _second = capacity.acquire().unwrap();
-        assert!(capacity.acquire().is_none() && capacity.acquire().is_none());
+    fn a_freed_slot_can_be_acquired_again() {
+        let limit = limit("max_connections = 2");
+        let first = limit.acquire().unwrap();
+        let _second = limit.acquire().unwrap();
+        assert!(limit.acquire().is_none() && limit.acquire().is_none());
         drop(first);
-        let _third = capacity.acquire().unwrap();
-        assert!(capacity.acquire().is_none());
+        let _third = limit.acquire().unwrap();
+        assert!(limit.acquire().is_none());
     }
 
     #[test]
     fn clients_are_counted_by_address_or_network() {
-        let capacity = capacity("max_connections_per_client = 1");
-        let mut places = Vec::new();
+        let limit = limit("max_connections_per_client = 1");
+        let mut slots = Vec::new();
         let mut enter = |address: &str| {
-            let mut place = capacity.acquire().unwrap();
-            let free = place.acquire_for_client(address.parse().unwrap());
-            places.push(place);
+            let mut slot = limit.acquire().unwrap();
+            let free = slot.acquire_for_client(address.parse().unwrap());
+            slots.push(slot);
             free
         };
         assert!(enter("192.0.2.1") && enter("192.0.2.2") && !enter("192.0.2.1") && !enter("::ffff:192.0.2.1"));
         assert!(enter("2001:db8::1") && !enter("2001:db8::2") && enter("2001:db8:0:1::1"));
-        drop(places);
-        assert!(capacity.clients.iter().all(|counts| counts.lock().unwrap().is_empty()));
-        assert_eq!(capacity.open.load(Ordering::Relaxed), 0);
+        drop(slots);
+        assert!(limit.clients.iter().all(|counts| counts.lock().unwrap().is_empty()));
+        assert_eq!(limit.open.load(Ordering::Relaxed), 0);
     }
 }

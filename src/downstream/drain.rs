@@ -1,8 +1,8 @@
-//! The end of an event loop: everyone inside is told, and the last one out is waited for.
+//! The drain of a worker: notifies all tasks of connections, and waits for the last of them to end.
 //!
-//! They are told in two steps. When the drain begins nobody new is let in, and every answer says that its connection
-//! ends; a connection on which nothing is asked stays, because a request may already be on its way to it. Once it
-//! is released as well, it need not wait for one any more.
+//! The drain has two steps. When it begins, the worker accepts no more connections, and every response says that its
+//! connection ends; an idle connection stays open, because a request may already be on its way. In the second step idle
+//! connections are closed as well.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-/// How far it has come.
+/// Progress of the drain.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 enum DrainPhase {
     #[default]
@@ -19,18 +19,18 @@ enum DrainPhase {
     ClosingIdle,
 }
 
-/// Whether the loop drains, and who is inside.
+/// The drain of one worker, and the tasks that it waits for.
 #[derive(Debug, Default)]
 pub struct Drain {
     phase: Cell<DrainPhase>,
     next_id: Cell<u64>,
-    /// Everyone inside, and whom to wake at each step; `None` before the first wait.
+    /// Registered tasks, and their wakers; `None` until a task polls for the first time.
     tasks: RefCell<HashMap<u64, Option<Waker>>>,
-    /// Woken when the last one leaves.
+    /// Woken when the last task ends.
     empty_waker: RefCell<Option<Waker>>,
 }
 
-/// A task that is inside until it drops this.
+/// Registration of a task. The drain waits until it is dropped.
 #[derive(Debug)]
 pub struct DrainGuard {
     drain: Rc<Drain>,
@@ -39,17 +39,18 @@ pub struct DrainGuard {
 }
 
 impl Drain {
+    /// Begins the drain: no more connections, and responses announce the end of theirs.
     pub fn begin(&self) {
         self.advance_to(DrainPhase::Draining);
     }
 
-    /// Lets go of those who only wait for what may come.
+    /// Closes connections that wait for a request.
     pub fn close_idle(&self) {
         self.advance_to(DrainPhase::ClosingIdle);
     }
 
-    fn advance_to(&self, step: DrainPhase) {
-        self.phase.set(step);
+    fn advance_to(&self, phase: DrainPhase) {
+        self.phase.set(phase);
         let wakers: Vec<Waker> = self.tasks.borrow().values().flatten().cloned().collect();
         wakers.into_iter().for_each(Waker::wake);
     }
@@ -65,7 +66,7 @@ impl Drain {
         DrainGuard { drain: Rc::clone(self), id, has_waker: Cell::new(false) }
     }
 
-    /// Waits until nobody is inside.
+    /// Waits until no task is registered.
     pub async fn wait_until_empty(&self) {
         poll_fn(|cx| {
             if self.tasks.borrow().is_empty() {
@@ -83,19 +84,19 @@ impl DrainGuard {
         &self.drain
     }
 
-    /// Whether the drain has begun; if not, the task is woken when it does. Always to be asked from
-    /// the same task: its waker is kept from the first time on, so that asking costs nothing.
+    /// Whether the drain has begun; if not, the task is woken when it does. Must always be called from the same task: the
+    /// waker of the first call is kept, so that later calls are cheap.
     pub fn poll_begun(&self, cx: &Context<'_>) -> bool {
         self.poll_reached(DrainPhase::Draining, cx)
     }
 
-    /// As [`Guest::poll_begun`], for those who wait for what may come.
+    /// As [`DrainGuard::poll_begun`], for the second step: idle connections close.
     pub fn poll_closing_idle(&self, cx: &Context<'_>) -> bool {
         self.poll_reached(DrainPhase::ClosingIdle, cx)
     }
 
-    fn poll_reached(&self, step: DrainPhase, cx: &Context<'_>) -> bool {
-        if self.drain.phase.get() >= step {
+    fn poll_reached(&self, phase: DrainPhase, cx: &Context<'_>) -> bool {
+        if self.drain.phase.get() >= phase {
             return true;
         }
         if !self.has_waker.replace(true) {
@@ -107,12 +108,12 @@ impl DrainGuard {
 
 impl Drop for DrainGuard {
     fn drop(&mut self) {
-        let mut inside = self.drain.tasks.borrow_mut();
-        inside.remove(&self.id);
-        if inside.is_empty()
-            && let Some(last) = self.drain.empty_waker.take()
+        let mut tasks = self.drain.tasks.borrow_mut();
+        tasks.remove(&self.id);
+        if tasks.is_empty()
+            && let Some(waker) = self.drain.empty_waker.take()
         {
-            last.wake();
+            waker.wake();
         }
     }
 }
@@ -123,7 +124,7 @@ mod tests {
     use std::task::Waker;
 
     #[test]
-    fn everyone_is_told_and_the_last_one_is_waited_for() {
+    fn every_task_is_notified_and_the_last_one_is_waited_for() {
         let drain = Rc::new(Drain::default());
         let (a, b) = (drain.register(), drain.register());
         let cx = &mut Context::from_waker(Waker::noop());

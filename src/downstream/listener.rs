@@ -1,4 +1,5 @@
-//! Listening sockets, one for each event loop, and the loop that accepts.
+//! Listening sockets: for every address one per worker, opened or inherited before the workers start, so that an address
+//! in use is a start error. `accept_connections` is a worker's accept loop.
 
 use std::future::poll_fn;
 use std::io;
@@ -12,34 +13,35 @@ use tokio::net::TcpListener;
 
 use super::connection_setup::{refuse, serve_connection};
 use super::listener_context::Listener;
+use crate::config::listen::Listen;
 
-/// Connections that may wait to be accepted.
+/// Connections that may wait in the kernel to be accepted, per socket.
 const BACKLOG: i32 = 4096;
-/// What may wait in the kernel to be sent to one client, beside what is on its way there. A client that takes little would
-/// otherwise have megabytes kept for it, in memory that all connections of the machine share.
+/// Bytes that wait unsent in the kernel for one client, beside those in flight. Without it a client that reads slowly
+/// occupies megabytes of the memory that all connections of the machine share.
 const UNSENT_MAX_BYTES: u32 = 128 * 1024;
-/// How long to wait when there are no descriptors left: one must be closed first.
+/// Pause of the accept loop when the process has no free descriptor: a connection must be closed first.
 const BACK_OFF: Duration = Duration::from_millis(50);
 
-/// Sockets that somebody has opened for the gateway before it started.
+/// Listening sockets that were opened before this process started: by a service manager or by the previous process.
 #[derive(Debug, Default)]
 pub struct InheritedSockets {
     sockets: Vec<InheritedSocket>,
-    /// Whether each of them has to be wanted.
+    /// Whether a socket that the configuration does not name is an error.
     must_use_all: bool,
 }
 
 #[derive(Debug)]
 struct InheritedSocket {
-    /// As whoever opened it had it configured, where that is known.
+    /// The address in the configuration of the process that opened the socket, if known; else as `local`.
     configured: SocketAddr,
-    /// Another one if the port was the system's to choose.
+    /// The bound address. It differs from `configured` if that has port 0.
     local: SocketAddr,
     listener: StdListener,
 }
 
 impl InheritedSockets {
-    /// Those of a service manager, which has them configured as well: one that nobody wants is a mistake.
+    /// Sockets of a service manager. The manager is configured with them, so an unused one is a configuration error.
     pub fn from_service_manager(listeners: Vec<StdListener>) -> io::Result<InheritedSockets> {
         let named = listeners.into_iter().map(|listener| Ok((listener.local_addr()?, listener)));
         let mut inherited = InheritedSockets::from_predecessor(named.collect::<io::Result<_>>()?)?;
@@ -47,44 +49,104 @@ impl InheritedSockets {
         Ok(inherited)
     }
 
-    /// Those of the process whose place is taken, with their addresses as that had them configured. The
-    /// configuration may have changed since.
+    /// Sockets of the process that this one replaces, with the addresses of its configuration. The configuration may have
+    /// changed since, so unused sockets are closed.
     pub fn from_predecessor(listeners: Vec<(SocketAddr, StdListener)>) -> io::Result<InheritedSockets> {
-        let heirloom = |(configured, listener): (SocketAddr, StdListener)| {
+        let inherit = |(configured, listener): (SocketAddr, StdListener)| {
             Ok(InheritedSocket { configured, local: listener.local_addr()?, listener })
         };
-        let sockets = listeners.into_iter().map(heirloom).collect::<io::Result<_>>()?;
+        let sockets = listeners.into_iter().map(inherit).collect::<io::Result<_>>()?;
         Ok(InheritedSockets { sockets, must_use_all: false })
     }
 
-    /// All sockets of an address. Several of them have a queue each, and none may be left without somebody who
-    /// accepts.
+    /// Takes all sockets of an address. Each has a queue of its own, and connections in a queue without an accept loop
+    /// would never be accepted.
     pub fn take(&mut self, address: SocketAddr) -> Vec<StdListener> {
-        let means = |socket: &InheritedSocket| socket.configured == address || socket.local == address;
-        // Several addresses may leave the port to the system.
-        let Some(local) = self.sockets.iter().find(|socket| means(socket)).map(|socket| socket.local) else {
+        let is_meant = |socket: &InheritedSocket| socket.configured == address || socket.local == address;
+        // Several addresses may have port 0: only sockets with the same bound address belong together.
+        let Some(local) = self.sockets.iter().find(|socket| is_meant(socket)).map(|socket| socket.local) else {
             return Vec::new();
         };
         self.sockets.extract_if(.., |socket| socket.local == local).map(|socket| socket.listener).collect()
     }
 
-    /// The address of a socket that nobody took, and somebody should have taken.
+    /// The address of a socket that was not taken although every socket must be.
     pub fn unused_address(&self) -> Option<SocketAddr> {
         self.sockets.first().filter(|_| self.must_use_all).map(|socket| socket.local)
     }
 }
 
-/// The listeners of one address.
-pub struct OpenedAddress {
-    /// With the port that was chosen.
-    pub address: SocketAddr,
-    /// At least one for each loop; the first ones have each a queue of its own, the others share these.
-    pub listeners: Vec<StdListener>,
-    pub queues: usize,
+/// All listening sockets of the gateway.
+pub struct Listeners {
+    /// Bound addresses, with the ports that the system chose.
+    pub http: Vec<SocketAddr>,
+    pub https: Vec<SocketAddr>,
+    pub by_worker: Vec<Vec<WorkerListener>>,
+    /// Every queue once, with its address as configured: what a hot upgrade hands to the next process.
+    pub sockets: Vec<(SocketAddr, StdListener)>,
 }
 
-/// Listeners for `count` loops, on one address.
-pub fn open_address(address: SocketAddr, count: usize, inherited: &mut InheritedSockets) -> io::Result<OpenedAddress> {
+/// A socket on which one worker accepts.
+pub struct WorkerListener {
+    pub socket: StdListener,
+    /// As configured.
+    pub address: SocketAddr,
+    /// Index in `listen.https`; `None`: HTTP without TLS.
+    pub https: Option<usize>,
+}
+
+impl Listeners {
+    /// Opens the sockets of `workers` workers, or takes them from `inherited`. An error has the address that failed.
+    pub fn open(
+        listen: &Listen,
+        workers: usize,
+        inherited: &mut InheritedSockets,
+    ) -> Result<Listeners, (SocketAddr, io::Error)> {
+        let by_worker = (0..workers).map(|_| Vec::new()).collect();
+        let mut listeners = Listeners { http: Vec::new(), https: Vec::new(), by_worker, sockets: Vec::new() };
+        for address in &listen.http {
+            let bound = listeners.add(*address, None, inherited).map_err(|source| (*address, source))?;
+            listeners.http.push(bound);
+        }
+        for (index, https) in listen.https.iter().enumerate() {
+            for address in &https.addresses {
+                let bound = listeners.add(*address, Some(index), inherited).map_err(|source| (*address, source))?;
+                listeners.https.push(bound);
+            }
+        }
+        Ok(listeners)
+    }
+
+    fn add(
+        &mut self,
+        address: SocketAddr,
+        https: Option<usize>,
+        inherited: &mut InheritedSockets,
+    ) -> io::Result<SocketAddr> {
+        let workers = self.by_worker.len();
+        let opened = open_address(address, workers, inherited)?;
+        for socket in &opened.listeners[..opened.queues] {
+            self.sockets.push((address, socket.try_clone()?));
+        }
+        // A worker may get several sockets: the process that opened them may have had more workers.
+        for (position, socket) in opened.listeners.into_iter().enumerate() {
+            self.by_worker[position % workers].push(WorkerListener { socket, address, https });
+        }
+        Ok(opened.address)
+    }
+}
+
+/// The sockets of one address.
+struct OpenedAddress {
+    /// Bound address, with the port that the system chose.
+    address: SocketAddr,
+    /// At least one per worker. The first `queues` have a queue each; the others share these queues.
+    listeners: Vec<StdListener>,
+    queues: usize,
+}
+
+/// Opens one address for `count` workers.
+fn open_address(address: SocketAddr, count: usize, inherited: &mut InheritedSockets) -> io::Result<OpenedAddress> {
     let mut listeners = inherited.take(address);
     if listeners.is_empty() {
         check_is_free(address)?;
@@ -96,8 +158,8 @@ pub fn open_address(address: SocketAddr, count: usize, inherited: &mut Inherited
         listener.set_nonblocking(true)?;
         SockRef::from(listener).set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
     }
-    // More of their own would get connections at once, which nobody accepts if the start fails after all. Of loops
-    // that share a queue, whichever is the first to look takes a connection.
+    // Additional sockets share the inherited queues. Queues of their own would receive connections at once, and these
+    // would be lost if the start fails after all. Of workers that share a queue, the first to look takes a connection.
     let queues = listeners.len();
     while listeners.len() < count {
         listeners.push(listeners[listeners.len() % queues].try_clone()?);
@@ -105,8 +167,8 @@ pub fn open_address(address: SocketAddr, count: usize, inherited: &mut Inherited
     Ok(OpenedAddress { address, listeners, queues })
 }
 
-/// Opens `count` listeners on one address. The kernel spreads connections over them, so that loops
-/// need not share a queue. Port 0 is chosen once, for all.
+/// Binds `count` sockets to one address. The kernel distributes connections over them, so that workers share no queue.
+/// For port 0 the system chooses one port for all.
 fn bind_all(address: SocketAddr, count: usize) -> io::Result<(SocketAddr, Vec<StdListener>)> {
     let first = bind(address)?;
     let address = first.local_addr()?;
@@ -125,15 +187,15 @@ fn bind(address: SocketAddr) -> io::Result<StdListener> {
         socket.set_only_v6(true)?;
     }
     socket.bind(&address.into())?;
-    // Connections have it from the socket that they are accepted by.
+    // Accepted connections inherit this option.
     socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
     socket.listen(BACKLOG)?;
     socket.set_nonblocking(true)?;
     Ok(socket.into())
 }
 
-/// Whether nobody listens on an address yet. `SO_REUSEPORT` would let a second gateway of the same
-/// user share the port without a word.
+/// Fails if another process listens on the address. `SO_REUSEPORT` alone would let a second gateway of the same user share
+/// the port silently.
 fn check_is_free(address: SocketAddr) -> io::Result<()> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_reuse_address(true)?;
@@ -143,10 +205,11 @@ fn check_is_free(address: SocketAddr) -> io::Result<()> {
     socket.bind(&address.into())
 }
 
-/// Accepts until the loop drains. What waits in the queue by then is still accepted, because closing
-/// the socket would reset it.
+/// Accepts connections until the drain begins. Connections in the queue at that moment are still accepted, because
+/// closing the socket would reset them.
 pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
-    let drain_guard = listener.listener_context.drain.register();
+    let context = &listener.listener_context;
+    let drain_guard = context.drain.register();
     loop {
         let accepted = poll_fn(|cx| match socket.poll_accept(cx) {
             Poll::Ready(accepted) => Poll::Ready(Some(accepted)),
@@ -156,31 +219,27 @@ pub async fn accept_connections(socket: TcpListener, listener: Rc<Listener>) {
         match accepted.await {
             None => return,
             Some(Ok((stream, peer))) => {
-                let Some(place) = listener.listener_context.connection_limit.acquire() else {
+                let Some(slot) = context.connection_limit.acquire() else {
                     refuse(stream, peer.ip(), &listener);
                     continue;
                 };
-                // An answer should not wait for the acknowledgement of the one before.
+                // A response must not wait for the acknowledgement of the previous one (Nagle's algorithm).
                 if stream.set_nodelay(true).is_ok() {
-                    let drain_guard = listener.listener_context.drain.register();
-                    tokio::task::spawn_local(serve_connection(
-                        stream,
-                        peer.ip(),
-                        place,
-                        Rc::clone(&listener),
-                        drain_guard,
-                    ));
+                    let drain_guard = context.drain.register();
+                    let connection = serve_connection(stream, peer.ip(), slot, Rc::clone(&listener), drain_guard);
+                    tokio::task::spawn_local(connection);
                 }
             }
             Some(Err(error)) if is_connection_error(&error) => {}
             Some(Err(error)) => {
-                tracing::warn!(%error, "no connection can be accepted for the moment");
+                tracing::warn!(%error, "accepting connections failed; retrying");
                 tokio::time::sleep(BACK_OFF).await;
             }
         }
     }
 }
 
+/// Whether an error of `accept` concerns one connection, and not the listening socket or the process.
 fn is_connection_error(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, Interrupted};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)

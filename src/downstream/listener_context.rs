@@ -1,5 +1,5 @@
-//! What the listeners of a loop go by, and what all connections of the gateway count against. A reload
-//! changes it for the connections that come after.
+//! What the listeners of a worker share: TLS configurations, peers that send a PROXY header, the connection limit and
+//! the drain. A reload replaces the configuration for connections accepted afterwards.
 
 use std::cell::RefCell;
 use std::net::IpAddr;
@@ -16,16 +16,16 @@ use crate::metrics::events::ListenerMetrics;
 use crate::proxy::worker_state::WorkerState;
 use transom_limiter::ip_prefix::Networks;
 
-/// What a configuration says of connections, made ready; shared by all loops.
+/// The compiled configuration of listeners; shared by all workers.
 #[derive(Debug)]
 pub struct ListenerConfig {
-    /// One for each of `listen.https`.
+    /// One per entry of `listen.https`.
     tls: Vec<Arc<ServerConfig>>,
-    /// Whose connections begin with a PROXY header.
+    /// Networks whose connections begin with a PROXY header (`listen.proxy_protocol`).
     proxies: Networks<()>,
 }
 
-/// The listeners of one loop have this in common.
+/// Shared by the listeners of one worker.
 pub struct ListenerContext {
     pub worker: Rc<WorkerState>,
     pub drain: Rc<Drain>,
@@ -33,43 +33,49 @@ pub struct ListenerContext {
     config: RefCell<Arc<ListenerConfig>>,
 }
 
-/// One address, as one loop listens on it.
+/// A listening address of one worker.
 pub struct Listener {
     pub listener_context: Rc<ListenerContext>,
     pub meter: ListenerMetrics,
-    /// Position in `listen.https`; `None`: it speaks HTTP in the clear.
+    /// Index in `listen.https`; `None`: HTTP without TLS.
     https_index: Option<usize>,
 }
 
 impl ListenerConfig {
-    /// `former` is what held before. What did not change is kept, so that sessions can be resumed.
-    pub fn new(listen: &Listen, former: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
-        let mut all = Vec::new();
-        for (position, https) in listen.https.iter().enumerate() {
-            let same = former.and_then(|(listen, terms)| {
-                let before = listen.https.get(position).filter(|before| before.tls == https.tls);
-                before.and(terms.tls.get(position))
+    /// Compiles `listen`. TLS configurations that are equal in `previous` are reused, so that clients can resume their
+    /// sessions.
+    pub fn new(listen: &Listen, previous: Option<(&Listen, &ListenerConfig)>) -> Result<Arc<ListenerConfig>, Error> {
+        let mut servers = Vec::new();
+        for (index, https) in listen.https.iter().enumerate() {
+            let unchanged = previous.and_then(|(listen, config)| {
+                let before = listen.https.get(index).filter(|before| before.tls == https.tls);
+                before.and(config.tls.get(index))
             });
-            all.push(match same {
-                Some(same) => Arc::clone(same),
+            servers.push(match unchanged {
+                Some(unchanged) => Arc::clone(unchanged),
                 None => tls::server_config(&https.tls)?,
             });
         }
         let proxies = Networks::new(listen.proxy_protocol.iter().map(|network| (*network, ())));
-        Ok(Arc::new(ListenerConfig { tls: all, proxies }))
+        Ok(Arc::new(ListenerConfig { tls: servers, proxies }))
     }
 }
 
 impl ListenerContext {
-    pub fn new(worker: Rc<WorkerState>, capacity: Arc<ConnectionLimit>, terms: Arc<ListenerConfig>) -> ListenerContext {
-        ListenerContext { worker, drain: Rc::default(), connection_limit: capacity, config: RefCell::new(terms) }
+    pub fn new(
+        worker: Rc<WorkerState>,
+        connection_limit: Arc<ConnectionLimit>,
+        config: Arc<ListenerConfig>,
+    ) -> ListenerContext {
+        ListenerContext { worker, drain: Rc::default(), connection_limit, config: RefCell::new(config) }
     }
 
-    pub fn apply(&self, terms: Arc<ListenerConfig>) {
-        *self.config.borrow_mut() = terms;
+    /// Replaces the configuration. Open connections keep theirs.
+    pub fn apply(&self, config: Arc<ListenerConfig>) {
+        *self.config.borrow_mut() = config;
     }
 
-    /// Whether connections from an address begin with a PROXY header.
+    /// Whether connections from `peer` begin with a PROXY header.
     pub fn expects_proxy_header(&self, peer: IpAddr) -> bool {
         self.config.borrow().proxies.of(peer).is_some()
     }
@@ -84,8 +90,8 @@ impl Listener {
         self.https_index.is_some()
     }
 
-    /// How TLS is spoken here, if it is.
+    /// The TLS configuration that connections accepted now use; `None`: HTTP without TLS.
     pub fn tls_config(&self) -> Option<Arc<ServerConfig>> {
-        self.https_index.and_then(|position| self.listener_context.config.borrow().tls.get(position).cloned())
+        self.https_index.and_then(|index| self.listener_context.config.borrow().tls.get(index).cloned())
     }
 }

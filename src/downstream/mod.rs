@@ -1,15 +1,17 @@
-//! Accepting clients: sockets, connections, and their orderly end.
+//! Client connections: listening sockets, connection setup, limits, HTTP/1.1 and HTTP/2, and the drain at the end.
 //!
-//! `doors` are the listeners of all loops, `socket` opens one and accepts, `capacity` counts who is in, `lobby` is what
-//! the listeners of a loop go by; `arrival` finds out who came, by a `proxy_header` or by `tls`, and what is spoken;
-//! `serve` runs one connection, `guard` stands between hyper and a client's socket, `stage` is what both sides of hyper
-//! know, `head` keeps what only the bytes of a head tell, and `chunks` finds where a body before it ends; `drain` ends
-//! the connections of a loop.
+//! A connection passes these layers, in this order:
+//! 1. `listener` accepts the socket; `connection_limit` counts the connection; `listener_context` has the listener's settings.
+//! 2. `connection_setup` reads the PROXY header (`proxy_protocol`), performs the TLS handshake (`tls`), and detects the
+//!    protocol (`protocol_detect`). The result is an `IoStream`: TCP or TLS, with bytes read in advance put back.
+//! 3. `http1::connection` or `http2::connection` serves requests until the connection ends.
+//! 4. Between the socket and hyper stands `http1::io` (`Http1Io`): timeouts, repeated refusals, error responses, 1xx
+//!    responses and lingering close. `http1::head_tracker` and `http1::chunked` find head and body ends in the same bytes.
+//! 5. Between the socket and h2 stands `http2::monitor` (`MonitoredIo`): timeouts and frame limits (`flood_guard`), and the
+//!    check of header blocks (`header_scanner`, `hpack`, `huffman`).
+//! 6. Above hyper and h2, `http1::connection` and `http2::stream` call `proxy::handle` for each request.
 //!
-//! HTTP/2: `preface` tells it from HTTP/1.1, `http2` runs one connection, `stream` one request on it, `outflow` sends
-//! the answer's body, `strand` is a tunnel on one; `pulse` asks whether anybody is there, `session` stands between h2
-//! and the socket, `frames` reads what passes there, `conduct` judges it, `http2_input` replaces what h2 would end the connection
-//! for, with `hpack` and `huffman`.
+//! `drain` ends the connections of a worker.
 
 pub mod connection_limit;
 pub mod connection_setup;
@@ -18,7 +20,6 @@ pub mod http1;
 pub mod http2;
 pub mod listener;
 pub mod listener_context;
-pub mod listeners;
 pub mod protocol_detect;
 pub mod proxy_protocol;
 pub mod tls;

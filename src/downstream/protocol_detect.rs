@@ -1,8 +1,7 @@
-//! What a client speaks that did not negotiate it: HTTP/2 begins with a preface that can be nothing
-//! else (RFC 9113, section 3.3), and everything else is HTTP/1.1.
+//! Detection of HTTP/2 with prior knowledge on connections without ALPN: a client's HTTP/2 preface (RFC 9113, section 3.3)
+//! cannot begin an HTTP/1.1 request.
 //!
-//! The first bytes are read here, once, and handed on with the connection, so finding out costs no
-//! system call.
+//! The bytes read for this are put back into the stream, so that detection costs no additional system call.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -18,23 +17,23 @@ use crate::downstream::http2::frame_header::PREFACE;
 use crate::io_stream::IoStream;
 use crate::proxy::worker_state::WorkerState;
 
-/// How long a preface may take from its first byte to its last: it is one packet.
-const PREFACE_MAX: Duration = Duration::from_secs(3);
+/// Time limit from the first byte of a preface to its last. A preface is one packet.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What hyper would read at first of HTTP/1.1; by whether that is filled it finds out how much to read next.
+/// Size of hyper's first read of HTTP/1.1. hyper sizes its next read by whether the first was filled.
 const FIRST_BYTES: usize = 8192;
 
-/// What is spoken on a connection.
+/// The protocol of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Protocol {
     Http1,
     Http2,
 }
 
-/// Waits for the first bytes of a client. `None` if it says nothing in time, or leaves: then there is
-/// nobody to answer.
+/// Reads a client's first bytes and detects the protocol. `None`: the client sent nothing in time, or closed the
+/// connection.
 pub async fn detect_protocol(
-    mut wire: IoStream,
+    mut io: IoStream,
     worker: &Rc<WorkerState>,
     drain_guard: &DrainGuard,
 ) -> Option<(IoStream, Protocol)> {
@@ -42,11 +41,11 @@ pub async fn detect_protocol(
     let limit = worker.config().compiled.config.timeouts.request_head;
     timer.arm(limit);
     let mut preface = Vec::new();
-    let (first, spoken) = poll_fn(|cx| {
+    let (first, protocol) = poll_fn(|cx| {
         loop {
             let mut bytes = [0; FIRST_BYTES];
             let mut buffer = ReadBuf::new(&mut bytes);
-            match Pin::new(&mut wire).poll_read(cx, &mut buffer) {
+            match Pin::new(&mut io).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {}
                 Poll::Ready(_) => return Poll::Ready(None),
                 Poll::Pending if timer.poll_expired(cx) || drain_guard.poll_closing_idle(cx) => {
@@ -54,29 +53,29 @@ pub async fn detect_protocol(
                 }
                 Poll::Pending => return Poll::Pending,
             }
-            let so_far = preface.len();
-            let spoken = classify(&preface, buffer.filled());
-            if let (Some(spoken), 0) = (spoken, so_far) {
-                return Poll::Ready(Some((Bytes::copy_from_slice(buffer.filled()), spoken)));
+            let read_before = preface.len();
+            let protocol = classify(&preface, buffer.filled());
+            if let (Some(protocol), 0) = (protocol, read_before) {
+                return Poll::Ready(Some((Bytes::copy_from_slice(buffer.filled()), protocol)));
             }
             preface.extend_from_slice(buffer.filled());
-            if let Some(spoken) = spoken {
-                return Poll::Ready(Some((Bytes::from(std::mem::take(&mut preface)), spoken)));
+            if let Some(protocol) = protocol {
+                return Poll::Ready(Some((Bytes::from(std::mem::take(&mut preface)), protocol)));
             }
-            if so_far == 0 {
-                timer.arm(PREFACE_MAX.min(limit));
+            if read_before == 0 {
+                timer.arm(PREFACE_TIMEOUT.min(limit));
             }
         }
     })
     .await?;
-    wire.unread(first);
-    Some((wire, spoken))
+    io.unread(first);
+    Some((io, protocol))
 }
 
-/// What these bytes begin; `None` while it can be either.
+/// The protocol that `before` and `bytes` begin; `None` while both are possible.
 fn classify(before: &[u8], bytes: &[u8]) -> Option<Protocol> {
-    let begins = before.iter().chain(bytes).zip(PREFACE).all(|(byte, wanted)| byte == wanted);
-    match begins {
+    let is_prefix = before.iter().chain(bytes).zip(PREFACE).all(|(byte, wanted)| byte == wanted);
+    match is_prefix {
         false => Some(Protocol::Http1),
         true if before.len() + bytes.len() >= PREFACE.len() => Some(Protocol::Http2),
         true => None,
@@ -88,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_byte_that_differs_decides() {
+    fn the_first_byte_that_differs_from_the_preface_decides() {
         assert_eq!(classify(b"", b"GET / HTTP/1.1\r\n"), Some(Protocol::Http1));
         assert_eq!(classify(b"", b"P"), None);
         assert_eq!(classify(b"P", b"OST / HTTP/1.1\r\n"), Some(Protocol::Http1));

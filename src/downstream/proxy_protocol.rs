@@ -1,53 +1,54 @@
-//! The header with which a proxy says who is behind a connection: the PROXY protocol, versions 1 and 2
-//! (HAProxy's specification, proxy-protocol.txt, sections 2.1 and 2.2).
+//! The PROXY protocol, versions 1 and 2: the header by which a load balancer names the client of a connection (HAProxy's
+//! specification, proxy-protocol.txt, sections 2.1 and 2.2).
 //!
-//! It comes before everything else, TLS included. Nothing of it is trusted by its looks: whoever calls
-//! this has made sure that the connection comes from a proxy. This file reads no socket.
+//! The header precedes everything else, TLS included. The caller must make sure that the peer is a trusted proxy. This
+//! parser reads no socket.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// What version 2 begins with: nothing that HTTP or TLS begin with.
+/// Start of a version 2 header. Neither HTTP nor TLS begins with these bytes.
 const SIGNATURE: [u8; 12] = *b"\r\n\r\n\0\r\nQUIT\n";
-/// Signature, version and command, family, length.
+/// Signature, version and command, address family, length.
 const FIXED_BYTES: usize = 16;
 
-/// A line of version 1 is at most so long, with its end.
+/// Maximum length of a version 1 line, including CR LF.
 const LINE_MAX_BYTES: usize = 107;
-/// The longest header that is read. What proxies add about TLS takes some hundred bytes.
+/// The longest accepted header. TLS information that proxies add takes some hundred bytes.
 pub const MAX_BYTES: usize = FIXED_BYTES + 4096;
 
-/// What is known after so many bytes.
+/// Result of parsing the bytes received so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HeaderProgress {
-    /// All of this belongs to the header, and more of it has to come.
+    /// All bytes belong to the header, and more must follow.
     Incomplete,
-    /// The header is so many bytes long.
+    /// The header takes the first `length` bytes.
     Complete { length: usize, source: ProxiedAddress },
-    /// This is no header.
+    /// The bytes are not a PROXY header.
     Malformed,
 }
 
-/// Who opened the connection.
+/// The source address of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ProxiedAddress {
     Client(IpAddr),
-    /// The proxy itself, such as to see whether anybody answers; or it does not say.
+    /// The proxy itself, as for a health check; or the header names no IP address.
     Proxy,
 }
 
+/// Parses the start of a connection.
 pub fn parse(bytes: &[u8]) -> HeaderProgress {
     let common = bytes.len().min(SIGNATURE.len());
     if bytes[..common] == SIGNATURE[..common] { parse_v2(bytes) } else { parse_v1(bytes) }
 }
 
-/// Version 1: a line of text.
+/// Version 1: one line of text.
 fn parse_v1(bytes: &[u8]) -> HeaderProgress {
     let start = &bytes[..bytes.len().min(LINE_MAX_BYTES)];
     let Some(end) = start.windows(2).position(|pair| pair == b"\r\n") else {
         const PREFIX: &[u8] = b"PROXY ";
         let common = start.len().min(PREFIX.len());
-        let goes_on = start.len() < LINE_MAX_BYTES && start[..common] == PREFIX[..common];
-        return if goes_on { HeaderProgress::Incomplete } else { HeaderProgress::Malformed };
+        let may_continue = start.len() < LINE_MAX_BYTES && start[..common] == PREFIX[..common];
+        return if may_continue { HeaderProgress::Incomplete } else { HeaderProgress::Malformed };
     };
     let source = std::str::from_utf8(&start[..end]).ok().and_then(parse_v1_line);
     source.map_or(HeaderProgress::Malformed, |source| HeaderProgress::Complete { length: end + 2, source })
@@ -56,7 +57,7 @@ fn parse_v1(bytes: &[u8]) -> HeaderProgress {
 fn parse_v1_line(line: &str) -> Option<ProxiedAddress> {
     let words: Vec<&str> = line.split(' ').collect();
     match words.as_slice() {
-        // Whatever follows is to be ignored.
+        // The specification says to ignore the rest of the line.
         ["PROXY", "UNKNOWN", ..] => Some(ProxiedAddress::Proxy),
         ["PROXY", family @ ("TCP4" | "TCP6"), source, destination, source_port, destination_port] => {
             let address = |text: &str| -> Option<IpAddr> {
@@ -74,7 +75,7 @@ fn parse_v1_line(line: &str) -> Option<ProxiedAddress> {
     }
 }
 
-/// Version 2: numbers in network order.
+/// Version 2: binary, in network byte order.
 fn parse_v2(bytes: &[u8]) -> HeaderProgress {
     let Some((fixed, rest)) = bytes.split_first_chunk::<FIXED_BYTES>() else { return HeaderProgress::Incomplete };
     let [.., command, family, high, low] = *fixed;
@@ -82,7 +83,7 @@ fn parse_v2(bytes: &[u8]) -> HeaderProgress {
     if length > MAX_BYTES {
         return HeaderProgress::Malformed;
     }
-    // What stands behind the addresses (TLVs) is not looked at.
+    // TLVs behind the addresses are ignored.
     let source = match (command, family) {
         (0x20, _) => Some(ProxiedAddress::Proxy),
         (0x21, 0x11) if length >= FIXED_BYTES + 12 => {
@@ -91,9 +92,9 @@ fn parse_v2(bytes: &[u8]) -> HeaderProgress {
         (0x21, 0x21) if length >= FIXED_BYTES + 36 => {
             rest.first_chunk::<16>().map(|octets| ProxiedAddress::Client(Ipv6Addr::from(*octets).into()))
         }
-        // Too short for the addresses that it announces.
+        // Too short for addresses of its family.
         (0x21, 0x11 | 0x21) => return HeaderProgress::Malformed,
-        // Unix sockets, datagrams, or not told.
+        // Unix sockets, datagrams, or unspecified.
         (0x21, 0x00 | 0x12 | 0x22 | 0x31 | 0x32) => Some(ProxiedAddress::Proxy),
         _ => return HeaderProgress::Malformed,
     };
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_read() {
+    fn version_1_lines_are_parsed() {
         for (line, source) in [
             ("PROXY TCP4 192.0.2.7 198.51.100.1 56324 443\r\n", client("192.0.2.7")),
             ("PROXY TCP6 2001:db8::7 2001:db8::1 0 65535\r\n", client("2001:db8::7")),
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_line_is_not_taken_for_one() {
+    fn malformed_version_1_lines_are_rejected() {
         for line in [
             "GET / HTTP/1.1\r\n",
             "proxy TCP4 192.0.2.7 198.51.100.1 1 2\r\n",
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn binary_headers_are_read() {
+    fn version_2_headers_are_parsed() {
         let v4 = [192, 0, 2, 7, 198, 51, 100, 1, 0, 80, 1, 187];
         let v6 = [&"2001:db8::7".parse::<Ipv6Addr>().unwrap().octets()[..], &[0; 20]].concat();
         let with_tlv = [&v4[..], &[0x20, 0, 3, 1, 2, 3]].concat();
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn binary_headers_that_make_no_sense_are_refused() {
+    fn malformed_version_2_headers_are_rejected() {
         for header in [
             v2(0x11, 0x11, &[0; 12]),
             v2(0x22, 0x11, &[0; 12]),
@@ -213,10 +214,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes: no panic, never more than there is, and what is known does not change
-        /// with what follows.
+        /// For any bytes: no panic, `length` is within the input, and a final result does not change with later bytes.
         #[test]
-        fn any_bytes_are_read_or_refused(
+        fn a_result_for_any_bytes_is_final(
             start in prop_oneof![Just(&b""[..]), Just(&SIGNATURE[..]), Just(&b"PROXY "[..]), Just(&b"PROXY TCP4 1.2.3.4 "[..])],
             rest in proptest::collection::vec(any::<u8>(), 0..300),
             more in proptest::collection::vec(any::<u8>(), 0..20),

@@ -1,5 +1,5 @@
-//! TLS as a listener speaks it: which certificate a client is shown, whose certificate it has to show,
-//! and what may be spoken inside. The handshake itself is rustls's.
+//! TLS settings of a listener: server certificates by name, client certificates, protocols and sessions. rustls performs
+//! the handshake.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -16,14 +16,15 @@ use sha2::{Digest as _, Sha256};
 use crate::config::certificate::Certificate;
 use crate::config::listen::{ClientAuth, Tls, TlsVersion};
 
-/// HTTP/2 where it is negotiated (RFC 9113, section 3.2).
+/// ALPN name of HTTP/2 (RFC 9113, section 3.2).
 pub const HTTP2: &[u8] = b"h2";
-/// What can be spoken inside TLS (RFC 7301), the most welcome first. `arrival` does as is agreed.
+/// Protocols offered to clients (RFC 7301), preferred first.
 const ALPN: [&[u8]; 3] = [HTTP2, b"http/1.1", b"http/1.0"];
 
-/// Session tickets that a client gets. Browsers open several connections, and use each ticket once.
+/// Session tickets sent per connection. Browsers open several connections, and use each ticket once.
 const TICKETS: usize = 2;
 
+/// The rustls configuration of a listener.
 pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
     let provider = Arc::new(default_provider());
     let versions = match tls.min_version {
@@ -39,8 +40,8 @@ pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
                 roots.add(authority.clone())?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
-            // As with other gateways: whose issuer has no list, or none that is still valid, is not let in. Without
-            // any list nothing of this is asked.
+            // With revocation lists, a certificate is rejected if its issuer has no list, or only expired ones, as nginx and
+            // Envoy do. Without any list, revocation is not checked.
             let lists = revoked.iter().map(|list| list.der.clone());
             let verifier = verifier.with_crls(lists).enforce_revocation_expiration();
             let verifier = if *required { verifier } else { verifier.allow_unauthenticated() };
@@ -49,17 +50,17 @@ pub fn server_config(tls: &Tls) -> Result<Arc<ServerConfig>, Error> {
     };
     let mut server_config = builder.with_cert_resolver(Arc::new(CertificateResolver::new(&tls.certificates)));
     server_config.alpn_protocols = ALPN.iter().map(|name| name.to_vec()).collect();
-    // What comes before the handshake is over can be sent again by anybody (RFC 8446, section 8).
+    // No early data: it can be replayed (RFC 8446, section 8).
     server_config.max_early_data_size = 0;
-    // A session is kept by the client, in a ticket that only this process can read: nothing is kept here. Each set of
-    // settings has keys of its own: who was let in by some is not let in by others.
+    // Sessions are stateless: the client keeps them in a ticket that only this process can decrypt. Each configuration has
+    // its own ticket keys, so that a session cannot be resumed under another configuration's client authentication.
     server_config.ticketer = Ticketer::new()?;
     server_config.send_tls13_tickets = TICKETS;
     server_config.session_storage = Arc::new(NoServerSessionStorage {});
     Ok(Arc::new(server_config))
 }
 
-/// The fingerprint of a certificate: SHA-256, in lower-case hex.
+/// SHA-256 fingerprint of a certificate, in lower-case hex.
 pub fn fingerprint(certificate: &CertificateDer) -> Box<str> {
     let mut text = String::with_capacity(64);
     for byte in Sha256::digest(certificate) {
@@ -69,34 +70,35 @@ pub fn fingerprint(certificate: &CertificateDer) -> Box<str> {
     text.into_boxed_str()
 }
 
-/// The certificates of a listener, by the names that clients ask for.
+/// Certificates of a listener, by the server name (SNI) that clients send.
 #[derive(Debug)]
 struct CertificateResolver {
-    /// Without the `*.` of those that are for all right under a name.
     exact: HashMap<String, Vec<Arc<CertifiedKey>>>,
+    /// Names without their `*.`, which stands for exactly one label.
     wildcard: HashMap<String, Vec<Arc<CertifiedKey>>>,
-    /// For who asks for no name, or for one that none is for.
+    /// For clients that send no server name, or one without a certificate.
     default: Vec<Arc<CertifiedKey>>,
 }
 
 impl CertificateResolver {
     fn new(certificates: &[Certificate]) -> CertificateResolver {
-        let mut shown = CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
+        let mut resolver = CertificateResolver { exact: HashMap::new(), wildcard: HashMap::new(), default: Vec::new() };
         for certificate in certificates {
             for name in &certificate.names {
                 let (names, name) = match name.strip_prefix("*.") {
-                    Some(parent) => (&mut shown.wildcard, parent),
-                    None => (&mut shown.exact, name.as_str()),
+                    Some(parent) => (&mut resolver.wildcard, parent),
+                    None => (&mut resolver.exact, name.as_str()),
                 };
                 names.entry(name.to_owned()).or_default().push(Arc::clone(&certificate.key));
             }
         }
         if let Some(main) = certificates.first() {
-            // With it another for the same names, that has another kind of key.
-            let alike = certificates.iter().skip(1).filter(|other| other.names == main.names);
-            shown.default = std::iter::once(main).chain(alike).map(|one| Arc::clone(&one.key)).collect();
+            // Further certificates for the same names have another type of key.
+            let same_names = certificates.iter().skip(1).filter(|other| other.names == main.names);
+            resolver.default =
+                std::iter::once(main).chain(same_names).map(|certificate| Arc::clone(&certificate.key)).collect();
         }
-        shown
+        resolver
     }
 
     fn find_by_name(&self, name: &str) -> Option<&[Arc<CertifiedKey>]> {
@@ -109,8 +111,8 @@ impl CertificateResolver {
 impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         let keys = hello.server_name().and_then(|name| self.find_by_name(name)).unwrap_or(&self.default);
-        let fits = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
-        // Where none fits, the handshake says so itself.
-        keys.iter().find(fits).or(keys.first()).cloned()
+        let is_usable = |key: &&Arc<CertifiedKey>| key.key.choose_scheme(hello.signature_schemes()).is_some();
+        // If no key type is usable, rustls fails the handshake with the first.
+        keys.iter().find(is_usable).or(keys.first()).cloned()
     }
 }

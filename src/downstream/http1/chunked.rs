@@ -1,8 +1,9 @@
-//! Where a body in chunks ends (RFC 9112, section 7.1), as its bytes pass by.
+//! Finds the end of a chunked body (RFC 9112, section 7.1) in the bytes of a connection.
 //!
-//! hyper checks the chunks themselves and ends the connection where they are malformed. Trailer lines are checked here:
-//! hyper takes a line feed without a carriage return for a part of the line, other parsers for its end.
+//! hyper validates chunks, and ends the connection if they are malformed. Trailer lines are validated here: hyper takes a line
+//! feed without a carriage return as part of the line, other parsers take it as the end of the line.
 
+/// Position in a chunked body.
 #[derive(Debug)]
 pub struct ChunkedScanner(ScanState);
 
@@ -15,17 +16,17 @@ impl Default for ChunkedScanner {
 /// What the next byte belongs to.
 #[derive(Clone, Copy, Debug)]
 enum ScanState {
-    /// The number of bytes in a chunk, as far as it has come.
+    /// The size of a chunk, as far as its digits were received.
     Size(u64),
-    /// What may stand behind it.
+    /// A chunk extension, behind this size.
     Extension(u64),
-    /// A chunk with its line end: so many bytes.
+    /// The data of a chunk with its line end: bytes left.
     Chunk(u64),
-    /// The first byte of a line behind the last chunk: of a field, or of the empty line at the end.
+    /// The first byte of a trailer line or of the empty line at the end.
     LineStart,
-    /// The rest of a field line.
+    /// The rest of a trailer line.
     Line,
-    /// The line feed of a field line.
+    /// The line feed of a trailer line.
     LineFeed,
     /// The line feed of the empty line.
     LastLineFeed,
@@ -35,14 +36,14 @@ enum ScanState {
 }
 
 impl ChunkedScanner {
-    /// Passes over what belongs to the body; says how much that is.
+    /// Skips the bytes of the body; returns their number.
     pub fn skip_body(&mut self, bytes: &[u8]) -> usize {
         let mut at = 0;
         while let (Some(byte), false) = (bytes.get(at), matches!(self.0, ScanState::End)) {
             if let ScanState::Chunk(left) = self.0 {
-                let passed = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len() - at);
-                at += passed;
-                let left = left - passed as u64;
+                let skipped = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len() - at);
+                at += skipped;
+                let left = left - skipped as u64;
                 self.0 = if left == 0 { ScanState::Size(0) } else { ScanState::Chunk(left) };
                 continue;
             }
@@ -95,9 +96,9 @@ mod tests {
         ] {
             let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
             for cut in 0..all.len() {
-                let mut chunks = ChunkedScanner::default();
+                let mut scanner = ChunkedScanner::default();
                 let (first, second) = all.as_bytes().split_at(cut);
-                assert_eq!(chunks.skip_body(first) + chunks.skip_body(second), body.len(), "{body:?} {cut}");
+                assert_eq!(scanner.skip_body(first) + scanner.skip_body(second), body.len(), "{body:?} {cut}");
             }
         }
     }
@@ -107,10 +108,10 @@ mod tests {
         for body in ["0\r\n\n", "0\r\nX: y\n\r\n\r\n", "0\r\nX: y\r\nZ: w\n\r\n", "0\r\n\rX", "0\r\nX: \ry\r\n\r\n"] {
             let all = format!("{body}GET / HTTP/1.1\r\n\r\n");
             for cut in 0..all.len() {
-                let mut chunks = ChunkedScanner::default();
+                let mut scanner = ChunkedScanner::default();
                 let (first, second) = all.as_bytes().split_at(cut);
-                assert_eq!(chunks.skip_body(first) + chunks.skip_body(second), all.len(), "{body:?} {cut}");
-                assert!(chunks.is_malformed(), "{body:?}");
+                assert_eq!(scanner.skip_body(first) + scanner.skip_body(second), all.len(), "{body:?} {cut}");
+                assert!(scanner.is_malformed(), "{body:?}");
             }
         }
     }

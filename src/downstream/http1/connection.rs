@@ -1,4 +1,4 @@
-//! One client connection that speaks HTTP/1.1: hyper's loop of requests and answers, its limits, and its end.
+//! One HTTP/1.1 client connection: runs hyper while requests arrive, enforces the timeouts, and ends the connection.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -27,62 +27,65 @@ use crate::proxy::peer::{ConnectionInfo, Peer};
 use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
 
-/// Fields that hyper has room for without an allocation for each head.
+/// Fields that hyper parses without an allocation per head.
 const USUAL_FIELDS: usize = 100;
 
-/// Serves a connection until it ends. While the gateway drains, an answer says that it is the last one; a connection
-/// that is not released yet stays for a request that may be on its way, which would be lost if it were closed.
+/// Serves a connection until it ends. While the gateway drains, responses have `Connection: close`. An idle connection
+/// stays open in the first step of the drain, because a request may be on its way and closing would lose it.
 ///
-/// What reads requests has buffers. While none is awaited soon it is not there, so that a connection
-/// that lies idle takes little memory.
-pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
-    let address = origin.address;
-    let (stage, shape) = {
+/// hyper's state has buffers. It exists only around requests, so that an idle connection uses little memory.
+pub async fn serve(io: IoStream, connection: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
+    let address = connection.address;
+    let (state, parser_limits) = {
         let config = &worker.config().compiled.config;
         let (timeouts, limits) = (&config.timeouts, &config.limits);
         let timer = worker.timers.new_timer();
         let drain = Rc::clone(drain_guard.drain());
-        let stage = ConnectionState::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
-        (stage, ParserLimits { fields: limits.request_fields, head_bytes: limits.request_head })
+        let state = ConnectionState::new(timer, drain, timeouts.request_head, timeouts.body, limits.min_response_rate);
+        (state, ParserLimits { fields: limits.request_fields, head_bytes: limits.request_head })
     };
-    let mut peer =
-        Peer::new(origin, worker.timers.new_timer(), Rc::clone(stage.informational()), Rc::clone(stage.is_delayed()));
-    peer.body_timeout = Rc::clone(stage.body_timeout());
+    let mut peer = Peer::new(
+        connection,
+        worker.timers.new_timer(),
+        Rc::clone(state.informational()),
+        Rc::clone(state.is_delayed()),
+    );
+    peer.body_timeout = Rc::clone(state.body_timeout());
     let peer = Rc::new(peer);
-    let mut door = Http1Service { worker: Rc::clone(&worker), stage: Rc::clone(&stage), peer: Rc::clone(&peer) };
-    let mut guard = Http1Io::new(wire, Rc::clone(&stage), Rc::clone(&worker), Rc::clone(&peer));
+    let mut service = Http1Service { worker: Rc::clone(&worker), state: Rc::clone(&state), peer: Rc::clone(&peer) };
+    let mut io = Http1Io::new(io, Rc::clone(&state), Rc::clone(&worker), Rc::clone(&peer));
     loop {
-        match wait_for_request(&guard, &stage, &drain_guard).await {
+        match wait_for_request(&io, &state, &drain_guard).await {
             IdleEnd::Readable => {}
             IdleEnd::Late => break,
-            IdleEnd::Drained => break finish(guard, Bytes::new(), &stage, &peer).await,
+            IdleEnd::Drained => break finish(io, Bytes::new(), &state, &peer).await,
         }
-        let mut connection = shape.new_connection(guard, door);
-        match drive_hyper(&mut connection, &stage, &drain_guard).await {
+        let mut connection = parser_limits.new_connection(io, service);
+        match drive_hyper(&mut connection, &state, &drain_guard).await {
             Ok(DriveEnd::Idle) => {
                 let parts = connection.into_parts();
-                (guard, door) = (parts.io.into_inner(), parts.service);
+                (io, service) = (parts.io.into_inner(), parts.service);
                 peer.repeat_refusal.take();
-                // What is no request may have come, as an empty line.
+                // Bytes without a request may have been received, such as an empty line.
                 if !parts.read_buf.is_empty() {
-                    guard.unread(parts.read_buf);
+                    io.unread(parts.read_buf);
                 }
             }
             Ok(DriveEnd::Finished) => {
-                let leaving = {
+                let finishing = {
                     let parts = connection.into_parts();
-                    finish(parts.io.into_inner(), parts.read_buf, &stage, &peer)
+                    finish(parts.io.into_inner(), parts.read_buf, &state, &peer)
                 };
-                break leaving.await;
+                break finishing.await;
             }
             Ok(DriveEnd::Late) => {
-                let mut guard = connection.into_parts().io.into_inner();
-                match stage.timeout_error() {
-                    Some(fault @ RequestError::HeadTimeout) => guard.send_error(&fault),
-                    Some(fault) => {
-                        worker.metrics.request_error(fault.kind());
-                        if fault == RequestError::Stalled {
-                            guard.reset();
+                let mut io = connection.into_parts().io.into_inner();
+                match state.timeout_error() {
+                    Some(error @ RequestError::HeadTimeout) => io.send_error(&error),
+                    Some(error) => {
+                        worker.metrics.request_error(error.kind());
+                        if error == RequestError::Stalled {
+                            io.reset();
                         }
                     }
                     None => {}
@@ -90,11 +93,11 @@ pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<Worker
                 break;
             }
             Err(error) => {
-                tracing::debug!(%address, %error, "a client connection broke off");
+                tracing::debug!(%address, %error, "client connection failed");
                 if error.is_parse() {
-                    let mut guard = connection.into_parts().io.into_inner();
-                    guard.send_error(&RequestError::Malformed);
-                    finish(guard, Bytes::new(), &stage, &peer).await;
+                    let mut io = connection.into_parts().io.into_inner();
+                    io.send_error(&RequestError::Malformed);
+                    finish(io, Bytes::new(), &state, &peer).await;
                 }
                 break;
             }
@@ -102,17 +105,17 @@ pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<Worker
     }
 }
 
-/// hyper's side of a connection; apart, so that one that lies idle has no room for it.
+/// hyper's connection. Boxed, so that an idle connection uses no memory for it.
 type Connection = Box<http1::Connection<TokioIo<Http1Io>, Http1Service>>;
 
-/// How large a head may be.
+/// Limits on a request head.
 struct ParserLimits {
     fields: usize,
     head_bytes: usize,
 }
 
 impl ParserLimits {
-    fn new_connection(&self, guard: Http1Io, door: Http1Service) -> Connection {
+    fn new_connection(&self, io: Http1Io, service: Http1Service) -> Connection {
         let mut builder = http1::Builder::new();
         if self.fields != USUAL_FIELDS {
             builder.max_headers(self.fields);
@@ -120,31 +123,31 @@ impl ParserLimits {
         builder
             .header_read_timeout(None)
             .auto_date_header(false)
-            // The guard looks for clients that go away.
+            // `Http1Io` notices clients that close the connection.
             .half_close(true)
-            // The read buffer may hold more than this once it has grown.
+            // Both, because a grown read buffer may hold more than the maximum buffer size.
             .max_header_size(self.head_bytes)
             .max_buf_size(self.head_bytes);
-        Box::new(builder.serve_connection(TokioIo::new(guard), door))
+        Box::new(builder.serve_connection(TokioIo::new(io), service))
     }
 }
 
-/// How a wait for a request ends.
+/// How the wait for a request ends.
 enum IdleEnd {
-    /// There is something to read.
+    /// Bytes, or the end of the stream, can be read.
     Readable,
     Late,
     Drained,
 }
 
-/// Waits until something comes.
-async fn wait_for_request(guard: &Http1Io, stage: &ConnectionState, drain_guard: &DrainGuard) -> IdleEnd {
+/// Waits until bytes arrive, without hyper.
+async fn wait_for_request(io: &Http1Io, state: &ConnectionState, drain_guard: &DrainGuard) -> IdleEnd {
     poll_fn(|cx| {
-        if guard.poll_readable(cx).is_ready() {
+        if io.poll_readable(cx).is_ready() {
             Poll::Ready(IdleEnd::Readable)
         } else if drain_guard.poll_closing_idle(cx) {
             Poll::Ready(IdleEnd::Drained)
-        } else if stage.poll_timed_out(cx) {
+        } else if state.poll_timed_out(cx) {
             Poll::Ready(IdleEnd::Late)
         } else {
             Poll::Pending
@@ -153,31 +156,34 @@ async fn wait_for_request(guard: &Http1Io, stage: &ConnectionState, drain_guard:
     .await
 }
 
-/// How hyper's part in a connection ends.
+/// How a run of hyper ends.
 enum DriveEnd {
-    /// No other request comes for a while.
+    /// No request arrived for a while; hyper's buffers are freed.
     Idle,
-    /// There will be no other request.
+    /// No other request follows.
     Finished,
     Late,
 }
 
-/// Lets hyper answer requests.
+/// Runs hyper until the connection is idle, finished, or timed out.
 async fn drive_hyper(
     connection: &mut Connection,
     state: &ConnectionState,
     drain_guard: &DrainGuard,
 ) -> Result<DriveEnd, hyper::Error> {
-    let mut told = false;
+    let mut is_shutting_down = false;
     poll_fn(|cx| {
         let mut poll = Pin::new(&mut **connection).poll(cx).map_ok(|()| DriveEnd::Finished);
         if poll.is_pending() && state.poll_timed_out(cx) {
             return Poll::Ready(Ok(DriveEnd::Late));
         }
-        if poll.is_pending() && !told && (state.take_idled() || drain_guard.poll_closing_idle(cx) && state.is_idle()) {
-            // With nothing under way, hyper is done at once. If it still reads a body behind an answer, it
+        if poll.is_pending()
+            && !is_shutting_down
+            && (state.take_idled() || drain_guard.poll_closing_idle(cx) && state.is_idle())
+        {
+            // Without a request in flight, hyper finishes at once. If it still reads a request body behind the response, it
             // closes the connection after that.
-            told = true;
+            is_shutting_down = true;
             Pin::new(&mut **connection).graceful_shutdown();
             poll = connection.poll_without_shutdown(cx).map_ok(|()| DriveEnd::Idle);
         }
@@ -186,32 +192,32 @@ async fn drive_hyper(
     .await
 }
 
-/// What comes after the last answer: the tunnel that it opened, or the end. Boxed, so that the wait for a
-/// request has no room for it.
+/// Continues after the last response: runs the tunnel that it opened, or closes the connection. Boxed, so that a waiting
+/// connection uses no memory for it.
 fn finish<'a>(
-    mut guard: Http1Io,
+    mut io: Http1Io,
     early: Bytes,
-    stage: &'a ConnectionState,
+    state: &'a ConnectionState,
     peer: &'a Peer,
 ) -> Pin<Box<impl Future<Output = ()> + use<'a>>> {
     Box::pin(async move {
-        let Some(passage) = peer.tunnel.take() else {
-            // hyper does so itself, unless the client had offered to change to another protocol, or was not there.
-            let closed = poll_fn(|cx| match Pin::new(&mut guard).poll_shutdown(cx) {
-                Poll::Pending if !stage.poll_timed_out(cx) => Poll::Pending,
+        let Some(tunnel) = peer.tunnel.take() else {
+            // hyper shuts down itself, unless the client had offered an upgrade, or hyper was not running.
+            let shutdown = poll_fn(|cx| match Pin::new(&mut io).poll_shutdown(cx) {
+                Poll::Pending if !state.poll_timed_out(cx) => Poll::Pending,
                 _ => Poll::Ready(()),
             });
-            return closed.await;
+            return shutdown.await;
         };
-        guard.pass_through();
-        passage.run(guard, early, &peer.timer).await;
+        io.pass_through();
+        tunnel.run(io, early, &peer.timer).await;
     })
 }
 
-/// What hyper calls with every request of a connection.
+/// The hyper service of a connection.
 struct Http1Service {
     worker: Rc<WorkerState>,
-    stage: Rc<ConnectionState>,
+    state: Rc<ConnectionState>,
     peer: Rc<Peer>,
 }
 
@@ -221,27 +227,21 @@ impl Service<Request<Incoming>> for Http1Service {
     type Future = Http1ResponseFuture;
 
     fn call(&self, request: Request<Incoming>) -> Http1ResponseFuture {
-        self.peer.repeats_previous.set(self.stage.repeats_previous());
-        self.stage.begin_request(request.body().size_hint().exact());
-        // What only the bytes tell.
+        self.peer.repeats_previous.set(self.state.repeats_previous());
+        self.state.begin_request(request.body().size_hint().exact());
         let fields = request.headers().len();
         let is_head = request.method() == Method::HEAD;
-        let doubts = |marks: SpecialFields| self.stage.find_framing_error(marks, fields);
-        let passing = ResponseFuture::start(|| handle(&self.worker, &self.peer, request, doubts));
-        Http1ResponseFuture {
-            response: passing,
-            is_head,
-            stage: Rc::clone(&self.stage),
-            worker: Rc::clone(&self.worker),
-        }
+        let find_error = |special: SpecialFields| self.state.find_framing_error(special, fields);
+        let response = ResponseFuture::start(|| handle(&self.worker, &self.peer, request, find_error));
+        Http1ResponseFuture { response, is_head, state: Rc::clone(&self.state), worker: Rc::clone(&self.worker) }
     }
 }
 
-/// An answer that is there, or under way.
+/// The response to one request.
 struct Http1ResponseFuture {
     response: ResponseFuture,
     is_head: bool,
-    stage: Rc<ConnectionState>,
+    state: Rc<ConnectionState>,
     worker: Rc<WorkerState>,
 }
 
@@ -250,28 +250,28 @@ impl Future for Http1ResponseFuture {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        let mut answer = ready!(this.response.poll_response(cx));
+        let mut response = ready!(this.response.poll_response(cx));
         if this.is_head {
-            response::strip_body(&mut answer);
+            response::strip_body(&mut response);
         }
-        let stage = Rc::clone(&this.stage);
-        stage.record_progress();
-        let mut answer = answer.map(|body| TrackedBody { body, stage });
-        if !answer.headers().keys().any(|name| *name == DATE) {
-            answer.headers_mut().insert(DATE, this.worker.date());
+        let state = Rc::clone(&this.state);
+        state.record_progress();
+        let mut response = response.map(|body| TrackedBody { body, state });
+        if !response.headers().keys().any(|name| *name == DATE) {
+            response.headers_mut().insert(DATE, this.worker.date());
         }
-        if this.stage.is_last() && !answer.status().is_informational() {
-            // hyper closes the connection behind an answer that says so.
-            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        if this.state.is_last() && !response.status().is_informational() {
+            // hyper closes the connection behind a response with this field.
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
-        Poll::Ready(Ok(answer))
+        Poll::Ready(Ok(response))
     }
 }
 
-/// A body that tells the guard of the socket when it has been handed over.
+/// A response body that reports its progress to the connection state.
 struct TrackedBody {
     body: ResponseBody,
-    stage: Rc<ConnectionState>,
+    state: Rc<ConnectionState>,
 }
 
 impl HttpBody for TrackedBody {
@@ -282,8 +282,8 @@ impl HttpBody for TrackedBody {
         let this = self.get_mut();
         let frame = Pin::new(&mut this.body).poll_frame(cx);
         match frame {
-            Poll::Ready(_) => this.stage.record_progress(),
-            Poll::Pending => this.stage.await_body(),
+            Poll::Ready(_) => this.state.record_progress(),
+            Poll::Pending => this.state.await_body(),
         }
         frame
     }
@@ -299,6 +299,6 @@ impl HttpBody for TrackedBody {
 
 impl Drop for TrackedBody {
     fn drop(&mut self) {
-        self.stage.finish_response();
+        self.state.finish_response();
     }
 }

@@ -1,6 +1,7 @@
-//! What is known of a connection on both sides of hyper: what it is at, and how long that may take.
+//! State of an HTTP/1.1 connection that the code on both sides of hyper shares: its phase, its timeouts, and the bytes of
+//! the current head.
 //!
-//! The service above hyper and the guard below it each tell what they see. Nothing here reads or writes.
+//! The service above hyper and `Http1Io` below it report what they observe. This file reads and writes no bytes.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -15,68 +16,67 @@ use crate::http::headers::SpecialFields;
 use crate::informational::InformationalQueue;
 use crate::timer::Timer;
 
-/// How long a connection that waits for its next request keeps what reads it: buffers above all. Whoever sends
-/// requests one after the other does not notice.
+/// Time for which a connection that waits for its next request keeps hyper's buffers. Clients that send requests in close
+/// succession are not affected.
 const BUFFERED_IDLE: Duration = Duration::from_secs(1);
 
-/// What the two sides of hyper know together: the service above it and the socket below it.
+/// Shared by the service above hyper and the `Http1Io` below it.
 #[derive(Debug)]
 pub struct ConnectionState {
     drain: Rc<Drain>,
-    /// A request is being answered.
+    /// A request is in flight.
     pub(super) busy: Cell<bool>,
-    /// Bytes of an answer may not have been flushed yet.
+    /// Bytes of a response may not have been flushed yet.
     unflushed: Cell<bool>,
-    /// Bytes of a head have come that is not complete.
+    /// A part of a head was received.
     has_partial_head: Cell<bool>,
-    /// The bytes of the last head.
     head_tracker: RefCell<HeadTracker>,
-    /// Informational answers that wait to be sent.
+    /// Informational responses that wait to be sent.
     informational: Rc<InformationalQueue>,
-    /// Whether the request waits for its turn.
+    /// Whether the request is delayed until a later window.
     is_delayed: Rc<Cell<bool>>,
     phase: Cell<Phase>,
-    /// Limits the wait for a head, and how long an answer may stand still.
+    /// Limits the wait for a head, and the time for which a response may make no progress.
     timer: Rc<Timer>,
     head_timeout: Duration,
-    /// The timer stands for the first part of `head_limit`, which is `ALERT`.
+    /// The timer runs for the first part of `head_timeout`, `BUFFERED_IDLE`.
     is_buffered_idle: Cell<bool>,
-    /// That part is over, and nothing has come.
+    /// That part is over, and no byte was received.
     has_idled: Cell<bool>,
     /// The connection is being closed.
     pub(super) closing: Cell<bool>,
     body_timeout: Rc<Cell<Duration>>,
-    /// Bytes of an answer that a client has to take a second, over each `body_limit`, once it does not take all at once.
+    /// Bytes of a response per second that a slow client must read, on average over each `body_timeout`.
     min_bytes_per_second: u64,
-    /// How many of these are still to be taken before the time begins anew; 0 while the client keeps up.
+    /// Bytes of them that the client must still read before the timeout restarts; 0 while the client keeps up.
     bytes_due: Cell<u64>,
-    /// There is no more of the answer at present: whoever has taken all of it has kept up.
+    /// The next piece of the response body is not there yet, so a client that has read all bytes keeps up.
     awaits_body: Cell<bool>,
 }
 
-/// What a connection is at.
+/// What a connection does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// Waiting for a request.
     Head,
-    /// Waiting for what the gateway will answer, which has limits of its own.
+    /// Waiting for the response head, which has timeouts elsewhere.
     Processing,
-    /// Sending an answer, until its last byte has left.
+    /// Sending a response, until its last byte is flushed.
     Responding,
 }
 
 impl ConnectionState {
-    /// A connection that waits for its first request. `head_limit` is for each head, `body_limit`
-    /// for how long a body may stand still, `rate` the bytes of an answer that are taken a second.
+    /// A connection that waits for its first request. `head_timeout` is for each head, `body_timeout` for bodies without
+    /// progress, `min_bytes_per_second` for clients that read slowly.
     pub fn new(
         timer: Rc<Timer>,
         drain: Rc<Drain>,
-        head_limit: Duration,
-        body_limit: Duration,
-        rate: u64,
+        head_timeout: Duration,
+        body_timeout: Duration,
+        min_bytes_per_second: u64,
     ) -> Rc<ConnectionState> {
-        timer.arm(head_limit);
-        let stage = ConnectionState {
+        timer.arm(head_timeout);
+        let state = ConnectionState {
             drain,
             busy: Cell::new(false),
             unflushed: Cell::new(false),
@@ -86,19 +86,19 @@ impl ConnectionState {
             is_delayed: Rc::default(),
             phase: Cell::new(Phase::Head),
             timer,
-            head_timeout: head_limit,
+            head_timeout,
             is_buffered_idle: Cell::new(false),
             has_idled: Cell::new(false),
             closing: Cell::new(false),
-            body_timeout: Rc::new(Cell::new(body_limit)),
-            min_bytes_per_second: rate,
+            body_timeout: Rc::new(Cell::new(body_timeout)),
+            min_bytes_per_second,
             bytes_due: Cell::new(0),
             awaits_body: Cell::new(false),
         };
-        Rc::new(stage)
+        Rc::new(state)
     }
 
-    /// Whether the answer that is made now is the last one on the connection, because the gateway drains.
+    /// Whether the current response is the last one on the connection, because the gateway drains.
     pub fn is_last(&self) -> bool {
         self.drain.has_begun()
     }
@@ -107,7 +107,7 @@ impl ConnectionState {
         &self.informational
     }
 
-    /// How long a body may stand still; a request may have a limit of its own.
+    /// Time for which a body may make no progress; the route of a request may set it.
     pub fn body_timeout(&self) -> &Rc<Cell<Duration>> {
         &self.body_timeout
     }
@@ -116,7 +116,7 @@ impl ConnectionState {
         &self.is_delayed
     }
 
-    /// A request's head is complete; `body_bytes` are to follow, if their number is known.
+    /// Begins a request, whose head is complete. `body_bytes`: length of its body; `None`: it is chunked.
     pub fn begin_request(&self, body_bytes: Option<u64>) {
         self.phase.set(Phase::Processing);
         self.timer.disarm();
@@ -126,14 +126,14 @@ impl ConnectionState {
         self.head_tracker.borrow_mut().begin_request(body_bytes);
     }
 
-    /// Whether one head has come where a request is awaited, the same to the byte as that of the request before.
+    /// Whether the connection waits for a request, and received exactly one head, equal to the previous one.
     pub fn repeats_previous(&self) -> bool {
         self.phase.get() == Phase::Head
             && self.has_no_pending_response()
             && self.head_tracker.borrow().repeats_previous()
     }
 
-    /// Bytes have come. Fails where the trailers of a request are malformed: its end is not known.
+    /// Takes received bytes. Fails if the trailers of a request are malformed: its end is unknown then.
     pub(super) fn receive(&self, bytes: &[u8]) -> io::Result<()> {
         let mut head = self.head_tracker.borrow_mut();
         if head.receive(bytes, self.busy.get()) {
@@ -142,19 +142,19 @@ impl ConnectionState {
         if head.has_malformed_trailers() { Err(io::ErrorKind::InvalidData.into()) } else { Ok(()) }
     }
 
-    /// Whether the target makes the next request line at least this long.
+    /// Whether the next request line has at least `bytes` bytes because of its target.
     pub(super) fn has_long_target(&self, bytes: usize) -> bool {
         self.head_tracker.borrow().has_long_target(bytes)
     }
 
-    /// Forgets the bytes received since the last request: they are read once more.
+    /// Forgets the bytes received since the last request, because they are put back and read again.
     pub(super) fn forget_received(&self) {
         self.head_tracker.take();
     }
 
-    /// What is wrong with the request just begun that only its bytes tell. `marks` are those of its fields, `fields` is the
-    /// number of them that hyper has kept.
-    pub fn find_framing_error(&self, marks: SpecialFields, fields: usize) -> Option<RequestError> {
+    /// Finds errors of the current request that only its bytes show. `special` are its special fields, `fields` is the number
+    /// of fields that hyper has kept.
+    pub fn find_framing_error(&self, special: SpecialFields, fields: usize) -> Option<RequestError> {
         let head = self.head_tracker.borrow();
         if head.has_bare_line_end() || head.has_malformed_trailers() {
             return Some(RequestError::BARE_LINE_FEED);
@@ -162,16 +162,16 @@ impl ConnectionState {
         if head.has_fragment() {
             return Some(RequestError::Target("the request target has a fragment"));
         }
-        let is_chunked = marks.has(SpecialFields::TRANSFER_ENCODING);
-        if !is_chunked && !marks.has(SpecialFields::CONTENT_LENGTH) {
+        let is_chunked = special.has(SpecialFields::TRANSFER_ENCODING);
+        if !is_chunked && !special.has(SpecialFields::CONTENT_LENGTH) {
             return None;
         }
-        // The only fields that hyper drops are a Content-Length beside chunks, and all but one of several equal ones.
-        let doubt = if is_chunked { RequestError::DOUBTFUL_LENGTH } else { RequestError::REPEATED_LENGTH };
-        (head.fields() != fields).then_some(doubt)
+        // hyper drops only a Content-Length beside chunked coding, and all but one of several equal Content-Lengths.
+        let error = if is_chunked { RequestError::DOUBTFUL_LENGTH } else { RequestError::REPEATED_LENGTH };
+        (head.fields() != fields).then_some(error)
     }
 
-    /// The head of its answer is there, or another piece of either body has moved.
+    /// The response head is there, or a piece of the request or response body was transferred.
     pub fn record_progress(&self) {
         self.phase.set(Phase::Responding);
         self.awaits_body.set(false);
@@ -180,17 +180,17 @@ impl ConnectionState {
         }
     }
 
-    /// The answer's next piece is not there yet.
+    /// The next piece of the response body is not there yet.
     pub fn await_body(&self) {
         self.awaits_body.set(true);
     }
 
-    /// Its answer has been handed over to the last byte.
+    /// hyper has taken the whole response.
     pub fn finish_response(&self) {
         self.busy.set(false);
     }
 
-    /// The last byte of the answer has left.
+    /// The last byte of the response was flushed.
     pub(super) fn response_flushed(&self) {
         self.unflushed.set(false);
         self.bytes_due.set(0);
@@ -200,13 +200,13 @@ impl ConnectionState {
         }
     }
 
-    /// Nothing more will be sent. What the client may still do has a limit of its own.
+    /// Stops the timer when the write side is closed: lingering has its own limits.
     pub(super) fn disarm(&self) {
         self.timer.disarm();
     }
 
-    /// Bytes were sent, or could not be: an answer that moves may take as long as it likes, if it moves
-    /// as much in each of its limits as a client has to take.
+    /// Records the result of a write. A response may take any time, if the client reads the minimum rate in each
+    /// `body_timeout`.
     pub(super) fn record_sent(&self, sent: &Poll<io::Result<usize>>) {
         if self.phase.get() != Phase::Responding {
             return;
@@ -225,15 +225,15 @@ impl ConnectionState {
         }
     }
 
-    /// All that there is of an answer has been sent, and more is to come.
+    /// All available bytes of the response were sent, and more follow later.
     pub(super) fn record_caught_up(&self) {
         if self.awaits_body.get() && self.bytes_due.replace(0) > 0 {
             self.timer.arm(self.body_timeout.get());
         }
     }
 
-    /// What a connection is late with, if anything is under way: the client does not send the rest of a head or does not
-    /// take its answer, or the upstream does not go on.
+    /// The error of a connection that timed out: the client does not complete a head or does not read its response, or the
+    /// upstream does not continue. `None`: no request was in flight.
     pub fn timeout_error(&self) -> Option<RequestError> {
         match self.phase.get() {
             Phase::Responding if self.awaits_body.get() => Some(RequestError::ResponseTimeout),
@@ -243,23 +243,24 @@ impl ConnectionState {
         }
     }
 
-    /// Whether a head took too long, or an answer stands still; wakes the task when it does.
+    /// Whether a head or the progress of a response timed out; if not, the task is woken when it does.
     pub fn poll_timed_out(&self, cx: &Context<'_>) -> bool {
-        let mut late = self.phase.get() != Phase::Processing && self.timer.poll_expired(cx);
-        if late && self.phase.get() == Phase::Head && self.is_buffered_idle.replace(false) {
+        let mut is_expired = self.phase.get() != Phase::Processing && self.timer.poll_expired(cx);
+        if is_expired && self.phase.get() == Phase::Head && self.is_buffered_idle.replace(false) {
             self.has_idled.set(!self.has_partial_head.get() && !self.closing.get());
             self.timer.extend(self.head_timeout.saturating_sub(BUFFERED_IDLE));
-            late = self.timer.poll_expired(cx);
+            is_expired = self.timer.poll_expired(cx);
         }
-        late
+        is_expired
     }
 
-    /// Whether a request was answered some time ago, and no byte of another has come since. Told once.
+    /// Whether `BUFFERED_IDLE` has passed since the last response without a byte of another request. Returns true once.
     pub fn take_idled(&self) -> bool {
         self.has_idled.replace(false)
     }
 
-    /// Whether nothing of a request has come, and none was answered just now.
+    /// Whether the connection waits for a request of which no byte was received, for `BUFFERED_IDLE` at least if it served
+    /// one before.
     pub fn is_idle(&self) -> bool {
         self.phase.get() == Phase::Head
             && !self.is_buffered_idle.get()

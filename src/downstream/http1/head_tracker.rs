@@ -1,30 +1,31 @@
-//! The bytes of requests' heads, for what they tell and hyper does not.
+//! Tracks request heads in the bytes of a connection, for what hyper does not report about them: line endings, fragments,
+//! the number of field lines, and whether a head repeats the previous one.
 //!
-//! What comes from a client is told apart as heads and bodies, also where several requests come at once or in pieces: how
-//! long a body is, hyper says with each head, and where the chunks of one end, `chunks` finds out. Heads are kept until
-//! the next bytes come, bodies are passed over.
+//! Heads and bodies are separated also when requests are pipelined or arrive in pieces: hyper reports the length of each body
+//! with its head, and `chunked` finds the end of a chunked one. Heads are kept until the next bytes arrive; bodies are skipped.
 
 use crate::downstream::http1::chunked::ChunkedScanner;
 
-/// Room for the next head that a connection keeps.
+/// Buffer capacity that a connection retains for its next head.
 const RETAINED_BYTES: usize = 1024;
 
+/// The head of the current request, and bytes received behind the request.
 #[derive(Debug)]
 pub struct HeadTracker {
-    /// A head, and what has come behind it that is not known to be of its request's body.
+    /// A head, and the bytes behind it that are not known to belong to its body.
     bytes: Vec<u8>,
-    /// They are one head with proper line ends and without a `#`, and nothing else.
+    /// `bytes` are exactly one head whose lines end in CR LF, without a `#`.
     is_single_clean_head: bool,
-    /// They are what the head before was, to the byte.
+    /// `bytes` equal the previous head.
     repeats_previous: bool,
-    /// How many of them are the head of the request that has begun.
+    /// Length of the current request's head in `bytes`.
     head_bytes: usize,
-    /// And how many belong to that request, with its body.
+    /// Length of the current request in `bytes`, with its body.
     request_bytes: usize,
     body: RemainingBody,
 }
 
-/// What is to come of a request's body.
+/// The part of a request's body that was not received yet.
 #[derive(Debug)]
 enum RemainingBody {
     Length(u64),
@@ -32,7 +33,7 @@ enum RemainingBody {
 }
 
 impl RemainingBody {
-    /// Passes over what belongs to the body; says how much that is.
+    /// Skips the bytes of the body; returns their number.
     fn skip(&mut self, bytes: &[u8]) -> usize {
         match self {
             RemainingBody::Length(left) => {
@@ -40,7 +41,7 @@ impl RemainingBody {
                 *left -= passed as u64;
                 passed
             }
-            RemainingBody::Chunked(chunks) => chunks.skip_body(bytes),
+            RemainingBody::Chunked(scanner) => scanner.skip_body(bytes),
         }
     }
 }
@@ -59,7 +60,7 @@ impl Default for HeadTracker {
 }
 
 impl HeadTracker {
-    /// A head is complete; `body_bytes` are to follow, if their number is known. If not, it is in chunks.
+    /// Begins a request, whose head is complete. `body_bytes`: length of its body; `None`: it is chunked.
     pub fn begin_request(&mut self, body_bytes: Option<u64>) {
         self.discard_request();
         self.head_bytes = if self.is_single_clean_head { self.bytes.len() } else { end_of_head(&self.bytes) };
@@ -67,12 +68,12 @@ impl HeadTracker {
         self.request_bytes = self.head_bytes + self.body.skip(&self.bytes[self.head_bytes..]);
     }
 
-    /// Bytes have come: what is left of the request's body and, behind it, what may be another head. Returns
-    /// whether there is any of that; `busy`: a request is under way.
+    /// Takes received bytes: the rest of the current body and, behind it, bytes of the next head. Returns whether there are
+    /// bytes of a next head while no request is in flight (`busy` is false).
     pub fn receive(&mut self, bytes: &[u8], busy: bool) -> bool {
         self.repeats_previous = false;
-        let of_body = self.body.skip(bytes);
-        let rest = &bytes[of_body..];
+        let body_bytes = self.body.skip(bytes);
+        let rest = &bytes[body_bytes..];
         if rest.is_empty() {
             return false;
         }
@@ -88,12 +89,12 @@ impl HeadTracker {
         !busy
     }
 
-    /// Whether what has come is one head, and the same to the byte as that of the request before.
+    /// Whether the received bytes are exactly one head, byte for byte equal to the previous one.
     pub fn repeats_previous(&self) -> bool {
         self.repeats_previous
     }
 
-    /// Lets go of the request that has begun.
+    /// Discards the bytes of the current request.
     fn discard_request(&mut self) {
         if self.request_bytes == 0 {
             return;
@@ -112,28 +113,27 @@ impl HeadTracker {
         self.bytes[..self.head_bytes].split_inclusive(|byte| *byte == b'\n')
     }
 
-    /// Whether a line of the head of the request just begun ends in a line feed alone. hyper takes
-    /// that for the end of a line, and others may not; so what one of them takes for a field could be a
-    /// request here.
+    /// Whether a line of the current head ends in a line feed without a carriage return. hyper accepts that as the end of a
+    /// line, other parsers may not: one would see a field where the other sees a request (request smuggling).
     pub fn has_bare_line_end(&self) -> bool {
         !self.is_single_clean_head && self.lines().any(|line| !line.ends_with(b"\r\n"))
     }
 
-    /// Whether the target of the request just begun has a fragment. No client sends one (RFC 9112, section 3.2); hyper
-    /// leaves it out, and others take it for a part of the path.
+    /// Whether the target of the current request has a fragment. No client sends one (RFC 9112, section 3.2); hyper drops
+    /// the fragment, other parsers take it as part of the path.
     pub fn has_fragment(&self) -> bool {
         let first = || self.lines().find(|line| !matches!(*line, b"\r\n" | b"\n"));
         !self.is_single_clean_head && first().is_some_and(|line| line.contains(&b'#'))
     }
 
-    /// Whether the target makes the next request line at least this long, as far as that has come.
+    /// Whether the next request line, as far as received, has at least `bytes` bytes because of its target.
     pub fn has_long_target(&self, bytes: usize) -> bool {
         let mut lines = self.bytes[self.request_bytes..].split(|byte| *byte == b'\n');
         let line = lines.find(|line| !matches!(*line, b"" | b"\r"));
         line.is_some_and(|line| line.len() >= bytes && line.contains(&b' '))
     }
 
-    /// The number of field lines in the head of the request just begun, including those that hyper drops.
+    /// The number of field lines in the current head, including those that hyper drops.
     pub fn fields(&self) -> usize {
         let head = &self.bytes[..self.head_bytes];
         let begin = head.iter().position(|byte| !matches!(byte, b'\r' | b'\n')).unwrap_or(head.len());
@@ -142,13 +142,13 @@ impl HeadTracker {
         lines.saturating_sub(2)
     }
 
-    /// Whether the body of the request just begun has a trailer line that does not end in CR LF.
+    /// Whether the body of the current request has a trailer line that does not end in CR LF.
     pub fn has_malformed_trailers(&self) -> bool {
-        matches!(&self.body, RemainingBody::Chunked(chunks) if chunks.is_malformed())
+        matches!(&self.body, RemainingBody::Chunked(scanner) if scanner.is_malformed())
     }
 }
 
-/// Where a head ends: behind the first empty line, but for those before it, which hyper passes over.
+/// The length of a head: up to its first empty line. hyper skips empty lines before the request line.
 fn end_of_head(bytes: &[u8]) -> usize {
     let (mut end, mut begun) = (0, false);
     for line in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -162,20 +162,19 @@ fn end_of_head(bytes: &[u8]) -> usize {
     end
 }
 
-/// Whether these bytes are one head, of which each line ends as it should: no line feed stands without a carriage
-/// return before it, and none before one but at the end; and no byte is a `#`. All bytes are looked at, without a branch: so the compiler
-/// takes many at a time.
+/// Whether `bytes` are exactly one head whose lines all end in CR LF, without a `#`: every line feed follows a carriage
+/// return, and only at the end does an empty line follow. The loop has no branch, so that the compiler vectorizes it.
 fn is_single_clean_head(bytes: &[u8]) -> bool {
     if bytes.first() == Some(&b'\n') {
         return false;
     }
     let inside = bytes.len().saturating_sub(2);
     let pairs = bytes[..inside].iter().zip(bytes[..inside].iter().skip(1));
-    let doubt = pairs.fold(0, |doubt, (first, second)| {
+    let problem = pairs.fold(0, |problem, (first, second)| {
         let is_bare = u8::from(*second == b'\n') & u8::from(*first != b'\r');
-        doubt | is_bare | (u8::from(*second == b'\r') & u8::from(*first == b'\n')) | u8::from(*second == b'#')
+        problem | is_bare | (u8::from(*second == b'\r') & u8::from(*first == b'\n')) | u8::from(*second == b'#')
     });
-    doubt == 0 && bytes.ends_with(b"\r\n\r\n")
+    problem == 0 && bytes.ends_with(b"\r\n\r\n")
 }
 
 #[cfg(test)]
@@ -191,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn bare_line_feeds_are_found_wherever_a_head_is_cut() {
+    fn bare_line_feeds_are_found_in_a_head_cut_anywhere() {
         for (text, bare) in [
             ("GET / HTTP/1.1\r\nHost: a\r\n\r\n", false),
             ("\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\nbody\nbody", false),
@@ -249,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_body_is_no_head() {
+    fn the_rest_of_a_body_is_not_part_of_the_next_head() {
         let mut head = received(&["POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n01"]);
         head.begin_request(Some(10));
         assert!(!head.receive(b"2\n4567", false) && !head.receive(b"8", true));
@@ -262,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_behind_others_are_told_apart() {
+    fn pipelined_heads_are_separated() {
         const CHUNKED: &str = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n";
         let bodies = [
             ("GET / HTTP/1.1\r\n\r\n".to_owned(), Some(0)),

@@ -1,9 +1,11 @@
-//! Stands between hyper and a client's socket, for what hyper does not do.
+//! `Http1Io`: the stream between hyper and a client's socket, for what hyper does not do.
 //!
-//! A request that is refused as the one before, and the same to the byte, is answered here, and hyper never sees it.
-//! When hyper can not read a request's head it answers by itself, with an empty body; here that becomes a problem
-//! document. A head that takes too long is answered too. And a connection that is closed while the client still sends is
-//! not reset under the answer: what comes is read and thrown away for a moment, as RFC 9112, section 9.6 advises.
+//! - A request equal, byte for byte, to the refused one before is refused here, without hyper.
+//! - hyper's empty response to a head that it cannot parse becomes a problem document, and a head that times out gets a
+//!   response too.
+//! - Informational responses are written before other bytes.
+//! - A connection that closes while the client still sends is not reset: received bytes are read and discarded for a moment,
+//!   as RFC 9112, section 9.6 advises.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -23,41 +25,42 @@ use crate::proxy::peer::Peer;
 use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
 
-/// How much, and for how long, a closing connection still reads: with bytes unread it is reset, and a client that has not
-/// read its answer yet never does.
+/// Limits on what a closing connection still reads. Closing with unread bytes resets the connection, and a client that has
+/// not read its response yet loses it.
 pub const LINGER_BYTES: usize = 64 * 1024 * 1024;
 pub const LINGER: Duration = Duration::from_secs(1);
-/// Many a client reads no answer before it has sent everything. So whoever is sending may take longer, in steps of
-/// `LINGER`, but is not waited for longer than a few of them without a byte.
+/// Many clients read a response only after they have sent the whole request. So lingering continues in steps of `LINGER`
+/// while bytes arrive, and ends after `QUIET_STEPS` without one.
 const LINGER_STEPS: u32 = 30;
 const QUIET_STEPS: u32 = 5;
 
+/// A client's stream, as hyper sees it.
 pub struct Http1Io {
     stream: IoStream,
     state: Rc<ConnectionState>,
     worker: Rc<WorkerState>,
     peer: Rc<Peer>,
-    /// What is sent before anything of hyper's: informational answers, or one instead of hyper's own.
+    /// Written before hyper's bytes: informational responses, or a response of this file.
     queued: Bytes,
     has_replaced_response: bool,
-    /// An answer of this file's own is under way.
+    /// `queued` is the response to a repeated request.
     is_sending_refusal: bool,
     lingering: Option<LingerState>,
     is_shut_down: bool,
     is_read_closed: bool,
-    /// Bytes of a next request are known to wait, behind which nothing can be seen.
+    /// Bytes of a next request wait unread, so that the end of the stream behind them cannot be read.
     has_pipelined_bytes: bool,
-    /// Under TLS a client says goodbye with such bytes, before it closes the connection.
+    /// Under TLS these may be the close_notify alert that precedes the end of the connection.
     close_watcher: Option<CloseWatcher>,
-    /// What passes is no HTTP any more.
+    /// The connection is a tunnel: bytes are not HTTP any more.
     is_passthrough: bool,
 }
 
 impl Http1Io {
-    pub fn new(stream: IoStream, stage: Rc<ConnectionState>, worker: Rc<WorkerState>, peer: Rc<Peer>) -> Http1Io {
+    pub fn new(stream: IoStream, state: Rc<ConnectionState>, worker: Rc<WorkerState>, peer: Rc<Peer>) -> Http1Io {
         Http1Io {
             stream,
-            state: stage,
+            state,
             worker,
             peer,
             queued: Bytes::new(),
@@ -72,23 +75,24 @@ impl Http1Io {
         }
     }
 
-    /// Ready when there may be something to read.
+    /// Ready when bytes, or the end of the stream, can probably be read.
     pub fn poll_readable(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.stream.poll_readable(cx)
     }
 
-    /// Takes back bytes that were read from it, to be read again.
-    pub fn unread(&mut self, early: Bytes) {
+    /// Puts back bytes that were read, to be read again.
+    pub fn unread(&mut self, bytes: Bytes) {
         self.state.forget_received();
-        self.stream.unread(early);
+        self.stream.unread(bytes);
     }
 
-    /// Leaves everything as it is from now on.
+    /// Passes all bytes through unchanged from now on.
     pub fn pass_through(&mut self) {
         self.is_passthrough = true;
     }
 
-    /// Notices an answer that nobody above hyper gave. `true`: it is replaced, and not to be sent.
+    /// Detects a response of hyper's parser, which no request in flight explains, and queues a problem document instead.
+    /// `true`: hyper's response is replaced and must not be sent.
     fn replace_parser_response(&mut self, start: &[u8]) -> bool {
         if !self.state.has_no_pending_response() || self.has_replaced_response || self.is_passthrough {
             return false;
@@ -96,46 +100,46 @@ impl Http1Io {
         let status = start.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.get(..3));
         let status = status.and_then(|digits| std::str::from_utf8(digits).ok()).and_then(|digits| digits.parse().ok());
         if let Some(status) = status {
-            let mut fault = responses::fault_of_parser(status);
+            let mut error = responses::fault_of_parser(status);
             let head_bytes = || self.worker.config().compiled.config.limits.request_head;
-            if fault == RequestError::HeadTooLarge && self.state.has_long_target(head_bytes()) {
-                fault = RequestError::TargetTooLong;
+            if error == RequestError::HeadTooLarge && self.state.has_long_target(head_bytes()) {
+                error = RequestError::TargetTooLong;
             }
-            self.queued = responses::written(&responses::fault(&fault));
-            request_record::record_rejected_head(&self.worker, self.peer.connection.address, &fault);
+            self.queued = responses::written(&responses::fault(&error));
+            request_record::record_rejected_head(&self.worker, self.peer.connection.address, &error);
             self.has_replaced_response = true;
         }
         status.is_some()
     }
 
-    /// Answers a head that is no request, or is late, where hyper does not. The buffer of a socket on which nothing is under
-    /// way has room for the answer.
-    pub fn send_error(&mut self, fault: &RequestError) {
+    /// Sends an error response for a head that is malformed or timed out, when hyper sends none. The send buffer of a socket
+    /// without a response in flight can hold it.
+    pub fn send_error(&mut self, error: &RequestError) {
         if self.state.has_no_pending_response() && !self.has_replaced_response && !self.is_read_closed {
-            request_record::record_rejected_head(&self.worker, self.peer.connection.address, fault);
-            self.stream.try_send(&responses::written(&responses::fault(fault)));
+            request_record::record_rejected_head(&self.worker, self.peer.connection.address, error);
+            self.stream.try_send(&responses::written(&responses::fault(error)));
         }
     }
 
-    /// Answers what has just come, if that is a request that is refused as the one before.
+    /// Queues a refusal if the received bytes repeat the refused request before, and the refusal still holds.
     fn refuse_repeated(&mut self) -> bool {
-        let mut again = self.peer.repeat_refusal.borrow_mut();
-        let Some(known) = &*again else { return false };
-        // The last answer of a connection says so, and hyper sees to it.
-        let may_be = self.state.repeats_previous() && !self.state.is_last();
-        let Some(answer) = may_be.then(|| known.refuse(&self.worker)).flatten() else {
-            // It would keep the configuration of its time.
-            *again = None;
+        let mut repeat_refusal = self.peer.repeat_refusal.borrow_mut();
+        let Some(refusal) = &*repeat_refusal else { return false };
+        // The last response of a connection has `Connection: close`, which hyper must see.
+        let is_possible = self.state.repeats_previous() && !self.state.is_last();
+        let Some(response) = is_possible.then(|| refusal.refuse(&self.worker)).flatten() else {
+            // Dropped, because it holds the configuration of the request before.
+            *repeat_refusal = None;
             return false;
         };
         self.state.begin_request(Some(0));
         self.state.record_progress();
         self.state.finish_response();
-        (self.queued, self.is_sending_refusal) = (answer, true);
+        (self.queued, self.is_sending_refusal) = (response, true);
         true
     }
 
-    /// Sends what is left of an answer to a request that was refused again.
+    /// Sends the rest of the response to a repeated request.
     fn poll_send_refusal(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_send_queued(cx))?;
         ready!(Pin::new(&mut self.stream).poll_flush(cx))?;
@@ -144,11 +148,12 @@ impl Http1Io {
         Poll::Ready(Ok(()))
     }
 
+    /// Sends `queued`, and waiting informational responses.
     fn poll_send_queued(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.queued.is_empty()
-            && let Some(hints) = self.state.informational().take()
+            && let Some(heads) = self.state.informational().take()
         {
-            self.queued = hints;
+            self.queued = heads;
         }
         while !self.queued.is_empty() {
             let sent = Pin::new(&mut self.stream).poll_write(cx, &self.queued);
@@ -161,17 +166,17 @@ impl Http1Io {
         Poll::Ready(Ok(()))
     }
 
-    /// Notices a client that goes away while its answer is made; wakes the task when it does. hyper
-    /// would read to find out, into a buffer that it has to allocate for that.
+    /// Ready with an error when the client closes the connection while its response is made; else wakes the task then. hyper
+    /// would have to read to notice, into a buffer allocated for that.
     fn poll_client_closed(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.has_pipelined_bytes {
-            // Behind what it has sent, its end can not be read. A request that waits is looked after now and
-            // then, so that nobody holds a place who is gone.
-            let gone = match &self.close_watcher {
-                Some(ending) => ending.poll_closed(&self.stream, cx).is_ready(),
+            // The end of the stream cannot be read behind unread bytes. A delayed request is polled now and then, so that a
+            // client that is gone does not hold a place among the waiters.
+            let is_closed = match &self.close_watcher {
+                Some(watcher) => watcher.poll_closed(&self.stream, cx).is_ready(),
                 None => self.state.is_delayed().get() && self.stream.is_closed_by_peer(),
             };
-            return if gone { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
+            return if is_closed { Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into())) } else { Poll::Pending };
         }
         if ready!(self.stream.poll_has_data(cx))? {
             self.has_pipelined_bytes = true;
@@ -195,20 +200,20 @@ impl Http1Io {
         Poll::Ready(())
     }
 
-    /// Closes the connection at once, with whatever waits to be sent. The kernel would keep all of that for as long as the
-    /// client asks for a byte of it now and then.
+    /// Resets the connection and discards unsent bytes. The kernel would otherwise keep them for as long as the client reads
+    /// a byte now and then.
     pub fn reset(self) {
         self.stream.reset_on_close();
     }
 }
 
-/// What a closing connection still reads.
+/// Progress of a closing connection that still reads.
 struct LingerState {
     timer: Pin<Box<Sleep>>,
-    /// How many steps are over, and how many of them in a row were without a byte.
+    /// Steps that are over, and how many of the last ones were without a byte.
     steps: u32,
     quiet_steps: u32,
-    /// Bytes read, now and at the end of the last step.
+    /// Bytes read so far, and at the end of the last step.
     read: usize,
     read_before: usize,
 }
@@ -218,7 +223,7 @@ impl LingerState {
         LingerState { timer: Box::pin(tokio::time::sleep(LINGER)), steps: 0, quiet_steps: 0, read: 0, read_before: 0 }
     }
 
-    /// Whether it took too long; wakes the task at the end of each step.
+    /// Whether lingering ends; if not, the task is woken at the end of the step.
     fn is_expired(&mut self, cx: &mut Context<'_>) -> bool {
         while self.timer.as_mut().poll(cx).is_ready() {
             self.steps += 1;
@@ -246,11 +251,11 @@ impl AsyncRead for Http1Io {
                 ready!(this.poll_send_refusal(cx))?;
             }
             let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
-            let came = buffer.filled().len() > before;
-            this.is_read_closed |= !came;
+            let has_bytes = buffer.filled().len() > before;
+            this.is_read_closed |= !has_bytes;
             this.has_pipelined_bytes = false;
             this.close_watcher = None;
-            if came {
+            if has_bytes {
                 this.state.receive(&buffer.filled()[before..])?;
                 if this.refuse_repeated() {
                     buffer.set_filled(before);
@@ -305,8 +310,8 @@ impl AsyncWrite for Http1Io {
             return Poll::Ready(Ok(()));
         }
         this.state.record_caught_up();
-        if let Poll::Ready(gone) = this.poll_client_closed(cx) {
-            return Poll::Ready(gone);
+        if let Poll::Ready(closed) = this.poll_client_closed(cx) {
+            return Poll::Ready(closed);
         }
         Poll::Ready(Ok(()))
     }

@@ -1,4 +1,4 @@
-//! HTTP/1.1 connections of clients.
+//! HTTP/1.1 connections of clients, served by hyper.
 
 pub mod chunked;
 pub mod connection;
