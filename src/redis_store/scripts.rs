@@ -293,7 +293,7 @@ fn put(cmd: &mut Cmd, kind: KeyFormat, numbers: [u64; 5]) -> &mut Cmd {
     numbers.into_iter().fold(cmd, |cmd, number| cmd.arg(number))
 }
 
-/// What a server said to [`take`], call by call; `None` if that is no answer to it.
+/// Parses the reply of a server to [`acquire_command`], call by call; `None` if the reply is malformed.
 pub fn parse_acquire_reply<'a>(
     reply: &Value,
     calls: impl Iterator<Item = &'a AcquireCall>,
