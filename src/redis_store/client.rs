@@ -102,7 +102,7 @@ impl RedisClient {
             };
             let (decision, node) = self.run(base, &take).await?;
             let holds =
-                |key| StoreError::Key(format!("{node}: key `{key}` holds another type of value than a counter"));
+                |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
             let answer = decision.map_err(holds)?;
             let AcquireReply::OtherWindow { time_ms } = answer else { return Ok(answer) };
             // Nothing was acquired: the first of the two windows has ended.

@@ -131,7 +131,7 @@ fn foreign_writes_count_and_grant_nothing() {
             redis.cli(&["SET", "t:{a}:1", value]);
             let two = [plain("t:{a}:good", 1, 5), want[0].clone()];
             let Err(StoreError::Key(why)) = store.acquire(&two, 0).await else { panic!("{value}") };
-            assert!(why.contains("`t:{a}:1` holds something else"), "{why}");
+            assert!(why.contains("`t:{a}:1` holds a value that is not a counter"), "{why}");
             assert_eq!(redis.keys(), ["t:{a}:1"], "nothing is written if anything is wrong");
         }
         redis.cli(&["DEL", "t:{a}:1"]);
