@@ -10,7 +10,8 @@ use std::collections::{BinaryHeap, HashMap};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use transom::redis_store::{SWEEP, lease_sizing};
+use transom::redis_store::lease_sizing;
+use transom::redis_store::shared_counters::SWEEP;
 
 const PERIOD_US: u64 = 10_000_000;
 const WINDOWS: u64 = 2;

@@ -32,7 +32,7 @@ use crate::persistence::background::BackgroundWriter;
 use crate::persistence::counters::Counters;
 use crate::proxy::compiled_config::CompiledConfig;
 use crate::proxy::worker_state::WorkerState;
-use crate::redis_store::SharedCounters;
+use crate::redis_store::shared_counters::SharedCounters;
 use crate::upstream::health_check;
 use crate::upstream::server_health::{self, UpstreamHealth};
 use error::{ReloadError, StartError, TooManyLayers};

@@ -33,9 +33,9 @@ use crate::metrics::Registry;
 use crate::metrics::events::{BUILD_INFO, CLOCK_OFFSET, COUNTERS, NAMES, OVERFLOW};
 use crate::metrics::exposition::{Reading, render};
 use crate::persistence::counters::Counters;
-use crate::redis_store::SharedCounters;
 use crate::redis_store::admin_queries::{KeyQuery, KeyState};
 use crate::redis_store::decision::Unavailable;
+use crate::redis_store::shared_counters::SharedCounters;
 use crate::upstream::server_health::UpstreamHealth;
 
 mod write_timeout;

@@ -17,7 +17,7 @@ use crate::http::error::RequestError;
 use crate::metrics::events::WorkerMetrics;
 use crate::metrics::redis::StoreMetrics;
 use crate::metrics::{Registry, WorkerId};
-use crate::redis_store::SharedCounters;
+use crate::redis_store::shared_counters::SharedCounters;
 use crate::timer::Timers;
 use transom_limiter::deferred_refunds::DeferredRefunds;
 use transom_limiter::table::Table;

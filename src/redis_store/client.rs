@@ -101,8 +101,7 @@ impl RedisClient {
                 connection::acquire(connection, &self.0.scripts, call_data.clone(), way).await
             };
             let (decision, node) = self.run(base, &take).await?;
-            let holds =
-                |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
+            let holds = |key| StoreError::Key(format!("{node}: key `{key}` holds a value that is not a counter"));
             let answer = decision.map_err(holds)?;
             let AcquireReply::OtherWindow { time_ms } = answer else { return Ok(answer) };
             // Nothing was acquired: the first of the two windows has ended.

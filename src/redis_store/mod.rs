@@ -25,8 +25,6 @@ mod outage;
 mod reconnecting;
 pub mod scripts;
 mod sentinel;
-mod shared_counters;
+pub mod shared_counters;
 mod token_fetch;
 mod unreported_usage;
-
-pub use shared_counters::{SWEEP, SharedCounters};

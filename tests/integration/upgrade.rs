@@ -306,7 +306,7 @@ fn a_starting_process_can_be_stopped() {
     eventually("it stops", || !is_alive(pid));
     dynasty.first.signal("CONT");
     // It may have said before that it is ready.
-    dynasty.logged("this process goes on: the new process ended before it was ");
+    dynasty.logged("this process keeps serving: the new process ended before it was ");
     dynasty.logged("stopped before the former process handed over");
     dynasty.first.get("/a").expect(200);
 }
