@@ -159,5 +159,5 @@ fn two_keys_never_share_a_count_when_one_reuses_the_slot_of_the_other() {
         assert_eq!((other.as_str(), used(&table, l(), 200)), ("Paid(200)", (1, 200)));
         late
     });
-    assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), ["Late", "Paid"]);
+    assert_eq!(outcomes.into_iter().collect::<Vec<_>>(), ["Acquired", "Late"]);
 }
