@@ -223,7 +223,7 @@ mod tests {
         };
         assert_eq!([(); 3].map(|()| next(&[GET], &[0])), [false, true, true]);
         assert_eq!([OTHER, OTHER, GET].map(|bytes| next(&[bytes], &[0])), [false, true, false]);
-        // In pieces, behind an empty line, two at once: what is not plainly the same is another.
+        // In pieces, behind an empty line, two at once: only a head received exactly as before counts as repeated.
         assert!(!next(&[&GET[..9], &GET[9..]], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
         assert!(!next(&[&[b"\r\n", GET].concat()], &[0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));
         assert!(!next(&[&GET.repeat(2)], &[0, 0]) && !next(&[GET], &[0]) && next(&[GET], &[0]));

@@ -1,5 +1,4 @@
-//! One client connection that speaks HTTP/2: h2's settings, the limits on the connection as a whole,
-//! and its end.
+//! One HTTP/2 client connection: h2's settings, the limits on the connection as a whole, keepalive, and the end.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -8,14 +7,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use h2::Reason;
 use h2::server::{Builder, Connection, Handshake};
+use h2::{Ping, PingPong, Reason};
 
 use crate::config::Config;
 use crate::downstream::drain::DrainGuard;
 use crate::downstream::http2::flood_guard::Budget;
 use crate::downstream::http2::hpack;
-use crate::downstream::http2::keepalive::Keepalive;
 use crate::downstream::http2::monitor::{Limits, Monitor, MonitoredIo, TimeoutAction};
 use crate::downstream::http2::stream::Streams;
 use crate::http::error::RequestError;
@@ -25,46 +23,50 @@ use crate::proxy::request_record;
 use crate::proxy::worker_state::WorkerState;
 use crate::timer::Timer;
 
-/// What is read of a body before the one who wants it takes it; of one stream, and of all.
+/// Receive windows: bytes of request bodies that may wait to be read, per stream and per connection.
 const STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 const CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
-/// What is kept of an answer until the client takes it.
+/// Bytes of a response body that h2 buffers per stream until the client reads them.
 const SEND_BUFFER_BYTES: usize = 64 * 1024;
-/// What a header block may have on its way, where its fields may have less: enough for their names and values to be told too large.
+/// Minimum limit on an encoded header block, if the limit on decoded fields is smaller: a block slightly too large gets a
+/// 431 response, and is not counted as abuse.
 const BLOCK_BYTES: usize = 64 * 1024;
-/// Of a frame's payload, as most peers have it.
+/// SETTINGS_MAX_FRAME_SIZE, the default of RFC 9113.
 const FRAME_MAX_BYTES: u32 = 16 * 1024;
 
-/// How long things may take on a connection, and how large heads may be.
+/// Time limit for the acknowledgement of a PING.
+const PONG_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Timeouts of a connection and limits on heads.
 fn limits(config: &Config) -> Limits {
     let (timeouts, idle) = (&config.timeouts, config.http2.idle);
     let body_ms = u64::try_from(timeouts.body.as_millis()).unwrap_or(u64::MAX);
-    let least = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
+    let min_body_bytes = config.limits.min_response_rate.saturating_mul(body_ms) / 1000;
     let request = hpack::Limits { fields: config.limits.request_fields, bytes: config.limits.request_head };
-    Limits { head: timeouts.request_head, idle, body: timeouts.body, min_body_bytes: least, request }
+    Limits { head: timeouts.request_head, idle, body: timeouts.body, min_body_bytes, request }
 }
 
-/// A connection that speaks, or is about to.
+/// State of the h2 connection.
 enum H2State {
     Handshaking(Handshake<MonitoredIo, Bytes>),
     Open(Connection<MonitoredIo, Bytes>, Option<Keepalive>),
 }
 
-/// A connection and all that happens on it.
+/// A connection, its streams and its keepalive.
 struct ServerConnection {
     h2: H2State,
     streams: Streams,
     monitor: Rc<Monitor>,
-    /// What asks a client that says nothing whether it is there; `None` where nothing does.
+    /// Interval and timer of the keepalive until the handshake is complete; `None`: no keepalive.
     keepalive: Option<(Duration, Rc<Timer>)>,
-    /// The client has been told that the connection ends, or will be when it is open.
+    /// GOAWAY was sent, or is sent once the handshake is complete.
     is_shutting_down: bool,
-    /// The client did not answer a PING.
+    /// The client did not acknowledge a PING.
     is_peer_lost: bool,
 }
 
 impl ServerConnection {
-    /// Takes what requests there are, and answers those that can be answered at once; ready at the connection's end.
+    /// Accepts received requests, and sends the responses that are ready at once; ready when the connection ends.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
             match &mut self.h2 {
@@ -74,12 +76,13 @@ impl ServerConnection {
                         connection.graceful_shutdown();
                     }
                     let pings = self.keepalive.take().zip(connection.ping_pong());
-                    let pulse = pings.map(|((every, timer), pings)| Keepalive::new(pings, &self.monitor, every, timer));
-                    self.h2 = H2State::Open(connection, pulse);
+                    let keepalive =
+                        pings.map(|((every, timer), pings)| Keepalive::new(pings, &self.monitor, every, timer));
+                    self.h2 = H2State::Open(connection, keepalive);
                 }
-                H2State::Open(connection, pulse) => {
-                    if let Some(pulse) = pulse
-                        && pulse.poll_peer_lost(cx).is_ready()
+                H2State::Open(connection, keepalive) => {
+                    if let Some(keepalive) = keepalive
+                        && keepalive.poll_peer_lost(cx).is_ready()
                     {
                         self.is_peer_lost = true;
                         connection.abrupt_shutdown(Reason::NO_ERROR);
@@ -100,7 +103,7 @@ impl ServerConnection {
         }
     }
 
-    /// Tells the client that no more requests are taken.
+    /// Sends GOAWAY: no more requests are accepted.
     fn begin_shutdown(&mut self) {
         self.is_shutting_down = true;
         if let H2State::Open(connection, _) = &mut self.h2 {
@@ -109,46 +112,51 @@ impl ServerConnection {
     }
 }
 
-/// Serves a connection until it ends. Told to drain, it finishes what is under way and closes.
-pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<WorkerState>, drain_guard: DrainGuard) {
-    let address = origin.address;
-    let view = worker.config();
-    let config = &view.compiled.config;
+/// Serves a connection until it ends. When the drain begins, it finishes the requests in flight and closes.
+pub async fn serve(
+    io: IoStream,
+    connection_info: Rc<ConnectionInfo>,
+    worker: Rc<WorkerState>,
+    drain_guard: DrainGuard,
+) {
+    let address = connection_info.address;
+    let worker_config = worker.config();
+    let config = &worker_config.compiled.config;
     let http2 = &config.http2;
     let block_bytes = config.limits.request_head.max(BLOCK_BYTES) as u32;
     let budget = Budget {
         resets: http2.max_resets,
-        // A client that does not know the limit yet may open more streams than it allows.
+        // Larger than the stream limit: a client that has not received SETTINGS yet may open more streams.
         bad_requests: http2.max_resets.max(http2.max_concurrent_streams.saturating_mul(4)),
         control: http2.max_control_frames,
         block_bytes,
     };
-    let session = Monitor::new(&worker.timers, limits(config), budget);
-    let handshake = h2_builder(config).handshake(MonitoredIo::new(wire, Rc::clone(&session)));
+    let monitor = Monitor::new(&worker.timers, limits(config), budget);
+    let handshake = h2_builder(config).handshake(MonitoredIo::new(io, Rc::clone(&monitor)));
     let mut serving = ServerConnection {
         h2: H2State::Handshaking(handshake),
-        streams: Streams::new(Rc::clone(&worker), origin, Rc::clone(&session)),
-        monitor: Rc::clone(&session),
+        streams: Streams::new(Rc::clone(&worker), connection_info, Rc::clone(&monitor)),
+        monitor: Rc::clone(&monitor),
         keepalive: http2.ping.map(|every| (every, worker.timers.new_timer())),
         is_shutting_down: false,
         is_peer_lost: false,
     };
-    // The configuration may change while the connection lasts.
-    drop(view);
-    let mut told = false;
+    // Do not hold the configuration for the life of the connection: a reload may replace it.
+    drop(worker_config);
+    let mut is_shutting_down = false;
     let ended = poll_fn(|cx| {
-        session.begin_turn();
+        monitor.begin_turn();
         loop {
             if let Poll::Ready(ended) = serving.poll(cx) {
                 return Poll::Ready(ended);
             }
-            // Polled first: a request that has already come is answered before h2 is told to close.
-            if !told && drain_guard.poll_begun(cx) {
-                told = true;
+            // Checked after polling, so that a request already received is served before h2 shuts down.
+            if !is_shutting_down && drain_guard.poll_begun(cx) {
+                is_shutting_down = true;
             } else {
-                match session.poll_timed_out(cx) {
+                match monitor.poll_timed_out(cx) {
                     None => return Poll::Pending,
-                    Some(TimeoutAction::Shutdown) => told = true,
+                    Some(TimeoutAction::Shutdown) => is_shutting_down = true,
                     Some(TimeoutAction::Close { in_head }) => {
                         if in_head {
                             request_record::record_rejected_head(&worker, address, &RequestError::HeadTimeout);
@@ -157,39 +165,83 @@ pub async fn serve(wire: IoStream, origin: Rc<ConnectionInfo>, worker: Rc<Worker
                     }
                 }
             }
-            session.begin_shutdown();
+            monitor.begin_shutdown();
             serving.begin_shutdown();
         }
     });
     if let Err(error) = ended.await {
-        tracing::debug!(%address, %error, "a client connection broke off");
+        tracing::debug!(%address, %error, "client connection failed");
     }
-    if let Some(abuse) = session.abuse() {
+    if let Some(abuse) = monitor.abuse() {
         worker.metrics.http2_abuse(abuse.name());
-        tracing::debug!(%address, kind = abuse.name(), "a client sent more than it may");
-    } else if session.is_broken() && !serving.is_peer_lost {
-        // h2 says farewell to one that does not answer a PING all the same.
+        tracing::debug!(%address, kind = abuse.name(), "client exceeded a frame limit");
+    } else if monitor.is_broken() && !serving.is_peer_lost {
+        // GOAWAY after a lost keepalive is no protocol error.
         worker.metrics.http2_abuse("protocol_error");
     }
 }
 
-/// What h2 is told of a connection.
+/// h2's settings of a connection.
 fn h2_builder(config: &Config) -> Builder {
     let streams = config.http2.max_concurrent_streams;
     let mut builder = Builder::new();
     if config.routes.iter().any(|route| route.websocket) {
-        // Clients are told that they may open WebSockets on streams (RFC 8441, section 3).
+        // Announces WebSockets on streams (RFC 8441, section 3).
         builder.enable_connect_protocol();
     }
     builder
         .max_concurrent_streams(streams)
-        // h2 counts over the life of a connection, `conduct` by the second.
+        // h2 counts over the life of a connection; `flood_guard` counts per second instead.
         .max_local_error_reset_streams(None)
-        // `hpack` answers these with 431.
+        // A larger head gets 431: from h2, or from the gateway through `header_scanner`.
         .max_header_list_size(config.limits.request_head as u32)
         .initial_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_frame_size(FRAME_MAX_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES);
     builder
+}
+
+/// Keepalive of a connection: sends a PING to a silent client, and reports the client as lost if it is not acknowledged
+/// in time.
+pub struct Keepalive {
+    pings: PingPong,
+    monitor: Rc<Monitor>,
+    /// Silence of the client after which a PING is sent.
+    interval: Duration,
+    timer: Rc<Timer>,
+    /// A PING was sent and not acknowledged yet.
+    is_awaiting_pong: bool,
+}
+
+impl Keepalive {
+    pub fn new(pings: PingPong, monitor: &Rc<Monitor>, interval: Duration, timer: Rc<Timer>) -> Keepalive {
+        timer.arm(interval);
+        Keepalive { pings, monitor: Rc::clone(monitor), interval, timer, is_awaiting_pong: false }
+    }
+
+    /// Ready once a PING was not acknowledged in time.
+    pub fn poll_peer_lost(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            if self.is_awaiting_pong && self.pings.poll_pong(cx).is_ready() {
+                self.is_awaiting_pong = false;
+                self.timer.arm(self.interval);
+            }
+            if !self.timer.poll_expired(cx) {
+                return Poll::Pending;
+            }
+            if self.is_awaiting_pong {
+                // Reported once.
+                self.timer.disarm();
+                return Poll::Ready(());
+            }
+            let left = self.interval.saturating_sub(self.monitor.silence());
+            if left.is_zero() && self.pings.send_ping(Ping::opaque()).is_ok() {
+                self.is_awaiting_pong = true;
+                self.timer.arm(PONG_TIMEOUT);
+            } else {
+                self.timer.arm(left);
+            }
+        }
+    }
 }

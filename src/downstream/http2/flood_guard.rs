@@ -1,30 +1,29 @@
-//! How a client behaves on one HTTP/2 connection: what it may send beside its requests, and which of
-//! them are unanswered.
+//! Limits on what a client may send on one HTTP/2 connection beside its requests, and the list of its unfinished requests.
 //!
-//! A frame that asks for no answer costs its sender next to nothing, and the gateway the work of reading it; PING and
-//! SETTINGS are even answered. h2 limits some of that and answers the rest for ever. So such frames are counted here,
-//! second by second. Requests are not: rules count those. This file reads no clock; time is handed in as ticks.
+//! A control frame costs its sender almost nothing, and the gateway the work of reading it; PING and SETTINGS even get a
+//! response. h2 limits some frames and responds to the rest without limit. So these frames are counted here per second.
+//! Requests are counted by rules, not here. This file reads no clock: the caller passes ticks.
 
 use crate::downstream::http2::frame_header::FrameHeader;
 
-/// Ticks of a second.
+/// Ticks per second.
 const SECOND: u64 = 10;
 
-/// A client earns some control frames with every stream it opens, and with what it is sent: windows are
-/// opened for that, and round trips measured.
+/// Additional control frames that a client may send for each stream that it opens, and for each so many bytes sent to it: it
+/// sends WINDOW_UPDATE for them, and PING to measure round trips.
 const EARNED_BY_STREAM: u32 = 8;
 const BYTES_FOR_ONE: u32 = 1024;
 
-/// What a frame of a header block adds to its payload.
+/// Length of a frame header, which counts as part of a header block.
 const FRAME_HEAD_BYTES: u32 = 9;
 
-/// Error codes of RST_STREAM that tell a client that it was wrong (RFC 9113, section 7): PROTOCOL_ERROR, FLOW_CONTROL_ERROR,
+/// Whether an error code of RST_STREAM blames the client (RFC 9113, section 7): PROTOCOL_ERROR, FLOW_CONTROL_ERROR,
 /// STREAM_CLOSED, FRAME_SIZE_ERROR and REFUSED_STREAM.
 pub fn blames_client(code: u32) -> bool {
     matches!(code, 1 | 3 | 5 | 6 | 7)
 }
 
-/// What a client did too often.
+/// What a client sent too often.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Abuse {
     Reset,
@@ -34,13 +33,13 @@ pub enum Abuse {
     WindowUpdate,
     EmptyData,
     Continuation,
-    /// Requests that are malformed, that have too large a head, or that there is no room for.
+    /// Requests that are malformed, have too large a head, or exceed the limits of the connection.
     BadRequest,
     Unknown,
 }
 
 impl Abuse {
-    /// As metrics call it.
+    /// The value of the label `kind` in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Abuse::Reset => "reset",
@@ -56,60 +55,61 @@ impl Abuse {
     }
 }
 
-/// What a connection may do in a second.
+/// Limits of a connection per second.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// Streams that the client resets.
+    /// Streams reset by the client.
     pub resets: u32,
-    /// Requests that are refused for their heads, and streams that the gateway resets because of what the client has sent.
+    /// Requests rejected because of their heads, and streams that the gateway resets because of what the client sent.
     pub bad_requests: u32,
+    /// Control frames, beside those earned.
     pub control: u32,
-    /// Of one header block, as it comes, with the heads of its frames.
+    /// Size of one encoded header block, with its frame headers (not per second).
     pub block_bytes: u32,
 }
 
-/// A request whose answer has not been sent to its end.
+/// A request whose response was not sent completely.
 #[derive(Clone, Copy, Debug)]
 struct PendingStream {
     stream: u32,
-    /// Of its head, as far as it has come to the streams.
+    /// Size of its decoded head; 0 until the head is complete.
     head_bytes: usize,
     rejection: Option<HeadRejection>,
 }
 
-/// Why a request is not served whose head has come to the streams.
+/// Why a request with a valid head is not served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HeadRejection {
     TooLarge,
-    /// All heads of the connection are.
+    /// The heads of all requests on the connection are too large together.
     ConnectionFull,
 }
 
-/// What was seen of a connection.
+/// Counts of one connection.
 #[derive(Debug)]
 pub struct FloodGuard {
     budget: Budget,
-    /// The tick at which the second began.
+    /// The tick at which the current second began.
     second_start: u64,
     resets: u32,
     bad_requests: u32,
     control: u32,
-    /// Control frames that were earned in this second.
+    /// Additional control frames allowed in this second.
     earned: u32,
-    /// Bytes sent that have not earned anything yet.
+    /// Bytes sent that have not earned a control frame yet.
     sent: u32,
-    /// Bytes of the header block that is under way; `None` between blocks.
+    /// Bytes of the header block being received; `None` between blocks.
     block_bytes_received: Option<u32>,
-    /// The last block ends with the frame that is under way.
+    /// The header block ends with the current frame.
     block_ends: bool,
-    /// A frame has come.
+    /// A frame was received.
     has_first_frame: bool,
     last_stream: u32,
-    /// There are few.
+    /// Unfinished requests. There are few, so that a search is cheap.
     pending: Vec<PendingStream>,
-    /// Of all their heads.
+    /// Size of all their heads.
     head_bytes: usize,
-    /// So many of them have a flaw.
+    /// How many of them have a rejection.
     rejected_heads: usize,
 }
 
@@ -133,34 +133,34 @@ impl FloodGuard {
         }
     }
 
-    /// Of the heads of all requests that are not answered yet.
+    /// Size of the decoded heads of all unfinished requests.
     pub fn head_bytes(&self) -> usize {
         self.head_bytes
     }
 
-    /// What is wrong with the head of a request.
+    /// Why a request is not served, if it is not.
     pub fn rejection_of(&self, stream: u32) -> Option<HeadRejection> {
         if self.rejected_heads == 0 {
             return None;
         }
-        self.pending.iter().find(|known| known.stream == stream).and_then(|known| known.rejection)
+        self.pending.iter().find(|request| request.stream == stream).and_then(|request| request.rejection)
     }
 
-    /// The head of a request was read.
-    pub fn record_head(&mut self, stream: u32, bytes: usize, flaw: Option<HeadRejection>) {
-        if let Some(known) = self.pending.iter_mut().rev().find(|known| known.stream == stream) {
-            (known.head_bytes, known.rejection) = (bytes, flaw);
+    /// Records the decoded head of a request.
+    pub fn record_head(&mut self, stream: u32, bytes: usize, rejection: Option<HeadRejection>) {
+        if let Some(request) = self.pending.iter_mut().rev().find(|request| request.stream == stream) {
+            (request.head_bytes, request.rejection) = (bytes, rejection);
             self.head_bytes += bytes;
-            self.rejected_heads += usize::from(flaw.is_some());
+            self.rejected_heads += usize::from(rejection.is_some());
         }
     }
 
-    /// Whether the client has come to its first frame.
+    /// Whether the client has sent its first frame.
     pub fn has_first_frame(&self) -> bool {
         self.has_first_frame
     }
 
-    /// Whether a request is on its way to be answered.
+    /// Whether a request is unfinished.
     pub fn is_busy(&self) -> bool {
         !self.pending.is_empty()
     }
@@ -170,12 +170,12 @@ impl FloodGuard {
         self.last_stream
     }
 
-    /// Whether the head of a request has begun and not ended.
+    /// Whether a header block has begun and not ended.
     pub fn is_in_head(&self) -> bool {
         self.block_bytes_received.is_some()
     }
 
-    /// The frame that was heard last has come as a whole.
+    /// Records that the last frame was received completely.
     pub fn complete_frame(&mut self) {
         if self.block_ends {
             self.block_bytes_received = None;
@@ -183,7 +183,7 @@ impl FloodGuard {
         }
     }
 
-    /// A frame begins to come.
+    /// Records a received frame header. Returns the abuse, if a limit is exceeded.
     pub fn record_received(&mut self, frame: FrameHeader, tick: u64) -> Option<Abuse> {
         self.roll_second(tick);
         self.has_first_frame = true;
@@ -191,7 +191,7 @@ impl FloodGuard {
         match frame.kind {
             FrameHeader::HEADERS => {
                 if frame.stream > self.last_stream {
-                    // h2 refuses requests beyond the streams that there may be, and ignores all once it leaves.
+                    // h2 rejects streams beyond the limit, and ignores all after GOAWAY.
                     if self.pending.len() >= self.budget.bad_requests as usize {
                         return Some(Abuse::BadRequest);
                     }
@@ -210,9 +210,9 @@ impl FloodGuard {
                 self.resets += 1;
                 (self.resets > self.budget.resets).then_some(Abuse::Reset)
             }
-            // h2 takes as many as were asked for.
+            // h2 accepts only as many as it has sent SETTINGS.
             FrameHeader::SETTINGS if frame.is_acknowledgement() => None,
-            // It takes any number of answers to a PING that was never sent.
+            // Acknowledgements count too: h2 accepts any number of them, even without a PING.
             FrameHeader::PING => self.record_control_frame(Abuse::Ping),
             FrameHeader::SETTINGS => self.record_control_frame(Abuse::Settings),
             FrameHeader::PRIORITY => self.record_control_frame(Abuse::Priority),
@@ -221,7 +221,7 @@ impl FloodGuard {
         }
     }
 
-    /// A frame begins to be sent.
+    /// Records a sent frame header.
     pub fn record_sent_frame(&mut self, frame: FrameHeader, tick: u64) -> Option<Abuse> {
         if frame.ends_stream() || frame.kind == FrameHeader::RST_STREAM {
             self.finish_stream(frame.stream);
@@ -232,7 +232,7 @@ impl FloodGuard {
         None
     }
 
-    /// A request was bad, or its stream.
+    /// Counts a bad request.
     pub fn bad_request(&mut self, tick: u64) -> Option<Abuse> {
         self.roll_second(tick);
         self.bad_requests += 1;
@@ -246,7 +246,7 @@ impl FloodGuard {
         }
     }
 
-    /// So many bytes were sent.
+    /// Counts sent bytes, which earn control frames.
     pub fn record_sent_bytes(&mut self, bytes: usize) {
         let sent = self.sent.saturating_add(bytes as u32);
         self.earned = self.earned.saturating_add(sent / BYTES_FOR_ONE);
@@ -266,10 +266,10 @@ impl FloodGuard {
     }
 
     fn finish_stream(&mut self, stream: u32) {
-        if let Some(at) = self.pending.iter().position(|known| known.stream == stream) {
-            let known = self.pending.swap_remove(at);
-            self.head_bytes -= known.head_bytes;
-            self.rejected_heads -= usize::from(known.rejection.is_some());
+        if let Some(at) = self.pending.iter().position(|request| request.stream == stream) {
+            let request = self.pending.swap_remove(at);
+            self.head_bytes -= request.head_bytes;
+            self.rejected_heads -= usize::from(request.rejection.is_some());
         }
     }
 }
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_the_budget_of_a_second_is_told_by_its_kind() {
+    fn frames_beyond_the_limit_of_a_second_are_reported_by_kind() {
         for (kind, flags, abuse) in [
             (FrameHeader::PING, 0, Abuse::Ping),
             (FrameHeader::PING, 1, Abuse::Ping),
@@ -295,100 +295,99 @@ mod tests {
             (FrameHeader::DATA, 0, Abuse::EmptyData),
             (0xfa, 0, Abuse::Unknown),
         ] {
-            let mut conduct = FloodGuard::new(BUDGET, 7);
+            let mut guard = FloodGuard::new(BUDGET, 7);
             for tick in [7, 17, 27] {
-                (0..5).for_each(|_| {
-                    assert_eq!(conduct.record_received(frame(kind, flags, 0, 0), tick), None, "{abuse:?}")
-                });
+                (0..5)
+                    .for_each(|_| assert_eq!(guard.record_received(frame(kind, flags, 0, 0), tick), None, "{abuse:?}"));
             }
-            assert_eq!(conduct.record_received(frame(kind, flags, 0, 0), 36), Some(abuse));
+            assert_eq!(guard.record_received(frame(kind, flags, 0, 0), 36), Some(abuse));
         }
-        let mut conduct = FloodGuard::new(BUDGET, 0);
+        let mut guard = FloodGuard::new(BUDGET, 0);
         for n in 1..=3 {
-            assert_eq!(conduct.record_received(frame(FrameHeader::HEADERS, 5, 2 * n - 1, 10), 0), None);
-            assert_eq!(conduct.record_received(frame(FrameHeader::RST_STREAM, 0, 2 * n - 1, 4), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::HEADERS, 5, 2 * n - 1, 10), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::RST_STREAM, 0, 2 * n - 1, 4), 0), None);
         }
-        assert!(!conduct.is_busy());
-        assert_eq!(conduct.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 9), Some(Abuse::Reset));
-        assert_eq!(conduct.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 10), None);
+        assert!(!guard.is_busy());
+        assert_eq!(guard.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 9), Some(Abuse::Reset));
+        assert_eq!(guard.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 10), None);
     }
 
     #[test]
-    fn requests_answers_and_acknowledgements_are_free() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
+    fn requests_responses_and_acknowledgements_are_not_limited() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
         for n in 0..1000 {
-            assert_eq!(conduct.record_received(frame(FrameHeader::HEADERS, 4, 2 * n + 1, 10), 0), None);
-            assert_eq!(conduct.record_received(frame(FrameHeader::DATA, 0, 2 * n + 1, 10), 0), None);
-            assert_eq!(conduct.record_received(frame(FrameHeader::DATA, 1, 2 * n + 1, 0), 0), None);
-            assert_eq!(conduct.record_received(frame(FrameHeader::PING, 1, 0, 8), 0), None);
-            assert_eq!(conduct.record_sent_frame(frame(FrameHeader::HEADERS, 5, 2 * n + 1, 10), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::HEADERS, 4, 2 * n + 1, 10), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::DATA, 0, 2 * n + 1, 10), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::DATA, 1, 2 * n + 1, 0), 0), None);
+            assert_eq!(guard.record_received(frame(FrameHeader::PING, 1, 0, 8), 0), None);
+            assert_eq!(guard.record_sent_frame(frame(FrameHeader::HEADERS, 5, 2 * n + 1, 10), 0), None);
         }
-        assert!(!conduct.is_busy() && !conduct.is_in_head());
+        assert!(!guard.is_busy() && !guard.is_in_head());
     }
 
     #[test]
-    fn streams_and_answers_earn_control_frames() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
-        conduct.record_received(frame(FrameHeader::HEADERS, 5, 1, 10), 0);
-        (0..4).for_each(|_| conduct.record_sent_bytes(512));
+    fn streams_and_responses_earn_control_frames() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
+        guard.record_received(frame(FrameHeader::HEADERS, 5, 1, 10), 0);
+        (0..4).for_each(|_| guard.record_sent_bytes(512));
         let allowed =
-            (0..100).take_while(|_| conduct.record_received(frame(FrameHeader::WINDOW_UPDATE, 0, 0, 4), 0).is_none());
+            (0..100).take_while(|_| guard.record_received(frame(FrameHeader::WINDOW_UPDATE, 0, 0, 4), 0).is_none());
         assert_eq!(allowed.count(), 5 + 8 + 2);
     }
 
     #[test]
-    fn bad_requests_are_counted_and_forgotten_with_their_second() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
+    fn bad_requests_are_counted_per_second() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
         let reset = |code| FrameHeader { code, ..frame(FrameHeader::RST_STREAM, 0, 1, 4) };
         // A stream that ends because the client cancelled it, or because an upstream failed, is no abuse.
         (0..9).for_each(|code| {
             let expected = (code == 6 || code == 7).then_some(Abuse::BadRequest);
-            assert_eq!(conduct.record_sent_frame(reset(code), 9), expected, "{code}");
+            assert_eq!(guard.record_sent_frame(reset(code), 9), expected, "{code}");
         });
-        assert_eq!(conduct.record_sent_frame(reset(1), 10), None);
+        assert_eq!(guard.record_sent_frame(reset(1), 10), None);
     }
 
     #[test]
-    fn requests_that_nobody_answers_have_an_end() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
-        let mut hear =
-            |n: u32| conduct.record_received(frame(FrameHeader::HEADERS, 5, 2 * n + 1, 10), u64::from(n) * SECOND);
-        assert_eq!([0, 1, 2, 3].map(&mut hear), [None, None, None, Some(Abuse::BadRequest)]);
+    fn unfinished_requests_are_limited() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
+        let mut receive =
+            |n: u32| guard.record_received(frame(FrameHeader::HEADERS, 5, 2 * n + 1, 10), u64::from(n) * SECOND);
+        assert_eq!([0, 1, 2, 3].map(&mut receive), [None, None, None, Some(Abuse::BadRequest)]);
     }
 
     #[test]
-    fn heads_are_known_until_they_are_answered() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
-        for (stream, flaw) in [(1, None), (3, Some(HeadRejection::TooLarge)), (5, None)] {
-            conduct.record_received(frame(FrameHeader::HEADERS, 5, stream, 10), 0);
-            conduct.record_head(stream, 100, flaw);
+    fn heads_are_counted_until_their_response_is_sent() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
+        for (stream, rejection) in [(1, None), (3, Some(HeadRejection::TooLarge)), (5, None)] {
+            guard.record_received(frame(FrameHeader::HEADERS, 5, stream, 10), 0);
+            guard.record_head(stream, 100, rejection);
         }
-        assert_eq!((conduct.rejection_of(1), conduct.rejection_of(3)), (None, Some(HeadRejection::TooLarge)));
-        assert_eq!(conduct.head_bytes(), 300);
-        assert_eq!(conduct.record_sent_frame(frame(FrameHeader::HEADERS, 5, 3, 10), 0), None);
-        conduct.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 0);
-        assert_eq!((conduct.rejection_of(3), conduct.head_bytes()), (None, 100));
+        assert_eq!((guard.rejection_of(1), guard.rejection_of(3)), (None, Some(HeadRejection::TooLarge)));
+        assert_eq!(guard.head_bytes(), 300);
+        assert_eq!(guard.record_sent_frame(frame(FrameHeader::HEADERS, 5, 3, 10), 0), None);
+        guard.record_received(frame(FrameHeader::RST_STREAM, 0, 5, 4), 0);
+        assert_eq!((guard.rejection_of(3), guard.head_bytes()), (None, 100));
     }
 
     #[test]
     fn a_head_ends_with_the_last_byte_of_its_last_frame() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
-        assert!(!conduct.has_first_frame());
-        conduct.record_received(frame(FrameHeader::HEADERS, 1, 1, 10), 0);
-        conduct.complete_frame();
-        assert!(conduct.has_first_frame() && conduct.is_in_head() && conduct.is_busy());
-        conduct.record_received(frame(FrameHeader::CONTINUATION, 4, 1, 10), 0);
-        assert!(conduct.is_in_head());
-        conduct.complete_frame();
-        assert!(!conduct.is_in_head());
+        let mut guard = FloodGuard::new(BUDGET, 0);
+        assert!(!guard.has_first_frame());
+        guard.record_received(frame(FrameHeader::HEADERS, 1, 1, 10), 0);
+        guard.complete_frame();
+        assert!(guard.has_first_frame() && guard.is_in_head() && guard.is_busy());
+        guard.record_received(frame(FrameHeader::CONTINUATION, 4, 1, 10), 0);
+        assert!(guard.is_in_head());
+        guard.complete_frame();
+        assert!(!guard.is_in_head());
     }
 
     #[test]
-    fn a_head_that_does_not_end_is_too_long_at_some_point() {
-        let mut conduct = FloodGuard::new(BUDGET, 0);
-        conduct.record_received(frame(FrameHeader::HEADERS, 0, 1, 16_000), 0);
-        let allowed = (0..100)
-            .take_while(|_| conduct.record_received(frame(FrameHeader::CONTINUATION, 0, 1, 16_000), 0).is_none());
+    fn a_head_without_an_end_is_limited_in_size() {
+        let mut guard = FloodGuard::new(BUDGET, 0);
+        guard.record_received(frame(FrameHeader::HEADERS, 0, 1, 16_000), 0);
+        let allowed =
+            (0..100).take_while(|_| guard.record_received(frame(FrameHeader::CONTINUATION, 0, 1, 16_000), 0).is_none());
         assert_eq!(allowed.count(), 3);
     }
 }

@@ -1,25 +1,25 @@
-//! HTTP/2 frames as they pass by (RFC 9113, section 4.1): nine bytes say what a frame is, the rest is
-//! skipped. Nothing is kept and nothing is copied.
+//! HTTP/2 frame headers (RFC 9113, section 4.1), read from a stream of bytes. Payloads are skipped and nothing is copied.
 //!
-//! This file knows no limits and no socket; what is too much is `conduct`'s business.
+//! This file knows no limits and no socket; `flood_guard` decides what is too much.
 
-/// What every client sends before its first frame (RFC 9113, section 3.4).
+/// The connection preface of a client (RFC 9113, section 3.4).
 pub const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
+/// Length of a frame header.
 pub const FRAME_HEADER_BYTES: usize = 9;
 
-/// What RST_STREAM says.
+/// Length of the error code in RST_STREAM.
 const CODE_BYTES: usize = 4;
 
-/// The head of one frame.
+/// One frame header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FrameHeader {
     pub kind: u8,
     pub flags: u8,
     pub stream: u32,
-    /// Of what follows the head, in bytes.
+    /// Payload length in bytes.
     pub length: u32,
-    /// Of RST_STREAM: why the stream ends (RFC 9113, section 7). 0 for any other frame.
+    /// Error code of RST_STREAM (RFC 9113, section 7); 0 for other reader.
     pub code: u32,
 }
 
@@ -41,6 +41,7 @@ impl FrameHeader {
     const PADDED: u8 = 8;
     const HAS_PRIORITY: u8 = 0x20;
 
+    /// Decodes a frame header.
     pub fn read(head: &[u8; FRAME_HEADER_BYTES]) -> FrameHeader {
         let [a, b, c, kind, flags, s0, s1, s2, s3] = *head;
         // The highest bit of the stream is reserved.
@@ -48,7 +49,7 @@ impl FrameHeader {
         FrameHeader { kind, flags, stream, length: u32::from_be_bytes([0, a, b, c]), code: 0 }
     }
 
-    /// The head of HEADERS or CONTINUATION in a block that takes the place of one which began with `first`.
+    /// Encodes the header of HEADERS or CONTINUATION, for a block that replaces the one beginning with `first`.
     pub fn header(kind: u8, first: FrameHeader, length: usize, is_last: bool) -> [u8; FRAME_HEADER_BYTES] {
         let [_, a, b, c] = (length as u32).to_be_bytes();
         let [s0, s1, s2, s3] = first.stream.to_be_bytes();
@@ -75,35 +76,36 @@ impl FrameHeader {
         self.flags & FrameHeader::HAS_PRIORITY != 0
     }
 
-    /// The answer to a SETTINGS or PING of ours.
+    /// The acknowledgement of a SETTINGS or PING.
     pub fn is_acknowledgement(&self) -> bool {
         matches!(self.kind, FrameHeader::SETTINGS | FrameHeader::PING) && self.flags & FrameHeader::ACK != 0
     }
 }
 
-/// Where a stream of frames stands.
+/// Reads frame headers from a stream of bytes that arrives in pieces.
 #[derive(Debug)]
 pub struct FrameReader {
-    /// Of RST_STREAM, its code as well.
+    /// The header being read; for RST_STREAM with its error code.
     head: [u8; FRAME_HEADER_BYTES + CODE_BYTES],
-    /// Bytes of it that have come.
+    /// Bytes of `head` received so far.
     filled: usize,
-    /// Bytes that are passed over before the next head.
+    /// Bytes to skip before the next frame header.
     skip: usize,
 }
 
 impl FrameReader {
-    /// What a client sends: a preface first.
+    /// For the bytes of a client, which begin with the preface.
     pub fn for_client() -> FrameReader {
         FrameReader { head: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: PREFACE.len() }
     }
 
+    /// For the bytes of a server.
     pub fn for_server() -> FrameReader {
         FrameReader { head: [0; FRAME_HEADER_BYTES + CODE_BYTES], filled: 0, skip: 0 }
     }
 
-    /// Looks at the next bytes, and tells of every frame whose head is complete.
-    pub fn read_frames(&mut self, mut bytes: &[u8], mut tell: impl FnMut(FrameHeader)) {
+    /// Reads the next bytes, and calls `on_frame` for every complete frame header.
+    pub fn read_frames(&mut self, mut bytes: &[u8], mut on_frame: impl FnMut(FrameHeader)) {
         while !bytes.is_empty() {
             if self.skip > 0 {
                 let skipped = self.skip.min(bytes.len());
@@ -111,13 +113,13 @@ impl FrameReader {
                 bytes = &bytes[skipped..];
                 continue;
             }
-            let whole =
+            let wanted =
                 if self.filled >= FRAME_HEADER_BYTES { FRAME_HEADER_BYTES + CODE_BYTES } else { FRAME_HEADER_BYTES };
-            let taken = (whole - self.filled).min(bytes.len());
+            let taken = (wanted - self.filled).min(bytes.len());
             self.head[self.filled..self.filled + taken].copy_from_slice(&bytes[..taken]);
             self.filled += taken;
             bytes = &bytes[taken..];
-            if self.filled < whole {
+            if self.filled < wanted {
                 continue;
             }
             let [head @ .., c0, c1, c2, c3] = self.head;
@@ -132,16 +134,16 @@ impl FrameReader {
                 self.skip -= CODE_BYTES;
             }
             self.filled = 0;
-            tell(frame);
+            on_frame(frame);
         }
     }
 
-    /// Whether the last frame that was told of has come as a whole.
+    /// Whether the last reported frame was received completely.
     pub fn is_frame_complete(&self) -> bool {
         self.skip == 0
     }
 
-    /// Whether another frame could begin here.
+    /// Whether the next byte begins a frame.
     pub fn is_between_frames(&self) -> bool {
         self.skip == 0 && self.filled == 0
     }
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_are_told_wherever_they_are_cut() {
+    fn frames_cut_anywhere_are_reported() {
         let mut all = PREFACE.to_vec();
         all.extend(bytes(FrameHeader::SETTINGS, 0, 0, 18));
         all.extend(bytes(FrameHeader::HEADERS, 5, 1, 300));
@@ -175,23 +177,23 @@ mod tests {
             FrameHeader { kind: FrameHeader::RST_STREAM, flags: 0, stream: 5, length: 4, code: 0xffff_ffff },
         ];
         for size in [1, 2, 8, 9, 10, 25, 1000, all.len()] {
-            let (mut frames, mut told) = (FrameReader::for_client(), Vec::new());
-            all.chunks(size).for_each(|piece| frames.read_frames(piece, |frame| told.push(frame)));
-            assert_eq!(told, expected, "pieces of {size}");
-            assert!(frames.is_between_frames());
+            let (mut reader, mut reported) = (FrameReader::for_client(), Vec::new());
+            all.chunks(size).for_each(|piece| reader.read_frames(piece, |frame| reported.push(frame)));
+            assert_eq!(reported, expected, "pieces of {size}");
+            assert!(reader.is_between_frames());
         }
         assert!(expected[1].ends_stream() && expected[1].ends_head() && expected[2].ends_stream());
         assert!(expected[3].is_acknowledgement() && !expected[3].ends_stream());
     }
 
     #[test]
-    fn a_frame_is_whole_with_its_last_byte() {
-        let (mut frames, all) = (FrameReader::for_server(), bytes(FrameHeader::HEADERS, 4, 1, 3));
-        frames.read_frames(&all[..11], |_| {});
-        assert!(!frames.is_frame_complete() && !frames.is_between_frames());
-        frames.read_frames(&all[11..], |_| {});
-        assert!(frames.is_frame_complete() && frames.is_between_frames());
-        frames.read_frames(&all[..4], |_| {});
-        assert!(frames.is_frame_complete() && !frames.is_between_frames());
+    fn a_frame_is_complete_with_its_last_byte() {
+        let (mut reader, all) = (FrameReader::for_server(), bytes(FrameHeader::HEADERS, 4, 1, 3));
+        reader.read_frames(&all[..11], |_| {});
+        assert!(!reader.is_frame_complete() && !reader.is_between_frames());
+        reader.read_frames(&all[11..], |_| {});
+        assert!(reader.is_frame_complete() && reader.is_between_frames());
+        reader.read_frames(&all[..4], |_| {});
+        assert!(reader.is_frame_complete() && !reader.is_between_frames());
     }
 }

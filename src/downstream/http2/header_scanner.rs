@@ -1,61 +1,63 @@
-//! What a client sends on an HTTP/2 connection, between its socket and h2: all of it passes, but for what h2 would end the
-//! connection for although it need not.
+//! Filters the bytes of a client between its socket and h2, so that h2 does not end the connection for errors of one stream.
 //!
-//! A block of fields is held until it is complete, and scanned (`hpack`). An empty DATA frame becomes one that is ignored: h2 bears with a
-//! hundred of them in the life of a connection, and `conduct` counts them by the second. This file knows no socket.
+//! A header block is held until it is complete, and checked by `hpack`. An empty DATA frame is replaced by a frame of an
+//! unknown type: h2 accepts only a hundred of them per connection, and `flood_guard` limits them per second. Other bytes pass
+//! unchanged. This file knows no socket.
 
 use crate::downstream::http2::frame_header::{FRAME_HEADER_BYTES, FrameHeader, PREFACE};
 use crate::downstream::http2::hpack::{BlockError, HpackScanner, Limits, MALFORMED, ScanResult};
 
-/// A frame type that is not defined; receivers ignore it (RFC 9113, section 4.1).
+/// An undefined frame type, which receivers ignore (RFC 9113, section 4.1).
 const UNKNOWN: u8 = 0xff;
-/// The largest payload that h2 takes in one frame.
+/// The largest frame payload that h2 accepts.
 const PAYLOAD_MAX_BYTES: usize = 16 * 1024;
-/// HEADERS on stream 0: an error of the connection.
+/// HEADERS on stream 0: a connection error.
 const INVALID_FRAME: [u8; FRAME_HEADER_BYTES] = [0, 0, 0, FrameHeader::HEADERS, 4, 0, 0, 0, 0];
 
-/// A block of fields that has come.
+/// A complete header block.
 #[derive(Clone, Copy, Debug)]
 pub struct HeaderBlock {
     pub stream: u32,
-    /// It opens the stream; otherwise it is trailers.
+    /// The block opens its stream; else it is a trailer section.
     pub is_head: bool,
-    /// Of its fields, as the limits count.
+    /// Size of its fields, as limits count it.
     pub bytes: usize,
     pub error: Option<BlockError>,
 }
 
-/// Observes the header blocks that pass, and bounds them.
+/// Observes complete header blocks, and limits their size.
 pub trait BlockObserver {
-    /// How many bytes of fields a head may have that comes now.
+    /// Bytes of fields that the next head may have.
     fn max_head_bytes(&self) -> usize;
+    /// Called for each complete block.
     fn record_block(&self, block: HeaderBlock);
 }
 
+/// The filter of one connection.
 #[derive(Debug)]
 pub struct HeaderScanner {
     scanner: HpackScanner,
-    /// The beginning of a frame's head, or of a block.
+    /// Bytes of an incomplete frame header or header block.
     partial: Vec<u8>,
-    /// So much of it is whole frames.
+    /// Bytes of `partial` that are complete frames.
     complete_bytes: usize,
-    /// What goes to h2 before anything else is read; so much of it has gone.
+    /// Bytes for h2, before others are read; `output_taken` of them were taken.
     output: Vec<u8>,
     output_taken: usize,
-    /// Bytes that pass before the next frame.
+    /// Bytes that pass unchecked before the next frame header.
     skip: usize,
-    /// There was a connection error, which was passed on to h2. Nothing behind it passes: h2 takes some such errors for those
-    /// of a stream, and does not read the fields then.
+    /// A connection error was passed to h2. No further bytes pass: h2 takes some of these errors for stream errors, and would
+    /// continue without decoding the fields.
     is_failed: bool,
     last_stream: u32,
 }
 
-/// Where a block ends.
+/// The end of a header block.
 enum BlockEnd {
-    /// More has to come; so much of what is there is whole frames.
+    /// The block is incomplete; length of its complete frames.
     Incomplete(usize),
     At(usize),
-    /// Another frame comes in between, or none has a place for padding.
+    /// The block is interrupted by another frame.
     Invalid,
 }
 
@@ -73,12 +75,12 @@ impl HeaderScanner {
         }
     }
 
-    /// What goes to h2 first; it is asked for until there is none.
+    /// Takes up to `most` bytes for h2. Must be called until it returns none, before bytes are read.
     pub fn take_output(&mut self, most: usize) -> &[u8] {
         let start = self.output_taken;
         self.output_taken = self.output.len().min(start + most);
         if start == self.output_taken {
-            // Memory is kept only for what comes often.
+            // Free the memory: output is rare.
             self.output = Vec::new();
             self.output_taken = 0;
             return &[];
@@ -86,16 +88,16 @@ impl HeaderScanner {
         &self.output[start..self.output_taken]
     }
 
-    /// Looks at what has come. So many of the bytes pass as they are; the others are held, or ready.
-    pub fn filter(&mut self, bytes: &mut [u8], watch: &impl BlockObserver) -> usize {
+    /// Filters received bytes. Returns how many of them, from the start, pass unchanged; the others are held or in the output.
+    pub fn filter(&mut self, bytes: &mut [u8], observer: &impl BlockObserver) -> usize {
         if self.partial.is_empty() {
-            let (passed, taken) = self.filter_frames(bytes, false, watch);
+            let (passed, taken) = self.filter_frames(bytes, false, observer);
             self.partial.extend_from_slice(&bytes[taken..]);
             return passed;
         }
         let mut held = std::mem::take(&mut self.partial);
         held.extend_from_slice(bytes);
-        let (_, taken) = self.filter_frames(&mut held, true, watch);
+        let (_, taken) = self.filter_frames(&mut held, true, observer);
         if taken < held.len() {
             held.drain(..taken);
             self.partial = held;
@@ -103,9 +105,9 @@ impl HeaderScanner {
         0
     }
 
-    /// Takes whole frames. How many bytes pass unchanged, and how many were taken; those between are ready. All of them are
-    /// if it is `diverted`.
-    fn filter_frames(&mut self, bytes: &mut [u8], mut diverted: bool, watch: &impl BlockObserver) -> (usize, usize) {
+    /// Filters complete frames. Returns how many bytes pass unchanged, and how many were consumed; those between are in the
+    /// output. If `diverted`, all consumed bytes are in the output.
+    fn filter_frames(&mut self, bytes: &mut [u8], mut diverted: bool, observer: &impl BlockObserver) -> (usize, usize) {
         let (mut at, mut passed) = (0, 0);
         while at < bytes.len() {
             if self.is_failed {
@@ -128,8 +130,8 @@ impl HeaderScanner {
                             continue;
                         }
                         BlockEnd::At(end) => {
-                            if let Some(instead) = self.scan_block(&left[..end], frame, watch) {
-                                self.output.extend_from_slice(&instead);
+                            if let Some(replacement) = self.scan_block(&left[..end], frame, observer) {
+                                self.output.extend_from_slice(&replacement);
                                 diverted = true;
                                 at += end;
                                 continue;
@@ -138,7 +140,7 @@ impl HeaderScanner {
                         }
                     }
                 } else if frame.kind == FrameHeader::PUSH_PROMISE {
-                    // No client sends one (RFC 9113, section 8.4). It has fields as well.
+                    // A client must not send PUSH_PROMISE (RFC 9113, section 8.4), and it would change the HPACK table.
                     self.fail_connection();
                     continue;
                 } else {
@@ -161,13 +163,15 @@ impl HeaderScanner {
         (passed, at)
     }
 
+    /// Makes h2 end the connection.
     fn fail_connection(&mut self) {
         self.output.extend_from_slice(&INVALID_FRAME);
         self.is_failed = true;
     }
 
-    /// Scans a block of whole frames, the first of which is `first`. What takes its place, if it does not go on as it is.
-    fn scan_block(&mut self, frames: &[u8], first: FrameHeader, watch: &impl BlockObserver) -> Option<Vec<u8>> {
+    /// Checks a block of complete frames that begins with `first`. Returns the frames that replace it; `None`: it passes
+    /// unchanged.
+    fn scan_block(&mut self, frames: &[u8], first: FrameHeader, observer: &impl BlockObserver) -> Option<Vec<u8>> {
         let mut gathered = Vec::new();
         let payload = &frames[FRAME_HEADER_BYTES..][..first.length as usize];
         let Some(mut block) = fragment(payload, first) else {
@@ -186,32 +190,32 @@ impl HeaderScanner {
         }
         let is_head = first.stream > self.last_stream;
         self.last_stream = self.last_stream.max(first.stream);
-        let room = if is_head { watch.max_head_bytes() } else { usize::MAX };
-        let ScanResult { bytes, error: mut flaw } = self.scanner.scan(block, room);
-        if flaw.is_none() && depends_on_itself(payload, first) {
-            // An error of the stream, for which h2 would leave the fields unread.
-            flaw = Some((BlockError::Malformed, [block, MALFORMED].concat()));
+        let max_bytes = if is_head { observer.max_head_bytes() } else { usize::MAX };
+        let ScanResult { bytes, mut error } = self.scanner.scan(block, max_bytes);
+        if error.is_none() && depends_on_itself(payload, first) {
+            // A stream error for which h2 would not decode the fields.
+            error = Some((BlockError::Malformed, [block, MALFORMED].concat()));
         }
-        watch.record_block(HeaderBlock {
+        observer.record_block(HeaderBlock {
             stream: first.stream,
             is_head,
             bytes,
-            error: flaw.as_ref().map(|(flaw, _)| *flaw),
+            error: error.as_ref().map(|(error, _)| *error),
         });
-        let Some((flaw, mut block)) = flaw else {
-            // h2 reads frame by frame, and takes what is malformed in one before the last for an error of the connection.
+        let Some((error, mut block)) = error else {
+            // Joined, because h2 decodes frame by frame, and takes a malformed field before the last frame for a connection error.
             return (!gathered.is_empty()).then(|| encode_frames(first, &gathered));
         };
-        if !is_head && let BlockError::TooLarge { .. } = flaw {
-            // Trailers that are too large have no response of their own: the stream is reset.
+        if !is_head && let BlockError::TooLarge { .. } = error {
+            // Trailers that are too large have no response: the stream is reset.
             block.extend_from_slice(MALFORMED);
         }
-        self.is_failed |= flaw == BlockError::Undecodable;
+        self.is_failed |= error == BlockError::Undecodable;
         Some(encode_frames(first, &block))
     }
 }
 
-/// Where the block ends that these bytes begin with, of which so many were looked at before.
+/// Finds the end of the block at the start of `bytes`, of which `known` bytes are complete frames.
 fn block_end(bytes: &[u8], known: usize) -> BlockEnd {
     let mut at = known;
     while let Some(head) = bytes.get(at..).and_then(<[u8]>::first_chunk::<FRAME_HEADER_BYTES>) {
@@ -231,7 +235,7 @@ fn block_end(bytes: &[u8], known: usize) -> BlockEnd {
     BlockEnd::Incomplete(at)
 }
 
-/// The fields in the payload of HEADERS (RFC 9113, section 6.2).
+/// The field block fragment in the payload of HEADERS (RFC 9113, section 6.2); `None`: its padding is invalid.
 fn fragment(payload: &[u8], frame: FrameHeader) -> Option<&[u8]> {
     let (padding, payload) = match payload.split_first() {
         Some((padding, payload)) if frame.is_padded() => (usize::from(*padding), payload),
@@ -242,14 +246,14 @@ fn fragment(payload: &[u8], frame: FrameHeader) -> Option<&[u8]> {
     payload.get(..payload.len().checked_sub(padding)?)
 }
 
-/// Whether HEADERS with a priority makes its stream depend on itself (RFC 7540, section 5.3.1).
+/// Whether the priority of HEADERS makes its stream depend on itself (RFC 7540, section 5.3.1).
 fn depends_on_itself(payload: &[u8], frame: FrameHeader) -> bool {
     let at = usize::from(frame.is_padded());
     let parent = payload.get(at..).and_then(<[u8]>::first_chunk).map(|parent| u32::from_be_bytes(*parent) & !(1 << 31));
     frame.has_priority() && parent == Some(frame.stream)
 }
 
-/// A block as frames, without priority and padding.
+/// Encodes a block as frames, without priority and padding.
 fn encode_frames(first: FrameHeader, block: &[u8]) -> Vec<u8> {
     let mut frames = Vec::with_capacity(block.len() + FRAME_HEADER_BYTES);
     let mut fragments = block.chunks(PAYLOAD_MAX_BYTES);
@@ -268,7 +272,7 @@ fn encode_frames(first: FrameHeader, block: &[u8]) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    //! Random connections: the test knows what each request means, and h2 must see just that behind the scanner.
+    //! Random connections: the test knows the meaning of each request, and h2 behind the filter must see exactly that.
 
     use std::cell::RefCell;
     use std::collections::{HashMap, VecDeque};
@@ -360,7 +364,7 @@ mod tests {
         TooLarge,
     }
 
-    /// What the client has sent on a stream.
+    /// What the client sent on a stream.
     struct Sent {
         head: Vec<Field>,
         meaning: Meaning,
@@ -370,16 +374,16 @@ mod tests {
         is_reset: bool,
     }
 
-    /// What an h2 server has made of a connection.
+    /// What an h2 server has read and sent on a connection.
     struct Served {
         connection: Connection<DuplexStream, Bytes>,
         requests: HashMap<u32, Request<RecvStream>>,
-        answers: Vec<SendResponse<Bytes>>,
+        responders: Vec<SendResponse<Bytes>>,
         sent: Vec<FrameHeader>,
         error: Option<h2::Error>,
     }
 
-    /// A client that uses everything HPACK and HTTP/2 have.
+    /// A client that uses all features of HPACK and HTTP/2.
     struct Client {
         rng: Rng,
         limits: Limits,
@@ -523,11 +527,11 @@ mod tests {
             }
         }
 
-        /// Brings fields within the limits, beyond them, or makes them malformed; so many of them are pseudo-header fields.
+        /// Brings fields within the limits, beyond them, or makes them malformed. The first `pseudo` are pseudo-header fields.
         fn spoil(&mut self, fields: &mut Vec<Field>, pseudo: usize) -> Meaning {
             let meaning = [Meaning::Good, Meaning::Good, Meaning::Malformed, Meaning::TooLarge][self.rng.usize(..4)];
             let limits = match meaning {
-                // There is one field more.
+                // One field is added below.
                 Meaning::Malformed => Limits { fields: self.limits.fields - 1, bytes: self.limits.bytes - 100 },
                 _ => self.limits,
             };
@@ -537,7 +541,7 @@ mod tests {
             match meaning {
                 Meaning::Good => {}
                 Meaning::Malformed => {
-                    // h2 leaves out pseudo-header fields of trailers.
+                    // h2 ignores pseudo-header fields in trailers.
                     let (name, value) = BAD[self.rng.usize(..if pseudo > 0 { BAD.len() } else { 12 })];
                     let at = self.rng.usize(pseudo..=fields.len());
                     fields.insert(at, field(name, value));
@@ -584,7 +588,7 @@ mod tests {
             self.streams[at].is_open = false;
         }
 
-        /// Anything that may come between blocks.
+        /// Sends a frame that may stand between header blocks.
         fn other(&mut self) {
             let open: Vec<usize> = (0..self.streams.len()).filter(|at| self.streams[*at].is_open).collect();
             let any = self.rng.choice(open);
@@ -595,7 +599,7 @@ mod tests {
                 }
                 (1, _) => self.frame(FrameHeader::WINDOW_UPDATE, 0, 0, &[0, 0, 0, 9]),
                 (2, Some(at)) => self.frame(FrameHeader::WINDOW_UPDATE, 0, at as u32 * 2 + 1, &[0, 0, 0, 9]),
-                (3, _) => self.frame(0xfa, 0xff, 0, b"nobody knows"),
+                (3, _) => self.frame(0xfa, 0xff, 0, b"unknown type"),
                 (4, Some(at)) if self.streams.iter().filter(|sent| sent.is_reset).count() < 5 => {
                     self.frame(FrameHeader::RST_STREAM, 0, at as u32 * 2 + 1, &[0, 0, 0, 8]);
                     (self.streams[at].is_reset, self.streams[at].is_open) = (true, false);
@@ -612,7 +616,7 @@ mod tests {
             }
         }
 
-        /// Ends the connection with a block that no decoder reads.
+        /// Sends a block that no decoder accepts.
         fn undecodable(&mut self) {
             let bad: [&[u8]; 8] = [
                 b"\x80",
@@ -651,7 +655,7 @@ mod tests {
         map
     }
 
-    /// Gives bytes to an h2 server, until it has answered so many PINGs or given up.
+    /// Runs an h2 server on `bytes` until it has acknowledged `pings` PINGs or failed.
     fn serve(bytes: &[u8], limits: Limits, pings: usize) -> Served {
         let (mut client, server) = tokio::io::duplex(bytes.len() + 100_000);
         let cx = &mut Context::from_waker(Waker::noop());
@@ -664,15 +668,15 @@ mod tests {
             .handshake(server);
         let Poll::Ready(Ok(connection)) = std::pin::pin!(handshake).poll(cx) else { panic!("no handshake") };
         let mut served =
-            Served { connection, requests: HashMap::new(), answers: Vec::new(), sent: Vec::new(), error: None };
+            Served { connection, requests: HashMap::new(), responders: Vec::new(), sent: Vec::new(), error: None };
         let mut frames = FrameReader::for_server();
-        // Nothing but memory is between both sides.
+        // Both sides are in memory, so a fixed number of polls suffices.
         for _ in 0..1000 {
             while let Poll::Ready(Some(next)) = served.connection.poll_accept(cx) {
                 match next {
-                    Ok((request, answer)) => {
+                    Ok((request, responder)) => {
                         served.requests.insert(request.body().stream_id().into(), request);
-                        served.answers.push(answer);
+                        served.responders.push(responder);
                     }
                     Err(error) => {
                         served.error = Some(error);
@@ -690,7 +694,7 @@ mod tests {
                 return served;
             }
         }
-        panic!("the connection stands still");
+        panic!("the connection makes no progress");
     }
 
     fn check_random_connection(seed: u64) {
@@ -726,9 +730,9 @@ mod tests {
         let mut rest = &mut client.wire[..];
         while !rest.is_empty() {
             let size = client.rng.usize(1..=most).min(rest.len());
-            let (came, behind) = rest.split_at_mut(size);
-            let passed = input.filter(came, &seen);
-            bytes.extend_from_slice(&came[..passed]);
+            let (received, behind) = rest.split_at_mut(size);
+            let passed = input.filter(received, &seen);
+            bytes.extend_from_slice(&received[..passed]);
             loop {
                 let ready = input.take_output(client.rng.usize(1..5000));
                 if ready.is_empty() {
@@ -739,10 +743,10 @@ mod tests {
             rest = behind;
         }
 
-        let Served { connection: _connection, mut requests, answers: _answers, sent, error } =
+        let Served { connection: _connection, mut requests, responders: _responders, sent, error } =
             serve(&bytes, limits, client.pings);
         if is_broken {
-            assert!(error.is_some(), "a connection survived a block that can not be decoded");
+            assert!(error.is_some(), "the connection survived a block that cannot be decoded");
         } else {
             assert!(error.is_none(), "the connection ended: {error:?}");
         }
@@ -753,9 +757,9 @@ mod tests {
             let stream = at as u32 * 2 + 1;
             let request = requests.remove(&stream);
             let seen = seen.blocks.borrow();
-            let head_flaw = seen.iter().find(|block| block.stream == stream && block.is_head).unwrap().error;
-            let is_large = matches!(head_flaw, Some(BlockError::TooLarge { .. }));
-            assert_eq!(is_large, expected.meaning == Meaning::TooLarge, "{stream}: {head_flaw:?}");
+            let head_error = seen.iter().find(|block| block.stream == stream && block.is_head).unwrap().error;
+            let is_large = matches!(head_error, Some(BlockError::TooLarge { .. }));
+            assert_eq!(is_large, expected.meaning == Meaning::TooLarge, "{stream}: {head_error:?}");
             if expected.is_reset || is_broken {
                 assert!(request.is_none() || expected.meaning != Meaning::Malformed);
                 continue;
@@ -764,7 +768,7 @@ mod tests {
                 assert!(request.is_none() && was_refused(stream), "{stream}: {:?}", expected.head);
                 continue;
             }
-            if head_flaw == Some(BlockError::TooLarge { by_h2: true }) {
+            if head_error == Some(BlockError::TooLarge { by_h2: true }) {
                 assert!(request.is_none() && sent.iter().any(|f| f.kind == FrameHeader::HEADERS && f.stream == stream));
                 continue;
             }
@@ -795,7 +799,7 @@ mod tests {
     }
 
     #[test]
-    fn h2_sees_what_clients_mean() {
+    fn h2_receives_the_requests_that_clients_mean() {
         for seed in 0..80 {
             if std::panic::catch_unwind(|| check_random_connection(seed)).is_err() {
                 panic!("seed {seed}");

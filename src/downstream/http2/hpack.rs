@@ -1,10 +1,10 @@
-//! Heads of requests as HTTP/2 carries them (HPACK, RFC 7541), scanned before h2 decodes them.
+//! Checks request heads in HPACK (RFC 7541) before h2 decodes them.
 //!
-//! h2 ends the connection for a field that is not valid, where RFC 9113, section 8.1.1, asks for an error of that stream alone; and it
-//! decodes thousands of fields before anybody can refuse them. A block of fields that is valid and within the limits goes to
-//! h2 unchanged. Any other is replaced by one that changes the dynamic table in the same way and has little else.
+//! h2 ends the connection for an invalid field, where RFC 9113, section 8.1.1 requires an error of the stream only; and it
+//! decodes thousands of fields before they can be rejected. A block that is valid and within the limits passes unchanged. Any
+//! other block is replaced by a short one that changes the dynamic table in the same way.
 //!
-//! Of the dynamic table only what tells lengths and kinds is kept here. This file knows nothing of frames.
+//! The copy of the dynamic table has only lengths and kinds of fields. This file knows no frames.
 
 use std::collections::VecDeque;
 
@@ -13,21 +13,21 @@ use http::Method;
 use crate::config::byte_set;
 use crate::downstream::http2::huffman;
 
-/// SETTINGS_HEADER_TABLE_SIZE, which the gateway does not change.
+/// SETTINGS_HEADER_TABLE_SIZE, at its default.
 const TABLE_MAX_BYTES: usize = 4096;
 
-/// What a field adds to its name and value (RFC 7541, section 4.1; RFC 9113, section 6.5.2).
+/// Added to the length of a field's name and value (RFC 7541, section 4.1; RFC 9113, section 6.5.2).
 const FIELD_BYTES: usize = 32;
 
-/// Clients send a Cookie in pieces (RFC 9113, section 8.2.3), which count as one field, up to so many for each field that a head may have.
+/// Clients split Cookie (RFC 9113, section 8.2.3). The pieces count as one field, up to this many for each allowed field.
 const COOKIES_PER_FIELD: usize = 2;
 
-/// A field that makes a request malformed, and its stream an error. h2 has nothing else to find in such a block.
+/// A field that makes a request malformed, so that h2 resets its stream.
 pub const MALFORMED: &[u8] = b"\x00\x0aconnection\x00";
-/// An index that does not exist: an error of the connection.
+/// An index that does not exist: a connection error.
 const UNDECODABLE: &[u8] = b"\x80";
 
-/// What a head may have.
+/// Limits on a head.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Fields, with `:authority` and without the other pseudo-header fields.
@@ -36,27 +36,27 @@ pub struct Limits {
     pub bytes: usize,
 }
 
-/// What is wrong with a block.
+/// An error in a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockError {
-    /// A field is not valid: an error of the stream.
+    /// A field is invalid: a stream error.
     Malformed,
-    /// There is more than the limits allow. `by_h2`: even what has to stay is, so h2 answers 431.
+    /// The fields exceed the limits. `by_h2`: the replacement exceeds them too, so h2 responds with 431 itself.
     TooLarge { by_h2: bool },
-    /// No decoder could go on: an error of the connection.
+    /// The block cannot be decoded: a connection error.
     Undecodable,
 }
 
-/// What a scan has found.
+/// Result of checking a block.
 #[derive(Debug)]
 pub struct ScanResult {
-    /// Bytes of all fields, as they count against the limits.
+    /// Size of all fields, as limits count it.
     pub bytes: usize,
-    /// What is wrong, and the block that takes the place of this one.
+    /// The error, and the block that replaces this one.
     pub error: Option<(BlockError, Vec<u8>)>,
 }
 
-/// What a name says of its values.
+/// The kind of a field name, which determines its valid values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum FieldKind {
     Method,
@@ -67,11 +67,11 @@ enum FieldKind {
     Te,
     Cookie,
     Plain,
-    /// No name that a request may have.
+    /// A name that a request must not have.
     Invalid,
 }
 
-/// A field, as far as is remembered of it.
+/// A field: kind, and lengths of name and value.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     kind: FieldKind,
@@ -86,7 +86,7 @@ impl Entry {
     }
 }
 
-/// The dynamic table (RFC 7541, section 2.3.2); the last entry is the first.
+/// The dynamic table (RFC 7541, section 2.3.2); the newest entry is first.
 #[derive(Debug)]
 struct Table {
     entries: VecDeque<Entry>,
@@ -104,7 +104,7 @@ impl Table {
 
     fn insert(&mut self, entry: Entry) {
         self.shrink(self.max_bytes.saturating_sub(entry.bytes()));
-        // One that is larger than the table leaves it empty.
+        // An entry larger than the table leaves it empty.
         if self.bytes + entry.bytes() <= self.max_bytes {
             self.bytes += entry.bytes();
             self.entries.push_front(entry);
@@ -118,46 +118,46 @@ impl Table {
     }
 }
 
-/// Scans the blocks of one connection, each once and in their order.
+/// Checks the blocks of one connection. Every block must be passed once, in order.
 #[derive(Debug)]
 pub struct HpackScanner {
     table: Table,
     limits: Limits,
-    /// Memory for a string in Huffman code.
+    /// Buffer for a decoded Huffman string.
     decoded: Vec<u8>,
 }
 
-/// What a block has so far.
+/// Counts of the fields of a block so far.
 #[derive(Default)]
 struct BlockTotals {
     fields: usize,
     cookies: usize,
     bytes: usize,
-    /// The kinds that there have been, as bits.
+    /// Bit set of the kinds that occurred.
     kinds: u16,
     is_malformed: bool,
     is_too_large: bool,
-    /// What is left of the block, once something is wrong, and how many bytes of fields that is.
+    /// The replacement block, after an error was found, and the size of its fields.
     replacement: Option<Vec<u8>>,
     replacement_bytes: usize,
 }
 
 impl BlockTotals {
-    fn add(&mut self, entry: Entry, most_bytes: usize, limits: Limits) {
+    fn add(&mut self, entry: Entry, limit_bytes: usize, limits: Limits) {
         let kind = 1 << entry.kind as u16;
         match entry.kind {
             FieldKind::Cookie => self.cookies += 1,
             FieldKind::Te | FieldKind::Plain | FieldKind::Invalid => self.fields += 1,
             FieldKind::Method | FieldKind::Authority | FieldKind::Path | FieldKind::Scheme | FieldKind::Protocol => {
                 self.fields += usize::from(entry.kind == FieldKind::Authority);
-                // Each comes once, before all other fields.
+                // Each occurs at most once, before all other fields.
                 self.is_malformed |= self.kinds & kind != 0 || self.kinds >= 1 << FieldKind::Te as u16;
             }
         }
         self.kinds |= kind;
         self.bytes += entry.bytes();
         self.is_malformed |= !entry.is_valid;
-        self.is_too_large |= self.bytes >= most_bytes
+        self.is_too_large |= self.bytes >= limit_bytes
             || self.fields + usize::from(self.cookies > 0) > limits.fields
             || self.cookies > limits.fields * COOKIES_PER_FIELD;
     }
@@ -169,27 +169,27 @@ impl HpackScanner {
         HpackScanner { table, limits, decoded: Vec::new() }
     }
 
-    /// Scans a block, for whose fields there is no more room than this.
-    pub fn scan(&mut self, block: &[u8], room: usize) -> ScanResult {
-        let mut tally = BlockTotals::default();
-        if self.scan_fields(block, room, &mut tally).is_none() {
-            return ScanResult { bytes: tally.bytes, error: Some((BlockError::Undecodable, UNDECODABLE.to_vec())) };
+    /// Checks a block, whose fields may have `max_bytes`.
+    pub fn scan(&mut self, block: &[u8], max_bytes: usize) -> ScanResult {
+        let mut totals = BlockTotals::default();
+        if self.scan_fields(block, max_bytes, &mut totals).is_none() {
+            return ScanResult { bytes: totals.bytes, error: Some((BlockError::Undecodable, UNDECODABLE.to_vec())) };
         }
-        let flaw = tally.replacement.map(|mut left| {
-            let flaw = if tally.is_malformed {
-                left.extend_from_slice(MALFORMED);
+        let error = totals.replacement.map(|mut replacement| {
+            let error = if totals.is_malformed {
+                replacement.extend_from_slice(MALFORMED);
                 BlockError::Malformed
             } else {
-                BlockError::TooLarge { by_h2: tally.replacement_bytes >= self.limits.bytes }
+                BlockError::TooLarge { by_h2: totals.replacement_bytes >= self.limits.bytes }
             };
-            (flaw, left)
+            (error, replacement)
         });
-        ScanResult { bytes: tally.bytes, error: flaw }
+        ScanResult { bytes: totals.bytes, error }
     }
 
-    /// `None`: no decoder could go on.
-    fn scan_fields(&mut self, block: &[u8], room: usize, tally: &mut BlockTotals) -> Option<()> {
-        let most_bytes = room.min(self.limits.bytes);
+    /// `None`: the block cannot be decoded.
+    fn scan_fields(&mut self, block: &[u8], max_bytes: usize, totals: &mut BlockTotals) -> Option<()> {
+        let limit_bytes = max_bytes.min(self.limits.bytes);
         let mut reader = Reader { block, at: 0 };
         let mut may_resize = true;
         while let Some(&first) = block.get(reader.at) {
@@ -208,38 +208,38 @@ impl HpackScanner {
             let mut entry = if first & 0x80 != 0 {
                 self.table.get(reader.int(7)?)?
             } else {
-                let is_wanted = is_inserted || tally.replacement.is_none();
+                let is_wanted = is_inserted || totals.replacement.is_none();
                 self.literal(&mut reader, if is_inserted { 6 } else { 4 }, is_wanted)?
             };
             if !entry.is_valid && entry.kind == FieldKind::Method && entry.value == 0 {
-                // No value of this length is valid.
+                // A placeholder cannot keep this name: no method of length 0 is valid.
                 entry.kind = FieldKind::Invalid;
             }
-            tally.add(entry, most_bytes, self.limits);
+            totals.add(entry, limit_bytes, self.limits);
             if is_inserted {
                 self.table.insert(entry);
             }
-            if tally.replacement.is_none() {
-                if !tally.is_malformed && !tally.is_too_large {
+            if totals.replacement.is_none() {
+                if !totals.is_malformed && !totals.is_too_large {
                     continue;
                 }
-                // What came before stays: it may be what an answer of 431 depends on.
-                tally.replacement = Some(block[..start].to_vec());
-                tally.replacement_bytes = tally.bytes - entry.bytes();
+                // Earlier fields stay: the 431 response may depend on them.
+                totals.replacement = Some(block[..start].to_vec());
+                totals.replacement_bytes = totals.bytes - entry.bytes();
             }
-            if let (true, Some(left)) = (is_inserted, &mut tally.replacement) {
-                tally.replacement_bytes += entry.bytes();
+            if let (true, Some(replacement)) = (is_inserted, &mut totals.replacement) {
+                totals.replacement_bytes += entry.bytes();
                 if entry.is_valid {
-                    left.extend_from_slice(&block[start..reader.at]);
+                    replacement.extend_from_slice(&block[start..reader.at]);
                 } else {
-                    push_placeholder(entry, &block[start..], left)?;
+                    push_placeholder(entry, &block[start..], replacement)?;
                 }
             }
         }
         Some(())
     }
 
-    /// A literal, whose index has a prefix of so many bits. One that is not wanted is not looked at any more than it must be.
+    /// Reads a literal whose index has a prefix of `prefix` bits. The value is validated only if `is_wanted`.
     fn literal(&mut self, reader: &mut Reader<'_>, prefix: u32, is_wanted: bool) -> Option<Entry> {
         let name = match reader.int(prefix)? {
             0 => {
@@ -260,12 +260,12 @@ impl HpackScanner {
     }
 }
 
-/// Adds a field that is valid and takes as much room in the table as `literal`, which is not; with its name, if that is valid.
+/// Appends a valid field of the same table size as the invalid `literal`, with the same name if that is valid.
 fn push_placeholder(entry: Entry, literal: &[u8], block: &mut Vec<u8>) -> Option<()> {
     let mut rest = entry.value as usize;
     if entry.kind == FieldKind::Invalid {
         block.extend_from_slice(b"\x40\x01x");
-        // h2 has no field without a name.
+        // h2 rejects a field without a name.
         rest = (entry.bytes() - FIELD_BYTES).checked_sub(1)?;
     } else {
         let mut reader = Reader { block: literal, at: 0 };
@@ -296,7 +296,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// An integer (RFC 7541, section 5.1), with as many bytes as h2 reads.
+    /// Reads an integer (RFC 7541, section 5.1), of as many bytes as h2 accepts.
     fn int(&mut self, prefix: u32) -> Option<usize> {
         let mask = (1usize << prefix) - 1;
         let mut number = usize::from(*self.block.get(self.at)?) & mask;
@@ -315,7 +315,7 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// The bytes of a string as they came, and whether they are in Huffman code (RFC 7541, section 5.2).
+    /// Reads the encoded bytes of a string, and whether they are Huffman-coded (RFC 7541, section 5.2).
     fn raw_string(&mut self) -> Option<(&'a [u8], bool)> {
         let is_huffman = self.block.get(self.at)? & 0x80 != 0;
         let length = self.int(7)?;
@@ -337,7 +337,7 @@ impl<'a> Reader<'a> {
         Some(decoded)
     }
 
-    /// Passes over a string; about how long it is.
+    /// Skips a string; returns its encoded length.
     fn skip_string(&mut self) -> Option<usize> {
         self.raw_string().map(|(raw, _)| raw.len())
     }
@@ -361,7 +361,7 @@ impl FieldKind {
         }
     }
 
-    /// Whether h2 takes such a value.
+    /// Whether h2 accepts the value.
     fn accepts(self, value: &[u8]) -> bool {
         match self {
             FieldKind::Method => Method::from_bytes(value).is_ok(),
@@ -370,7 +370,7 @@ impl FieldKind {
             }
             FieldKind::Te => value == b"trailers",
             FieldKind::Invalid => false,
-            // No control characters but the tab.
+            // No control characters except tab.
             FieldKind::Cookie | FieldKind::Plain => {
                 !value.iter().fold(false, |bad, &byte| bad | (byte < 32 && byte != b'\t') | (byte == 127))
             }
@@ -378,7 +378,7 @@ impl FieldKind {
     }
 }
 
-/// Bytes of names: tokens without capital letters (RFC 9113, section 8.2.1).
+/// Bytes of names: token characters without upper-case letters (RFC 9113, section 8.2.1).
 const NAME: [bool; 256] = byte_set(b"abcdefghijklmnopqrstuvwxyz0123456789!#$%&'*+-.^_`|~");
 
 /// The static table (RFC 7541, appendix A).
@@ -463,7 +463,7 @@ const STATIC: [Entry; 61] = {
 mod tests {
     use super::*;
 
-    const ROOM: usize = usize::MAX;
+    const UNBOUNDED: usize = usize::MAX;
     const LIMITS: Limits = Limits { fields: 4, bytes: 1000 };
     /// GET, http, `/`.
     const START: &[u8] = b"\x82\x86\x84";
@@ -474,12 +474,12 @@ mod tests {
         [&[first, name.len() as u8], name.as_bytes(), &[value.len() as u8], value.as_bytes()].concat()
     }
 
-    fn flaw(scanner: &mut HpackScanner, block: &[u8]) -> Option<BlockError> {
-        scanner.scan(block, ROOM).error.map(|(flaw, _)| flaw)
+    fn error(scanner: &mut HpackScanner, block: &[u8]) -> Option<BlockError> {
+        scanner.scan(block, UNBOUNDED).error.map(|(error, _)| error)
     }
 
     #[test]
-    fn the_examples_of_the_rfc_are_followed() {
+    fn the_examples_of_the_rfc_are_accepted() {
         // RFC 7541, appendix C.4: three requests on one connection, with Huffman code.
         let mut scanner = HpackScanner::new(Limits { fields: 100, bytes: 10_000 });
         let host = b"\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff";
@@ -487,14 +487,14 @@ mod tests {
         let custom =
             b"\x82\x87\x85\xbf\x40\x88\x25\xa8\x49\xe9\x5b\xa9\x7d\x7f\x89\x25\xa8\x49\xe9\x5b\xb8\xe8\xb4\xbf";
         for (block, table) in [([START, host].concat(), 57), ([START, cached].concat(), 110), (custom.to_vec(), 164)] {
-            let scanned = scanner.scan(&block, ROOM);
+            let scanned = scanner.scan(&block, UNBOUNDED);
             assert!(scanned.error.is_none(), "{scanned:?}");
             assert_eq!(scanner.table.bytes, table);
         }
     }
 
     #[test]
-    fn fields_that_are_not_valid_make_a_block_malformed() {
+    fn an_invalid_field_makes_a_block_malformed() {
         for (name, value) in [
             ("x-a", "a\nb"),
             ("x-a", "a\rb"),
@@ -511,39 +511,39 @@ mod tests {
             for first in [0x00, 0x10, 0x40] {
                 let mut scanner = HpackScanner::new(LIMITS);
                 let block = [START, &literal(first, name, value)].concat();
-                assert_eq!(flaw(&mut scanner, &block), Some(BlockError::Malformed), "{name}: {value:?}");
-                // One that has got into the table is not valid there either.
+                assert_eq!(error(&mut scanner, &block), Some(BlockError::Malformed), "{name}: {value:?}");
+                // The entry in the dynamic table is invalid as well.
                 let again = [START, b"\xbe"].concat();
                 let expected = if first == 0x40 { BlockError::Malformed } else { BlockError::Undecodable };
-                assert_eq!(flaw(&mut scanner, &again), Some(expected));
+                assert_eq!(error(&mut scanner, &again), Some(expected));
             }
         }
         for (name, value) in [("x-a", "a\tb"), ("x-a", ""), ("x-~", "\u{e4}"), (":path", "/\u{e4}"), ("te", "trailers")]
         {
-            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), &literal(0, name, value)), None, "{name}: {value:?}");
+            assert_eq!(error(&mut HpackScanner::new(LIMITS), &literal(0, name, value)), None, "{name}: {value:?}");
         }
     }
 
     #[test]
-    fn a_block_that_takes_the_place_of_another_changes_the_table_alike() {
+    fn a_replacement_block_changes_the_table_in_the_same_way() {
         let mut scanner = HpackScanner::new(LIMITS);
         let bad = literal(0x40, "X-Bad", &"v".repeat(40));
         let good = literal(0x40, "x-good", "1");
         let dropped = literal(0x00, "x-b", "2");
         let block = [START, &good, &bad, &dropped, &good].concat();
-        let (flaw, left) = scanner.scan(&block, ROOM).error.unwrap();
-        assert_eq!(flaw, BlockError::Malformed);
-        let instead = literal(0x40, "x", &"x".repeat(44));
-        assert_eq!(left, [START, &good, &instead, &good, MALFORMED].concat());
-        // A scanner that sees this instead has the same table.
+        let (error, replacement) = scanner.scan(&block, UNBOUNDED).error.unwrap();
+        assert_eq!(error, BlockError::Malformed);
+        let placeholder = literal(0x40, "x", &"x".repeat(44));
+        assert_eq!(replacement, [START, &good, &placeholder, &good, MALFORMED].concat());
+        // A scanner that reads the replacement has the same table.
         let mut other = HpackScanner::new(LIMITS);
-        assert!(other.scan(&left[..left.len() - MALFORMED.len()], ROOM).error.is_none());
+        assert!(other.scan(&replacement[..replacement.len() - MALFORMED.len()], UNBOUNDED).error.is_none());
         let lengths = |scanner: &HpackScanner| scanner.table.entries.iter().map(Entry::bytes).collect::<Vec<_>>();
         assert_eq!(lengths(&other), lengths(&scanner));
     }
 
     #[test]
-    fn what_is_over_the_limits_is_left_out() {
+    fn fields_beyond_the_limits_are_removed() {
         let field = literal(0x00, "x-a", "1");
         let cookie = literal(0x00, "cookie", "1");
         let long = literal(0x00, "x-a", &"x".repeat(120));
@@ -559,46 +559,46 @@ mod tests {
             (all(&long, 4), false),
         ] {
             let expected = is_over.then_some(BlockError::TooLarge { by_h2: false });
-            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), &block), expected);
+            assert_eq!(error(&mut HpackScanner::new(LIMITS), &block), expected);
         }
         let block = [all(&field, 9), good.clone(), field.clone()].concat();
-        let (_, left) = HpackScanner::new(LIMITS).scan(&block, ROOM).error.unwrap();
-        assert_eq!(left, [all(&field, 4), good].concat());
-        // By bytes: 1000 of them are too many, wherever the room ends.
+        let (_, replacement) = HpackScanner::new(LIMITS).scan(&block, UNBOUNDED).error.unwrap();
+        assert_eq!(replacement, [all(&field, 4), good].concat());
+        // 1000 bytes exceed the limit.
         let mut wide = HpackScanner::new(Limits { fields: 100, bytes: 1000 });
-        assert_eq!(flaw(&mut wide, &all(&long, 5)), None);
-        assert_eq!(flaw(&mut wide, &all(&long, 6)), Some(BlockError::TooLarge { by_h2: false }));
+        assert_eq!(error(&mut wide, &all(&long, 5)), None);
+        assert_eq!(error(&mut wide, &all(&long, 6)), Some(BlockError::TooLarge { by_h2: false }));
         assert!(wide.scan(&all(&long, 3), 300).error.is_some());
         let inserted = all(&literal(0x40, "x-a", &"x".repeat(120)), 8);
-        assert_eq!(flaw(&mut wide, &inserted), Some(BlockError::TooLarge { by_h2: true }));
+        assert_eq!(error(&mut wide, &inserted), Some(BlockError::TooLarge { by_h2: true }));
     }
 
     #[test]
-    fn what_no_decoder_reads_is_told() {
+    fn blocks_that_cannot_be_decoded_are_reported() {
         let too_long = b"\x00\x01a\x05bc";
         let int = b"\xff\xff\xff\xff\xff\xff\x0f";
         let resized_late = [START, b"\x20"].concat();
         for block in [&b"\x80"[..], b"\xbe", b"\x00", b"\x00\x01a", too_long, int, b"\x3f\xe2\x1f", &resized_late] {
-            assert_eq!(flaw(&mut HpackScanner::new(LIMITS), block), Some(BlockError::Undecodable), "{block:x?}");
+            assert_eq!(error(&mut HpackScanner::new(LIMITS), block), Some(BlockError::Undecodable), "{block:x?}");
         }
-        // A field without a name and value can not be put into h2's table.
-        assert_eq!(flaw(&mut HpackScanner::new(LIMITS), b"\x40\x00\x00"), Some(BlockError::Undecodable));
-        assert_eq!(flaw(&mut HpackScanner::new(LIMITS), b"\x00\x00\x00"), Some(BlockError::Malformed));
+        // A field without name and value cannot be inserted into h2's table.
+        assert_eq!(error(&mut HpackScanner::new(LIMITS), b"\x40\x00\x00"), Some(BlockError::Undecodable));
+        assert_eq!(error(&mut HpackScanner::new(LIMITS), b"\x00\x00\x00"), Some(BlockError::Malformed));
     }
 
     #[test]
-    fn the_table_forgets_as_it_should() {
+    fn the_table_evicts_entries_by_size() {
         let mut scanner = HpackScanner::new(Limits { fields: 1000, bytes: 100_000 });
         let field = literal(0x40, "x-a", &"x".repeat(29));
         // 64 bytes each.
-        assert_eq!(flaw(&mut scanner, &field.repeat(64)), None);
+        assert_eq!(error(&mut scanner, &field.repeat(64)), None);
         assert_eq!((scanner.table.entries.len(), scanner.table.bytes), (64, 4096));
-        assert_eq!(flaw(&mut scanner, &field), None);
+        assert_eq!(error(&mut scanner, &field), None);
         assert_eq!(scanner.table.entries.len(), 64);
-        assert_eq!(flaw(&mut scanner, b"\x3f\x21"), None);
+        assert_eq!(error(&mut scanner, b"\x3f\x21"), None);
         assert_eq!((scanner.table.entries.len(), scanner.table.max_bytes), (1, 64));
         let large = literal(0x40, "x-a", &"x".repeat(30));
-        assert_eq!(flaw(&mut scanner, &large), None);
+        assert_eq!(error(&mut scanner, &large), None);
         assert_eq!(scanner.table.entries.len(), 0);
     }
 }

@@ -1,11 +1,11 @@
-//! Strings in Huffman code, as HPACK has them (RFC 7541, section 5.2 and appendix B). Used by `hpack`.
+//! Decoder for Huffman-coded strings in HPACK (RFC 7541, section 5.2 and appendix B). Used by `hpack`.
 
-/// The code of the end of a string, which never occurs in one.
+/// The end-of-string symbol, which must not occur in a string.
 const EOS: u16 = 256;
 const LENGTH_MAX: usize = 30;
 
-/// Bits of the code of each byte, and of `EOS`. Codes of one length follow each other in the order of the bytes, and longer ones
-/// follow shorter ones, so the lengths are all there is to know.
+/// Code length in bits of each byte and of `EOS`. The code is canonical: codes of one length are consecutive in the order of the
+/// bytes, and longer codes follow shorter ones. So the lengths determine the code.
 const LENGTHS: [u8; 257] = [
     13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28, 28,
     28, 28, 28, 6, 10, 10, 12, 13, 6, 8, 11, 10, 10, 8, 11, 8, 6, 6, 6, 5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 7, 8, 15, 6, 12,
@@ -18,13 +18,13 @@ const LENGTHS: [u8; 257] = [
     27, 27, 27, 27, 27, 26, 30,
 ];
 
-/// What decoding looks up by the length of a code.
+/// Decoding tables, by code length.
 struct Codes {
     /// The first code of a length.
     first: [u32; LENGTH_MAX + 1],
-    /// Behind the last code of a length, as the highest of 32 bits.
+    /// One more than the last code of a length, left-aligned in 32 bits.
     limit: [u64; LENGTH_MAX + 1],
-    /// Where the symbols of a length begin.
+    /// Index in `symbols` of the first symbol of a length.
     offset: [u32; LENGTH_MAX + 1],
     /// Bytes and `EOS` in the order of their codes.
     symbols: [u16; 257],
@@ -57,10 +57,10 @@ const CODES: Codes = {
     codes
 };
 
-/// Appends the decoded string; `None` if it is none.
+/// Appends the decoded string to `decoded`; `None` if the encoding is invalid.
 pub fn decode(encoded: &[u8], decoded: &mut Vec<u8>) -> Option<()> {
     static TABLE: Codes = CODES;
-    // The bits that come next are the highest.
+    // The next bits are the highest.
     let (mut bits, mut held) = (0u64, 0usize);
     let mut encoded = encoded.iter();
     loop {
@@ -76,7 +76,7 @@ pub fn decode(encoded: &[u8], decoded: &mut Vec<u8>) -> Option<()> {
             length += 1;
         }
         if length > held {
-            // Padding: the beginning of EOS, shorter than a byte.
+            // Padding: the first bits of EOS, fewer than eight.
             let is_padding = held < 8 && bits == !(u64::MAX >> held);
             return is_padding.then_some(());
         }
@@ -142,7 +142,7 @@ pub mod tests {
     }
 
     #[test]
-    fn every_byte_is_decoded_wherever_it_stands() {
+    fn every_byte_is_decoded_at_every_position() {
         for byte in 0..=255 {
             for text in [vec![byte], vec![b'0', byte], vec![byte; 3], vec![b'X', byte, b'a']] {
                 assert_eq!(decoded(&encoded(&text)).unwrap(), text);
@@ -152,7 +152,7 @@ pub mod tests {
     }
 
     #[test]
-    fn what_is_no_string_is_told() {
+    fn invalid_strings_are_reported() {
         // A byte of padding, padding of zeros, and EOS.
         for bad in [&[0xff][..], &[0x1f, 0xff], &[0b0000_0000], &[0xff, 0xff, 0xff, 0xff], &[0xff, 0xff, 0xff, 0xfc]] {
             assert_eq!(decoded(bad), None, "{bad:x?}");

@@ -1,9 +1,7 @@
-//! One HTTP/2 connection below h2: the frames that pass, how the client behaves, and what the
-//! connection waits for.
+//! The stream between h2 and a client's socket: reads the headers of passing frames, and enforces timeouts and frame limits.
 //!
-//! h2 has no idle timeout, none for a header block that does not end, and none for a client that does
-//! not read; and it answers PING and SETTINGS for ever. All of that is seen here, from the heads of the
-//! frames alone. This file knows nothing of requests: `stream` does.
+//! h2 has no idle timeout, no timeout for an unfinished header block, none for a client that does not read, and responds to
+//! PING and SETTINGS without limit. This file adds them. It knows no requests: `stream` does.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice};
@@ -24,88 +22,89 @@ use crate::downstream::http2::hpack::BlockError;
 use crate::io_stream::IoStream;
 use crate::timer::{Timer, Timers};
 
-/// How long the last frames may take once a connection that ends has nothing left to answer. A client says that it has
-/// heard of the end, so that nothing which it sent before is lost; only one that does not is waited for so long.
+/// Time limit for the last frames of a closing connection without requests. h2 sends a PING after GOAWAY, and closes when the
+/// client acknowledges it; only a client that does not acknowledge takes this long.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is read of a connection before others have their turn. Reading a head costs up to a thousand times as much as sending it.
+/// Bytes read from a connection before other tasks get their turn. Reading a head costs up to a thousand times as much as
+/// sending it.
 const TURN_BYTES: usize = 16 * 1024;
 
-/// What the heads of all requests on a connection may take together, in multiples of what one may.
+/// Limit on the heads of all unfinished requests of a connection together, in multiples of the limit on one.
 const CONNECTION_HEADS: usize = 16;
 
-/// RFC 9113, section 7.
+/// Error code of GOAWAY (RFC 9113, section 7).
 const ENHANCE_YOUR_CALM: u32 = 0xb;
 
-/// How long things may take on a connection.
+/// Timeouts of a connection, and limits on its heads.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Until the first frame, and then for each header block.
+    /// For the first frame, and for each header block.
     pub head: Duration,
-    /// Without a request.
+    /// For a connection without a request.
     pub idle: Duration,
-    /// Without a byte sent, while there are some to send.
+    /// For a write without progress.
     pub body: Duration,
-    /// Bytes of answers that a client has to take in each `body`, once these are all that is left to do.
+    /// Bytes of response bodies that a client must read in each `body`, while only sending is left to do.
     pub min_body_bytes: u64,
-    /// Of one request's head.
+    /// For the head of one request.
     pub request: hpack::Limits,
 }
 
-/// What a connection is at.
+/// What a connection does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// Waiting for the preface and the first frame.
     Opening,
     /// A header block has begun.
     Head,
-    /// Nothing is asked.
+    /// No request is in flight.
     Idle,
-    /// Answers are made, or sent; each stream has limits of its own.
+    /// Stream tasks are active, which have timeouts of their own.
     Busy,
-    /// All that is left to do is to send what h2 holds, and the client does not let it.
+    /// All that is left is to send what h2 buffers.
     Sending,
-    /// Told to end, with nothing left to answer.
+    /// GOAWAY was sent, and no request is in flight.
     Closing,
 }
 
-/// What is to be done about a connection that took too long.
+/// What to do with a connection that timed out.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TimeoutAction {
-    /// The client is told that no more requests are taken.
+    /// Send GOAWAY and finish.
     Shutdown,
-    /// The connection is closed; the client was in the middle of a head, or not.
+    /// Close the connection. `in_head`: a header block was unfinished.
     Close { in_head: bool },
 }
 
-/// What h2's two sides know together.
+/// State of a connection, shared by the code above h2 and the `MonitoredIo` below it.
 #[derive(Debug)]
 pub struct Monitor {
     timers: Rc<Timers>,
     limits: Limits,
     flood_guard: RefCell<FloodGuard>,
     abuse: Cell<Option<Abuse>>,
-    /// h2 has told the client of an error of the connection.
+    /// h2 has sent GOAWAY because of a connection error.
     is_broken: Cell<bool>,
-    /// Somebody works at so many streams.
+    /// Streams with a task.
     active_tasks: Cell<usize>,
-    /// So many of them are tunnels, on which the client may still send when its answer has ended.
+    /// How many of them are tunnels, on which the client may still send when the response has ended.
     tunnels: Cell<usize>,
     is_shutting_down: Cell<bool>,
     phase: Cell<Phase>,
     timer: Rc<Timer>,
-    /// The tick at which the client was last heard.
+    /// The tick at which bytes were last received.
     last_received_tick: Cell<u64>,
     /// Armed while bytes wait to be sent.
     write_timer: Rc<Timer>,
     is_write_blocked: Cell<bool>,
-    /// They have waited for too long.
+    /// They have waited too long.
     write_timed_out: Cell<bool>,
-    /// Bytes of answers that were sent since the phase began, or this was last looked at.
+    /// Bytes of response bodies sent since the timer was armed.
     body_bytes_sent: Cell<u64>,
-    /// Bytes that were read in this turn.
+    /// Bytes read in this turn.
     turn_bytes_read: Cell<usize>,
-    /// Requests that h2 has answered by itself, and that are not recorded yet.
+    /// Requests that h2 has rejected itself, and that are not recorded yet.
     unrecorded_rejections: Cell<usize>,
 }
 
@@ -134,61 +133,61 @@ impl Monitor {
         })
     }
 
-    /// Somebody begins to work at a stream.
+    /// The task of a stream starts.
     pub fn task_started(&self) {
         self.active_tasks.set(self.active_tasks.get() + 1);
         self.update_phase(false);
     }
 
-    /// Somebody has done all there was to do for a stream.
+    /// The task of a stream has ended.
     pub fn task_ended(&self) {
         self.active_tasks.set(self.active_tasks.get() - 1);
         self.update_phase(false);
     }
 
-    /// A stream that somebody works at has become a tunnel.
+    /// A stream with a task has become a tunnel.
     pub fn tunnel_opened(&self) {
         self.tunnels.set(self.tunnels.get() + 1);
         self.update_phase(false);
     }
 
-    /// It is none any more.
+    /// A tunnel has ended.
     pub fn tunnel_ended(&self) {
         self.tunnels.set(self.tunnels.get() - 1);
     }
 
-    /// The client has been told that the connection ends.
+    /// GOAWAY is sent.
     pub fn begin_shutdown(&self) {
         self.is_shutting_down.set(true);
         self.update_phase(false);
     }
 
-    /// The connection has its turn.
+    /// A new turn of the connection's task begins.
     pub fn begin_turn(&self) {
         self.turn_bytes_read.set(0);
     }
 
-    /// Why a request is not served.
+    /// Why a request is not served, if it is not.
     pub fn rejection_of(&self, stream: u32) -> Option<HeadRejection> {
         self.flood_guard.borrow().rejection_of(stream)
     }
 
-    /// How many requests h2 has refused for the size of their heads, since this was last asked.
+    /// The number of requests that h2 has rejected for the size of their heads since the last call.
     pub fn take_unrecorded_rejections(&self) -> usize {
         self.unrecorded_rejections.take()
     }
 
-    /// What the client did too often, if it did.
+    /// What the client sent too often, if it did.
     pub fn abuse(&self) -> Option<Abuse> {
         self.abuse.get()
     }
 
-    /// Whether h2 gave up on what it read.
+    /// Whether h2 ended the connection because of an error in what it read.
     pub fn is_broken(&self) -> bool {
         self.is_broken.get()
     }
 
-    /// Whether something took too long; wakes the task when it does.
+    /// Whether the connection has timed out; if not, the task is woken when it does.
     pub fn poll_timed_out(&self, cx: &Context<'_>) -> Option<TimeoutAction> {
         if self.write_timer.poll_expired(cx) {
             self.write_timed_out.set(true);
@@ -203,21 +202,21 @@ impl Monitor {
         })
     }
 
-    /// Finds out what the connection is at, and how long that may take. `moved`: bytes were sent.
-    fn update_phase(&self, moved: bool) {
-        let conduct = self.flood_guard.borrow();
+    /// Determines the phase of the connection and arms its timeout. `has_sent`: bytes were sent.
+    fn update_phase(&self, has_sent: bool) {
+        let guard = self.flood_guard.borrow();
         let phase = match () {
-            () if !conduct.has_first_frame() && !self.is_shutting_down.get() => Phase::Opening,
-            () if conduct.is_in_head() => Phase::Head,
-            () if conduct.is_busy() && self.active_tasks.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
-            () if conduct.is_busy() => Phase::Sending,
+            () if !guard.has_first_frame() && !self.is_shutting_down.get() => Phase::Opening,
+            () if guard.is_in_head() => Phase::Head,
+            () if guard.is_busy() && self.active_tasks.get() > 0 || self.tunnels.get() > 0 => Phase::Busy,
+            () if guard.is_busy() => Phase::Sending,
             () if self.is_shutting_down.get() => Phase::Closing,
             () => Phase::Idle,
         };
-        // Other frames than those of answers, such as what a PING is answered with, get nobody further.
-        let goes_on =
-            moved && phase == Phase::Sending && self.body_bytes_sent.get() >= self.limits.min_body_bytes.max(1);
-        if self.phase.replace(phase) == phase && !goes_on {
+        // Only bytes of response bodies are progress; acknowledgements of PING, for example, are not.
+        let has_progress =
+            has_sent && phase == Phase::Sending && self.body_bytes_sent.get() >= self.limits.min_body_bytes.max(1);
+        if self.phase.replace(phase) == phase && !has_progress {
             return;
         }
         self.body_bytes_sent.set(0);
@@ -230,12 +229,12 @@ impl Monitor {
         }
     }
 
-    /// What a head may have beside all others.
-    fn available_head_bytes(&self, conduct: &FloodGuard) -> usize {
-        (self.limits.request.bytes * CONNECTION_HEADS).saturating_sub(conduct.head_bytes())
+    /// Bytes that a head may have beside the heads of all other unfinished requests.
+    fn available_head_bytes(&self, guard: &FloodGuard) -> usize {
+        (self.limits.request.bytes * CONNECTION_HEADS).saturating_sub(guard.head_bytes())
     }
 
-    /// How long the client has said nothing.
+    /// Time since bytes were last received.
     pub fn silence(&self) -> Duration {
         Duration::from_millis(self.timers.tick().saturating_sub(self.last_received_tick.get()).saturating_mul(100))
     }
@@ -243,13 +242,13 @@ impl Monitor {
     fn record_received(&self, frames: &mut FrameReader, bytes: &[u8]) {
         let tick = self.timers.tick();
         self.last_received_tick.set(tick);
-        let mut conduct = self.flood_guard.borrow_mut();
+        let mut guard = self.flood_guard.borrow_mut();
         let mut abuse = None;
-        frames.read_frames(bytes, |frame| abuse = abuse.or(conduct.record_received(frame, tick)));
+        frames.read_frames(bytes, |frame| abuse = abuse.or(guard.record_received(frame, tick)));
         if frames.is_frame_complete() {
-            conduct.complete_frame();
+            guard.complete_frame();
         }
-        drop(conduct);
+        drop(guard);
         if abuse.is_some() {
             self.abuse.set(abuse);
         }
@@ -257,9 +256,9 @@ impl Monitor {
     }
 
     fn record_sent_frames(&self, frames: &mut FrameReader, bytes: &[u8]) {
-        let mut conduct = self.flood_guard.borrow_mut();
+        let mut guard = self.flood_guard.borrow_mut();
         frames.read_frames(bytes, |frame| {
-            if let Some(abuse) = conduct.record_sent_frame(frame, self.timers.tick()) {
+            if let Some(abuse) = guard.record_sent_frame(frame, self.timers.tick()) {
                 self.abuse.set(Some(abuse));
             }
             if frame.kind == FrameHeader::DATA {
@@ -269,10 +268,10 @@ impl Monitor {
                 self.is_broken.set(true);
             }
         });
-        conduct.record_sent_bytes(bytes.len());
+        guard.record_sent_bytes(bytes.len());
     }
 
-    /// Bytes were sent, could not be sent, or wait.
+    /// Records the result of a write.
     fn record_write(&self, sent: &Poll<io::Result<usize>>) {
         match (sent.is_pending(), self.is_write_blocked.replace(sent.is_pending())) {
             (true, false) => self.write_timer.arm(self.limits.body),
@@ -289,74 +288,73 @@ impl BlockObserver for Monitor {
     }
 
     fn record_block(&self, block: HeaderBlock) {
-        let mut conduct = self.flood_guard.borrow_mut();
-        let mut flaw = None;
+        let mut guard = self.flood_guard.borrow_mut();
+        let mut rejection = None;
         if let Some(BlockError::TooLarge { by_h2 }) = block.error {
-            let is_crowded =
-                block.bytes < self.limits.request.bytes && block.bytes >= self.available_head_bytes(&conduct);
-            if is_crowded {
-                // It is reset, which is counted then.
-                flaw = Some(HeadRejection::ConnectionFull);
+            let is_full = block.bytes < self.limits.request.bytes && block.bytes >= self.available_head_bytes(&guard);
+            if is_full {
+                // Not counted here: the reset of its stream is.
+                rejection = Some(HeadRejection::ConnectionFull);
             } else {
                 self.unrecorded_rejections.set(self.unrecorded_rejections.get() + usize::from(by_h2 && block.is_head));
-                flaw = Some(HeadRejection::TooLarge);
-                let abuse = conduct.bad_request(self.timers.tick());
+                rejection = Some(HeadRejection::TooLarge);
+                let abuse = guard.bad_request(self.timers.tick());
                 self.abuse.set(self.abuse.get().or(abuse));
             }
         }
         if block.is_head {
-            // One that is refused is soon gone.
-            let bytes = if flaw.is_some() { 0 } else { block.bytes };
-            conduct.record_head(block.stream, bytes, flaw);
+            // The head of a rejected request is freed soon.
+            let bytes = if rejection.is_some() { 0 } else { block.bytes };
+            guard.record_head(block.stream, bytes, rejection);
         }
     }
 }
 
-/// A client's socket, watched over.
+/// A client's stream, as h2 sees it.
 pub struct MonitoredIo {
     stream: IoStream,
     monitor: Rc<Monitor>,
     header_scanner: HeaderScanner,
     inbound: FrameReader,
     outbound: FrameReader,
-    /// How long what still comes is read, once nothing more is sent.
+    /// Limits reading after the write side was closed.
     lingering: Option<Pin<Box<Sleep>>>,
 }
 
 impl MonitoredIo {
-    pub fn new(stream: IoStream, session: Rc<Monitor>) -> MonitoredIo {
+    pub fn new(stream: IoStream, monitor: Rc<Monitor>) -> MonitoredIo {
         let (inbound, outbound) = (FrameReader::for_client(), FrameReader::for_server());
-        let input = HeaderScanner::new(session.limits.request);
-        MonitoredIo { stream, monitor: session, header_scanner: input, inbound, outbound, lingering: None }
+        let header_scanner = HeaderScanner::new(monitor.limits.request);
+        MonitoredIo { stream, monitor, header_scanner, inbound, outbound, lingering: None }
     }
 }
 
 impl AsyncRead for MonitoredIo {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let session = &*this.monitor;
+        let monitor = &*this.monitor;
         loop {
             let ready = this.header_scanner.take_output(buffer.remaining());
             if !ready.is_empty() {
                 buffer.put_slice(ready);
                 return Poll::Ready(Ok(()));
             }
-            if session.turn_bytes_read.get() >= TURN_BYTES {
-                // Others first.
+            if monitor.turn_bytes_read.get() >= TURN_BYTES {
+                // Let other tasks run first.
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
             let before = buffer.filled().len();
             let read = ready!(Pin::new(&mut this.stream).poll_read(cx, buffer));
-            let came = &mut buffer.filled_mut()[before..];
-            session.turn_bytes_read.set(session.turn_bytes_read.get() + came.len());
-            session.record_received(&mut this.inbound, came);
-            let passed = this.header_scanner.filter(came, session);
-            if session.abuse.get().is_some() {
-                // Nothing of it reaches h2.
+            let received = &mut buffer.filled_mut()[before..];
+            monitor.turn_bytes_read.set(monitor.turn_bytes_read.get() + received.len());
+            monitor.record_received(&mut this.inbound, received);
+            let passed = this.header_scanner.filter(received, monitor);
+            if monitor.abuse.get().is_some() {
+                // h2 gets none of these bytes.
                 return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
             }
-            let is_end = came.is_empty();
+            let is_end = received.is_empty();
             buffer.set_filled(before + passed);
             if passed > 0 || is_end || read.is_err() {
                 return Poll::Ready(read);
@@ -402,8 +400,8 @@ impl AsyncWrite for MonitoredIo {
         Pin::new(&mut self.get_mut().stream).poll_flush(cx)
     }
 
-    /// Closing the connection while the client still sends, be it that it has heard of the end, would reset it under
-    /// the last answer.
+    /// Reads for a moment after the write side was closed: closing with unread bytes would reset the connection, and the client
+    /// could lose the last response.
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if this.lingering.is_none() {
@@ -423,7 +421,8 @@ impl AsyncWrite for MonitoredIo {
 }
 
 impl Drop for MonitoredIo {
-    /// The kernel would keep what a client does not take. Whoever misbehaves is told, if the bytes before have left as a whole.
+    /// Discards unsent bytes after a write timeout, because the kernel would keep them. Sends GOAWAY after abuse, if the last
+    /// frame was sent completely.
     fn drop(&mut self) {
         if self.monitor.write_timed_out.get() {
             self.stream.reset_on_close();
@@ -464,7 +463,7 @@ mod tests {
         Monitor::new(&Rc::new(Timers::default()), limits, budget)
     }
 
-    /// A client's end, and the gateway's.
+    /// The client's end and the gateway's end.
     async fn connected() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -472,26 +471,26 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_that_has_much_to_read_takes_turns() {
+    async fn a_connection_with_much_to_read_takes_turns() {
         let (mut client, socket) = connected().await;
-        // DATA frames of 1000 bytes; how many are kept for the reader does not matter here.
+        // DATA frames of 1000 bytes.
         let frame = [&[0, 3, 0xe8, FrameHeader::DATA, 0, 0, 0, 0, 1][..], &[0; 1000]].concat();
         let all = [&PREFACE[..], &frame.repeat(50)].concat();
         client.write_all(&all).await.unwrap();
         while socket.peek(&mut vec![0; all.len()]).await.unwrap() < all.len() {}
-        let session = test_monitor();
-        let mut watched = MonitoredIo::new(IoStream::tcp(socket), Rc::clone(&session));
+        let monitor = test_monitor();
+        let mut io = MonitoredIo::new(IoStream::tcp(socket), Rc::clone(&monitor));
         let woken = Arc::new(Woken(Mutex::new(0)));
         let waker = Arc::clone(&woken).into();
         let cx = &mut Context::from_waker(&waker);
         let (mut turns, mut read) = (0, 0);
         while read < all.len() {
-            session.begin_turn();
+            monitor.begin_turn();
             let before = read;
             let mut memory = [0; 8192];
             loop {
                 let mut buffer = ReadBuf::new(&mut memory);
-                let polled = Pin::new(&mut watched).poll_read(cx, &mut buffer);
+                let polled = Pin::new(&mut io).poll_read(cx, &mut buffer);
                 if polled.is_pending() {
                     break;
                 }
@@ -499,7 +498,7 @@ mod tests {
             }
             turns += 1;
             assert!(read - before < TURN_BYTES + memory.len(), "{} bytes in one turn", read - before);
-            // It asks for its next turn, but is not at once given it.
+            // The task is woken for its next turn, and does not continue at once.
             assert!(read == all.len() || *woken.0.lock().unwrap() == turns);
         }
         assert!(turns > 1);

@@ -1,12 +1,11 @@
-//! One HTTP/2 stream above h2: the request on it, the answer, and what is left of the request's body
-//! when the answer is over.
+//! HTTP/2 streams above h2: the request, the response, and the rest of the request body after the response.
 //!
-//! An answer that waits for nothing, such as a refusal, is given within the task of its connection: when all requests
-//! that have come are read, so that their answers leave together. Any other gets a task of its own. A stream on which
-//! nothing moves is reset. And a body that nobody wants any more is read on for a moment: a client that is told to stop
-//! in the middle of sending may drop the answer with the rest.
+//! A response that is ready at once, such as a refusal, is sent by the connection's task after all received requests are read,
+//! so that responses leave in one write. Every other stream gets a task. A stream without progress is reset. The rest of a
+//! request body is read for a moment after the response: a client that is stopped while sending may lose the response.
 
 use std::cell::RefCell;
+use std::error::Error;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
@@ -19,8 +18,7 @@ use http::header;
 use http::{Method, Request, Response};
 use http_body::Body as _;
 
-use crate::downstream::http2::body_sender::BodySender;
-use crate::downstream::http2::flood_guard::HeadRejection;
+use crate::downstream::http2::flood_guard::{self, HeadRejection};
 use crate::downstream::http2::monitor::Monitor;
 use crate::downstream::http2::tunnel;
 use crate::downstream::http2::tunnel::StreamTunnel;
@@ -33,54 +31,55 @@ use crate::proxy::request_record;
 use crate::proxy::response::{self, ResponseBody};
 use crate::proxy::worker_state::WorkerState;
 
-/// How much of an unwanted body is read, and for how long; then the client's window stays shut, and the
-/// stream is reset. Some clients drop an answer that they find together with the reset, so one that gets no time on its
-/// processor is given some; what it keeps is one of its own streams.
+/// Limits on reading the rest of a request body after the response. Then the client's window stays closed, and the stream is
+/// reset. Some clients drop a response that they read together with the reset; the time helps clients on busy machines, and
+/// occupies only one of the client's own streams.
 const DRAIN_MAX_BYTES: usize = 256 * 1024;
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What streams need that a connection keeps for those to come.
+/// Peers that a connection keeps for later streams.
 const FREE_PEERS_MAX: usize = 32;
 
-/// What takes an answer to its client.
+/// Sends the response of a stream.
 type Respond = SendResponse<Bytes>;
 
 /// All streams of a connection.
 pub struct Streams {
     shared: Rc<StreamContext>,
-    /// Answers that are there, and not sent yet.
+    /// Responses that were ready at once, and are not sent yet.
     ready_responses: Vec<(Response<ResponseBody>, Respond)>,
 }
 
+/// Shared by the tasks of a connection's streams.
 struct StreamContext {
     worker: Rc<WorkerState>,
-    /// The connection as a whole.
+    /// The peer from which those of streams are made.
     connection_peer: Peer,
     monitor: Rc<Monitor>,
-    /// For streams to come.
+    /// For later streams.
     free_peers: RefCell<Vec<Rc<Peer>>>,
 }
 
 impl Streams {
-    pub fn new(worker: Rc<WorkerState>, origin: Rc<ConnectionInfo>, session: Rc<Monitor>) -> Streams {
-        let whole = Peer::new(origin, worker.timers.new_timer(), Rc::default(), Rc::default());
-        let shared = StreamContext { worker, connection_peer: whole, monitor: session, free_peers: RefCell::default() };
+    pub fn new(worker: Rc<WorkerState>, connection: Rc<ConnectionInfo>, monitor: Rc<Monitor>) -> Streams {
+        let connection_peer = Peer::new(connection, worker.timers.new_timer(), Rc::default(), Rc::default());
+        let shared = StreamContext { worker, connection_peer, monitor, free_peers: RefCell::default() };
         Streams { shared: Rc::new(shared), ready_responses: Vec::new() }
     }
 
-    /// Takes a request.
+    /// Accepts a request: handles it at once, or starts a task for its stream.
     pub fn accept(&mut self, mut request: Request<RecvStream>, mut respond: Respond) {
-        let mut flaw = None;
+        let mut error = None;
         match self.shared.monitor.rejection_of(respond.stream_id().into()) {
             None => {}
-            // The client may ask again.
+            // The client may retry it (RFC 9113, section 8.7).
             Some(HeadRejection::ConnectionFull) => return respond.send_reset(Reason::REFUSED_STREAM),
-            Some(HeadRejection::TooLarge) => flaw = Some(RequestError::HeadTooLarge),
+            Some(HeadRejection::TooLarge) => error = Some(RequestError::HeadTooLarge),
         }
         let mut tunnel = None;
         let is_connect = request.method() == Method::CONNECT;
         if is_connect && !tunnel::prepare_connect(&mut request) {
-            // It had a body, where none can be.
+            // The request announces a body, which a CONNECT cannot have.
             return respond.send_reset(Reason::INTERNAL_ERROR);
         }
         let is_head = request.method() == Method::HEAD;
@@ -93,35 +92,39 @@ impl Streams {
         }
         let (peer, is_bare) = (self.shared.take_peer(), body.is_none());
         let request = Request::from_parts(parts, body);
-        // Chunks are unknown here, and so is a length beside them.
-        let mut passing = ResponseFuture::start(|| handle(&self.shared.worker, &peer, request, |_marks| flaw));
-        if is_bare && let Some(mut answer) = passing.take_ready() {
+        // HTTP/2 has no chunked coding, so the message length is never ambiguous.
+        let mut response = ResponseFuture::start(|| handle(&self.shared.worker, &peer, request, |_special| error));
+        if is_bare && let Some(mut response) = response.take_ready() {
             self.shared.recycle_peer(peer);
             if is_head {
-                response::strip_body(&mut answer);
+                response::strip_body(&mut response);
             }
-            return self.ready_responses.push((answer, respond));
+            return self.ready_responses.push((response, respond));
         }
-        self.shared.spawn_task(StreamState::AwaitingResponse { response: passing, is_head, tunnel }, respond, peer);
+        self.shared.spawn_task(StreamState::AwaitingResponse { response, is_head, tunnel }, respond, peer);
     }
 
-    /// Records requests that h2 has answered by itself.
+    /// Records requests that h2 has rejected itself.
     pub fn record_rejected_by_h2(&self) {
-        let StreamContext { worker, connection_peer: whole, monitor: session, .. } = &*self.shared;
-        for _ in 0..session.take_unrecorded_rejections() {
-            request_record::record_rejected_head(worker, whole.connection.address, &RequestError::HeadTooLarge);
+        let StreamContext { worker, connection_peer, monitor, .. } = &*self.shared;
+        for _ in 0..monitor.take_unrecorded_rejections() {
+            request_record::record_rejected_head(
+                worker,
+                connection_peer.connection.address,
+                &RequestError::HeadTooLarge,
+            );
         }
     }
 
-    /// Hands over the answers that are there; `false` if there are none. h2 would send each by itself if it were given
-    /// them one by one, with a system call for each.
+    /// Passes the ready responses to h2; `false` if there are none. Passed one by one, h2 would write each with a system call
+    /// of its own.
     pub fn send_ready_responses(&mut self) -> bool {
         if self.ready_responses.is_empty() {
             return false;
         }
-        let Streams { shared, ready_responses: at_hand } = self;
+        let Streams { shared, ready_responses } = self;
         shared.worker.share_end_time(|| {
-            at_hand.drain(..).for_each(|(answer, respond)| shared.send_local_response(answer, respond))
+            ready_responses.drain(..).for_each(|(response, respond)| shared.send_local_response(response, respond))
         });
         true
     }
@@ -134,8 +137,8 @@ impl StreamContext {
     }
 
     fn recycle_peer(&self, peer: Rc<Peer>) {
-        // A body that somebody still has would be left with a stream to come, and hints told there. So they go with the peer.
-        let is_free = peer.body_drain.as_ref().is_none_or(|unwanted| Rc::strong_count(unwanted) == 1)
+        // A peer is not reused while the body or the informational queue has another owner: they belong to the old stream.
+        let is_free = peer.body_drain.as_ref().is_none_or(|body_drain| Rc::strong_count(body_drain) == 1)
             && Rc::strong_count(&peer.informational) == 1;
         let mut free = self.free_peers.borrow_mut();
         if is_free && free.len() < FREE_PEERS_MAX {
@@ -143,48 +146,48 @@ impl StreamContext {
         }
     }
 
-    /// Lets a task look after a stream.
-    fn spawn_task(self: &Rc<Self>, stage: StreamState, respond: Respond, peer: Rc<Peer>) {
+    /// Starts the task of a stream.
+    fn spawn_task(self: &Rc<Self>, state: StreamState, respond: Respond, peer: Rc<Peer>) {
         self.monitor.task_started();
-        let work = StreamTask { state: stage, respond, peer, shared: Rc::clone(self), informational_bytes: 0 };
-        drop(tokio::task::spawn_local(work));
+        let task = StreamTask { state, respond, peer, shared: Rc::clone(self), informational_bytes: 0 };
+        drop(tokio::task::spawn_local(task));
     }
 
-    /// Gives an answer of the gateway's own.
-    fn send_local_response(self: &Rc<Self>, answer: Response<ResponseBody>, mut respond: Respond) {
-        let Some((mut sending, mut body)) = self.send_head(answer, &mut respond, false) else { return };
-        // Some of the client's window at least must be open: else the stream is looked after.
-        sending.reserve_capacity(1);
-        if sending.capacity() > 0
+    /// Sends a response that was ready at once.
+    fn send_local_response(self: &Rc<Self>, response: Response<ResponseBody>, mut respond: Respond) {
+        let Some((mut send_stream, mut body)) = self.send_head(response, &mut respond, false) else { return };
+        // If the client's window is closed, the stream needs a task.
+        send_stream.reserve_capacity(1);
+        if send_stream.capacity() > 0
             && let Some(bytes) = body.take_local()
         {
-            // Fails if the client has reset the stream meanwhile.
-            let _ = sending.send_data(bytes, true);
+            // Fails if the client has reset the stream.
+            let _ = send_stream.send_data(bytes, true);
             return;
         }
         let peer = self.take_peer();
         peer.body_timeout.set(self.worker.config().compiled.config.timeouts.body);
         peer.timer.arm(peer.body_timeout.get());
-        self.spawn_task(StreamState::Body(BodySender::new(body, sending)), respond, peer);
+        self.spawn_task(StreamState::Body(BodySender::new(body, send_stream)), respond, peer);
     }
 
-    /// Sends the head of an answer; `None` if nothing follows. A stream that `stays_open` does not end with it.
+    /// Sends a response head; `None` if no body follows. `stays_open`: a tunnel follows, so the stream does not end.
     fn send_head(
         &self,
-        answer: Response<ResponseBody>,
+        response: Response<ResponseBody>,
         respond: &mut Respond,
         stays_open: bool,
     ) -> Option<(SendStream<Bytes>, ResponseBody)> {
-        let (mut head, body) = answer.into_parts();
+        let (mut head, body) = response.into_parts();
         if !headers::answer_on_stream(&mut head.headers) {
             head.headers.insert(header::DATE, self.worker.date());
         }
         let is_all = !stays_open && body.is_end_stream();
         match respond.send_response(Response::from_parts(head, ()), is_all) {
-            Ok(sending) => (!is_all).then_some((sending, body)),
+            Ok(send_stream) => (!is_all).then_some((send_stream, body)),
             Err(error) => {
-                // The client has reset the stream; nothing else is wrong with answers.
-                tracing::debug!(%error, "an answer could not be given");
+                // The only cause is a stream reset by the client.
+                tracing::debug!(%error, "response not sent: the stream is reset");
                 respond.send_reset(Reason::INTERNAL_ERROR);
                 None
             }
@@ -192,18 +195,18 @@ impl StreamContext {
     }
 }
 
-/// All that is to be done for a stream. Dropped, it resets a stream that is not at its end.
+/// The task of a stream. Dropping it resets a stream that has not ended.
 struct StreamTask {
     state: StreamState,
     respond: Respond,
     peer: Rc<Peer>,
     shared: Rc<StreamContext>,
-    /// So many bytes of informational answers were told.
+    /// Bytes of informational responses sent so far.
     informational_bytes: usize,
 }
 
 enum StreamState {
-    /// There is no answer yet; `tunnel` is what the client sends if a CONNECT is granted.
+    /// The response head is not there yet. `tunnel`: what the client sends, if a CONNECT succeeds.
     AwaitingResponse {
         response: ResponseFuture,
         is_head: bool,
@@ -211,7 +214,7 @@ enum StreamState {
     },
     Body(BodySender),
     Tunnel(Box<StreamTunnel>),
-    /// What is left is the rest of the request's body, of which so many bytes have been read.
+    /// The response has ended; the rest of the request body is read. Bytes read so far.
     DrainingRequest(usize),
 }
 
@@ -222,30 +225,30 @@ impl Future for StreamTask {
         let this = self.get_mut();
         loop {
             match &mut this.state {
-                StreamState::AwaitingResponse { response: passing, is_head, tunnel } => {
-                    let answer = passing.poll_response(cx);
-                    let hints = this.peer.informational.take();
-                    // The client may have changed its mind.
-                    if (answer.is_pending() || hints.is_some()) && this.respond.poll_reset(cx).is_ready() {
+                StreamState::AwaitingResponse { response, is_head, tunnel } => {
+                    let response = response.poll_response(cx);
+                    let heads = this.peer.informational.take();
+                    // The client may have reset the stream.
+                    if (response.is_pending() || heads.is_some()) && this.respond.poll_reset(cx).is_ready() {
                         return Poll::Ready(());
                     }
-                    if let Some(hints) = hints {
-                        send_informational(&hints, &mut this.informational_bytes, &mut this.respond);
+                    if let Some(heads) = heads {
+                        send_informational(&heads, &mut this.informational_bytes, &mut this.respond);
                     }
-                    let mut answer = ready!(answer);
+                    let mut response = ready!(response);
                     if *is_head {
-                        response::strip_body(&mut answer);
+                        response::strip_body(&mut response);
                     }
                     let tunnel = tunnel.take();
-                    this.state = this.begin_response(answer, tunnel);
+                    this.state = this.begin_response(response, tunnel);
                 }
-                StreamState::Body(outflow) => {
-                    if outflow.poll(&this.peer, cx).is_pending() {
+                StreamState::Body(sender) => {
+                    if sender.poll(&this.peer, cx).is_pending() {
                         return this.poll_stalled(cx);
                     }
                     this.state = this.begin_request_drain();
                 }
-                StreamState::Tunnel(strand) => return strand.poll(cx),
+                StreamState::Tunnel(tunnel) => return tunnel.poll(cx),
                 StreamState::DrainingRequest(read) => return poll_request_drain(&this.peer, read, cx),
             }
         }
@@ -253,65 +256,66 @@ impl Future for StreamTask {
 }
 
 impl StreamTask {
-    /// Sends the head of an answer; what is to be done next.
-    fn begin_response(&mut self, mut answer: Response<ResponseBody>, tunnel: Option<RecvStream>) -> StreamState {
+    /// Sends the response head; returns the next state.
+    fn begin_response(&mut self, mut response: Response<ResponseBody>, tunnel: Option<RecvStream>) -> StreamState {
         let (shared, peer) = (&self.shared, &self.peer);
         peer.timer.arm(peer.body_timeout.get());
-        if let Some((inward, passage)) = tunnel.zip(peer.tunnel.take()) {
-            let Some((outward, _)) = shared.send_head(answer, &mut self.respond, true) else {
+        if let Some((receive_stream, session)) = tunnel.zip(peer.tunnel.take()) {
+            let Some((send_stream, _)) = shared.send_head(response, &mut self.respond, true) else {
                 return self.begin_request_drain();
             };
             shared.monitor.tunnel_opened();
-            return StreamState::Tunnel(Box::new(StreamTunnel::new(outward, inward, passage, peer)));
+            return StreamState::Tunnel(Box::new(StreamTunnel::new(send_stream, receive_stream, session, peer)));
         }
-        if !answer.body().is_end_stream() {
-            response::set_content_length(&mut answer);
+        if !response.body().is_end_stream() {
+            response::set_content_length(&mut response);
         }
-        match shared.send_head(answer, &mut self.respond, false) {
-            Some((sending, body)) => StreamState::Body(BodySender::new(body, sending)),
+        match shared.send_head(response, &mut self.respond, false) {
+            Some((send_stream, body)) => StreamState::Body(BodySender::new(body, send_stream)),
             None => self.begin_request_drain(),
         }
     }
 
-    /// The answer is over.
+    /// Ends the response; returns the next state.
     fn begin_request_drain(&mut self) -> StreamState {
-        // What belongs to the request goes first: only then it is known what nobody wants.
+        // Drop the response first: only then is the rest of the request body unused.
         self.state = StreamState::DrainingRequest(0);
         self.peer.timer.arm(DRAIN_TIMEOUT);
         StreamState::DrainingRequest(0)
     }
 
-    /// Nothing more of the answer leaves for now.
+    /// The response body makes no progress: ready when the stream must be reset.
     fn poll_stalled(&self, cx: &Context<'_>) -> Poll<()> {
-        let Peer { timer, body_drain: unwanted, body_timeout: body_limit, .. } = &*self.peer;
+        let Peer { timer, body_drain, body_timeout, .. } = &*self.peer;
         if !timer.poll_expired(cx) {
             return Poll::Pending;
         }
-        // It waits for as long as the request's body moves.
-        if !unwanted.as_ref().is_some_and(|unwanted| unwanted.take_progress()) {
+        // A response may pause while its request body makes progress.
+        if !body_drain.as_ref().is_some_and(|body_drain| body_drain.take_progress()) {
             return Poll::Ready(());
         }
-        timer.arm(body_limit.get());
+        timer.arm(body_timeout.get());
         let _ = timer.poll_expired(cx);
         Poll::Pending
     }
 }
 
-/// Passes informational answers on. No window holds them up, so there is an end to those that one request may get.
-fn send_informational(heads: &[u8], hinted: &mut usize, respond: &mut Respond) {
-    *hinted += heads.len();
-    if *hinted <= informational::QUEUE_MAX_BYTES {
-        // One that can not be told is no more than a hint.
+/// Sends informational responses. Flow control does not limit them, so their bytes per request are bounded.
+fn send_informational(heads: &[u8], sent_bytes: &mut usize, respond: &mut Respond) {
+    *sent_bytes += heads.len();
+    if *sent_bytes <= informational::QUEUE_MAX_BYTES {
+        // Errors are ignored: the heads are only heads.
         informational::parse_heads(heads).for_each(|head| drop(respond.send_informational(head)));
     }
 }
 
+/// Reads the rest of a request body; ready when the stream can end.
 fn poll_request_drain(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Poll<()> {
-    let Some(unwanted) = peer.body_drain.as_ref().filter(|unwanted| unwanted.has_body()) else {
+    let Some(body_drain) = peer.body_drain.as_ref().filter(|body_drain| body_drain.has_body()) else {
         return Poll::Ready(());
     };
     while *read < DRAIN_MAX_BYTES {
-        match unwanted.poll_chunk(cx) {
+        match body_drain.poll_chunk(cx) {
             Poll::Ready(Some(bytes)) => *read += bytes,
             Poll::Ready(None) => return Poll::Ready(()),
             Poll::Pending => break,
@@ -322,22 +326,105 @@ fn poll_request_drain(peer: &Peer, read: &mut usize, cx: &mut Context<'_>) -> Po
 
 impl Drop for StreamTask {
     fn drop(&mut self) {
-        // What belongs to the request first: it gives up its place.
-        let stage = std::mem::replace(&mut self.state, StreamState::DrainingRequest(0));
-        if let StreamState::Tunnel(_) = stage {
+        // Drop the response first: it frees the places of its request.
+        let state = std::mem::replace(&mut self.state, StreamState::DrainingRequest(0));
+        if let StreamState::Tunnel(_) = state {
             self.shared.monitor.tunnel_ended();
         }
-        drop(stage);
-        let Peer { timer, body_drain: unwanted, tunnel: passage, informational: interim, .. } = &*self.peer;
-        drop(interim.take());
-        if let Some(unwanted) = unwanted {
-            unwanted.clear();
+        drop(state);
+        let Peer { timer, body_drain, tunnel, informational, .. } = &*self.peer;
+        drop(informational.take());
+        if let Some(body_drain) = body_drain {
+            body_drain.clear();
         }
-        // A stream may be reset between the answer that opens a tunnel and the tunnel.
-        drop(passage.take());
-        // What a task has of memory lasts as long as anybody could wake it.
+        // Left if the stream was reset between the response that opens a tunnel and the tunnel.
+        drop(tunnel.take());
+        // A waker would keep the memory of this task allocated.
         timer.detach();
         self.shared.recycle_peer(Rc::clone(&self.peer));
         self.shared.monitor.task_ended();
     }
+}
+
+/// Sends a response body on an HTTP/2 stream. The next piece is polled when h2 has taken the one before, as the client's
+/// window opens.
+pub struct BodySender {
+    body: ResponseBody,
+    stream: SendStream<Bytes>,
+    /// A piece that waits for the client's window, and whether it is the last.
+    pending: Option<(Bytes, bool)>,
+}
+
+impl BodySender {
+    pub fn new(body: ResponseBody, stream: SendStream<Bytes>) -> BodySender {
+        BodySender { body, stream, pending: None }
+    }
+
+    /// Ready when the body was sent, or the stream is reset. Progress re-arms the timer of `peer`.
+    pub fn poll(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<()> {
+        match self.poll_send(peer, cx) {
+            // A reset by the client ends any wait.
+            Poll::Pending => self.stream.poll_reset(cx).map(drop),
+            Poll::Ready(_) => Poll::Ready(()),
+        }
+    }
+
+    /// An error means that the stream is reset.
+    fn poll_send(&mut self, peer: &Peer, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
+        loop {
+            if let Some((piece, is_last)) = &self.pending {
+                let is_last = *is_last;
+                // An empty piece, with which many servers end a body, needs no window, and never gets capacity.
+                while !piece.is_empty() && self.stream.capacity() == 0 {
+                    match ready!(self.stream.poll_capacity(cx)) {
+                        Some(capacity) => capacity?,
+                        None => return Poll::Ready(Ok(())),
+                    };
+                }
+                let piece = self.pending.take().map(|(piece, _)| piece).unwrap_or_default();
+                self.stream.send_data(piece, is_last)?;
+                if is_last {
+                    return Poll::Ready(Ok(()));
+                }
+            }
+            let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+            peer.timer.arm(peer.body_timeout.get());
+            let frame = match frame {
+                None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
+                Some(Ok(frame)) => frame,
+                Some(Err(error)) => {
+                    self.stream.send_reset(reset_reason(&error));
+                    return Poll::Ready(Ok(()));
+                }
+            };
+            match frame.into_data() {
+                Ok(piece) if piece.is_empty() && !self.body.is_end_stream() => {}
+                Ok(piece) => {
+                    let is_last = self.body.is_end_stream();
+                    // Reserve one byte: reserved capacity is unavailable to other streams, and h2 requests the rest itself.
+                    self.stream.reserve_capacity(usize::from(!piece.is_empty()));
+                    self.pending = Some((piece, is_last));
+                }
+                Err(frame) => {
+                    let Ok(mut trailers) = frame.into_trailers() else { continue };
+                    headers::forward_response_trailers(&mut trailers);
+                    self.stream.reserve_capacity(0);
+                    return Poll::Ready(self.stream.send_trailers(trailers));
+                }
+            }
+        }
+    }
+}
+
+/// The reset code for a body that failed: the code of the upstream's stream, if it has one. A code that blames the sender of
+/// the request blames the gateway, so the client gets INTERNAL_ERROR instead.
+fn reset_reason(error: &(dyn Error + 'static)) -> Reason {
+    let mut error = Some(error);
+    while let Some(cause) = error {
+        if let Some(reason) = cause.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
+            return if flood_guard::blames_client(reason.into()) { Reason::INTERNAL_ERROR } else { reason };
+        }
+        error = cause.source();
+    }
+    Reason::INTERNAL_ERROR
 }

@@ -1,8 +1,7 @@
-//! A tunnel on one stream of HTTP/2, behind an extended CONNECT (RFC 8441): the client's end of it.
+//! A tunnel on one HTTP/2 stream, opened by an extended CONNECT (RFC 8441): the client's end.
 //!
-//! It is seen when the client resets the stream, even if nobody has anything to send, or the upstream takes nothing; and
-//! the end of the one is the end of the other. Nothing waits for the client's window here: the upstream is not read any
-//! more until it opens.
+//! A reset by the client is noticed even if neither side sends, or the upstream reads nothing. The end of one side ends the
+//! other. Data for the client is not buffered: the upstream is read only while the client's window is open.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -20,7 +19,7 @@ use crate::http::websocket_handshake;
 use crate::proxy::peer::Peer;
 use crate::proxy::websocket::TunnelSession;
 
-/// Takes note of what a CONNECT asks for; `false` if it can not be answered, since it would have a body.
+/// Prepares an extended CONNECT as a WebSocket handshake; `false`: it announces a body, which a CONNECT cannot have.
 pub fn prepare_connect(request: &mut Request<RecvStream>) -> bool {
     let length = request.headers().get(header::CONTENT_LENGTH);
     if length.is_some_and(|length| length.as_bytes().iter().any(|digit| *digit != b'0')) {
@@ -32,17 +31,17 @@ pub fn prepare_connect(request: &mut Request<RecvStream>) -> bool {
     true
 }
 
-/// A tunnel, to its end. Dropped before, it resets the stream.
+/// A running tunnel. Dropping it before its end resets the stream.
 pub struct StreamTunnel {
     send_half: Rc<SendHalf>,
-    /// Tells whether the tunnel ended in order.
+    /// Returns whether the tunnel ended without an error.
     session: Pin<Box<dyn Future<Output = bool>>>,
 }
 
-/// What goes to the client.
+/// The direction to the client.
 struct SendHalf {
     stream: RefCell<SendStream<Bytes>>,
-    /// There is nothing more to send.
+    /// The end of the stream was sent.
     is_finished: Cell<bool>,
 }
 
@@ -57,37 +56,37 @@ impl SendHalf {
 
 impl StreamTunnel {
     pub fn new(
-        sending: SendStream<Bytes>,
-        inward: RecvStream,
-        passage: TunnelSession,
+        stream: SendStream<Bytes>,
+        receive_stream: RecvStream,
+        tunnel: TunnelSession,
         peer: &Rc<Peer>,
     ) -> StreamTunnel {
-        let outward = Rc::new(SendHalf { stream: RefCell::new(sending), is_finished: Cell::default() });
-        let client = StreamIo { outward: Rc::clone(&outward), receive_stream: inward, unread: Bytes::new() };
+        let send_half = Rc::new(SendHalf { stream: RefCell::new(stream), is_finished: Cell::default() });
+        let client = StreamIo { send_half: Rc::clone(&send_half), receive_stream, unread: Bytes::new() };
         let peer = Rc::clone(peer);
-        let passing = Box::pin(async move { passage.run(client, Bytes::new(), &peer.timer).await });
-        StreamTunnel { send_half: outward, session: passing }
+        let session = Box::pin(async move { tunnel.run(client, Bytes::new(), &peer.timer).await });
+        StreamTunnel { send_half, session }
     }
 
     pub fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         if !self.send_half.is_finished.get() && self.send_half.stream.borrow_mut().poll_reset(cx).is_ready() {
-            // The client has reset the stream, or its connection is gone. The tunnel would not find out while the upstream
-            // takes nothing, since nothing is read from the client then; and some codes of a reset look like an ordinary end.
+            // The client has reset the stream or closed its connection. `session` does not notice while the upstream reads
+            // nothing, because the client is not read then; and it takes some reset codes for an ordinary end.
             return Poll::Ready(());
         }
         if ready!(self.session.as_mut().poll(cx)) {
-            // One that was silent for too long ends in order as well.
+            // Also for a tunnel that ended by its idle timeout.
             let _ = self.send_half.finish();
         }
         Poll::Ready(())
     }
 }
 
-/// The stream, as bytes.
+/// The stream as `AsyncRead` and `AsyncWrite`.
 struct StreamIo {
-    outward: Rc<SendHalf>,
+    send_half: Rc<SendHalf>,
     receive_stream: RecvStream,
-    /// What has come and was not read yet.
+    /// Received bytes that were not read yet.
     unread: Bytes,
 }
 
@@ -107,7 +106,7 @@ impl AsyncRead for StreamIo {
         let bytes = this.unread.len().min(buffer.remaining());
         buffer.put_slice(&this.unread[..bytes]);
         this.unread.advance(bytes);
-        // Fails where the stream is gone, which is told elsewhere.
+        // Fails if the stream is reset, which `poll` reports.
         let _ = this.receive_stream.flow_control().release_capacity(bytes);
         Poll::Ready(Ok(()))
     }
@@ -115,28 +114,28 @@ impl AsyncRead for StreamIo {
 
 impl AsyncWrite for StreamIo {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let mut sending = self.outward.stream.borrow_mut();
+        let mut stream = self.send_half.stream.borrow_mut();
         if bytes.is_empty() {
             return Poll::Ready(Ok(0));
         }
-        sending.reserve_capacity(bytes.len());
-        while sending.capacity() == 0 {
-            match ready!(sending.poll_capacity(cx)) {
+        stream.reserve_capacity(bytes.len());
+        while stream.capacity() == 0 {
+            match ready!(stream.poll_capacity(cx)) {
                 Some(capacity) => capacity.map_err(io::Error::other)?,
                 None => return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into())),
             };
         }
-        let bytes = &bytes[..bytes.len().min(sending.capacity())];
-        sending.send_data(Bytes::copy_from_slice(bytes), false).map_err(io::Error::other)?;
+        let bytes = &bytes[..bytes.len().min(stream.capacity())];
+        stream.send_data(Bytes::copy_from_slice(bytes), false).map_err(io::Error::other)?;
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// What was sent leaves with the connection.
+    /// h2 flushes with the connection.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(self.outward.finish())
+        Poll::Ready(self.send_half.finish())
     }
 }
